@@ -155,6 +155,22 @@ class ObeyedPlan:
     digest: str
 
 
+@dataclass(frozen=True)
+class HeldOutPart:
+    """The samples that were held out.
+
+    Attributes:
+        split: `data.split`; "eval_path" where they have a path of their own.
+        how: what they are, in words.
+        samples, all_samples: how many they are, and of how many.
+    """
+
+    split: str
+    how: str
+    samples: int
+    all_samples: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What a run gave.
@@ -173,6 +189,7 @@ class RunResult:
         device: "cpu" or "cuda".
         cache: None in a run without caches.
         changes: settings that resumes changed on request.
+        held_out: None in files of earlier versions.
     """
 
     steps: int
@@ -185,6 +202,7 @@ class RunResult:
     loss: float | None
     quality: dict[str, float | None]
     eval_samples: int
+    held_out: HeldOutPart | None = None
     bad_rows: int | None = None
     world_size: int
     device: str

@@ -168,15 +168,16 @@ class ParsedChunk:
     samples: Block
     bad: Mapping[int, BadRow] = field(default_factory=dict)
 
-    def take(self, rows: Ids, first: int, stop: int, *, replaces: bool) -> Block:
-        """Return the samples number `rows` of the chunk, in that order; all are in [first, stop).
+    def take(self, rows: Ids, among: Ids, *, replaces: bool) -> Block:
+        """Return the samples number `rows` of the chunk, in that order.
 
         Args:
-            replaces: give a good row of [first, stop) in place of each bad one, so that there are `len(rows)` samples.
+            among: the rows of the chunk, in order, that are in the same split; `rows` are some of them.
+            replaces: give a good row of `among` in place of each bad one, so that there are `len(rows)` samples.
                 The good ones are evenly spread, and a function of the chunk alone. Otherwise leave bad rows out.
 
         Raises:
-            DataError: all rows of [first, stop) are bad, so that nothing can replace them.
+            DataError: all rows of `among` are bad, so that nothing can replace them.
         """
         if not self.bad:
             return self.samples.take(rows)
@@ -186,7 +187,7 @@ class ParsedChunk:
         found = rows[is_bad]
         taken = rows if replaces else rows[~is_bad]
         if replaces and len(found):
-            good_here, bad_here = (first + np.flatnonzero(each[first:stop]) for each in (is_good, ~is_good))
+            good_here, bad_here = (among[each[among]] for each in (is_good, ~is_good))
             if not len(good_here):
                 some = self.bad[int(found[0])]
                 raise DataError(f"{some}; and no row near it is good: {len(bad_here)} bad rows one after another")

@@ -10,7 +10,9 @@ from embershard.errors import ConfigError
 from embershard.resume_rules import AsEvalFiles, AsFiles, Free, OfModel, OfTraining
 
 DataKind = Literal["synthetic", "criteo", "avazu", "parquet", "table"]
+SplitKind = Literal["tail", "random", "hash", "time", "last"]
 IdMapping = Literal["text", "hash", "modulo", "none", "hour", "weekday"]
+EVAL_FRACTION = 0.1  # by default
 NUM_CRITEO_DENSE = 13
 NUM_CRITEO_SPARSE = 26
 NUM_AVAZU_HASHED = 21
@@ -401,10 +403,21 @@ class DataConfig:
     path: AsFiles[str | None] = None
     """A file, or a folder of files. Needed by all kinds but "synthetic"."""
     eval_path: AsEvalFiles[str | None] = None
-    """Held-out file or folder. Without it the tail of every file is held out (`eval_fraction`)."""
-    eval_fraction: OfTraining[float] = 0.1
-    """Share of every file, at its end, that is held out; with 1, nothing is left to train on. Not used when `eval_path`
-    is given."""
+    """Held-out file or folder. Without it samples of `path` are held out (`split`, `eval_fraction`)."""
+    eval_fraction: OfTraining[float] = EVAL_FRACTION
+    """Share of the samples that is held out; with 1, nothing is left to train on. Not used when `eval_path` is given.
+    `split` says which samples; with "last", other numbers than 0 and 1 have no effect."""
+    split: OfTraining[SplitKind] = "tail"
+    """Which samples are held out. "tail": the end of every file. "random": samples by chance. Of kinds "table" and
+    "parquet" also "hash": all samples of some values of `split_column`; "time": the latest ones by `split_time`;
+    "last": the last sample of each value of `split_column`, by `split_time`, or without it in the files' order."""
+    split_column: OfTraining[str | None] = None
+    """With `split` "hash" and "last": name of the column whose values, for instance users, decide."""
+    split_time: OfTraining[str | None] = None
+    """With `split` "time" and "last": name of a column of times, seconds since 1970, or texts that are times."""
+    split_seed: OfTraining[int] = 0
+    """With `split` "random" and "hash": which samples, or values, chance takes. `seed` has no effect on that: runs that
+    differ in it have the same held-out samples."""
     seed: OfTraining[int] = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
     shuffle: OfTraining[bool] = True
@@ -452,12 +465,47 @@ class DataConfig:
             num_workers=(self.num_workers >= 0, "0 or more"),
             prefetch_batches=(self.prefetch_batches >= 1, "at least 1"),
         )
+        self._check_split()
         most = _MOST_CHUNKS * self.chunk_rows
         if self.synthetic.num_samples > most:
             raise ConfigError(
                 f"data.synthetic.num_samples = {self.synthetic.num_samples}; needed at most {most:,}, which are "
                 f"{_MOST_CHUNKS:,} chunks of data.chunk_rows = {self.chunk_rows} samples"
             )
+
+    def _check_split(self) -> None:
+        split, share = self.split, self.eval_fraction
+        is_usual, has_names = split in ("tail", "random"), self.kind in ("table", "parquet")
+        by_value, by_time, by_chance = split in ("hash", "last"), split in ("time", "last"), split in ("random", "hash")
+        no_effect, a_name = f'it has no effect with data.split = "{split}"', "the name of a column"
+        _check_fields(
+            self,
+            "",
+            split=(
+                split == "tail" or (self.eval_path is None and (is_usual or has_names)),
+                f'"tail" or "random": data of kind "{self.kind}" have no columns with names'
+                if self.eval_path is None
+                else '"tail": data.eval_path says what is held out',
+            ),
+            eval_fraction=(
+                split != "last" or share in (0, EVAL_FRACTION, 1),
+                f'{EVAL_FRACTION}, 0 or 1 with data.split = "last": one sample of each value is held out',
+            ),
+            split_column=(
+                bool(self.split_column) if by_value else self.split_column is None,
+                a_name if by_value else f"nothing: {no_effect}",
+            ),
+            split_time=(
+                bool(self.split_time) or (split == "last" and self.split_time is None)
+                if by_time
+                else self.split_time is None,
+                a_name if by_time else f"nothing: {no_effect}",
+            ),
+            split_seed=(
+                0 <= self.split_seed < 2**63 if by_chance else self.split_seed == 0,
+                "an integer in [0, 2**63)" if by_chance else f"0: {no_effect}",
+            ),
+        )
 
     @property
     def file_patterns(self) -> tuple[str, ...]:

@@ -169,6 +169,7 @@ def make_result(
         "loss": loss,
         **{name: quality.get(name) for name in metric_names(trainer.target)},
         "eval_samples": quality.get("samples", 0),
+        "held_out": _held_out(trainer),
         "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
         "world_size": ranks.world_size,
         "device": ranks.device.type,
@@ -187,6 +188,17 @@ def report_line(report: Report) -> dict[str, Any]:
     """Return a report as a line of metrics.jsonl: its kind, the time now, and its values."""
     kind, values = flat_report(report)
     return {"kind": kind, "time": time_now(), **values}
+
+
+def _held_out(trainer: Trainer) -> dict[str, Any]:
+    source, data = trainer.source, trainer.config.data
+    held_out, rest = (source.chunks(split).num_samples for split in ("eval", "train"))
+    return {
+        "split": data.split if data.eval_path is None else "eval_path",
+        "how": source.held_out.how,
+        "samples": held_out,
+        "all_samples": held_out + rest,
+    }
 
 
 def flat_report(report: Report) -> tuple[str, dict[str, Any]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embershard.errors import ConfigError, naming_file
+from embershard.errors import ConfigError, DataError, naming_file
 from embershard.launch.arguments import (
     add_overrides,
     add_trust,
@@ -26,11 +26,12 @@ from embershard.launch.screen import make_table, number, plain_console, progress
 from embershard.training.config import RunConfig
 
 if TYPE_CHECKING:  # they load torch, and --help must answer at once: functions import what they need
+    import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
     from rich.console import Console
 
-    from embershard.data import Target
+    from embershard.data import Source, Target
     from embershard.distributed import Ranks, Supervision
     from embershard.training.quality.metrics import Predicted
     from embershard.training.trained_run import Scorer
@@ -38,9 +39,10 @@ if TYPE_CHECKING:  # they load torch, and --help must answer at once: functions 
 _PREDICT_HELP = """Score samples with a trained model: from the newest valid checkpoint of a run to a Parquet file.
 
 A row of the file is a sample, in the order of the samples: logit and score (the probability), both float32, and label
-where the data have labels. See docs/serving.md.
+where the data have labels. Columns of the data go along with --keep. See docs/serving.md.
 
   embershard predict runs/mine --data new.parquet -o scores.parquet
+  embershard predict runs/mine --data new.parquet --keep user_id,item_id -o scores.parquet
   embershard predict runs/mine -o held_out.parquet --nproc 2
 """
 _EVAL_HELP = """Measure a trained model, from the newest valid checkpoint of a run, on the samples that the run holds
@@ -63,18 +65,21 @@ class ScoreJob(Job):
         checkpoints: folder of the run's checkpoints.
         step: of the checkpoint; None: the newest valid one.
         output: file for the scores; None: the quality is shown.
+        keep: columns of the data that the file gets, too.
     """
 
     checkpoints: Path
     step: int | None
     output: Path | None
+    keep: tuple[str, ...] = ()
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> ScoreJob:
         """Read the settings of the run that the arguments name. Raises as `run_config`."""
         run_dir, output = arguments.run_dir, getattr(arguments, "output", None)
         checkpoints = run_dir / CHECKPOINTS
-        return ScoreJob(run_config(arguments), run_dir, arguments.trust_code, checkpoints, arguments.step, output)
+        config, keep = run_config(arguments), tuple(getattr(arguments, "keep", ()))
+        return ScoreJob(config, run_dir, arguments.trust_code, checkpoints, arguments.step, output, keep)
 
     def run(self, ranks: Ranks, supervision: Supervision) -> int:
         """Score the held-out samples: into the file, or, without one, show the quality. Return 0. Collective."""
@@ -87,7 +92,8 @@ class ScoreJob(Job):
             ranks.from_first(lambda: check_new_output(output))
         trained = open_trained(self.config, self.checkpoints, ranks, self.step)
         say(console, *(f"Not used: {reason}." for reason in trained.skipped))
-        source = open_source(self.config.data, needs_labels=output is None)
+        source = open_source(self.config.data, needs_labels=output is None, share=ranks.from_first)
+        kept = kept_columns(source, self.keep) if self.keep else None
         scorer = Scorer(trained, source, ranks, supervision)
         say(console, f"Scoring {scorer.num_samples:,} samples by {trained.checkpoint}.", *source.notes)
         if scorer.memory_warning:
@@ -98,7 +104,7 @@ class ScoreJob(Job):
                 table.add_row(name, number(value, ",") if name == "samples" else number(value, ".6f"))
             console.print(table)
         else:
-            _write(scorer, output, console, ranks)
+            _write(ScoresFile(output, scorer.target, kept) if ranks.is_first else None, scorer, console, output)
         return 0
 
 
@@ -147,6 +153,13 @@ def _parser(command: str, *, starts_ranks: bool) -> argparse.ArgumentParser:
         parser.add_argument(
             "-o", dest="output", type=Path, required=True, metavar="FILE", help="Parquet file for the scores"
         )
+        parser.add_argument(
+            "--keep",
+            type=lambda text: text.split(","),
+            default=[],
+            metavar="NAME,...",
+            help="columns of the data that the file gets, too, for instance user_id,item_id",
+        )
     return parser
 
 
@@ -191,8 +204,24 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
     return config
 
 
-def _write(scorer: Scorer, output: Path, console: Console, ranks: Ranks) -> None:
-    file = ScoresFile(output, scorer.target) if ranks.is_first else None
+def kept_columns(source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
+    """Return columns of the held-out samples, in their order, some samples at a time.
+
+    Raises:
+        ConfigError: the data have no columns with names, or scores have such a name.
+        DataError: a file has not one of the columns.
+    """
+    from embershard.data.sources.table.source import TableSource
+
+    if not isinstance(source, TableSource):
+        raise ConfigError('--keep: needed data of kind "table" or "parquet", whose columns have names. Leave it out.')
+    for name in names:
+        if name.partition("/")[0] in ("logit", "score", "label"):
+            raise ConfigError(f"--keep {name}: scores have a column of that name. Leave it out, or rename it.")
+    return source.held_out_columns(list(names))
+
+
+def _write(file: ScoresFile | None, scorer: Scorer, console: Console, output: Path) -> None:
     num_written = 0
     try:
         with progress_bar(console, "samples") as show:
@@ -215,7 +244,8 @@ def _write(scorer: Scorer, output: Path, console: Console, ranks: Ranks) -> None
 class ScoresFile:
     """Columns `logit` and `score` (the probability), both float32, and `label`, float32, where the first samples have
     labels. With task "regression" there is no `logit`, and `score` is the predicted number; of several labels, names
-    are as `score/click`. The file gets its name when it is complete.
+    are as `score/click`. Columns of the data that are kept stand before these. The file gets its name when it is
+    complete.
 
     >>> import torch, pyarrow.parquet
     >>> from embershard.data import Target
@@ -227,9 +257,10 @@ class ScoresFile:
     ['logit', 'score', 'label']
     """
 
-    def __init__(self, path: Path, target: Target) -> None:
+    def __init__(self, path: Path, target: Target, kept: Iterator[pa.Table] | None = None) -> None:
         self._path, self._partial = path, path.with_name(path.name + ".partial")
-        self._target = target
+        self._target, self._kept = target, kept
+        self._kept_rest: list[pa.Table] = []
         self._waiting: list[Predicted] = []
         self._num_waiting = 0
         self._writer: pq.ParquetWriter | None = None
@@ -243,7 +274,8 @@ class ScoresFile:
 
     def finish(self) -> None:
         """Write the rest, and give the file its name."""
-        self._write()
+        if self._waiting:
+            self._write()
         with naming_file(self._path):
             if self._writer is not None:
                 self._writer.close()
@@ -261,16 +293,36 @@ class ScoresFile:
 
         columns = self._columns()
         if self._writer is not None:
-            columns = {name: columns[name] for name in self._writer.schema.names}
+            columns = {name: values for name, values in columns.items() if name in self._writer.schema.names}
         else:
             is_empty = {name for name, values in columns.items() if name.startswith("label") and values.isnan().all()}
             columns = {name: values for name, values in columns.items() if name not in is_empty}
-        table = pa.table({name: pa.array(values.numpy(), pa.float32()) for name, values in columns.items()})
+        arrays = {name: pa.array(values.numpy(), pa.float32()) for name, values in columns.items()}
+        table = pa.table({**self._take_kept(self._num_waiting), **arrays})
         with naming_file(self._partial):
             if self._writer is None:
                 self._writer = pq.ParquetWriter(self._partial, table.schema, write_page_checksum=True)
             self._writer.write_table(table)
         self._waiting, self._num_waiting = [], 0
+
+    def _take_kept(self, count: int) -> dict[str, pa.ChunkedArray]:
+        """Return the next `count` samples' columns that are kept, by name."""
+        import pyarrow as pa
+
+        if self._kept is None:
+            return {}
+        while sum(len(table) for table in self._kept_rest) < count:
+            self._kept_rest.append(next(self._kept))
+        try:
+            rest = pa.concat_tables(self._kept_rest, promote_options="permissive")
+            if self._writer is not None:
+                rest = rest.cast(pa.schema([self._writer.schema.field(name) for name in rest.column_names]))
+        except pa.ArrowException as error:
+            raise DataError(
+                f"--keep: {error}: the files differ in the types of these columns; leave them out"
+            ) from None
+        self._kept_rest = [rest.slice(count)]
+        return dict(zip(rest.column_names, rest.slice(0, count).columns, strict=True))
 
     def _columns(self) -> dict[str, torch.Tensor]:
         import torch

@@ -67,7 +67,7 @@ class Trainer:
         self.supervision = supervision or Supervision()
         check_machines(config, ranks, checkpoints and checkpoints.parent)
         self.plan = find_plan(config, ranks)
-        self.source = open_source(config.data)
+        self.source = open_source(config.data, share=ranks.from_first)
         self.memory_warning = check_memory_for_run(config, self.plan, ranks)  # before the model is built
         profile = find_profile(config, self.source)
         self.hot = find_hot_set(config, profile, self.source, ranks, checkpoints and checkpoints.parent)

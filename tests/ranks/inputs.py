@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 from embershard.cache import CacheConfig
-from embershard.data import CriteoConfig, DataConfig
+from embershard.data import CriteoConfig, DataConfig, open_source
+from embershard.data.sources.table import source
 from embershard.distributed import CheckpointConfig, complete_checkpoints
+from embershard.errors import DataError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.quality.reports import BadRowsReport, EvalReport, TrainReport
@@ -42,6 +45,17 @@ def config(path: Path, lookahead: int, **data: Any) -> RunConfig:
         train=TrainConfig(global_batch_size=GLOBAL_BATCH, batch_size=None, log_every=1, max_steps=18, device="cpu"),
         checkpoint=CheckpointConfig(at_end=False),
     )
+
+
+def what_is_held_out(data: DataConfig) -> tuple[int, list[bool], str]:
+    """How often this rank passed over the columns that decide, what is held out then, and the error if it failed."""
+    with mock.patch.object(source, "hold_out_by_column", wraps=source.hold_out_by_column) as made:
+        try:
+            bits = open_source(data, share=here().from_first).held_out.samples
+        except DataError as error:
+            return made.call_count, [], str(error)
+    assert bits is not None
+    return made.call_count, bits.between(0, bits.num_samples).tolist(), ""
 
 
 NO_LOOK_AHEAD = LookAheadConfig(lookahead=0)

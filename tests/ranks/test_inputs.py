@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from embershard.data import DataConfig, TableConfig, TableFeature, open_source
 from tests.covering import matrix
 from tests.ranks import inputs
 from tests.ranks.rounding import loss_rounding
@@ -72,3 +73,29 @@ def test_too_many_bad_rows_end_all_ranks_at_the_same_step(two_ranks: RankPool, t
     assert "4 bad rows in 360 samples (1.11%) of the training data; data.bad_rows = 0.01 allows 1.00%" in first["error"]
     assert first["steps"] == second["steps"] == 9
     assert first["saved"] == second["saved"] == ["step_9"]
+
+
+def test_one_rank_passes_over_the_columns_for_all(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
+    lines = [f"{n % 2},{n},u{n % 7},{(n * 37) % 50}" for n in range(100)]
+    (tmp_path / "a.csv").write_text("\n".join(["label,item,user,time", *lines]) + "\n")
+    table = TableConfig({"item": TableFeature("sparse", num_rows=50)})
+    data = DataConfig("table", str(tmp_path / "a.csv"), table=table, split="last", split_column="user")
+    ((_, alone, _),) = one_rank.run(inputs.what_is_held_out, data)
+    assert two_ranks.run(inputs.what_is_held_out, data) == [(1, alone, ""), (0, alone, "")]
+    assert [number for number, is_held_out in enumerate(alone) if is_held_out] == list(range(93, 100))
+    (tmp_path / "a.csv").write_text("\n".join(["label,item,user,time", *lines, "0,1"]) + "\n")
+    first, second = two_ranks.run(inputs.what_is_held_out, data)
+    assert first[2] == second[2] != ""
+    assert "a.csv:102 has 2 comma-separated columns" in second[2]
+
+
+def test_a_run_trains_on_the_others_and_evaluates_on_those_held_out(two_ranks: RankPool, tmp_path: Path):
+    inputs.write_clicks(tmp_path / "day_0", bad=(3, 100, 101))
+    run = inputs.config(tmp_path / "day_0", lookahead=4, bad_rows=0.1, split="random", chunk_rows=50)
+    first, second = two_ranks.run(inputs.train, run, tmp_path / "saved")
+    assert first["error"] == second["error"] == ""
+    assert first["losses"] == second["losses"]
+    samples = open_source(run.data).held_out.samples
+    assert samples is not None
+    held_out = samples.between(0, inputs.LINES).tolist()
+    assert first["held_out"] == sum(held_out) - sum(held_out[row] for row in (3, 100, 101))

@@ -82,6 +82,7 @@ def check_make(words: list[str]) -> None:
 #: Commands whose arguments are checked only.
 PARSED = (
     *("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export"),
+    "serve",
     "completion",
 )
 

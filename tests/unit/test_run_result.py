@@ -35,7 +35,7 @@ def test_a_result_of_the_version_before_formats_is_read(tmp_path: Path):
     assert result.cache is not None
     assert result.cache.ranks[1].tables["t_C1"].lookups == old["cache"]["ranks"][1]["tables"]["t_C1"]["lookups"] > 0
     assert result.quality["auc"] == old["auc"]
-    assert json.loads(json.dumps(result.to_dict())) == old, "nothing of it is lost"
+    assert json.loads(json.dumps(result.to_dict())) == {**old, "held_out": None}, "nothing of it is lost"
 
 
 @pytest.mark.parametrize("missing", ["measured_steps", "plan", "cache", "step_ms", "sent_bytes"])

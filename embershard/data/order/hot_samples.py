@@ -12,16 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embershard.data.block import Block
 from embershard.data.hashing import Ids
 from embershard.data.order.order import ChunkTable, EpochOrder, spans
+from embershard.data.sample_bits import Bits, Flags, SampleBits
 from embershard.errors import DataError
 from embershard.whole_file import whole_file
-
-Bits = NDArray[np.uint8]
-Flags = NDArray[np.bool_]
 
 
 class HotRowsFilter:
@@ -68,12 +65,10 @@ def _bits_of(rows: Ids, size: int) -> Bits:
 
 
 @dataclass(frozen=True, eq=False)
-class HotSamples:
+class HotSamples(SampleBits):
     """Which training samples are hot.
 
     Attributes:
-        bits: uint8 [ceil(num_samples / 8)]: a bit per sample in the order of the files, the first one highest.
-        num_samples: of the training data.
         digest: of the data and the hot rows.
 
     >>> hot = HotSamples(np.packbits([True, False, True]), 3, digest="")
@@ -81,20 +76,12 @@ class HotSamples:
     ([False, True], 0.67)
     """
 
-    bits: Bits
-    num_samples: int
     digest: str
 
     @property
     def share(self) -> float:
         """Share of the samples that are hot."""
-        return int(np.bitwise_count(self.bits).sum(dtype=np.int64)) / max(1, self.num_samples)
-
-    def between(self, start: int, stop: int) -> Flags:
-        """Return whether the samples [start, stop) are hot: bool [stop - start]."""
-        first = start // 8
-        found = np.unpackbits(self.bits[first : -(-stop // 8)])
-        return found[start - 8 * first : stop - 8 * first].view(bool)
+        return self.count / max(1, self.num_samples)
 
     def save(self, path: Path) -> None:
         """Write a `.npz` file; an earlier one is replaced when the new one is complete."""

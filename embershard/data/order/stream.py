@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from embershard.data.order.hot_samples import HotChunks, HotSamples, PackedOrder
 from embershard.data.order.order import EpochOrder
 from embershard.data.order.segments import PackedState, Ranges, SegmentSchedule, batches_of_epoch, part_of
 from embershard.data.schema import Schema
-from embershard.data.sources.source import RecentlyUsed, Source, Split
+from embershard.data.sources.source import RecentlyUsed, Source, Split, in_threads
 from embershard.errors import ConfigError, DataError
 from embershard.stages import is_stage
 
@@ -61,15 +61,8 @@ class SampleReader:
 
     def blocks(self, stop: int, size: int, start: int = 0) -> Iterator[Block]:
         """Yield the samples [start, stop) of epoch 0, in order, in blocks of `size`; threads read ahead."""
-        num_threads = max(1, self._config.num_workers)
-        with ThreadPoolExecutor(num_threads, "embershard-data") as pool:
-            ahead: deque[Future[Block]] = deque()
-            for first in range(start, stop, size):
-                ahead.append(pool.submit(self.read, 0, [(first, min(first + size, stop))]))
-                if len(ahead) > num_threads:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
+        ranges = ((first, min(first + size, stop)) for first in range(start, stop, size))
+        yield from in_threads(lambda each: self.read(0, [each]), ranges, max(1, self._config.num_workers))
 
     def _make_order(self, epoch: int) -> EpochOrder | PackedOrder:
         config, chunks = self._config, self._source.chunks(self._split)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from embershard.data.config import DataConfig
 from embershard.data.hashing import Ids, map_ids, text_keys
 from embershard.data.schema import Schema, SparseFeature, Target
+from embershard.data.sources.held_out import Share, alone
 from embershard.data.sources.text import LineFormat, LineSource, joined_cells
 
 HASHED = (
@@ -37,9 +38,9 @@ class AvazuSource(LineSource):
     missing value.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, *, share: Share = alone) -> None:
         self._num_rows = np.array(config.avazu.rows_per_table)[:, None]
-        super().__init__(config, self.schema_of(config), _FORMAT)
+        super().__init__(config, self.schema_of(config), _FORMAT, share)
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:

@@ -13,6 +13,7 @@ from embershard.data.block import transform_dense
 from embershard.data.config import NUM_CRITEO_DENSE, NUM_CRITEO_SPARSE, DataConfig
 from embershard.data.hashing import Ids, map_ids
 from embershard.data.schema import Schema, SparseFeature
+from embershard.data.sources.held_out import Share, alone
 from embershard.data.sources.text import LineFormat, LineSource, joined_cells
 
 DENSE = tuple(f"I{i + 1}" for i in range(NUM_CRITEO_DENSE))
@@ -30,9 +31,9 @@ class CriteoSource(LineSource):
     Row 0 of every table stands for a missing cell; ids become rows 1..num_rows-1.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, *, share: Share = alone) -> None:
         self._config = config.criteo
-        super().__init__(config, self.schema_of(config), _FORMAT)
+        super().__init__(config, self.schema_of(config), _FORMAT, share)
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:

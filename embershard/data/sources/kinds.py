@@ -9,6 +9,7 @@ from embershard.data.config import CONSTANT, DataConfig, DataKind, columns_of_fi
 from embershard.data.schema import Schema
 from embershard.data.sources.avazu import AvazuSource
 from embershard.data.sources.criteo import CriteoSource
+from embershard.data.sources.held_out import Share, alone
 from embershard.data.sources.input_file import need_path
 from embershard.data.sources.source import Source
 from embershard.data.sources.synthetic import SyntheticSource
@@ -16,7 +17,7 @@ from embershard.data.sources.table.source import TableSource
 
 
 class _SourceClass(Protocol):
-    def __call__(self, config: DataConfig) -> Source: ...
+    def __call__(self, config: DataConfig, *, share: Share = alone) -> Source: ...
 
     def schema_of(self, config: DataConfig) -> Schema: ...
 
@@ -30,11 +31,13 @@ _SOURCES: dict[DataKind, _SourceClass] = {
 }
 
 
-def open_source(config: DataConfig, *, needs_labels: bool = True) -> Source:
+def open_source(config: DataConfig, *, needs_labels: bool = True, share: Share = alone) -> Source:
     """Open the source that `config` describes.
 
     Args:
         needs_labels: False: labels are NaN where files of "parquet" or "table" have no column of labels.
+        share: finds what is held out where that takes a pass over all samples. `Ranks.from_first`: one rank makes it
+            for all, which then open the source together.
 
     >>> open_source(DataConfig(kind="synthetic")).chunks("train").num_samples
     900000
@@ -45,8 +48,8 @@ def open_source(config: DataConfig, *, needs_labels: bool = True) -> Source:
     """
     need_path(config)
     if config.kind in ("parquet", "table"):
-        return TableSource(config, needs_labels=needs_labels)
-    return _SOURCES[config.kind](config)
+        return TableSource(config, needs_labels=needs_labels, share=share)
+    return _SOURCES[config.kind](config, share=share)
 
 
 def schema_of(config: DataConfig) -> Schema:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from threading import Lock
 from typing import Generic, Literal, Protocol, TypeVar
@@ -14,11 +16,16 @@ from numpy.typing import ArrayLike
 from embershard.data.block import Block, ParsedChunk
 from embershard.data.hashing import Ids
 from embershard.data.order.order import ChunkTable
+from embershard.data.sample_bits import Flags
 from embershard.data.schema import Schema
+from embershard.data.sources.held_out import HeldOut
+from embershard.errors import DataError
 
 Split = Literal["train", "eval"]
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
+#: Chunks of which the rows of a split are remembered: neighbouring batches of a rank often share a chunk.
+_KEPT_MEMBERS = 8
 
 
 class Source(Protocol):
@@ -40,6 +47,10 @@ class Source(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What the user should know of these data, as sentences."""
 
+    @property
+    def held_out(self) -> HeldOut:
+        """Which samples are held out."""
+
     def chunks(self, split: Split) -> ChunkTable:
         """Return the chunks of the split; none when nothing is held out and `split` is "eval"."""
 
@@ -60,11 +71,11 @@ class FileSource(ABC):
 
     Attributes:
         num_physical: number of the physical chunks.
-        train_rows: int64 [num_physical], the first rows of each, which are to train on; the others are held out.
+        held_out: which samples are held out.
     """
 
     def __init__(self, schema: Schema, split: SplitChunks, num_kept: int, *, tolerates_bad_rows: bool) -> None:
-        self.schema, self.num_physical, self.train_rows = schema, len(split.train_rows), split.train_rows
+        self.schema, self.num_physical, self.held_out = schema, split.num_physical, split.held_out
         self._split, self._most_bad = split, None if tolerates_bad_rows else 1
         self._parsed = RecentlyUsed(self._parse_checked, num_kept)
 
@@ -81,12 +92,15 @@ class FileSource(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return ()
+        return self._split.notes
+
+    def is_held_out(self, number: int) -> Flags:
+        """Return for each row of a physical chunk whether it is held out."""
+        return self._split.is_held_out(number)
 
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:
-        physical, first = self._split.place(split, chunk)
-        stop = first + int(self._split.table(split).rows[chunk])
-        return self._parsed.get(physical).take(first + rows, first, stop, replaces=split == "train")
+        physical, members = self._split.place(split, chunk)
+        return self._parsed.get(physical).take(members[rows], members, replaces=split == "train")
 
     def _parse_checked(self, number: int) -> ParsedChunk:
         parsed = self.parse(number, self._most_bad)
@@ -99,38 +113,80 @@ class FileSource(ABC):
 class SplitChunks:
     """Assigns the rows of physical chunks, which are parsed as a whole, to the train or the eval split.
 
-    The last `eval_fraction` of every file is held out. Where the border cuts a physical chunk, both splits have a
-    chunk that refers to a part of it.
+    A physical chunk with rows of both is a chunk of both.
 
     Args:
         file: the file of every physical chunk.
         rows: its number of rows.
-        eval_fraction: share of the rows, rounded to whole rows; one number per file.
+        eval_fraction: share of the rows that is held out at the end of a file, rounded to whole rows; one number per
+            file. It does not count where samples are chosen.
+        held_out: which samples are held out.
     """
 
-    def __init__(self, file: ArrayLike, rows: ArrayLike, eval_fraction: ArrayLike) -> None:
+    def __init__(self, file: ArrayLike, rows: ArrayLike, eval_fraction: ArrayLike, held_out: HeldOut) -> None:
         owner, size = np.asarray(file, np.int64), np.asarray(rows, np.int64)
-        share = np.asarray(eval_fraction, np.float64)
-        total = np.bincount(owner, weights=size, minlength=len(share)).astype(np.int64)
-        num_train = total - np.rint(total * share).astype(np.int64)
-        before_file = np.cumsum(total) - total
-        first = np.cumsum(size) - size - before_file[owner]
-        cut = np.clip(num_train[owner] - first, 0, size)
-        self.train_rows = cut
-        self._parts = {"train": _part(owner, np.zeros_like(cut), cut), "eval": _part(owner, cut, size)}
+        self.held_out, self.num_physical, self._size = held_out, len(size), size
+        self._starts = np.cumsum(size) - size
+        if held_out.samples is None:
+            share = np.asarray(eval_fraction, np.float64)
+            total = np.bincount(owner, weights=size, minlength=len(share)).astype(np.int64)
+            num_train = total - np.rint(total * share).astype(np.int64)
+            first = self._starts - (np.cumsum(total) - total)[owner]
+            self._train_rows = np.clip(num_train[owner] - first, 0, size)
+            num_eval = size - self._train_rows
+        else:
+            if held_out.samples.num_samples != size.sum():
+                raise DataError(f"the split is of {held_out.samples.num_samples} samples, and there are {size.sum()}")
+            num_eval = np.array([self.is_held_out(number).sum() for number in range(len(size))], np.int64)
+        self._parts = {"train": _part(owner, size - num_eval), "eval": _part(owner, num_eval)}
+        self._members = RecentlyUsed(self._find_members, _KEPT_MEMBERS)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know: how samples were chosen, where that is not the usual way."""
+        if self.held_out.samples is None:
+            return ()
+        return (self.held_out.sentence(self.table("eval").num_samples, self.held_out.samples.num_samples),)
+
+    def is_held_out(self, number: int) -> Flags:
+        """Return for each row of a physical chunk whether it is held out."""
+        start, size = int(self._starts[number]), int(self._size[number])
+        if self.held_out.samples is None:
+            return np.arange(size) >= self._train_rows[number]
+        return self.held_out.samples.between(start, start + size)
 
     def table(self, split: Split) -> ChunkTable:
         return self._parts[split][0]
 
-    def place(self, split: Split, chunk: int) -> tuple[int, int]:
-        """Return the physical chunk of a split's chunk, and the row of it that is the chunk's row 0."""
-        _, physical, first = self._parts[split]
-        return int(physical[chunk]), int(first[chunk])
+    def place(self, split: Split, chunk: int) -> tuple[int, Ids]:
+        """Return the physical chunk of a split's chunk, and the rows of it that are the chunk's rows, in order."""
+        physical = int(self._parts[split][1][chunk])
+        return physical, self._members.get((physical, split == "eval"))
+
+    def _find_members(self, place: tuple[int, bool]) -> Ids:
+        number, held_out = place
+        return np.flatnonzero(self.is_held_out(number) == held_out)
 
 
-def _part(owner: Ids, first: Ids, end: Ids) -> tuple[ChunkTable, Ids, Ids]:
-    keep = np.flatnonzero(end > first)
-    return ChunkTable(owner[keep], (end - first)[keep]), keep, first[keep]
+def _part(owner: Ids, rows: Ids) -> tuple[ChunkTable, Ids]:
+    keep = np.flatnonzero(rows)
+    return ChunkTable(owner[keep], rows[keep]), keep
+
+
+def in_threads(make: Callable[[K], T], items: Iterable[K], num_threads: int) -> Iterator[T]:
+    """Yield what a function returns for each item, in order; threads are ahead by an item each.
+
+    >>> list(in_threads(str, range(3), num_threads=2))
+    ['0', '1', '2']
+    """
+    with ThreadPoolExecutor(num_threads, "embershard-data") as pool:
+        ahead: deque[Future[T]] = deque()
+        for item in items:
+            ahead.append(pool.submit(make, item))
+            if len(ahead) > num_threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 class RecentlyUsed(Generic[K, T]):

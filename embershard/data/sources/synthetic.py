@@ -17,6 +17,7 @@ from embershard.data.config import DataConfig, SyntheticConfig
 from embershard.data.hashing import make_key, mix64, random_words, unit_floats
 from embershard.data.order.order import ChunkTable
 from embershard.data.schema import Schema, SparseFeature
+from embershard.data.sources.held_out import HeldOut, Share, alone, hold_out
 from embershard.data.sources.source import Split, SplitChunks
 
 MLPERF_BAG_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
@@ -40,7 +41,7 @@ class SyntheticSource:
     Tables are called C1..C26 and use their rows 1..num_rows-1: no cell is missing, so row 0 does not occur.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, *, share: Share = alone) -> None:
         settings = config.synthetic
         sizes = settings.bag_sizes or (1,)
         self._bag_sizes = sizes * len(CRITEO_KAGGLE) if len(sizes) == 1 else sizes
@@ -50,7 +51,8 @@ class SyntheticSource:
         self.tables = [SyntheticTable(config.seed, *each, settings) for each in enumerate(CRITEO_KAGGLE)]
         self._starts = np.arange(0, settings.num_samples, config.chunk_rows)
         rows = np.minimum(config.chunk_rows, settings.num_samples - self._starts)
-        self._split = SplitChunks(np.zeros_like(self._starts), rows, [config.eval_fraction])
+        held_out = hold_out(config, settings.num_samples, share)
+        self._split = SplitChunks(np.zeros_like(self._starts), rows, [config.eval_fraction], held_out)
         self._hidden = HiddenModel(config.seed, self.tables, settings, *self._inputs(np.arange(_NUM_PROBES)))
 
     @staticmethod
@@ -61,15 +63,19 @@ class SyntheticSource:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return ()
+        return self._split.notes
+
+    @property
+    def held_out(self) -> HeldOut:
+        return self._split.held_out
 
     def chunks(self, split: Split) -> ChunkTable:
         return self._split.table(split)
 
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:
         """Make these samples and no others, so that a rank's work does not grow with the number of ranks."""
-        physical, first = self._split.place(split, chunk)
-        return self.samples(self._starts[physical] + first + rows)
+        physical, members = self._split.place(split, chunk)
+        return self.samples(self._starts[physical] + members[rows])
 
     def samples(self, numbers: Ids) -> Block:
         """Return the samples with these numbers (0 .. num_samples-1)."""

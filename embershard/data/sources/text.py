@@ -23,6 +23,7 @@ from embershard.data.block import BadRow, Block, ParsedChunk, short
 from embershard.data.config import DataConfig
 from embershard.data.hashing import Ids, cell_bytes
 from embershard.data.schema import Schema
+from embershard.data.sources.held_out import Share, hold_out
 from embershard.data.sources.input_file import InputFile, list_files
 from embershard.data.sources.source import FileSource, RecentlyUsed, SplitChunks
 from embershard.errors import DataError
@@ -267,14 +268,15 @@ class LineFormat:
 class LineSource(FileSource):
     """Base of sources whose samples are lines, with one id for every sparse feature."""
 
-    def __init__(self, config: DataConfig, schema: Schema, form: LineFormat) -> None:
-        files, held_out = list_files(config)
+    def __init__(self, config: DataConfig, schema: Schema, form: LineFormat, share: Share) -> None:
+        files, ends = list_files(config)
         self._form, (self._label,) = form, schema.target.labels
         self._text = TextFiles(files, config.chunk_rows, config.num_workers, has_header=form.has_header)
         for file, header in zip(files, self._text.headers, strict=True):
             if form.has_header:
                 form.check_header(file.path, header)
-        split = SplitChunks(self._text.file, self._text.rows, held_out)
+        held_out = hold_out(config, int(self._text.rows.sum()), share)
+        split = SplitChunks(self._text.file, self._text.rows, ends, held_out)
         num_kept = 4 + 2 * config.num_workers
         super().__init__(schema, split, num_kept, tolerates_bad_rows=config.bad_rows != "stop")
 

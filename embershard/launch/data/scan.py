@@ -67,19 +67,20 @@ class DataScan:
     def num_bad(self) -> int:
         return self.reasons.total()
 
-    def add(self, parsed: ParsedChunk, train_rows: int, schema: Schema) -> None:
-        """Add a chunk, of which the first `train_rows` rows are to train on."""
-        num_rows = parsed.samples.num_samples + len(parsed.bad)
+    def add(self, parsed: ParsedChunk, is_held_out: NDArray[np.bool_], schema: Schema) -> None:
+        """Add a chunk, with whether each of its rows is held out."""
+        num_held_out = int(is_held_out.sum())
+        train_rows = len(is_held_out) - num_held_out
         self.num_train += train_rows
-        self.num_held_out += num_rows - train_rows
-        bad_train = sum(row < train_rows for row in parsed.bad)
-        self.bad_train += bad_train
+        self.num_held_out += num_held_out
+        bad_train = [bad for row, bad in parsed.bad.items() if not is_held_out[row]]
+        self.bad_train += len(bad_train)
         for bad in parsed.bad.values():
             reason = bad.column, bad.problem.rpartition(": ")[2] if bad.column else "the whole row"
             self.reasons[reason] += 1
             self.first.setdefault(reason, bad)
-        if train_rows and bad_train == train_rows:
-            self.damage.append(f"{parsed.bad[0]}; and none of the {bad_train:,} rows to train on near it is good")
+        if train_rows and len(bad_train) == train_rows:
+            self.damage.append(f"{bad_train[0]}; and none of the {train_rows:,} rows to train on near it is good")
         samples = parsed.samples
         labels = samples.labels.reshape(samples.num_samples, len(schema.target.labels))
         names = (*schema.target.labels, *schema.dense, *schema.keys)
@@ -103,7 +104,7 @@ def scan_data(
                 ahead.append((number, pool.submit(source.parse, number)))
             number, future = ahead.popleft()
             try:
-                found.add(future.result(), int(source.train_rows[number]), source.schema)
+                found.add(future.result(), source.is_held_out(number), source.schema)
             except DataError as error:
                 found.damage.append(str(error))
             on_progress(done + 1, source.num_physical)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embershard.launch.export.serving_values import id_of, map_ids, plain, scaled
+from embershard.launch.export.serving_values import plain, rows_of, scaled, types_of
 
 _INT8_TAIL, _INT4_TAIL = 8, 4  # bytes of scale and offset at the end of a row: two float32, or two float16
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
@@ -110,10 +110,9 @@ class Model(nn.Module):
                 needs, with both.
         """
         self._check_keys(samples)
-        columns = [[self._given(sample, each) for sample in samples] for each in self.inputs["dense"]]
-        pairs = zip(self.inputs["dense"], columns, strict=True)
-        dense = np.stack([scaled(values, feature) for feature, values in pairs], axis=1)
-        bags = [self._bags(feature, samples) for feature in self.inputs["sparse"]]
+        columns = {name: self._column(samples, name) for name in self.columns}
+        dense = np.stack([self._dense(each, columns, len(samples)) for each in self.inputs["dense"]], axis=1)
+        bags = [self._bags(feature, columns[feature["column"]]) for feature in self.inputs["sparse"]]
         return torch.from_numpy(dense), [ids for ids, _ in bags], [offsets for _, offsets in bags]
 
     @property
@@ -141,30 +140,34 @@ class Model(nn.Module):
                 problems.insert(0, f"{name!r} is not read by the model, {hint}")
             raise ValueError(f"sample {number}: {'; '.join(problems)}. Needed the keys {', '.join(columns)}")
 
-    def _bags(self, feature: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    def _dense(self, feature: dict[str, Any], columns: dict[str, list[Any]], num_samples: int) -> np.ndarray:
+        try:
+            return scaled(columns.get(feature["column"], [None] * num_samples), feature)
+        except ValueError as error:
+            raise ValueError(f"{feature['name']}: {error}") from None
+
+    def _bags(self, feature: dict[str, Any], values: list[Any]) -> tuple[Tensor, Tensor]:
         mapping = feature["mapping"]
         if mapping not in ("none", "modulo", "hash", "text", "hour", "weekday"):
             raise ValueError(f"{feature['name']}: {mapping!r} is not mapped here; give rows to the model")
-        values = [self._given(sample, feature) for sample in samples]
         if separator := feature.get("separator"):
             values = [value.split(separator) if isinstance(value, str) and value else value for value in values]
-        bags = [value if isinstance(value, (list, tuple)) else [value] for value in values]
-        offsets = torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
-        raw = [plain(value) for bag in bags for value in bag]
+        offsets = torch.arange(len(values) + 1)
+        if types_of(values) & {list, tuple}:
+            bags = [value if isinstance(value, (list, tuple)) else [value] for value in values]
+            offsets = torch.tensor([0, *map(len, bags)]).cumsum(0)
+            values = plain([value for bag in bags for value in bag])
         try:
-            ids = [0 if value is None else id_of(value, feature) for value in raw]
-            mapping = {"text": "modulo", "hour": "none", "weekday": "none"}.get(mapping, mapping)
-            rows = map_ids(np.array(ids, np.uint64), feature["num_rows"], mapping)
+            return torch.from_numpy(rows_of(values, feature)), offsets
         except ValueError as error:
             raise ValueError(f"{feature['name']}: {error}") from None
-        rows[[value is None for value in raw]] = 0
-        return torch.from_numpy(rows), offsets
 
-    def _given(self, sample: dict[str, Any], feature: dict[str, Any]) -> Any:
-        """Return a sample's value for a feature; None where it is missing."""
-        value = plain(sample.get(feature["column"]))
-        is_null = isinstance(value, str) and value in self.inputs.get("null_values", ())
-        return None if is_null else value
+    def _column(self, samples: Sequence[dict[str, Any]], name: str) -> list[Any]:
+        """Return the samples' plain values of a column; None where one is missing."""
+        values, nulls = plain([sample[name] for sample in samples]), set(self.inputs.get("null_values", ()))
+        if nulls and str in types_of(values):
+            return [None if isinstance(value, str) and value in nulls else value for value in values]
+        return values
 
 
 def read_tensor(path: str | Path) -> Tensor:

@@ -1,4 +1,7 @@
-"""Raw values as an exported model reads them: as training did. Needs numpy, nothing else."""
+"""Raw values as an exported model reads them: as training did. Needs numpy, nothing else.
+
+Values of one usual type are read together; others, and those that are wrong, one by one.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,25 @@ _TIME = re.compile(
     r"((?P<clock>[ T][0-9]{2}(:[0-9]{2}(:[0-9]{2}(?P<part>[.][0-9]{1,6})?)?)?)"
     r"(Z|(?P<zone>[-+][0-9]{2}(:?[0-9]{2})?))?)?"
 )
+#: Lines of times in whole seconds, which numpy reads as `iso_time` does.
+_TIMES = re.compile(r"((?!0000)[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}:[0-9]{2})?\n)*")
 _DATE_DIGITS = r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])"
+_FIRST_DATE, _LAST_DATE = 19000101, 20991231
 _NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
+_HEXADECIMAL = re.compile("[0-9a-fA-F]{1,8}")
+_WHOLE = re.compile(r"(-?[1-9][0-9]*)\.0*|-?(?:0\.0*|\.0+)")
 _SAME = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false", "-0": "0"}
 
 
-def plain(value: Any) -> Any:
-    """Return a value as Python's types have it: of numpy's scalars and arrays too. None where it is missing: an empty
+def plain(values: Sequence[Any]) -> list[Any]:
+    """Return values as Python's types have them: of numpy's scalars and arrays too. None where one is missing: an empty
     text, or not a number."""
+    if types_of(values) <= {int, float, str, bool, type(None)}:
+        return [None if value == "" or value != value else value for value in values]
+    return [_plain(value) for value in values]
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, (np.datetime64, np.ndarray)) and value.dtype.kind == "M":
         value = value.astype("datetime64[us]")
     if hasattr(value, "tolist"):
@@ -38,24 +52,50 @@ def plain(value: Any) -> Any:
     return None if is_missing else value
 
 
-def id_of(value: Any, feature: dict[str, Any]) -> int:
-    """Return the 64-bit word, or the row, that a value of a sparse feature stands for.
+def types_of(values: Sequence[Any]) -> set[type]:
+    """Return the types of some values."""
+    return set(map(type, values))
+
+
+def rows_of(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
+    """Return the rows (int64) of plain values of a sparse feature; 0 of a missing one.
 
     Raises:
-        ValueError: the value is not what the feature needs.
+        ValueError: a value is not what the feature needs.
     """
-    if feature["mapping"] in ("hour", "weekday"):
-        return time_row(value, feature["mapping"])
-    if feature["mapping"] == "text":
-        return text_word(value)
-    if feature["id_base"] == 16:
-        if not isinstance(value, str) or not re.fullmatch("[0-9a-fA-F]{1,8}", value):
+    present = [value for value in values if value is not None]
+    mapping, num_rows = feature["mapping"], feature["num_rows"]
+    if mapping in ("hour", "weekday"):
+        found = time_rows(present, mapping)
+    elif mapping == "text":
+        found = map_ids(text_words(present), num_rows, "modulo")
+    else:
+        found = map_ids(hexadecimals(present) if feature["id_base"] == 16 else integers(present), num_rows, mapping)
+    rows = np.zeros(len(values), np.int64)
+    rows[[value is not None for value in values]] = found
+    return rows
+
+
+def hexadecimals(values: Sequence[Any]) -> np.ndarray:
+    """Return the numbers (uint64) of texts of 1 to 8 hexadecimal digits."""
+    for value in values:
+        if not isinstance(value, str) or not _HEXADECIMAL.fullmatch(value):
             raise ValueError(f"{value!r}: needed 1 to 8 hexadecimal digits, or nothing")
-        return int(value, 16)
-    is_integer = re.fullmatch("-?[0-9]+", value) if isinstance(value, str) else is_whole(value)
-    if not is_integer or isinstance(value, bool) or not -(2**63) <= int(value) < 2**64:
-        raise ValueError(f"{value!r}: needed an integer of 64 bits, or nothing")
-    return int(value) & _MASK
+    return np.array([int(value, 16) for value in values], np.uint64)
+
+
+def integers(values: Sequence[Any]) -> np.ndarray:
+    """Return the 64-bit words (uint64) of integers, and of floats and texts that are."""
+    if types_of(values) <= {int}:
+        try:
+            return np.array(values, np.int64).view(np.uint64)
+        except OverflowError:
+            pass  # unsigned ones, or longer ones
+    for value in values:
+        is_integer = re.fullmatch("-?[0-9]+", value) if isinstance(value, str) else is_whole(value)
+        if not is_integer or isinstance(value, bool) or not -(2**63) <= int(value) < 2**64:
+            raise ValueError(f"{value!r}: needed an integer of 64 bits, or nothing")
+    return np.array([int(value) & _MASK for value in values], np.uint64)
 
 
 def is_whole(value: Any) -> bool:
@@ -64,14 +104,17 @@ def is_whole(value: Any) -> bool:
 
 
 def scaled(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
-    """Return a dense feature's values as the model gets them, float32."""
+    """Return a dense feature's plain values as the model gets them, float32.
+
+    Raises:
+        ValueError: a value is not what the feature needs.
+    """
     if feature["scale"] == "constant":
         return np.ones(len(values), np.float32)
-    read = days if feature["scale"] == "days" else number
-    try:
-        numbers = np.array([np.nan if value is None else read(value) for value in values], np.float64)
-    except ValueError as error:
-        raise ValueError(f"{feature['name']}: {error}") from None
+    present = [value for value in values if value is not None]
+    numbers = np.full(len(values), np.nan)
+    found = times(present) / 86400 if feature["scale"] == "days" else numbers_of(present)
+    numbers[[value is not None for value in values]] = found
     missing = 0.0
     if feature["scale"] == "log1p":
         found = np.log1p(np.maximum(numbers.astype(np.float32), 0))
@@ -86,8 +129,20 @@ def scaled(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
     found[np.isnan(numbers)] = missing
     if not np.isfinite(found).all():
         value = numbers[~np.isfinite(found)][0]
-        raise ValueError(f"{feature['name']}: {value!r}: needed a number that is finite after {feature['scale']}")
+        raise ValueError(f"{value!r}: needed a number that is finite after {feature['scale']}")
     return found
+
+
+def numbers_of(values: Sequence[Any]) -> np.ndarray:
+    """Return numbers as float64. Raises as `number`."""
+    if types_of(values) <= {int, float, bool}:
+        try:
+            found = np.array(values, np.float64)
+            if (np.abs(found) < _TOO_LARGE).all():
+                return found
+        except OverflowError:
+            pass
+    return np.array([number(value) for value in values], np.float64)
 
 
 def number(value: Any) -> float:
@@ -115,15 +170,27 @@ def seconds_of(value: Any) -> Any:
     return value
 
 
-def time_row(value: Any, mapping: str) -> int:
-    """Return 1 + the hour of a time in UTC, or its weekday (1: Monday). Raises as `seconds_of_time`."""
-    hours = int(seconds_of_time(value) // 3600)
+def time_rows(values: Sequence[Any], mapping: str) -> np.ndarray:
+    """Return 1 + the hours of times in UTC, or their weekdays (1: Monday). Raises as `seconds_of_time`."""
+    hours = (times(values) // 3600).astype(np.int64)
     return 1 + (hours % 24 if mapping == "hour" else (hours // 24 + 3) % 7)
 
 
-def days(value: Any) -> float:
-    """Return the days since 1970 of a time. Raises as `seconds_of_time`."""
-    return seconds_of_time(value) / 86400
+def times(values: Sequence[Any]) -> np.ndarray:
+    """Return the seconds since 1970 of times, float64. Raises as `seconds_of_time`."""
+    types = types_of(values)
+    try:
+        seconds, could_be_dates = np.empty(0), True
+        if types <= {str} and _TIMES.fullmatch("".join([f"{value}\n" for value in values])):
+            seconds, could_be_dates = np.array(values, "datetime64[s]").astype(np.float64), False
+        elif types <= {int}:
+            seconds = np.array(values, np.int64).astype(np.float64)
+            could_be_dates = bool(((seconds >= _FIRST_DATE) & (seconds <= _LAST_DATE)).any())
+        if not could_be_dates and (np.abs(seconds) < _MOST_SECONDS).all():
+            return seconds
+    except (ValueError, OverflowError):
+        pass  # `seconds_of_time` says which
+    return np.array([seconds_of_time(value) for value in values], np.float64)
 
 
 def seconds_of_time(value: Any) -> float:
@@ -158,17 +225,41 @@ def iso_time(text: str) -> datetime | None:
         return None
 
 
-def text_word(value: Any) -> int:
-    """Return the 64-bit hash of a value as text: of the number of its bytes, then of each 8 of them, little-endian.
+def text_words(values: Sequence[Any]) -> np.ndarray:
+    """Return the 64-bit hashes (uint64) of values as text: of the number of its bytes, then of each 8 of them,
+    little-endian. Raises as `text_of`."""
+    places: dict[bytes, int] = {}
+    taken = [places.setdefault(text_of(value), len(places)) for value in values]
+    sizes = np.array([len(text) for text in places], np.uint64)
+    width = -(-int(sizes.max(initial=0)) // 8)
+    parts = np.frombuffer(b"".join([text.ljust(8 * width, b"\0") for text in places]), "<u8").reshape(-1, max(1, width))
+    words = _mixed(np.zeros(len(sizes), np.uint64), sizes)
+    for number in range(width):
+        words = np.where(sizes > 8 * number, _mixed(words, parts[:, number]), words)
+    return words[np.array(taken, np.int64)]
 
-    Of a whole number the text is its integer, of a bool `true` or `false`, and so are `7.0` and `True` as texts.
+
+def _mixed(words: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    return _finalised((words + parts + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _finalised(words: np.ndarray) -> np.ndarray:
+    """Return what SplitMix64's finaliser makes of words (uint64)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def text_of(value: Any) -> bytes:
+    """Return a value as a text's bytes: a whole number as its integer, a bool as `true` or `false`, and so the texts
+    `7.0` and `True`.
 
     Raises:
         ValueError: it is neither a text nor a whole number, or longer than 1024 bytes.
     """
     if isinstance(value, str):
         text = _SAME.get(value, value)
-        if found := re.fullmatch(r"(-?[1-9][0-9]*)\.0*|-?(?:0\.0*|\.0+)", text):
+        if "." in text and (found := _WHOLE.fullmatch(text)):
             text = found[1] or "0"
     elif is_whole(value):
         text = str(value).lower() if isinstance(value, bool) else str(int(value))
@@ -177,13 +268,7 @@ def text_word(value: Any) -> int:
     data = text.encode("utf-8", "surrogateescape")
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{text[:60]!r}...: needed at most {_MOST_BYTES:,} bytes")
-    word = 0
-    for part in (len(data), *(int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8))):
-        z = ((word + part + 1) * 0x9E3779B97F4A7C15) & _MASK
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        word = z ^ (z >> 31)
-    return word
+    return data
 
 
 def map_ids(ids: np.ndarray, num_rows: int, mapping: str) -> np.ndarray:
@@ -196,9 +281,7 @@ def map_ids(ids: np.ndarray, num_rows: int, mapping: str) -> np.ndarray:
             raise ValueError(f"id {ids.max()}: needed a row in 0..{num_rows - 1}")
         return ids.astype(np.int64)
     if mapping == "hash":
-        ids = (ids ^ (ids >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        ids = (ids ^ (ids >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        ids = ids ^ (ids >> np.uint64(31))
+        ids = _finalised(ids)
     if num_rows == 1:
         return np.zeros(len(ids), np.int64)
     return (ids % np.uint64(num_rows - 1)).astype(np.int64) + 1

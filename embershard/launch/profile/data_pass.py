@@ -25,6 +25,7 @@ from embershard.data.block import Block
 from embershard.data.hashing import Ids
 from embershard.data.order.hot_samples import HotRowsFilter
 from embershard.data.order.order import EpochOrder
+from embershard.data.sources.held_out import HeldOut, alone
 from embershard.errors import ConfigError, SetupError
 from embershard.frequency import FrequencyProfile, HotRows
 from embershard.frequency.collect import Collected, Collector, Part, count_part
@@ -70,10 +71,12 @@ class PartReader:
     Args:
         config: of the data.
         model: its tables are counted; None: a table for each feature.
+        held_out: of the same data, where that is known.
     """
 
-    def __init__(self, config: DataConfig, model: ModelConfig | None = None) -> None:
-        self._source, self.model = open_source(config), model or ModelConfig()
+    def __init__(self, config: DataConfig, model: ModelConfig | None = None, held_out: HeldOut | None = None) -> None:
+        self._source = open_source(config, share=alone if held_out is None else lambda _: held_out)
+        self.held_out, self.model = self._source.held_out, model or ModelConfig()
         chunks = self._source.chunks("train")
         self.num_samples = chunks.num_samples
         tables, keys = model_tables(self.model, self._source.schema), self._source.schema.keys
@@ -127,7 +130,7 @@ def profile_data(
         reader.num_rows, max_lookups=options.max_lookups, memory_bytes=options.memory_bytes, in_halves=in_halves
     )
     done = 0
-    make = partial(_make_counter, dataclasses.replace(data, num_workers=0), reader.model)
+    make = partial(_make_counter, dataclasses.replace(data, num_workers=0), reader.model, reader.held_out)
     for part in in_parts(ranges, options, make, reader.count, lambda: (collector.following,)):
         collector.add(part)
         done += part.num_samples
@@ -181,8 +184,8 @@ def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
     return np.concatenate([np.broadcast_to(size, block.num_samples) for size, block in pairs])
 
 
-def _make_counter(config: DataConfig, model: ModelConfig) -> Callable[[int, int, Following], Part]:
-    return PartReader(config, model).count
+def _make_counter(config: DataConfig, model: ModelConfig, held_out: HeldOut) -> Callable[[int, int, Following], Part]:
+    return PartReader(config, model, held_out).count
 
 
 _work: Callable[..., Any] | None = None
@@ -327,7 +330,7 @@ def count_clicks(data: DataConfig, rows: HotRows, options: PassOptions, reader: 
         return []
     of_tables = list(rows.rows.values())
     ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())
-    make = partial(_make_worker, dataclasses.replace(data, num_workers=0), of_tables)
+    make = partial(_make_worker, dataclasses.replace(data, num_workers=0), reader.held_out, of_tables)
     total = [ClickCounts(), ClickCounts()]
     for part in in_parts(ranges, options, make, _worker(reader, of_tables)):
         total = [before + more for before, more in zip(total, part, strict=True)]
@@ -368,8 +371,8 @@ def _difference(hot: ClickCounts, cold: ClickCounts) -> str:
     )
 
 
-def _make_worker(config: DataConfig, rows: Sequence[Ids]) -> Callable[[int, int], list[ClickCounts]]:
-    return _worker(PartReader(config), rows)
+def _make_worker(config: DataConfig, held_out: HeldOut, rows: Sequence[Ids]) -> Callable[[int, int], list[ClickCounts]]:
+    return _worker(PartReader(config, held_out=held_out), rows)
 
 
 def _worker(reader: PartReader, rows: Sequence[Ids]) -> Callable[[int, int], list[ClickCounts]]:

@@ -124,6 +124,8 @@ def closing_table(result: RunResult, what: str) -> Table:
     table.add_row("ranks", f"{result.world_size} {device}", "each holds a part of every batch and of the tables")
     for row in quality_rows(result.quality):
         table.add_row(*row)
+    if (held_out := result.held_out) is not None and held_out.samples:
+        table.add_row("held out", f"{held_out.samples:,} samples", f"of {held_out.all_samples:,}: {held_out.how}")
     p50, p95 = (number(milliseconds, ".1f") for milliseconds in (result.step_ms.p50, result.step_ms.p95))
     speed = f"{number(result.samples_per_second, ',.0f')} samples/s"
     table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")

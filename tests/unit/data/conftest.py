@@ -14,13 +14,17 @@ from numpy.typing import NDArray
 from embershard.data import Batch, BatchStream, DataConfig, Schema, SparseFeature
 from embershard.data.block import Block
 from embershard.data.order.order import ChunkTable
+from embershard.data.sample_bits import SampleBits
+from embershard.data.sources.held_out import HeldOut
 from embershard.data.sources.source import Split, SplitChunks
 
 
 class CountingSource:
     """Sample g has the dense value g, and in its one sparse feature a bag of g % 3 times the id g."""
 
-    def __init__(self, file_rows: list[int], chunk_rows: int, eval_fraction: float = 0.0) -> None:
+    def __init__(
+        self, file_rows: list[int], chunk_rows: int, eval_fraction: float = 0.0, chosen: SampleBits | None = None
+    ) -> None:
         self.schema = Schema(("number",), (SparseFeature("bag", 1 << 40),))
         parts = [
             (file, min(chunk_rows, rows - start))
@@ -29,7 +33,9 @@ class CountingSource:
         ]
         self.sizes = np.array([size for _, size in parts])
         self.starts = np.cumsum(self.sizes) - self.sizes
-        self.split = SplitChunks([file for file, _ in parts], self.sizes, [eval_fraction] * len(file_rows))
+        self.split = SplitChunks(
+            [file for file, _ in parts], self.sizes, [eval_fraction] * len(file_rows), HeldOut("", chosen)
+        )
         self.reads: list[int] = []
         self.poison: int | None = None
 
@@ -40,9 +46,9 @@ class CountingSource:
         self.reads.append(chunk)
         if chunk == self.poison:
             raise ValueError(f"chunk {chunk} is poisoned")
-        physical, first = self.split.place(split, chunk)
-        assert rows.max(initial=0) + first < self.sizes[physical]
-        numbers = self.starts[physical] + first + rows
+        physical, members = self.split.place(split, chunk)
+        assert len(members) == self.split.table(split).rows[chunk]
+        numbers = self.starts[physical] + members[rows]
         lengths = (numbers % 3).astype(np.int32)
         dense = numbers[:, None].astype(np.float32)
         return Block(dense, np.zeros(len(rows), np.float32), (np.repeat(numbers, lengths),), lengths[None])

@@ -25,8 +25,9 @@ from embershard.data.sources.check import check_data
 from embershard.data.sources.kinds import serving_inputs
 from embershard.data.sources.table.decode import text_words
 from embershard.errors import ConfigError, DataError
+from embershard.launch.export import serving_values
 from embershard.launch.export.serving_model import Model
-from embershard.launch.export.serving_values import text_word
+from tests.covering import examples
 
 FEATURES = {
     "age": TableFeature("dense", scale="standardize", mean=30.0, std=10.0),
@@ -81,6 +82,11 @@ def bags(block: Any, feature: str) -> list[list[int]]:
     number = [name for name, each in FEATURES.items() if each.kind == "sparse"].index(feature)
     sizes = np.asarray(block.lengths[number])
     return [part.tolist() for part in np.split(block.values[number], np.cumsum(sizes)[:-1])]
+
+
+def text_word(value: Any) -> int:
+    """The hash of a value as an export makes it."""
+    return int(serving_values.text_words([value])[0])
 
 
 def row(text: str, num_rows: int) -> int:
@@ -457,6 +463,41 @@ def test_an_export_reads_values_of_programs(tmp_path, feature, values, expected)
         else:
             place = [each for each in FEATURES if FEATURES[each].kind == "sparse"].index(feature)
             assert ids[place].tolist() == bags(block, feature)[0], value
+
+
+#: What reads values together, and what reads one in the careful way.
+READS = {
+    "text": (serving_values.text_words, text_word),
+    "integers": (serving_values.integers, lambda value: serving_values.integers([str(value)])[0]),
+    "numbers": (serving_values.numbers_of, serving_values.number),
+    "times": (serving_values.times, serving_values.seconds_of_time),
+}
+#: By what reads them, values of one type that are read together, and others.
+READ = [
+    ("text", st.text(max_size=20) | st.sampled_from(["7.0", "True", "-0", "x" * 1025]), st.integers(-9, 9)),
+    ("integers", st.integers(-(2**65), 2**65) | st.integers(0, 9), st.sampled_from(["8", "x"])),
+    ("numbers", st.integers(-(2**130), 2**130) | st.floats(allow_nan=False), st.sampled_from(["8", True, Decimal(3)])),
+    ("times", st.integers(-(2**40), 2**40) | st.sampled_from([20241231, 2**70]), st.just("8")),
+    ("times", st.datetimes().map(lambda at: str(at)[:19]), st.sampled_from(["2024-02-30", "0000-01-01", "24", "x"])),
+    ("times", st.dates().map(str), st.sampled_from(["2024-01-01 24:00:00", "2024-01-01\n2024-01-02"])),
+]
+
+
+@pytest.mark.parametrize(("read", "usual", "others"), READ)
+@given(data=st.data())
+@examples(30)
+def test_values_that_are_read_together_are_read_as_one_by_one(read, usual, others, data):
+    values = data.draw(st.lists(usual, max_size=9) | st.lists(usual | others, max_size=9))
+
+    together, one = READS[read]
+
+    def outcome(make: Any) -> list[float] | str:
+        try:
+            return [each.item() if isinstance(each, np.generic) else each for each in make()]
+        except ValueError:
+            return "refused"
+
+    assert outcome(lambda: together(values)) == outcome(lambda: [one(value) for value in values])
 
 
 @pytest.mark.parametrize(

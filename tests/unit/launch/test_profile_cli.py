@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from embershard.cache import CacheConfig
-from embershard.data import BatchStream, DataConfig, SyntheticConfig, open_source
+from embershard.data import BatchStream, DataConfig, SyntheticConfig, TableConfig, TableFeature, open_source
+from embershard.data.sources.table import source
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
@@ -21,7 +23,7 @@ from embershard.launch.arguments import examples
 from embershard.launch.config import load_config
 from embershard.launch.profile import data_pass as profile_pass
 from embershard.launch.profile.command import main, run_config
-from embershard.launch.profile.data_pass import PassOptions, part_ranges, profile_data
+from embershard.launch.profile.data_pass import PartReader, PassOptions, part_ranges, profile_data
 from embershard.launch.profile.view import make_figure
 from embershard.models import table_name
 from embershard.training.build import find_profile
@@ -79,6 +81,18 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, capsys):
     assert trace.rate < 1
     assert trace.num_lookups <= 30_000
     assert set(one.need_statistics().preferences) >= {"frequency", "lfu", "lru"}
+
+
+def test_other_processes_take_what_is_held_out_from_the_first(tmp_path):
+    lines = [f"{n % 2},{n % 9},u{n % 5}" for n in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["label,item,user", *lines]) + "\n")
+    table = TableConfig({"item": TableFeature("sparse", num_rows=50)})
+    data = DataConfig("table", str(tmp_path / "a.csv"), table=table, split="last", split_column="user")
+    first = PartReader(data)
+    with mock.patch.object(source, "hold_out_by_column", side_effect=AssertionError):
+        other = PartReader(data, held_out=first.held_out)
+    assert first.num_samples == other.num_samples == 35
+    assert other.held_out is first.held_out
 
 
 def test_ray_changes_nothing(monkeypatch):

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import io
 import json
+import re
 import subprocess
 import sys
 from array import array
@@ -19,7 +20,7 @@ import torch
 from rich.console import Console
 
 from embershard.cache import TableStats
-from embershard.data import Target
+from embershard.data import DataConfig, SyntheticConfig, Target, open_source
 from embershard.data.block import BadRow
 from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
@@ -67,6 +68,7 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
         config=RunConfig(train=TrainConfig(batch_size=10)),
         ranks=Ranks(0, 2, 0, 2, torch.device("cpu")),
         plan=None,
+        source=open_source(DataConfig(synthetic=SyntheticConfig(num_samples=100, scale=0.0001))),
         target=Target(),
         hot=None,
         stream=None,
@@ -312,6 +314,7 @@ def test_closing_table_with_and_without_a_cache():
         assert said in screen.getvalue()[len(text) :]
     console.print(closing_table(result(), "dlrm"))
     assert "all embedding rows are on the device" in screen.getvalue()
+    assert re.search(r"held out +│ 10 samples +│ of 100: the last 10% of every file", screen.getvalue())
 
 
 def test_files_on_a_full_disk_are_named(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from embershard.data import DataConfig, open_source
 from embershard.distributed import complete_checkpoints
 from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.launch import score
@@ -29,6 +30,8 @@ def test_eval_shows_what_training_measured(trained, capsys):
     score_here(str(trained.run_dir))
     shown = dict(line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│"))
     result = json.loads((trained.run_dir / "result.json").read_text())
+    wanted = {"split": "tail", "how": "the last 20% of every file", "samples": NUM_HELD_OUT, "all_samples": NUM_ROWS}
+    assert result["held_out"] == wanted
     for name in ("auc", "ne", "logloss", "accuracy", "calibration"):
         assert shown[next(key for key in shown if key.strip() == name)].strip() == f"{result[name]:.6f}"
 
@@ -54,6 +57,29 @@ def test_without_labels(trained, tmp_path):
     assert len(found) == 300
     with pytest.raises(DataError, match="no column 'click'"):
         score_here(str(trained.run_dir), "--data", str(trained.unlabelled))
+
+
+def test_kept_columns_are_those_of_the_scored_samples(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(score, "_GROUP_ROWS", 70)  # several groups, which do not end where chunks do
+    data = pq.read_table(trained.data)
+    found = scores(trained, tmp_path / "held_out.parquet", "--keep", "items,user")
+    assert found.column_names == ["items", "user", "logit", "score", "label"]
+    assert (
+        found.select(["items", "user"]).to_pydict()
+        == data.slice(NUM_ROWS - NUM_HELD_OUT).select(["items", "user"]).to_pydict()
+    )
+    assert found["logit"].equals(scores(trained, tmp_path / "without.parquet")["logit"])
+
+
+def test_columns_that_cannot_be_kept_are_refused(trained, tmp_path):
+    run, output = str(trained.run_dir), ["-o", str(tmp_path / "no.parquet")]
+    with pytest.raises(DataError, match="no column 'usr'; did you mean 'user'"):
+        score_here(run, *output, "--keep", "user,usr")
+    with pytest.raises(ConfigError, match="--keep label: scores have a column of that name"):
+        score_here(run, *output, "--keep", "label")
+    with pytest.raises(ConfigError, match='--keep: needed data of kind "table" or "parquet"'):
+        score.kept_columns(open_source(DataConfig()), ["C1"])
+    assert not list(tmp_path.glob("no.parquet*"))
 
 
 def test_what_cannot_be_scored_is_refused(trained, tmp_path):

@@ -90,7 +90,7 @@ class ChunkDecoder:
         """Return a dense feature [n], scaled; `feature` is with its column."""
         name = str(feature.column)
         if feature.scale == "days":
-            numbers = self._seconds(name) / _SECONDS_PER_DAY
+            numbers = self.seconds(name) / _SECONDS_PER_DAY
         else:
             numbers = self.numbers(name)
         with np.errstate(over="ignore"):
@@ -189,7 +189,7 @@ class ChunkDecoder:
 
     def _times(self, feature: TableFeature) -> Ids:
         """Return 1 + the hour, or the weekday (1: Monday) of times in UTC; 0 for a missing one."""
-        seconds = self._seconds(str(feature.column))
+        seconds = self.seconds(str(feature.column))
         is_missing = np.isnan(seconds)
         hours = np.floor(np.where(is_missing, 0, seconds)).astype(np.int64) // _SECONDS_PER_HOUR
         if feature.mapping == "hour":
@@ -198,7 +198,7 @@ class ChunkDecoder:
             rows = 1 + (hours // _HOURS_PER_DAY + _WEEKDAY_OF_1970) % _DAYS_PER_WEEK
         return np.where(is_missing, 0, rows)
 
-    def _seconds(self, name: str) -> NDArray[np.float64]:
+    def seconds(self, name: str) -> NDArray[np.float64]:
         """Return times, seconds, or texts that are either, as seconds since 1970; NaN for a missing or a bad one."""
         if name not in self._seconds_of:  # the hour and the weekday are of one column
             self._seconds_of[name] = self._read_seconds(name)

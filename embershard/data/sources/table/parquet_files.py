@@ -15,7 +15,14 @@ import pyarrow.parquet as pq
 from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.raw import RawChunk, check_columns, check_types, is_list, needed_columns
+from embershard.data.sources.table.raw import (
+    RawChunk,
+    check_columns,
+    check_types,
+    is_list,
+    need_columns,
+    needed_columns,
+)
 from embershard.errors import DataError
 from embershard.whole_file import whole_file
 
@@ -46,7 +53,7 @@ class ParquetFiles:
     """The row groups of Parquet files; see `TableFiles`."""
 
     def __init__(self, files: list[InputFile], settings: TableConfig, *, needs_labels: bool) -> None:
-        opened = [_ParquetFile.open(file, settings, needs_labels) for file in files]
+        self._files = opened = [_ParquetFile.open(file, settings, needs_labels) for file in files]
         self.has_lists = any(file.has_lists for file in opened)
         self._groups = [(file, group) for file in opened for group in range(len(file.group_rows))]
         self.chunk_file = np.repeat(np.arange(len(files)), [len(file.group_rows) for file in opened])
@@ -59,9 +66,13 @@ class ParquetFiles:
                 "their values cannot be found. Write them with checksums (pyarrow: write_page_checksum=True).",
             )
 
-    def read(self, chunk: int, most_bad: int | None) -> RawChunk:
+    def need(self, columns: list[str]) -> None:
+        for file in self._files:
+            need_columns(file.input.path, file.metadata.schema.to_arrow_schema().names, columns)
+
+    def read(self, chunk: int, most_bad: int | None, columns: list[str] | None = None) -> RawChunk:
         file, group = self._groups[chunk]
-        table = file.read(group)
+        table = file.read(group, columns or file.columns)
         first_row = 1 + int(file.group_rows[:group].sum())
         return RawChunk(file.input.path, table, np.arange(table.num_rows), first_row)
 
@@ -124,12 +135,12 @@ class _ParquetFile:
         has_lists = any(is_list(schema.field(name).type) for name in needed_columns(settings))
         return _ParquetFile(file, metadata, np.array(rows, np.int64), columns, has_lists)
 
-    def read(self, group: int) -> pa.Table:
-        """Return a row group, each column in one piece."""
+    def read(self, group: int, columns: list[str]) -> pa.Table:
+        """Return columns of a row group, each in one piece."""
         path, place = self.input.path, self._place(group)
         try:
             with pq.ParquetFile(path, metadata=self.metadata, page_checksum_verification=True) as opened:
-                table = opened.read_row_group(group, columns=self.columns, use_threads=False)
+                table = opened.read_row_group(group, columns=columns, use_threads=False)
         except _READ_ERRORS as error:
             self.input.check(place)
             what = " ".join(str(error).split())

@@ -53,8 +53,14 @@ class TableFiles(Protocol):
     has_lists: bool
     notes: tuple[str, ...]
 
-    def read(self, chunk: int, most_bad: int | None) -> RawChunk:
+    def need(self, columns: list[str]) -> None:
+        """Raise `DataError` where a file has not one of these columns."""
+
+    def read(self, chunk: int, most_bad: int | None, columns: list[str] | None = None) -> RawChunk:
         """Return a chunk; it may stop once it has found the first `most_bad` rows without cells.
+
+        Args:
+            columns: to read in place of those that features and labels need; every file has them.
 
         Raises:
             DataError: the file has changed, or is damaged.
@@ -76,12 +82,18 @@ def check_columns(path: Path, names: Sequence[str], settings: TableConfig, *, ne
     wanted = needed_columns(settings)
     judging = [*settings.labels, *([] if settings.weight is None else [settings.weight])]
     wanted += [name for name in judging if needs_labels or name in names]
+    need_columns(path, names, wanted)
+    return list(dict.fromkeys(wanted))
+
+
+def need_columns(path: Path, names: Sequence[str], wanted: Sequence[str]) -> None:
+    """Raise `DataError` where one of the columns `wanted` is not among a file's `names`; with the name that comes
+    near."""
     for name in wanted:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(names[:20])}"
             raise DataError(f"{path}: no column {name!r}; {hint}")
-    return list(dict.fromkeys(wanted))
 
 
 def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:

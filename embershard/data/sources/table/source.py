@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import numpy as np
 import pyarrow as pa
 
 from embershard.data.block import Block, Lengths, ParsedChunk
 from embershard.data.config import CONSTANT, DataConfig, TableConfig, columns_of_files
 from embershard.data.schema import Schema, SparseFeature
+from embershard.data.sources.held_out import Share, alone, hold_out
 from embershard.data.sources.input_file import InputFile, list_files
 from embershard.data.sources.source import FileSource, SplitChunks
 from embershard.data.sources.table.decode import ChunkDecoder, labels_and_weights
 from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet, first_rows, parquet_schema
 from embershard.data.sources.table.raw import RawChunk, TableFiles, check_columns, check_types
+from embershard.data.sources.table.split import check_split, hold_out_by_column
 from embershard.data.sources.table.text_files import TextTables, columns_of, first_bytes
 from embershard.errors import DataError
 
@@ -25,21 +30,24 @@ class TableSource(FileSource):
 
     Args:
         needs_labels: False: the samples of a file without the column of labels have the label NaN.
+        share: see `open_source`.
     """
 
-    def __init__(self, config: DataConfig, *, needs_labels: bool = True) -> None:
+    def __init__(self, config: DataConfig, *, needs_labels: bool = True, share: Share = alone) -> None:
         schema, self._settings = self.schema_of(config), columns_of_files(config)
         self._most = self._settings.max_bag_size, f"data.{config.kind}.max_bag_size"
         self._dense, self._sparse = self._settings.of_kind("dense"), self._settings.of_kind("sparse")
-        inputs, held_out = list_files(config)
+        inputs, ends = list_files(config)
         self._files = _open(inputs, self._settings, config, needs_labels)
         self._has_bags = self._files.has_lists or any(each.separator is not None for each in self._sparse.values())
-        split = SplitChunks(self._files.chunk_file, self._files.chunk_rows, held_out)
+        chunk_rows, by_column = self._files.chunk_rows, partial(hold_out_by_column, config, self._files)
+        held_out = hold_out(config, int(chunk_rows.sum()), share, by_column)
+        split = SplitChunks(self._files.chunk_file, chunk_rows, ends, held_out)
         super().__init__(schema, split, num_kept=2 + config.num_workers, tolerates_bad_rows=config.bad_rows != "stop")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return self._files.notes
+        return (*super().notes, *self._files.notes)
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
@@ -51,6 +59,25 @@ class TableSource(FileSource):
             SparseFeature(name, feature.table_rows, feature.table, feature.pooling) for name, feature in sparse.items()
         )
         return Schema(dense, features, settings.target)
+
+    def held_out_columns(self, names: list[str]) -> Iterator[pa.Table]:
+        """Return columns of the held-out samples as the files have them (of text files, texts): chunk after chunk, in
+        the order of `chunks`. Bad rows are left out, as in `read`.
+
+        Raises:
+            DataError: a file has not one of the columns.
+        """
+        self._files.need(names)
+        return (self._columns_of(chunk, names) for chunk in range(len(self.chunks("eval").rows)))
+
+    def _columns_of(self, chunk: int, names: list[str]) -> pa.Table:
+        physical, members = self._split.place("eval", chunk)
+        raw = self._files.read(physical, None, names)
+        bad = self._parsed.get(physical).bad if self._most_bad is None else {}
+        rows = np.setdiff1d(members, list(bad), assume_unique=True)
+        table = raw.table.take(np.searchsorted(raw.places, rows))
+        columns = {name: _readable(column) for name, column in zip(names, table.columns, strict=True)}
+        return pa.table(columns)
 
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
         chunk = self._files.read(number, most_bad)
@@ -69,6 +96,17 @@ class TableSource(FileSource):
         bad = dict(sorted(decoder.bad.items()))
         is_good = ~np.isin(chunk.places, np.fromiter(bad, np.int64))
         return ParsedChunk(block.take(np.flatnonzero(is_good)), bad)
+
+
+def _readable(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the cells of a text file as texts; others as they are."""
+    if not pa.types.is_binary(column.type):
+        return column
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        cells = column.to_pylist()
+        return pa.chunked_array([[cell and cell.decode("utf-8", "backslashreplace") for cell in cells]], pa.string())
 
 
 def _open(files: list[InputFile], settings: TableConfig, config: DataConfig, needs_labels: bool) -> TableFiles:
@@ -97,22 +135,24 @@ def check_table(config: DataConfig, files: list[InputFile]) -> None:
             schema, _ = parquet_schema(file.path)
             columns = check_columns(file.path, schema.names, settings, needs_labels=True)
             check_types(file.path, schema, settings)
+            check_split(config, file.path, schema.names, schema)
             if config.bad_rows == "stop":
                 _check_values(first_rows(file.path, columns, _FIRST_ROWS), settings)
         return
     for file in files:
-        _check_text(file, settings, stops=config.bad_rows == "stop")
+        _check_text(file, settings, config)
 
 
-def _check_text(file: InputFile, settings: TableConfig, *, stops: bool) -> None:
+def _check_text(file: InputFile, settings: TableConfig, config: DataConfig) -> None:
     """Raise `DataError` where the header or, where bad rows stop a run, one of the first lines does not fit."""
     data = first_bytes(file, _FIRST_BYTES)
     first, _, rest = data.partition(b"\n")
     columns = columns_of(file.path, first, settings, needs_labels=True)
+    check_split(config, file.path, columns.names)
     lines = data if settings.columns else rest
     whole = lines if len(data) < _FIRST_BYTES else lines[: lines.rfind(b"\n") + 1]
     num_lines = whole.count(b"\n") + (whole[-1:] not in (b"", b"\n"))
-    if not stops or not num_lines:
+    if config.bad_rows != "stop" or not num_lines:
         return
     try:
         table = columns.read(memoryview(whole), num_lines)

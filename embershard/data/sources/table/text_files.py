@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv as text_csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.cells import Flags
-from embershard.data.sources.table.raw import RawChunk, check_columns
+from embershard.data.sources.table.raw import RawChunk, check_columns, need_columns
 from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines
 from embershard.errors import DataError
 
@@ -212,6 +212,7 @@ class TextTables:
         self, files: list[InputFile], settings: TableConfig, chunk_rows: int, num_workers: int, *, needs_labels: bool
     ) -> None:
         self._text = TextFiles(files, chunk_rows, num_workers, has_header=not settings.columns)
+        self._paths = [file.path for file in files]
         self._columns = [
             columns_of(file.path, header, settings, needs_labels=needs_labels)
             for file, header in zip(files, self._text.headers, strict=True)
@@ -220,9 +221,15 @@ class TextTables:
         self.has_lists = False
         self.notes: tuple[str, ...] = ()
 
-    def read(self, chunk: int, most_bad: int | None) -> RawChunk:
-        columns, path = self._columns[self._text.file[chunk]], self._text.path(chunk)
+    def need(self, columns: list[str]) -> None:
+        for path, form in zip(self._paths, self._columns, strict=True):
+            need_columns(path, form.names, columns)
+
+    def read(self, chunk: int, most_bad: int | None, columns: list[str] | None = None) -> RawChunk:
+        form, path = self._columns[self._text.file[chunk]], self._text.path(chunk)
+        if columns is not None:
+            form = replace(form, to_read=columns)
         first_row = int(self._text.first_row[chunk]) + 1
-        table, places, failed = columns.read_good(self._text.read(chunk), most_bad)
-        bad = {line: BadRow(path, first_row + line, "", columns.explain(text)) for line, text in failed.items()}
+        table, places, failed = form.read_good(self._text.read(chunk), most_bad)
+        bad = {line: BadRow(path, first_row + line, "", form.explain(text)) for line, text in failed.items()}
         return RawChunk(path, table, places, first_row, bad)

@@ -10,6 +10,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from embershard.data import BatchStream, DataConfig, StreamState
 from embershard.data.order.stream import SampleReader
+from embershard.data.sample_bits import SampleBits
 from embershard.errors import ConfigError, DataError
 from tests.covering import examples
 
@@ -57,6 +59,7 @@ shapes = st.fixed_dictionaries(
         "seed": st.integers(0, 2**63 - 1),
         "window": st.integers(1, 5),
         "eval_fraction": st.sampled_from([0.0, 0.1, 0.37, 0.9]),
+        "chosen": st.none() | st.integers(0, 99),  # which samples are held out, by chance
     }
 )
 
@@ -65,13 +68,18 @@ shapes = st.fixed_dictionaries(
 @given(shapes)
 @examples(60)
 def test_every_sample_once_and_one_order_for_any_world_size(kit, shape):
-    source = kit.source(shape["file_rows"], shape["chunk_rows"], shape["eval_fraction"])
+    chosen = None
+    if shape["chosen"] is not None:
+        chance = np.random.default_rng(shape["chosen"]).random(sum(shape["file_rows"]))
+        chosen = SampleBits.of([chance < shape["eval_fraction"]])
+    source = kit.source(shape["file_rows"], shape["chunk_rows"], shape["eval_fraction"], chosen)
     total, order = source.chunks("train").num_samples, []
     options = {"shuffle": shape["shuffle"], "seed": shape["seed"], "shuffle_window": shape["window"]}
     if total:
         order = list(itertools.chain(*kit.run(source, batch_size=1, world_size=1, **options)))
     assert sorted(order) == sorted(set(order))
     held_out = set(range(sum(shape["file_rows"]))) - set(order)
+    assert chosen is None or held_out == set(np.flatnonzero(chosen.between(0, chosen.num_samples)).tolist())
     for world_size in WORLD_SIZES:
         size = shape["batch_size"] * world_size
         if total >= size:

@@ -110,6 +110,7 @@ SILENT = {
     "window": (in_section("data", shuffle_window=2), "data.shuffle_window", "64  2"),
     "shuffle": (in_section("data", shuffle=False), "data.shuffle", "true  false"),
     "eval_fraction": (in_section("data", eval_fraction=0.2), "data.eval_fraction", "0.1  0.2"),
+    "split": (in_section("data", split="random"), "data.split", '"tail"  "random"'),
     "seed": (in_section("data", seed=5), "data.seed", "0  5"),
     "batch": (in_section("train", batch_size=30), BATCH, "60  30"),
     "schedule": (in_section("schedule", warmup_steps=50), "schedule.warmup_steps", "5  50"),

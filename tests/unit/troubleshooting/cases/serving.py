@@ -1,4 +1,4 @@
-"""`embershard predict`, `eval` and `export`: what they are given, and what they refuse."""
+"""`embershard predict`, `eval`, `export` and `serve`: what they are given, and what they refuse."""
 
 from typing import Any
 
@@ -52,6 +52,13 @@ CASES = [
         ("export", "mine", "-o", "mine"),
         "mine exists; give the name of a new folder in a folder that exists.",
         "Choose a new folder.",
+        files=_RUN,
+    ),
+    _case(
+        "The folder to serve is no export",
+        ("serve", "mine"),
+        "mine/export.json: not there, or no JSON; give a folder that embershard export wrote.",
+        "Export the run: `embershard export mine -o exported`, then `embershard serve exported`.",
         files=_RUN,
     ),
 ]
