@@ -168,6 +168,7 @@ def make_result(
         "loss": loss,
         **{name: quality.get(name) for name in metric_names(trainer.target)},
         "eval_samples": quality.get("samples", 0),
+        **_best(trainer),
         "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
         "world_size": ranks.world_size,
         "device": ranks.device.type,
@@ -180,6 +181,16 @@ def make_result(
         "versions": versions(),
         "git_commit": git_commit(),
     })  # fmt: skip
+
+
+def _best(trainer: Trainer) -> dict[str, Any]:
+    """Return what the result says of the best evaluation."""
+    if not trainer.config.judges:
+        return {}
+    kept = trainer.best.kept
+    best = trainer.best.progress.best if kept is None else kept
+    is_early = bool(trainer.best.stop_reason)
+    return {"best": best and dataclasses.asdict(best), "keeps_best": kept is not None, "stopped_early": is_early}
 
 
 def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
