@@ -288,7 +288,7 @@ class RunConfig:
             "cache": ("warmup", "decay", "host", "slot_map"),
             "look_ahead": ("lookahead", "prefetch"),
             "profile": ("path", "samples"),
-            "model": tuple(field.name for field in dataclasses.fields(self.model)),
+            "model": tuple(field.name for field in dataclasses.fields(self.model) if field.name != "dropout"),
             "embedding_optimizer": ("kind",),
             "dense_optimizer": ("kind",),
             "train": ("precision",),

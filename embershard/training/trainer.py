@@ -16,6 +16,7 @@ from embershard.data import Batch, BatchStream, StreamState, Target, open_source
 from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CheckpointError, FailedSaveError
+from embershard.models.dropout import seed_masks
 from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cancel_forward
 from embershard.stages import stage
@@ -238,6 +239,8 @@ class Trainer:
         """
         with divided_once(self.config, self.plan):
             self.optimizers.begin_step(self.steps)
+            if self.config.model.dropout:
+                seed_masks(self.config.train.seed, self.steps, self.ranks.rank)
             with stage("forward"), self._autocast():
                 loss, (_, outputs, labels) = self.model(batch)
             predicted = Predicted(outputs, labels, batch.weights)
