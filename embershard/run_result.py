@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embershard.decoding import decode
+from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.whole_file import whole_file
@@ -185,6 +186,8 @@ class RunResult:
         loss: of training, mean since the last report.
         quality: figures of the held-out samples by name, "auc" or "auc/label"; None where one is undefined. In the
             file they stand beside the other entries.
+        best: the best evaluation of a run that follows it: that whose checkpoint is kept, if `keeps_best`.
+        stopped_early: by `train.early_stopping`.
         bad_rows: None where none is tolerated.
         device: "cpu" or "cuda".
         cache: None in a run without caches.
@@ -203,6 +206,9 @@ class RunResult:
     quality: dict[str, float | None]
     eval_samples: int
     held_out: HeldOutPart | None = None
+    best: BestEvaluation | None = None
+    keeps_best: bool = False
+    stopped_early: bool = False
     bad_rows: int | None = None
     world_size: int
     device: str

@@ -24,7 +24,12 @@ class CheckpointConfig:
     """Also save when training ends. A run that a signal ends saves then, too, if it saves at all."""
 
     keep_last: Free[int] = 2
-    """Complete checkpoints to keep; older ones are removed."""
+    """Complete checkpoints to keep; older ones are removed, but for that of the best evaluation."""
+
+    keep_best: Free[bool | None] = None
+    """Save the step of every evaluation that is better than all before, by `train.metric`, and keep the newest such
+    checkpoint: `predict`, `eval` and `export` use it. When absent: yes in runs that save at their end and have several
+    `train.epochs`, or `train.early_stopping`. Without `train.eval_every` they evaluate at the end of each epoch."""
 
     asynchronous: Free[bool | None] = None
     """Write checkpoints between steps while training goes on. When absent: on a CPU yes, on a GPU no. The save at the
@@ -45,8 +50,10 @@ class CheckpointConfig:
             ("on_failed_save", self.on_failed_save == "continue"),
             ("asynchronous", self.asynchronous is not None),
         ):
-            if is_set and self.every_steps is None:
-                raise ConfigError(f"checkpoint.{name} has no effect without checkpoint.every_steps.")
+            if is_set and self.every_steps is None and not self.keep_best:
+                raise ConfigError(
+                    f"checkpoint.{name} has no effect without checkpoint.every_steps or checkpoint.keep_best."
+                )
 
     def saves_last(self, step: int, is_stopped: bool) -> bool:
         """Return whether a run saves after its last step, `step`; `is_stopped`: a signal ended it.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from embershard.decoding import toml
 from embershard.errors import ConfigError
@@ -183,6 +183,13 @@ def whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, 0 or more")
     return int(text)
+
+
+def step_or_last(text: str) -> int | Literal["last"]:
+    """Read the step of a checkpoint, or `last`; a type for argparse."""
+    if text != "last" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed the step of a checkpoint, or last for the newest")
+    return "last" if text == "last" else int(text)
 
 
 def check_output(path: Path) -> None:

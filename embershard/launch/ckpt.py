@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embershard.distributed import complete_checkpoints, step_of
-from embershard.distributed.checkpoint.folder import ASIDE, folder_bytes, leftovers, remove
+from embershard.distributed.checkpoint.folder import ASIDE, best_checkpoint, folder_bytes, leftovers, remove
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.launch.arguments import help_parts, make_parser, positive
 from embershard.launch.screen import make_table, say, wide_console
@@ -109,7 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     for name, more, text in (
         ("ls", "", "list checkpoints; contents are not read"),
         ("verify", "", "compare every byte with the checksums"),
-        ("prune", " --keep 1", "remove old checkpoints, and what runs left that died; the newest valid ones stay"),
+        (
+            "prune",
+            " --keep 1",
+            "remove old checkpoints, and what runs left that died; the newest valid ones and the best stay",
+        ),
     ):
         example = f"  embershard ckpt {name} runs/mine{more}\n"
         action = actions.add_parser(name, help=text, **help_parts(f"{text}\n\n{example}"))
@@ -132,6 +136,7 @@ def listing(folder: Path) -> Iterator[tuple[str, ...]]:
     from embershard.distributed import Manifest  # it loads torch, and --help must answer at once
 
     found = [path for path in folder.glob("step_*") if path.is_dir()]
+    best, _ = best_checkpoint(folder)
     for path in sorted(found, key=lambda path: (step_of(path) is None, step_of(path) or 0, path.name)):
         run, state = "", "unfinished" if path.suffix == ".tmp" else "set aside"
         if step_of(path) is not None:
@@ -139,7 +144,7 @@ def listing(folder: Path) -> Iterator[tuple[str, ...]]:
             try:
                 manifest = Manifest.read(path)
                 run, problem = manifest.run_id[:8], manifest.wrong_size(path)
-                state = problem or state
+                state = problem or (f"{state}, the best" if path == best else state)
             except InvalidCheckpointError as error:
                 state = str(error).partition(": ")[2]
         files = [file for file in path.iterdir() if file.is_file()]
@@ -148,7 +153,8 @@ def listing(folder: Path) -> Iterator[tuple[str, ...]]:
 
 
 def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
-    """Return the newest `keep` valid checkpoints, and all else that may go, invalid ones among it.
+    """Return the newest `keep` valid checkpoints with that of the best evaluation, if it is valid, and all else that
+    may go, invalid ones among it.
 
     Raises:
         InvalidCheckpointError: no checkpoint is valid: then none goes.
@@ -156,9 +162,10 @@ def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
     from embershard.distributed.checkpoint.load import verify_alone  # loads torch, and a list needs it not
 
     kept: list[Path] = []
+    best, _ = best_checkpoint(folder)
     for path in reversed(complete_checkpoints(folder)):
         try:
-            if len(kept) < keep and verify_alone(path):
+            if (len(kept) < keep or path == best) and verify_alone(path):
                 kept.append(path)
         except InvalidCheckpointError:
             continue

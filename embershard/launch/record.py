@@ -170,6 +170,7 @@ def make_result(
         **{name: quality.get(name) for name in metric_names(trainer.target)},
         "eval_samples": quality.get("samples", 0),
         "held_out": _held_out(trainer),
+        **_best(trainer),
         "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
         "world_size": ranks.world_size,
         "device": ranks.device.type,
@@ -199,6 +200,16 @@ def _held_out(trainer: Trainer) -> dict[str, Any]:
         "samples": held_out,
         "all_samples": held_out + rest,
     }
+
+
+def _best(trainer: Trainer) -> dict[str, Any]:
+    """Return what the result says of the best evaluation."""
+    if not trainer.config.judges:
+        return {}
+    kept = trainer.best.kept
+    best = trainer.best.progress.best if kept is None else kept
+    is_early = bool(trainer.best.stop_reason)
+    return {"best": best and dataclasses.asdict(best), "keeps_best": kept is not None, "stopped_early": is_early}
 
 
 def flat_report(report: Report) -> tuple[str, dict[str, Any]]:

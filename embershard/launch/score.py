@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from embershard.errors import ConfigError, DataError, naming_file
 from embershard.launch.arguments import (
@@ -16,8 +16,8 @@ from embershard.launch.arguments import (
     check_new_output,
     make_parser,
     positive,
+    step_or_last,
     text_override,
-    whole,
 )
 from embershard.launch.config import CHECKPOINTS, RUN_CONFIG, load_config
 from embershard.launch.rank import PROGRAM, Job, is_rank, run_rank
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # they load torch, and --help must answer at once: functions 
     from embershard.training.quality.metrics import Predicted
     from embershard.training.trained_run import Scorer
 
-_PREDICT_HELP = """Score samples with a trained model: from the newest valid checkpoint of a run to a Parquet file.
+_PREDICT_HELP = """Score samples with a trained model, of the best evaluation if the run kept it, to a Parquet file.
 
 A row of the file is a sample, in the order of the samples: logit and score (the probability), both float32, and label
 where the data have labels. Columns of the data go along with --keep. See docs/serving.md.
@@ -45,7 +45,7 @@ where the data have labels. Columns of the data go along with --keep. See docs/s
   embershard predict runs/mine --data new.parquet --keep user_id,item_id -o scores.parquet
   embershard predict runs/mine -o held_out.parquet --nproc 2
 """
-_EVAL_HELP = """Measure a trained model, from the newest valid checkpoint of a run, on the samples that the run holds
+_EVAL_HELP = """Measure a trained model, of the best evaluation if the run kept it, on the samples that the run holds
 out, or on others. What it prints for the former is what training printed at that step.
 
   embershard eval runs/mine
@@ -63,13 +63,13 @@ class ScoreJob(Job):
 
     Attributes:
         checkpoints: folder of the run's checkpoints.
-        step: of the checkpoint; None: the newest valid one.
+        step: of the checkpoint, as for `open_trained`.
         output: file for the scores; None: the quality is shown.
         keep: columns of the data that the file gets, too.
     """
 
     checkpoints: Path
-    step: int | None
+    step: int | Literal["last"] | None
     output: Path | None
     keep: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ class ScoreJob(Job):
         source = open_source(self.config.data, needs_labels=output is None, share=ranks.from_first)
         kept = kept_columns(source, self.keep) if self.keep else None
         scorer = Scorer(trained, source, ranks, supervision)
-        say(console, f"Scoring {scorer.num_samples:,} samples by {trained.checkpoint}.", *source.notes)
+        say(console, f"Scoring {scorer.num_samples:,} samples by {trained.title}.", *source.notes)
         if scorer.memory_warning:
             say(console, scorer.memory_warning)
         if output is None:
@@ -164,10 +164,14 @@ def _parser(command: str, *, starts_ranks: bool) -> argparse.ArgumentParser:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add `RUN`, `--step N`, `--data PATH`, `--trust-code` and `--set KEY=VALUE`, which become the list `overrides`."""
+    """Add `RUN`, `--step`, `--data PATH`, `--trust-code` and `--set KEY=VALUE`, which become the list `overrides`."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument(
-        "--step", type=whole, metavar="N", help="use the checkpoint of this step (default: the newest valid one)"
+        "--step",
+        type=step_or_last,
+        metavar="N|last",
+        help="use the checkpoint of this step, or the newest valid one (default: that of the best evaluation, where "
+        "the run kept it, else the newest)",
     )
     parser.add_argument(
         "--data", metavar="PATH", help="a file or folder, all of it (default: what the run's settings hold out)"
@@ -195,7 +199,8 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
     overrides = list(arguments.overrides)
     if arguments.data is not None:
         overrides.append(text_override("data.path", arguments.data))
-    overrides = ["train.eval_every=none", *overrides]
+    none = ("train.eval_every", "train.early_stopping", "train.metric", "checkpoint.keep_best")
+    overrides = [*(f"{key}=none" for key in none), *overrides]
     config = load_config(RunConfig, file, overrides, trust_code=arguments.trust_code, run_dir=arguments.run_dir)
     if arguments.data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_path=None, eval_fraction=1.0))

@@ -12,6 +12,7 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embershard.models.config import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS, WITH_HISTORY, ModelConfig
+from embershard.models.dropout import add_dropout
 from embershard.models.history import build_with_history
 from embershard.models.loss import WithLoss
 from embershard.models.own_model import build_own
@@ -87,12 +88,13 @@ def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) ->
     layers = list(config.dense_arch_layer_sizes), list(config.over_layers(num_labels))
     with device:
         if config.arch == "deepfm":
-            model: nn.Module = _deepfm(config, collection, len(schema.dense), num_labels)
+            model: Any = _deepfm(config, collection, len(schema.dense), num_labels)
         elif config.arch == "dlrm":
             model = DLRM(collection, len(schema.dense), *layers, dense_device=device)
         else:
             cross = config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
             model = DLRM_DCN(collection, len(schema.dense), *layers, *cross, dense_device=device)
+        add_dropout(model.inter_arch.deep_fm if config.arch == "deepfm" else model.over_arch, config.dropout)
         return WithLoss(model, schema.target)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from embershard.errors import ConfigError
-from embershard.resume_rules import Free, OfModel
+from embershard.resume_rules import Free, OfModel, OfTraining
 
 Arch = Literal["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm"]
 #: Those that look at a user's history.
@@ -64,6 +64,10 @@ class ModelConfig:
     or the MLP over the interaction of a time step of TBSM, whose last width is that of a step's vector. Only for arch
     "din" and "tbsm"; there the default is [32, 16]."""
 
+    dropout: OfTraining[float] = 0.0
+    """Probability with which training leaves out each output of the hidden layers in `over_arch_layer_sizes`. Masks are
+    functions of `train.seed`, step and rank."""
+
     build: OfModel[str | None] = None
     """A model of one's own, "module:function": the function takes the schema and `model.options`, and returns a module
     with TorchRec's embedding collections. No other setting of the model then has an effect."""
@@ -103,6 +107,10 @@ class ModelConfig:
                 )
             if value is not None and value < 1:
                 raise ConfigError(f"model.{name}: got {value}, needed at least 1.")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout: got {self.dropout}, needed a probability from 0 to below 1.")
+        if self.dropout and len(self.over_arch_layer_sizes) == 1:
+            raise ConfigError("model.dropout has no effect: model.over_arch_layer_sizes has no hidden layer.")
         self._check_history()
 
     def _check_history(self) -> None:

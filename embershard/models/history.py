@@ -19,6 +19,7 @@ from torchrec.modules.mlp import MLP
 
 from embershard.errors import ConfigError, DataError
 from embershard.models.config import ModelConfig
+from embershard.models.dropout import add_dropout
 from embershard.models.loss import WithLoss
 from embershard.models.schema import SchemaLike, table_name
 from embershard.models.tables import embedding_tables
@@ -120,6 +121,7 @@ def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.de
     with device:
         over = config.over_layers(len(schema.target.labels))
         network = network_class(len(config.target), embeddings.num_others, config.embedding_dim, sizes, over)
+        add_dropout(network.over, config.dropout)
         return WithLoss(HistoryModel(embeddings, network), schema.target)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from embershard.cache import CacheConfig
-from embershard.data import DataConfig
+from embershard.data import DataConfig, Target
+from embershard.data.config import columns_of_files
 from embershard.data.order.segments import READ_AHEAD
 from embershard.distributed import CheckpointConfig
 from embershard.errors import ConfigError
@@ -17,6 +18,7 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.resume_rules import AsGlobalBatch, Free, OfTraining
 from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+from embershard.training.quality.quality import Judge
 
 TrackerKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 
@@ -43,7 +45,16 @@ class TrainConfig:
     """Steps after which training ends, unless the epochs end first."""
 
     eval_every: Free[int | None] = None
-    """Steps between evaluations on the held-out part. Without it, there is one, at the end."""
+    """Steps between evaluations on the held-out part. Without it, there is one at the end; where the best evaluation
+    matters (`early_stopping`, `checkpoint.keep_best`), also one at the end of each epoch."""
+
+    early_stopping: Free[int | None] = None
+    """Ends the training after so many evaluations in a row that were no better than the best one before them."""
+
+    metric: Free[str | None] = None
+    """Figure of an evaluation by which the best one is known, for `early_stopping` and `checkpoint.keep_best`: "auc",
+    "logloss", "ne" or "accuracy"; of regressions "rmse", "mae" or "r2"; of one label as "auc/click", else the mean over
+    the labels. Default: "auc", or "rmse"."""
 
     log_every: Free[int] = 20
     """Steps between two lines of progress, and of metrics.jsonl."""
@@ -69,7 +80,15 @@ class TrainConfig:
     """Where to train; "auto": on GPUs if there are any."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "global_batch_size", "epochs", "max_steps", "eval_every", "log_every"):
+        for name in (
+            "batch_size",
+            "global_batch_size",
+            "epochs",
+            "max_steps",
+            "eval_every",
+            "early_stopping",
+            "log_every",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"train.{name}: got {value}, needed at least 1.")
@@ -172,8 +191,7 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
-        if self.train.eval_every is not None and not self.holds_out:
-            raise ConfigError("train.eval_every has no effect: nothing is held out (data.eval_fraction is 0).")
+        self._check_evaluations()
         if self.cache.enabled:
             self.cache.policy_for(self.has_profile)  # refuses a profile without effect
         elif self.sharding.mode != "sharded":
@@ -183,6 +201,19 @@ class RunConfig:
         if self.sharding.mode == "hot_cold":
             self._check_hot_cold()
         self._check_model()
+
+    def _check_evaluations(self) -> None:
+        for section, name in (
+            ("train", "eval_every"), ("train", "early_stopping"), ("train", "metric"), ("checkpoint", "keep_best")
+        ):  # fmt: skip
+            if getattr(getattr(self, section), name) and not self.holds_out:
+                raise ConfigError(f"{section}.{name} has no effect: nothing is held out (data.eval_fraction is 0).")
+        if self.train.metric is None:
+            return
+        if not self.judges:
+            raise ConfigError("train.metric has no effect without checkpoint.keep_best or train.early_stopping.")
+        is_table = self.data.kind in ("parquet", "table")
+        Judge.of(self.train.metric, columns_of_files(self.data).target if is_table else Target())
 
     def _check_model(self) -> None:
         """Raise where the model's tables cannot be placed in the way that the settings ask for."""
@@ -222,6 +253,19 @@ class RunConfig:
         return self.data.eval_path is not None or self.data.eval_fraction > 0
 
     @property
+    def keeps_best(self) -> bool:
+        """True if the checkpoint of the best evaluation is saved and kept."""
+        if self.checkpoint.keep_best is None:
+            is_long = (self.train.epochs or 1) > 1 or self.train.early_stopping is not None
+            return self.holds_out and self.checkpoint.at_end and is_long
+        return self.checkpoint.keep_best
+
+    @property
+    def judges(self) -> bool:
+        """True if it matters which evaluation is the best."""
+        return self.keeps_best or self.train.early_stopping is not None
+
+    @property
     def counts_a_profile(self) -> bool:
         """True if a profile must be counted before training."""
         is_needed = self.cache.policy in ("frequency", "static") or self.cache.warmup is True
@@ -244,7 +288,7 @@ class RunConfig:
             "cache": ("warmup", "decay", "host", "slot_map"),
             "look_ahead": ("lookahead", "prefetch"),
             "profile": ("path", "samples"),
-            "model": tuple(field.name for field in dataclasses.fields(self.model)),
+            "model": tuple(field.name for field in dataclasses.fields(self.model) if field.name != "dropout"),
             "embedding_optimizer": ("kind",),
             "dense_optimizer": ("kind",),
             "train": ("precision",),

@@ -33,10 +33,15 @@ _STATE_BYTES: dict[str, tuple[int, int]] = {
     "partial_rowwise_lamb": (4, 4),
 }
 _FUSED_ON_CPU = ("sgd", "rowwise_adagrad", "adagrad")
-_WITH_BETAS = ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
-#: FBGEMM's exact SGD and Adagrad ignore weight decay. Its row-wise Adagrad does unless it is given a mode, which
-#: TorchRec does not do here; and on a CPU, whatever the mode, in tables of one feature, as ours are.
-_FUSED_WITHOUT_WEIGHT_DECAY = ("sgd", "rowwise_adagrad", "adagrad")
+_WITH_FUSED_DECAY = ("adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
+_WITH_BETAS = (*_WITH_FUSED_DECAY, "adamw")
+#: Why a fused optimizer decays no rows, or not those that it should (docs/decisions/0061-rows-that-decay.md).
+_WITHOUT_WEIGHT_DECAY = {
+    "sgd": "FBGEMM's kernels of it have none",
+    "adagrad": "FBGEMM's kernels of it have none",
+    "rowwise_adagrad": "TorchRec sets no mode of it, and in any mode FBGEMM decays on a CPU only tables that several "
+    "features share: a cache's slots would decay, and the same tables without a cache would not",
+}
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,19 @@ class EmbeddingOptimizerConfig:
     """Added to the denominator of the adaptive optimizers; FBGEMM's default is 1e-8. Not for "sgd"."""
 
     weight_decay: OfTraining[float | None] = None
-    """Weight decay of the touched rows. Only for the Adam and LAMB kinds: FBGEMM's others ignore it."""
+    """Weight decay of the touched rows. Only for the Adam and LAMB kinds, so on GPUs: FBGEMM's others ignore it."""
 
     betas: OfTraining[tuple[float, float] | None] = None
     """Decay of the first and second moment. Only for the Adam and LAMB kinds."""
 
     def __post_init__(self) -> None:
-        _check_optimizer("embedding_optimizer", self, tuple(_STATE_BYTES), _FUSED_WITHOUT_WEIGHT_DECAY)
+        if self.weight_decay is not None and (reason := _WITHOUT_WEIGHT_DECAY.get(self.kind)):
+            raise ConfigError(
+                f"embedding_optimizer.weight_decay has no effect with kind={self.kind!r}: {reason}. Rows decay with "
+                f"{', '.join(_WITH_FUSED_DECAY)}, which FBGEMM has on GPUs. On every device, model.dropout and "
+                "train.early_stopping are against overfitting; dense_optimizer.weight_decay is for the dense layers."
+            )
+        _check_optimizer("embedding_optimizer", self, tuple(_STATE_BYTES))
 
     @property
     def state_bytes(self) -> tuple[int, int]:
@@ -115,7 +126,7 @@ class DenseOptimizerConfig:
     """Largest norm of the gradient of all dense parameters together; absent: no clipping."""
 
     def __post_init__(self) -> None:
-        _check_optimizer("dense_optimizer", self, tuple(_DENSE), ())
+        _check_optimizer("dense_optimizer", self, tuple(_DENSE))
 
     @property
     def num_states(self) -> int:
@@ -264,10 +275,7 @@ class Optimizers:
 
 
 def _check_optimizer(
-    section: str,
-    config: EmbeddingOptimizerConfig | DenseOptimizerConfig,
-    kinds: tuple[str, ...],
-    without_weight_decay: tuple[str, ...],
+    section: str, config: EmbeddingOptimizerConfig | DenseOptimizerConfig, kinds: tuple[str, ...]
 ) -> None:
     if config.kind not in kinds:
         raise ConfigError(f"{section}.kind: got {config.kind!r}, needed one of {', '.join(kinds)}.")
@@ -283,7 +291,6 @@ def _check_optimizer(
         )
     effectless = {
         "eps": config.kind == "sgd",
-        "weight_decay": config.kind in without_weight_decay,
         "betas": config.kind not in _WITH_BETAS,
     }
     for name, no_effect in effectless.items():

@@ -1,15 +1,17 @@
-"""`TrainedRun`: a run's settings and its newest valid checkpoint. `Scorer`: its model on the ranks, scoring samples."""
+"""`TrainedRun`: a run's settings and the checkpoint to use of it. `Scorer`: its model on the ranks, scoring samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from embershard.cache import CacheConfig
 from embershard.data import Source, Target
 from embershard.data.sources.kinds import schema_of
 from embershard.distributed import (
+    CheckpointConfig,
     Ranks,
     Supervision,
     load_tensors,
@@ -17,6 +19,8 @@ from embershard.distributed import (
     verify_checkpoint,
     without_empty,
 )
+from embershard.distributed.checkpoint.best import BestEvaluation
+from embershard.distributed.checkpoint.folder import best_checkpoint
 from embershard.distributed.checkpoint.load import newest_valid, without_known_warnings
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.frequency.config import ProfileConfig
@@ -39,29 +43,43 @@ class TrainedRun:
 
     Attributes:
         config: settings of the run; data may be others.
-        checkpoint: the newest valid one, or that of the step that was asked for.
+        checkpoint: that of the best evaluation, the newest valid one, or that of the step that was asked for.
         saved: its scalars.
-        skipped: why newer checkpoints were not used, as sentences without a full stop.
+        skipped: why others were not used, as sentences without a full stop.
+        best: the best evaluation, where this is its checkpoint.
     """
 
     config: RunConfig
     checkpoint: Path
     saved: SavedRun
     skipped: tuple[str, ...] = ()
+    best: BestEvaluation | None = None
+
+    @property
+    def title(self) -> str:
+        """The checkpoint, and why this one."""
+        why = "" if self.best is None else f", the best evaluation's ({self.best.title}; --step last: the newest)"
+        return f"{self.checkpoint}{why}"
 
 
-def open_trained(config: RunConfig, checkpoints: Path, ranks: Ranks, step: int | None = None) -> TrainedRun:
-    """Verify and return the newest valid checkpoint, or that of `step`. Collective, with the same result everywhere.
+def open_trained(
+    config: RunConfig, checkpoints: Path, ranks: Ranks, step: int | Literal["last"] | None = None
+) -> TrainedRun:
+    """Verify and return a checkpoint. Collective, with the same result everywhere.
 
     Args:
         config: of the run, perhaps with other data.
         checkpoints: folder of the run's checkpoints.
+        step: that of this step, or the newest valid one; None: that of the best evaluation, else the newest valid one.
 
     Raises:
         InvalidCheckpointError: no checkpoint is valid, or that of `step` is not.
         CheckpointError: there is none (of `step`), or the samples of `config` are no samples for this model.
     """
-    candidates = ranks.from_first(lambda: checkpoints_for(checkpoints, step))
+    candidates = ranks.from_first(lambda: checkpoints_for(checkpoints, None if step == "last" else step))
+    best, problem = ranks.from_first(lambda: best_checkpoint(checkpoints)) if step is None else (None, "")
+    if best in candidates:
+        candidates = [*(path for path in candidates if path != best), best]
     if not candidates:
         raise CheckpointError(f"{checkpoints}: no complete checkpoint.")
 
@@ -73,7 +91,8 @@ def open_trained(config: RunConfig, checkpoints: Path, ranks: Ranks, step: int |
     if used is None:
         raise InvalidCheckpointError(f"No checkpoint to use is valid: {'; '.join(skipped)}. Train the run again.")
     _check_meaning(config, *used)
-    return TrainedRun(config, *used, tuple(skipped))
+    evaluation = ranks.from_first(lambda: BestEvaluation.find(checkpoints)) if used[0] == best else None
+    return TrainedRun(config, *used, (*filter(None, [problem]), *skipped), evaluation)
 
 
 def for_scoring(config: RunConfig, device: str) -> RunConfig:
@@ -93,7 +112,8 @@ def for_scoring(config: RunConfig, device: str) -> RunConfig:
         profile=ProfileConfig(),
         sharding=ShardingConfig(),
         embedding_optimizer=EmbeddingOptimizerConfig(kind="sgd"),
-        train=replace(config.train, eval_every=None),
+        train=replace(config.train, eval_every=None, early_stopping=None, metric=None),
+        checkpoint=CheckpointConfig(),
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from embershard.data import Batch, BatchStream, StreamState, Target, open_source
 from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CheckpointError, FailedSaveError
+from embershard.models.dropout import seed_masks
 from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cancel_forward
 from embershard.stages import stage
@@ -29,12 +31,14 @@ from embershard.training.fit.machines import check_machines
 from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.hot_cold import find_hot_set
 from embershard.training.optimizers import Optimizers
+from embershard.training.quality.best import BestModel
 from embershard.training.quality.counters import StepMetrics
 from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64
 from embershard.training.quality.metrics import Predicted, autocast, predict, until_stopped
 from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
+    FailedSaveReport,
     Report,
     SaveReport,
     SkippedBatchReport,
@@ -68,11 +72,13 @@ class Trainer:
         check_machines(config, ranks, checkpoints and checkpoints.parent)
         self.plan = find_plan(config, ranks)
         self.source = open_source(config.data, share=ranks.from_first)
+        self.best = BestModel(config, self.target, checkpoints, ranks)
         self.memory_warning = check_memory_for_run(config, self.plan, ranks)  # before the model is built
         profile = find_profile(config, self.source)
         self.hot = find_hot_set(config, profile, self.source, ranks, checkpoints and checkpoints.parent)
         self.steps = self.samples = 0
         self._first_step = 0  # of this process: it may go on from a checkpoint
+        self._evaluated: int | None = None  # the step of the last evaluation of this process
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         self._upcoming: Steps | None = None
         if checkpoints is not None:
@@ -103,6 +109,11 @@ class Trainer:
         limits = [self.config.train.max_steps, None if left is None else self._first_step + left]
         return min(limit for limit in limits if limit is not None)
 
+    @property
+    def is_over(self) -> bool:
+        """True after the last step of the whole run, which may be an earlier one than planned."""
+        return self.steps >= self.total_steps or bool(self.best.stop_reason)
+
     def train(self) -> Iterator[Report]:
         """Train to the end of the run, or until a rank is asked to stop, and yield reports on the way.
 
@@ -111,17 +122,20 @@ class Trainer:
         first = self.steps
         with self._saves:
             try:
-                evaluated = yield from self._train_steps()
-                yield from self._end(evaluated)
+                for report in chain(self._train_steps(), self._end()):
+                    if isinstance(report, SaveReport | FailedSaveReport):
+                        self.best.note_save(report.step, is_complete=isinstance(report, SaveReport))
+                    yield report
             except Exception as error:
                 if error is self._input_failure.error and self.checkpoints and self.steps > first:
                     yield from self._saves.at_failure(self.steps, self._prepare_save)
                 raise
 
-    def _train_steps(self) -> Generator[Report, None, int | None]:
-        """Return the step of the last evaluation, if there was one."""
-        train, evaluated = self.config.train, None
-        while self.steps < self.total_steps and not self.supervision.must_stop:
+    def _train_steps(self) -> Iterator[Report]:
+        judges = self.config.judges
+        if judges and not self.is_over and self.best.progress.step != self.steps:
+            yield from self._evaluate_if_due()  # the run before was stopped in this evaluation
+        while not self.is_over and not self.supervision.must_stop:
             started = time.perf_counter()
             try:
                 upcoming = self.upcoming.next()
@@ -133,22 +147,45 @@ class Trainer:
             if skipped is not None:
                 behind = self.upcoming.replace_one()
                 yield replace(skipped, epoch=behind.epoch, sample=behind.global_sample)
+                if judges:  # it may have been the last batch of an epoch
+                    yield from self._evaluate_if_due()
                 continue
             self.metrics.add_seconds(time.perf_counter() - started)
             is_last = self.steps == self.total_steps
-            if is_last or self.steps % train.log_every == 0:
+            if is_last or self.steps % self.config.train.log_every == 0:
                 yield self.report()
                 yield from self._count_bad_rows()
-            if self.checkpoints and self._saves.is_due(self.steps) and not is_last:
+            if judges:  # the checkpoint of this step has what the evaluation shows
+                yield from self._evaluate_if_due()
+            if self._must_save and not is_last:
                 yield from self._saves.start(self.steps, self._prepare_save)
                 self.supervision.agree(self.ranks)  # a step more would need another save
-            if train.eval_every is not None and self.steps % train.eval_every == 0 and not is_last:
-                evaluated = self.steps
-                yield from filter(None, [self.evaluate()])
+            if not judges:  # the save first: in an evaluation a rank may die
+                yield from self._evaluate_if_due()
             yield from self._saves.finished()
-        return evaluated
 
-    def _end(self, evaluated: int | None) -> Iterator[Report]:
+    def _evaluate_if_due(self) -> Iterator[EvalReport]:
+        every = self.config.train.eval_every
+        is_due = self.steps % every == 0 if every else self.config.judges and self.stream.ends_epoch(self.position)
+        if is_due and 0 < self.steps < self.total_steps and self._evaluated != self.steps:
+            yield from self._evaluate()
+
+    def _evaluate(self) -> Iterator[EvalReport]:
+        """Evaluate, and note whether it is the best so far; nothing where a rank was asked to stop."""
+        self._evaluated = self.steps
+        if (report := self.evaluate()) is None:
+            return
+        is_best = self.best.add(report)
+        if self.steps in (self._saves.saved_step, self._first_step or None):
+            self.best.note_save(self.steps)
+        yield replace(report, is_best=is_best and self.config.judges)
+
+    @property
+    def _must_save(self) -> bool:
+        is_due = self._saves.is_due(self.steps) or self.best.awaits(self.steps)
+        return self.checkpoints is not None and is_due
+
+    def _end(self) -> Iterator[Report]:
         """Report, save and evaluate the last step, as far as that was not done."""
         yield from self._saves.last()
         if self.metrics.has_unreported:
@@ -157,26 +194,31 @@ class Trainer:
             yield from self._save_at_end()  # before the evaluation, in which a rank may die
         except FailedSaveError:
             if self.config.checkpoint.on_failed_save == "continue":
-                yield from self._evaluate_at_end(evaluated)
+                yield from self._evaluate_at_end()
             raise
-        yield from self._evaluate_at_end(evaluated)
-        yield from self._save_at_end()  # where a signal that came meanwhile asks for it
+        yield from self._evaluate_at_end()
+        yield from self._save_at_end()  # where a signal that came meanwhile asks for it, or the best one is kept
         if self.supervision.must_stop:
             path = self.checkpoints / f"step_{self.steps}" if self.checkpoints else None
             yield StopReport(self.steps, path if path and path.exists() else None)
 
     def _save_at_end(self) -> Iterator[SaveReport]:
-        is_due = self._saves.is_due_at_end(self.steps, self.supervision.must_stop)
+        is_due = self._saves.is_due_at_end(self.steps, self.supervision.must_stop) or self.best.awaits(self.steps)
         if self.checkpoints and is_due and self.step_seconds:
             yield self.save()
 
-    def _evaluate_at_end(self, evaluated: int | None) -> Iterator[Report]:
-        if self.config.holds_out and evaluated != self.steps:
-            yield from filter(None, [self.evaluate()])
+    def _evaluate_at_end(self) -> Iterator[Report]:
+        if self.config.holds_out and self._evaluated != self.steps:
+            yield from self._evaluate()
         yield from self._count_bad_rows()
 
     def _count_bad_rows(self) -> Iterator[BadRowsReport]:
         return self._input_failure.watch(self.bad_rows.count(self.stream, self.steps))
+
+    @property
+    def position(self) -> StreamState:
+        """Position in the training data behind the last trained batch."""
+        return self.upcoming.state
 
     @property
     def upcoming(self) -> Steps:
@@ -197,6 +239,8 @@ class Trainer:
         """
         with divided_once(self.config, self.plan):
             self.optimizers.begin_step(self.steps)
+            if self.config.model.dropout:
+                seed_masks(self.config.train.seed, self.steps, self.ranks.rank)
             with stage("forward"), self._autocast():
                 loss, (_, outputs, labels) = self.model(batch)
             predicted = Predicted(outputs, labels, batch.weights)
@@ -225,7 +269,7 @@ class Trainer:
         schedule = self.stream.schedule
         return self.metrics.report(
             step=self.steps,
-            epoch=self.upcoming.state.epoch,
+            epoch=self.position.epoch,
             samples=self.samples,
             global_batch=global_batch(self.config, self.ranks.world_size),
             loss=self.loss_monitor.mean(),
@@ -263,7 +307,8 @@ class Trainer:
         if self.checkpoints is None:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
         self.loss_monitor.check_before_save(self.steps, self.optimizers.dense_parameters)
-        return self.state.prepare_save(self.checkpoints, self.steps, self.samples, self.upcoming.state, copy_bytes)
+        done = (self.steps, self.samples, self.position, self.best.progress)
+        return self.state.prepare_save(self.checkpoints, *done, copy_bytes)
 
     def resume(
         self, checkpoint: Path, *, allow_unverified: bool = False, allow_changes: Collection[str] = ()
@@ -292,6 +337,9 @@ class Trainer:
         self.config = comparison.config
         self.steps = self._first_step = saved.step
         self.samples = saved.samples
+        self._evaluated = None
+        is_same_data = not any(change.key.startswith("data.") for change in comparison.changes)
+        self.best.resume(saved.evaluations, saved.step, is_same_data=is_same_data)
         self.loss_monitor = self._make_loss_monitor()
         self.metrics.forget()
         self.stream.close()

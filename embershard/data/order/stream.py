@@ -210,6 +210,10 @@ class BatchStream:
         in_first = self._steps_in(self.num_samples - self._start.global_sample)
         return in_first + (epochs_left - 1) * self._steps_in(self.num_samples)
 
+    def ends_epoch(self, state: StreamState) -> bool:
+        """Return whether the position is behind the last batch of an epoch."""
+        return self._steps_in(self.num_samples - state.global_sample) == 0
+
     def _steps_in(self, num_samples: int) -> int:
         whole, rest = divmod(num_samples, self._global_size)
         return whole + (self._split == "eval" and rest > 0)

@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embershard.errors import CheckpointError, os_problem
+from embershard.distributed.checkpoint.best import BestEvaluation
+from embershard.errors import CheckpointError, InvalidCheckpointError, os_problem
 from embershard.units import size
 
 if TYPE_CHECKING:  # it loads torch
@@ -54,7 +55,8 @@ def is_plain_name(name: str) -> bool:
 
 
 def prune(folder: Path, step: int, keep_last: int) -> list[str]:
-    """Remove the oldest complete checkpoints up to `step`, but for `keep_last`; return their names. One rank calls it.
+    """Remove the oldest complete checkpoints up to `step`, but for `keep_last` and that of the best evaluation; return
+    their names. One rank calls it.
 
     >>> for step in (1, 2, 3, 9):
     ...     Path(f"long/step_{step}").mkdir(parents=True)
@@ -62,9 +64,31 @@ def prune(folder: Path, step: int, keep_last: int) -> list[str]:
     ['step_1', 'step_2']
     """
     old = [path for path in complete_checkpoints(folder) if (step_of(path) or 0) <= step][:-keep_last]
+    best = best_checkpoint(folder)[0]
+    old = [path for path in old if path != best]
     for path in old:
         remove(path)
     return [path.name for path in old]
+
+
+def best_checkpoint(folder: Path) -> tuple[Path | None, str]:
+    """Return the complete checkpoint of the best evaluation; where there is none, None and why its file does not lead
+    to one, as a sentence without a full stop, empty without such a file.
+
+    >>> Path("gone").mkdir()
+    >>> BestEvaluation(200, "auc", 0.782).write(Path("gone"))
+    >>> best_checkpoint(Path("gone"))
+    (None, 'the checkpoint of the best evaluation (auc 0.782 at step 200) is not in gone')
+    """
+    try:
+        best = BestEvaluation.find(folder)
+    except InvalidCheckpointError as error:
+        return None, str(error)
+    if best is None:
+        return None, ""
+    if not (path := best.checkpoint(folder)).is_dir():
+        return None, f"the checkpoint of the best evaluation ({best.title}) is not in {folder}"
+    return path, ""
 
 
 def remove(checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""`embershard export`: tables, a plain torch module, and the mapping of ids, from a run's newest valid checkpoint."""
+"""`embershard export`: tables, a plain torch module, and the mapping of ids, from a run's checkpoint."""
 
 from __future__ import annotations
 

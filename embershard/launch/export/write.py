@@ -42,7 +42,7 @@ class ExportRequest:
     Attributes:
         config: settings of the run; its held-out samples are those to measure the error on.
         checkpoints: folder of the run's checkpoints.
-        step: of the checkpoint; None: the newest valid one.
+        step: of the checkpoint, as for `open_trained`.
         is_module: write the module; False: the tables alone, as Parquet.
         dtype: number type of the module's tables.
         num_samples: most samples to measure the error on; none are read for fp32.
@@ -50,7 +50,7 @@ class ExportRequest:
 
     config: RunConfig
     checkpoints: Path
-    step: int | None
+    step: int | Literal["last"] | None
     is_module: bool
     dtype: TableDtype
     num_samples: int
@@ -75,7 +75,7 @@ def write_export(request: ExportRequest, folder: Path) -> Iterator[str]:
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    yield f"Exported {trained.checkpoint} to {folder}."
+    yield f"Exported to {folder}: {trained.title}."
     if error is not None:
         yield (
             f"Error of {request.dtype} on {error['samples']:,} samples: scores differ by {error['score_max']:.2g} at "

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from embershard.launch.quality_text import figures, quality_line, quality_rows
+from embershard.launch.quality_text import figures, form_of, quality_line, quality_rows, title_of
 from embershard.launch.screen import number, say
 from embershard.run_result import HotColdTotals, LookAheadTotals, RunCaches, RunResult
 from embershard.training.config import RunConfig
@@ -112,7 +112,8 @@ def _bar_line(report: TrainReport) -> str:
 def eval_line(report: EvalReport) -> str:
     """Return the quality on the held-out samples in one line."""
     values = quality_values(report.quality)
-    return f"held-out {quality_line(values)}  ({values['samples']:,} samples, {report.seconds:.1f} s)"
+    best = "; the best so far" if report.is_best else ""
+    return f"held-out {quality_line(values)}  ({values['samples']:,} samples, {report.seconds:.1f} s{best})"
 
 
 def closing_table(result: RunResult, what: str) -> Table:
@@ -126,6 +127,8 @@ def closing_table(result: RunResult, what: str) -> Table:
         table.add_row(*row)
     if (held_out := result.held_out) is not None and held_out.samples:
         table.add_row("held out", f"{held_out.samples:,} samples", f"of {held_out.all_samples:,}: {held_out.how}")
+    for row in _best_rows(result):
+        table.add_row(*row)
     p50, p95 = (number(milliseconds, ".1f") for milliseconds in (result.step_ms.p50, result.step_ms.p95))
     speed = f"{number(result.samples_per_second, ',.0f')} samples/s"
     table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")
@@ -137,6 +140,15 @@ def closing_table(result: RunResult, what: str) -> Table:
     ]:
         table.add_row(*row)
     return table
+
+
+def _best_rows(result: RunResult) -> list[tuple[str, str, str]]:
+    if (best := result.best) is None:
+        return []
+    kept = "kept for predict, eval and export" if result.keeps_best else "not kept (checkpoint.keep_best)"
+    end = f"training stopped early, at {result.steps:,}" if result.stopped_early else f"the last is {result.steps:,}"
+    value = number(best.value, form_of(best.metric))
+    return [(f"best {title_of(best.metric)}", value, f"step {best.step:,}, {kept}; {end}")]
 
 
 def _cache_rows(cache: RunCaches | None, packed: HotColdTotals | None) -> list[tuple[str, str, str]]:

@@ -71,8 +71,7 @@ def train_run(
     resumed_at = None if resume is None else _resume(trainer, console, wanted, unverified, changes)
     if resume is not None:
         ranks.from_first(lambda: note_resume(run_dir))
-    is_over = resumed_at is not None and trainer.steps >= trainer.total_steps
-    if is_over and ranks.from_first(lambda: _has_result(run_dir, trainer.steps)):
+    if resumed_at is not None and trainer.is_over and ranks.from_first(lambda: _has_result(run_dir, trainer.steps)):
         trainer.close()
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
@@ -184,6 +183,7 @@ class _Outputs:
             curves = f"{program_words('tensorboard', 'tensorboard.main')} --logdir {folder}"
         say(
             self._console,
+            *filter(None, [self._trainer.best.stop_reason]),
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
             f"See the curves:    {curves}",
             f"Next, the same run {other}:    {same_run} {change}",

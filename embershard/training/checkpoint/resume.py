@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from embershard.distributed import complete_checkpoints, set_aside
+from embershard.distributed.checkpoint.best import BEST
 from embershard.distributed.checkpoint.load import newest_valid
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.training.checkpoint.saved_run import SettingsComparison
@@ -84,4 +85,5 @@ def resume_run(
             f"No valid checkpoint to resume from, {which}: {'; '.join(skipped)}{asked}. Start again with another "
             "--run-dir. A checkpoint without a manifest, as earlier versions wrote, is used with --unverified."
         )
+    ranks.from_first(lambda: (folder / BEST).unlink(missing_ok=True))  # its checkpoint is gone
     return Resumed()

@@ -31,6 +31,7 @@ from embershard.training.checkpoint.saved_run import SavedRun, SettingsCompariso
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import HotSet
 from embershard.training.optimizers import Optimizers
+from embershard.training.quality.best import EvaluationProgress
 
 #: Groups of a checkpoint's tensors: states of the embedding rows, and the cached rows.
 _STATES, _CACHE = "embedding_optimizer", "cache"
@@ -102,7 +103,13 @@ class RunState:
         )
 
     def prepare_save(
-        self, folder: Path, steps: int, samples: int, position: StreamState, copy_bytes: int
+        self,
+        folder: Path,
+        steps: int,
+        samples: int,
+        position: StreamState,
+        evaluations: EvaluationProgress,
+        copy_bytes: int,
     ) -> PreparedSave:
         """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
 
@@ -112,6 +119,7 @@ class RunState:
         scalars = {
             "samples": samples,
             "stream": position.to_dict(),
+            "evaluations": asdict(evaluations),
             "tables": tables_of(self._config, self._source.schema),
             "settings": self._identity,
             "changes": [asdict(change) for change in self.changes],

@@ -29,6 +29,7 @@ from embershard.training.checkpoint.identity import (
     tables_of,
 )
 from embershard.training.config import RunConfig
+from embershard.training.quality.best import EvaluationProgress
 
 #: Parts of a position that every checkpoint has.
 _POSITION = ("epoch", "global_sample", "seed")
@@ -48,6 +49,7 @@ class SavedRun:
         changes: settings that were changed on request by earlier resumes.
         rank_batch_size: samples per rank and step that the settings asked for, though resumes on other ranks may have
             kept the samples per step; None where they gave these, and in earlier versions.
+        evaluations: what those up to this step have shown; None in earlier versions.
 
     Raises:
         CheckpointError: a number is out of its range, or a generator's state is missing or damaged.
@@ -62,6 +64,7 @@ class SavedRun:
     rng: tuple[dict[str, str], ...]
     changes: tuple[Change, ...] = ()
     rank_batch_size: int | None = None
+    evaluations: EvaluationProgress | None = None
 
     def __post_init__(self) -> None:
         numbers = {"step": self.step, "samples": self.samples, "world_size": self.world_size}

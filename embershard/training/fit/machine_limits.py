@@ -180,7 +180,7 @@ def check_disk_for_run(config: RunConfig, plan: Plan | None, folder: Path, total
     Raises:
         CheckpointError: with the space that is needed, and that there is.
     """
-    num_saves = config.checkpoint.num_saves(total_steps)
+    num_saves = total_steps if config.keeps_best else config.checkpoint.num_saves(total_steps)
     if not num_saves:
         return
     size = model_size(config, table_rows(config))
@@ -190,7 +190,7 @@ def check_disk_for_run(config: RunConfig, plan: Plan | None, folder: Path, total
         slots = round(size.num_rows * ratio) if plan is None else sum(pool.slots for pool in plan.pools)
         save_bytes += slots * _CACHED_ROW_BYTES
     mapped_bytes = _mapped_bytes(config, plan, folder, ranks)
-    check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last, ranks, mapped_bytes)
+    check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last + config.keeps_best, ranks, mapped_bytes)
 
 
 def _mapped_bytes(config: RunConfig, plan: Plan | None, folder: Path, ranks: Ranks) -> int:

@@ -5,10 +5,13 @@ With weights of samples, every figure but `samples` is a mean or a sum in which 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from embershard.data.schema import Target
+from embershard.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,48 @@ def metric_names(target: Target) -> list[str]:
     if len(target.labels) == 1:
         return names
     return [f"{name}/{label}" for label in target.labels for name in names]
+
+
+#: Figures by which evaluations are compared, and whether more is better. (Calibration is best at 1.)
+_MORE_IS_BETTER = {
+    "auc": True, "accuracy": True, "r2": True, "logloss": False, "ne": False, "rmse": False, "mae": False
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compares evaluations by one figure; of several labels by that of one, or by the mean over all.
+
+    >>> judge = Judge.of(None, Target(("click", "buy")))
+    >>> judge.value({"auc/click": 0.7, "auc/buy": 0.75, "logloss/buy": 0.2}), judge.is_better(0.7, than=0.7)
+    (0.725, False)
+    """
+
+    metric: str
+
+    @classmethod
+    def of(cls, metric: str | None, target: Target) -> Judge:
+        """Return the judge of `train.metric`; by default of the AUC, or the RMSE.
+
+        Raises:
+            ConfigError: no model of this target has such a figure, or it has no direction.
+        """
+        if metric is None:
+            return cls("auc" if target.task == "binary" else "rmse")
+        names = [name for name in metric_names(target) if name.partition("/")[0] in _MORE_IS_BETTER]
+        known = list(dict.fromkeys([name.partition("/")[0] for name in names] + names))
+        if metric not in known:
+            raise ConfigError(f"train.metric: got {metric!r}, needed one of {', '.join(known)}.")
+        return cls(metric)
+
+    def value(self, quality: Mapping[str, Any]) -> float | None:
+        """Return the figure among those of `quality_values`; None where it is undefined, or not finite."""
+        found = [value for name, value in quality.items() if self.metric in (name, name.partition("/")[0])]
+        is_defined = found and all(value is not None and math.isfinite(value) for value in found)
+        return math.fsum(found) / len(found) if is_defined else None
+
+    def is_better(self, value: float | None, than: float | None) -> bool:
+        """Return whether a value is better than another one; an undefined one is not, and is worse than any other."""
+        if value is None or than is None:
+            return value is not None
+        return value > than if _MORE_IS_BETTER[self.metric.partition("/")[0]] else value < than

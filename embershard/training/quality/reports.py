@@ -38,11 +38,12 @@ class TrainReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Quality on the held-out part."""
+    """Quality on the held-out part; `is_best`: better than in all evaluations before, where that matters."""
 
     step: int
     quality: AnyQuality
     seconds: float
+    is_best: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from embershard.distributed import (
     verify_checkpoint,
 )
 from embershard.distributed.checkpoint import folder, save
+from embershard.distributed.checkpoint.best import BEST, BestEvaluation
 from embershard.errors import CheckpointError, ConfigError, FailedSaveError
 from embershard.launch.run_dir import lock_run_dir
 from tests.unit.distributed import checkpoints
@@ -148,6 +149,15 @@ def test_pruning_keeps_what_is_newer(tmp_path):
         (tmp_path / f"step_{step}").mkdir()
     prune(tmp_path, step=3, keep_last=2)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_2", "step_3", "step_999"]
+
+
+def test_the_best_one_is_not_pruned(tmp_path):
+    for step in (1, 2, 3, 4):
+        (tmp_path / f"step_{step}").mkdir()
+    BestEvaluation(2, "auc", 0.75).write(tmp_path)
+    assert prune(tmp_path, step=4, keep_last=1) == ["step_1", "step_3"]
+    (tmp_path / BEST).write_text("[]")
+    assert prune(tmp_path, step=4, keep_last=1) == ["step_2"]
 
 
 def test_a_checkpoint_elsewhere_loses_its_link_only(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from embershard.distributed import Ranks, process_group, save_checkpoint
+from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.launch import ckpt, cli
 from tests.unit.distributed.checkpoints import flip_bit
@@ -70,6 +71,14 @@ def test_prune_keeps_the_newest_valid_ones(run_dir, capsys):
     assert ckpt.main(["prune", str(run_dir), "--keep", "1"]) == 0
     assert names(run_dir) == ["step_2"]
     assert "kept: step_2" in capsys.readouterr().out
+
+
+def test_the_best_one_is_marked_and_stays(run_dir, capsys):
+    BestEvaluation(1, "auc", 0.75).write(run_dir / "checkpoints")
+    assert cli.main(["ckpt", "ls", str(run_dir)]) == 0
+    assert capsys.readouterr().out.count("complete, the best") == 1
+    assert ckpt.main(["prune", str(run_dir), "--keep", "1"]) == 0
+    assert names(run_dir) == ["best.json", "step_1", "step_3"]
 
 
 def test_prune_removes_nothing_where_nothing_is_valid(run_dir):

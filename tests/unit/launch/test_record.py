@@ -315,6 +315,17 @@ def test_closing_table_with_and_without_a_cache():
     console.print(closing_table(result(), "dlrm"))
     assert "all embedding rows are on the device" in screen.getvalue()
     assert re.search(r"held out +│ 10 samples +│ of 100: the last 10% of every file", screen.getvalue())
+    assert "best AUC" not in screen.getvalue()
+    for best in ({"keeps_best": True, "stopped_early": True}, {}):
+        found = RunResult.of({**result().to_dict(), "best": {"step": 20, "metric": "auc", "value": 0.75}, **best})
+        console.print(closing_table(found, "dlrm"))
+    for said in (
+        "best AUC",
+        "0.7500",
+        "step 20, kept for predict, eval and export; training stopped early",
+        "not kept",
+    ):
+        assert said in screen.getvalue()
 
 
 def test_files_on_a_full_disk_are_named(tmp_path, monkeypatch):

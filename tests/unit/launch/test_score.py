@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.data import DataConfig, open_source
-from embershard.distributed import complete_checkpoints
+from embershard.distributed import complete_checkpoints, step_of
+from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.launch import score
 from embershard.launch.ranks import launcher
@@ -132,3 +133,18 @@ def test_the_newest_valid_checkpoint_is_used(trained, tmp_path, capsys):
     score_here(str(run), "-o", str(tmp_path / "s.parquet"))
     assert "Not used: " in (out := capsys.readouterr().out)
     assert f"by {newest}" in out.replace("\n", "")
+
+
+def test_the_best_checkpoint_is_used_unless_told_otherwise(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained.run_dir, run)
+    newest = complete_checkpoints(run / "checkpoints")[-1]
+    best = BestEvaluation(step_of(newest) or 0, "auc", 0.75)
+    best.write(run / "checkpoints")
+    for number, words in enumerate(([], ["--step", "last"])):
+        score_here(str(run), "-o", str(tmp_path / f"{number}.parquet"), *words)
+        out = " ".join(capsys.readouterr().out.split())
+        assert (f"{newest}, the best evaluation's (auc 0.75 at step {best.step}" in out) == (not words)
+    shutil.rmtree(newest)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        score_here(str(run), "-o", str(tmp_path / "none.parquet"))

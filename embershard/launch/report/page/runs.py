@@ -122,11 +122,12 @@ def summary(runs: Sequence[Run]) -> Section:
     judged = [run.result.quality for run in runs if run.result is not None]
     names = [*main_names(judged), *(["ne"] if any("ne" in quality for quality in judged) else [])]
     header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "95 %", "loss"]
-    header += [*map(title_of, names), "hits", "caches", "host", "sent"]
+    header += [*map(title_of, names), "best, at step", "hits", "caches", "host", "sent"]
     note = (
-        "loss: of training, mean since the last report; AUC, NE and RMSE: of the held-out samples; hits: share of "
-        "lookups; caches and host: bytes of slots and maps on the devices, and of their rows on the hosts, of all "
-        "ranks; sent: to other ranks, by a rank in a step."
+        "loss: of training, mean since the last report; AUC, NE and RMSE: of the held-out samples, at the last step; "
+        "best: the best evaluation, where the run follows it, by its figure; hits: share of lookups; caches and host: "
+        "bytes of slots and maps on the devices, and of their rows on the hosts, of all ranks; sent: to other ranks, "
+        "by a rank in a step."
     )
     going = [run.name for run in runs if run.result is None]
     text = [f"Not ended, so without a result: {', '.join(going)}."] if going else []
@@ -137,8 +138,8 @@ def _summary_row(run: Run, names: Sequence[str]) -> tuple[str, ...]:
     result, cache = run.result, run.cache
     if result is None:
         reports = run.folder.reports("train")
-        return (run.name, "", str(reports[-1]["step"]) if reports else "0", *[""] * (9 + len(names)))
-    sent = result.sent_bytes.over(result.parts).in_training
+        return (run.name, "", str(reports[-1]["step"]) if reports else "0", *[""] * (10 + len(names)))
+    sent, best = result.sent_bytes.over(result.parts).in_training, result.best
     return (
         run.name,
         str(result.world_size),
@@ -149,6 +150,7 @@ def _summary_row(run: Run, names: Sequence[str]) -> tuple[str, ...]:
         number(result.step_ms.p95, ".2f"),
         number(result.loss, ".5f"),
         *(number(result.quality.get(name), form_of(name)) for name in names),
+        f"{title_of(best.metric)} {number(best.value, form_of(best.metric))}, {best.step:,}" if best else "",
         number(cache.hit_rate_lookups, ".2%") if cache else "no cache",
         size(cache.device_bytes) if cache else "",
         size(cache.host_bytes) if cache else "",
