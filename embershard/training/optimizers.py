@@ -69,8 +69,8 @@ class EmbeddingOptimizerConfig:
         if self.weight_decay is not None and (reason := _WITHOUT_WEIGHT_DECAY.get(self.kind)):
             raise ConfigError(
                 f"embedding_optimizer.weight_decay has no effect with kind={self.kind!r}: {reason}. Rows decay with "
-                f"{', '.join(_WITH_FUSED_DECAY)}, which FBGEMM has on GPUs. On every device, model.dropout and "
-                "train.early_stopping are against overfitting; dense_optimizer.weight_decay is for the dense layers."
+                f"{', '.join(_WITH_FUSED_DECAY)}, which FBGEMM has on GPUs. Against overfitting there are "
+                "model.dropout, train.early_stopping and dense_optimizer.weight_decay."
             )
         _check_optimizer("embedding_optimizer", self, tuple(_STATE_BYTES))
 

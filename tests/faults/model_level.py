@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 
 from embershard import LookAheadPipeline, cache_stats, flush
 from embershard.errors import CacheError
@@ -394,7 +393,9 @@ def begin_group(store: str) -> None:
     gc.collect()
     gc.freeze()  # what is here without a group stays, and collections are quick
     os.makedirs(os.path.dirname(store), exist_ok=True)
+    here = dist.FileStore(f"{store}.here", world_size)
+    here.set(str(rank), "")
+    here.wait(list(map(str, range(world_size))), _MEETING_TIMEOUT)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_MEETING_TIMEOUT
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
     )
-    distributed_c10d._set_pg_timeout(_GROUP_TIMEOUT)

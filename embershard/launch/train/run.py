@@ -62,7 +62,6 @@ def train_run(
         same_run, go_on: the commands of this run, and of its resume.
         supervision: by which the training may be asked to stop.
         profile_steps: the first and the last step that are traced.
-        log_format: of what the first rank shows.
     """
     wanted = None if resume == NEWEST else resume
     ranks.from_first(lambda: _take_run_dir(run_dir, is_resumed=resume is not None, step=wanted))

@@ -45,16 +45,14 @@ def replay_pool(
     num_steps: int | None = None,
     rank_batch_size: int | None = None,
 ) -> PoolReport:
-    """Replay the batches of a trace through one pool of slots on one rank.
+    """Replay the batches of a trace, of the whole data set, through one pool of slots on one rank.
 
     Args:
-        trace: of the whole data set.
         shards: what the pool holds, in its order.
         global_batch_size: samples of a step, over all ranks.
         pinned_tables: tables whose rows are resident for ever.
         num_steps: steps to replay; None: all whole batches of the trace. After them the trace begins again.
-        rank_batch_size: samples of a rank, where distinct rows are exchanged: a row that several of them look up is one
-            lookup. None: where pooled embeddings are.
+        rank_batch_size: samples of a rank where distinct rows are exchanged, each as one lookup; None: pooled ones are.
 
     Raises:
         ValueError: the trace is shorter than one batch.
@@ -65,31 +63,49 @@ def replay_pool(
     slots = num_slots if trace.rate >= 1 else round((num_slots - sum(rows.num_rows for rows in settled)) * trace.rate)
     followed = [number for number, rows in enumerate(settled) if not rows.is_whole]
     parts = [shards[number] for number in followed]
-    counted, window = settings.profile_samples, settings.shuffle_window
-    batches = TraceBatches(trace, parts, global_batch_size, counted, window, rank_batch_size)
+    mixed = settings.profile_samples, settings.shuffle_window
+    batches = TraceBatches(trace, parts, global_batch_size, *mixed, rank_batch_size)
     stay = pinned_tables if trace.rate >= 1 else ()
     cache = _make_cache(batches, parts, max(1, slots), settings, stay)
-    slots = sum(stats.slots for stats in cache.stats())
+    began = sum(stats.slots for stats in cache.stats())
     touches = _FirstTouches(batches.rows_per_table, [part.table in stay for part in parts])
     half, early_touches = _run(cache, batches, steps, settings, touches)
     last = cache.stats()
-    sizes, warmup = (trace, global_batch_size, rank_batch_size), settings.policy.warmup
+    held = {number: stats.slots / trace.rate for number, stats in zip(followed, last, strict=False)}
+    sizes, warmup, late = (trace, global_batch_size, rank_batch_size), settings.policy.warmup, steps - steps // 2
+    parts_of_run = ((steps, False), (late, True))
+    of_settled = [[rows.report(*sizes, *part, warmup) for rows in settled] for part in parts_of_run]
+    counts = [stats.counts for stats in last]
+    late_counts = [after - before.counts for after, before in zip(counts, half, strict=True)]
+    grown = sum(stats.slots for stats in last) - began
+    return PoolReport(
+        _joined(shards, of_settled[0], held, counts, touches.counts, trace.rate * steps),
+        _joined(shards, of_settled[1], held, late_counts, touches.counts - early_touches, trace.rate * late),
+        steps,
+        num_slots + round(grown / trace.rate),
+        grown > 0,
+    )
 
-    def reports(
-        replayed: Sequence[CacheReport], first: NDArray[np.int64], num_steps: int, *, is_late: bool
-    ) -> tuple[ShardReport, ...]:
-        found = [rows.report(*sizes, num_steps, is_late, warmup) for rows in settled]
-        for place, (number, counts) in enumerate(zip(followed, replayed, strict=False)):  # a pool of no table has one
-            scale, held, new = 1.0 / (trace.rate * num_steps), last[place].slots / trace.rate, int(first[place])
-            per_step = vars(counts.scaled(scale))
-            found[number] += ShardReport(**per_step, held_rows=held, shard=shards[number], first_touches=new * scale)
-        return tuple(found)
 
-    late = [after.counts - before.counts for after, before in zip(last, half, strict=True)]
-    grown = sum(stats.slots for stats in last) - slots
-    all_steps = reports([stats.counts for stats in last], touches.counts, steps, is_late=False)
-    late_steps = reports(late, touches.counts - early_touches, steps - steps // 2, is_late=True)
-    return PoolReport(all_steps, late_steps, steps, num_slots + round(grown / trace.rate), grown > 0)
+def _joined(
+    shards: Sequence[RowRange],
+    settled: Sequence[ShardReport],
+    held: Mapping[int, float],
+    replayed: Sequence[CacheReport],
+    first_touches: NDArray[np.int64],
+    steps: float,
+) -> tuple[ShardReport, ...]:
+    """Return the reports of all shards per step: of their settled rows, and of those that were replayed.
+
+    Args:
+        held: rows by the number of each replayed shard.
+        steps: that were replayed, times the share of the rows that the trace follows.
+    """
+    found = list(settled)
+    for number, counts, touched in zip(held, replayed, first_touches.tolist(), strict=False):  # a pool of no table
+        own = {**vars(counts.scaled(1.0 / steps)), "first_touches": touched / steps}
+        found[number] += ShardReport(**own, held_rows=held[number], shard=shards[number])
+    return tuple(found)
 
 
 def _whole_batches(trace: SampledTrace, global_batch_size: int) -> int:

@@ -266,10 +266,10 @@ def test_samples_are_encoded_as_in_training(trained, exported):
 def test_criteo_ids_are_hexadecimal():
     feature = {"name": "C1", "column": "C1", "num_rows": 100, "mapping": "modulo", "id_base": 16}
     model = serving_model.Model([], torch.nn.Identity(), {"sparse": []})
-    rows, _ = model._bags(feature, [{"C1": "68fd1e64"}, {"C1": ""}, {}, {"C1": None}])
-    assert rows.tolist() == [1 + 0x68FD1E64 % 99, 0, 0, 0]
+    rows, _ = model._bags(feature, model._column([{"C1": "68fd1e64"}, {"C1": ""}, {"C1": None}], "C1"))
+    assert rows.tolist() == [1 + 0x68FD1E64 % 99, 0, 0]
     with pytest.raises(ValueError, match=r"needed a row in 0..99"):
-        model._bags({**feature, "mapping": "none"}, [{"C1": "ff"}])
+        model._bags({**feature, "mapping": "none"}, ["ff"])
 
 
 def test_keys_are_those_of_the_columns(exported):

@@ -88,7 +88,6 @@ def plan_sharding(
     if not 1 <= local_world_size <= world_size:
         raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
     device_type, tables = torch.device(device).type, shardable_tables(model, sharders)
-    _refuse_managed_collisions(sharders)
     _warn_of_memory(tables, device_type, local_world_size / world_size)
     wanted = _constraints(constraints or {}, tables, device_type)
     cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
@@ -258,6 +257,7 @@ class ShardableTable:
 
 def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> list[ShardableTable]:
     """Return every table that one of the sharders will shard, in the order of the modules."""
+    _refuse_managed_collisions(sharders)
     by_type = {sharder.module_type: sharder for sharder in sharders}
     return [
         ShardableTable(path, name, by_type[type(module)], weight)

@@ -40,7 +40,11 @@ CASES = [
     Case(
         "A weight decay that the optimizer would ignore",
         command(*_TRAIN, "--set", "embedding_optimizer.weight_decay=0.01", files=_EMPTY),
-        "embershard: embedding_optimizer.weight_decay has no effect with kind='rowwise_adagrad'; remove it.",
+        "embershard: embedding_optimizer.weight_decay has no effect with kind='rowwise_adagrad': TorchRec sets no mode "
+        "of it, and in any mode FBGEMM decays on a CPU only tables that several features share: a cache's slots would "
+        "decay, and the same tables without a cache would not. Rows decay with adam, partial_rowwise_adam, lamb, "
+        "partial_rowwise_lamb, which FBGEMM has on GPUs. Against overfitting there are model.dropout, "
+        "train.early_stopping and dense_optimizer.weight_decay.",
         "Remove it. A run that had it goes on with `--allow-change embedding_optimizer.weight_decay`.",
     ),
     Case(
