@@ -57,8 +57,7 @@ def replay_pool(
     Raises:
         ValueError: the trace is shorter than one batch.
     """
-    available = _whole_batches(trace, global_batch_size)
-    steps = available if num_steps is None else num_steps
+    steps = _steps(trace, global_batch_size, num_steps)
     settled = [SettledRows.of(trace, shard, shard.table in pinned_tables) for shard in shards]
     slots = num_slots if trace.rate >= 1 else round((num_slots - sum(rows.num_rows for rows in settled)) * trace.rate)
     followed = [number for number, rows in enumerate(settled) if not rows.is_whole]
@@ -73,8 +72,8 @@ def replay_pool(
     last = cache.stats()
     held = {number: stats.slots / trace.rate for number, stats in zip(followed, last, strict=False)}
     sizes, warmup, late = (trace, global_batch_size, rank_batch_size), settings.policy.warmup, steps - steps // 2
-    parts_of_run = ((steps, False), (late, True))
-    of_settled = [[rows.report(*sizes, *part, warmup) for rows in settled] for part in parts_of_run]
+    each = ((steps, False), (late, True))
+    of_settled = [[rows.report(*sizes, *part, warmup) for rows in settled] for part in each]
     counts = [stats.counts for stats in last]
     late_counts = [after - before.counts for after, before in zip(counts, half, strict=True)]
     grown = sum(stats.slots for stats in last) - began
@@ -108,10 +107,11 @@ def _joined(
     return tuple(found)
 
 
-def _whole_batches(trace: SampledTrace, global_batch_size: int) -> int:
+def _steps(trace: SampledTrace, global_batch_size: int, num_steps: int | None) -> int:
+    """Return the steps to replay; None: all whole batches."""
     if trace.num_samples < global_batch_size:
         raise ValueError(f"the trace has {trace.num_samples} samples, less than a batch of {global_batch_size}")
-    return trace.num_samples // global_batch_size
+    return trace.num_samples // global_batch_size if num_steps is None else num_steps
 
 
 def _make_cache(
