@@ -28,7 +28,7 @@ that ended are not started again. Exit codes: 0 all runs finished; 1 some did no
   cache.ratio = [0.005, 0.015]
 
   embershard sweep experiments.toml
-  embershard sweep experiments.toml --out sweeps/ratios --retry-failed
+  embershard sweep experiments.toml --out sweeps/ratios --retry-failed --by samples_per_second
   embershard sweep experiments.toml --on kubernetes --dry-run
 """
 
@@ -47,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     from embershard.launch.run_dir import lock_run_dir  # these load torch, and --help must answer at once
     from embershard.launch.sweep.experiments import Sweep
     from embershard.launch.sweep.outcomes import begin_attempt, find_outcome
-    from embershard.launch.sweep.view import SweepDisplay, write_results
+    from embershard.launch.sweep.spread import find_best, read_configurations
+    from embershard.launch.sweep.view import SweepDisplay, spread_table, write_configurations, write_results
 
     sweep, console = Sweep.read(arguments.file, trust_code=arguments.trust_code), wide_console()
     folder = arguments.out or Path("sweeps") / arguments.file.stem
@@ -84,10 +85,16 @@ def main(argv: Sequence[str]) -> int:
     write_results(folder)
     if not console.is_terminal:
         console.print(display.table())
+    configurations = read_configurations(folder)
+    write_configurations(folder, configurations)
+    if any(len(each.results) > 1 for each in configurations):
+        console.print(spread_table(configurations))
     failed = [outcome for outcome in ended.values() if outcome.status != "finished"]
     for outcome in failed:
         say(console, f"{outcome.status}: {outcome.shown}: {outcome.reason} (outputs/{outcome.name}.txt)")
-    say(console, f"Results: {folder / 'results.parquet'} and {folder / 'results.csv'}")
+    if (best := find_best(configurations, arguments.by)) is not None:
+        say(console, best.sentence())
+    say(console, f"Results: {folder / 'results.csv'} (runs) and {folder / 'configurations.csv'} (means); .parquet, too")
     return 1 if failed else 0
 
 
@@ -104,8 +111,20 @@ def _parser() -> argparse.ArgumentParser:
     add_trust(parser)
     parser.add_argument("--dry-run", action="store_true", help="check all settings, print commands or manifests, stop")
     parser.add_argument("--retry-failed", action="store_true", help="start runs that failed again, too")
+    parser.add_argument(
+        "--by", type=_figure, metavar="NAME", help="name the best by this: auc, loss, samples_per_second"
+    )
     parser.add_argument("--on", choices=_ENGINES, default="local", help="where to run (default: %(default)s)")
     return parser
+
+
+def _figure(text: str) -> str:
+    from embershard.launch.sweep.spread import is_higher_better
+
+    if is_higher_better(text) is None:
+        known = "auc, logloss, ne, rmse, mae, r2, accuracy, loss, samples_per_second, step_ms.p50"
+        raise argparse.ArgumentTypeError(f"{text}: neither more nor less of it is known to be better; needed {known}")
+    return text
 
 
 def _file(text: str) -> Path:

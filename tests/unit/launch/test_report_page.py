@@ -16,6 +16,7 @@ from embershard.launch import cli
 from embershard.launch.report.page import measured, predicted, runs, sweep
 from embershard.launch.report.page.runs import PageFigure, PageTable, Run, Section
 from embershard.launch.report.run_folder import RunFolder
+from embershard.launch.sweep.spread import read_configurations
 from embershard.sharding.plan import Plan
 from tests.unit.launch.reported_runs import reports, write_run, write_sweep
 from tests.unit.planning.runs import changed, predicted_plan, result_of, without_cache
@@ -131,16 +132,16 @@ def test_values_of_any_type_have_an_order(tmp_path: Path):
     for state, value in zip(states, (True, "none", [8, 1], 2, 0.5, "all"), strict=True):
         varied = {"ranks": 1, "varied": value}
         state.write_text(json.dumps({**json.loads(state.read_text()), "digest": str(value), "varied": varied}))
-    found = [each.varied["varied"] for each in sweep.read_sweep(tmp_path) if "varied" in each.varied]
+    found = [each.varied["varied"] for each in read_configurations(tmp_path) if "varied" in each.varied]
     assert found == [0.5, True, 2, [8, 1], "all", "none"]
 
 
 def test_a_sweep_has_means_and_their_spread(tmp_path: Path):
-    configurations = sweep.read_sweep(write_sweep(tmp_path / "s"))
+    configurations = read_configurations(write_sweep(tmp_path / "s"))
     section = sweep.sweep_section(tmp_path / "s", configurations)
     table = part(section, "Comparison")
     rows = {tuple(row[:2]): dict(zip(table.header, row, strict=True)) for row in table.rows}
-    assert rows["1", "0.1"]["samples/s"] == "1,000 (950 to 1,050)"
+    assert rows["1", "0.1"]["samples/s"] == "1,000 ± 635 (sd 71)"
     assert rows["2", "0.2"]["finished"] == "1 of 2"
     assert rows["2", "0.2"]["samples/s"] == "1,850"
     figure = part(section, "Throughput, every run")
@@ -148,7 +149,7 @@ def test_a_sweep_has_means_and_their_spread(tmp_path: Path):
 
 
 def test_scaling_has_its_ideal_and_its_efficiency(tmp_path: Path):
-    section = sweep.sweep_section(tmp_path, sweep.read_sweep(write_sweep(tmp_path)))
+    section = sweep.sweep_section(tmp_path, read_configurations(write_sweep(tmp_path)))
     figure = part(section, "Scaling")
     (speed, efficiency), (ideal,) = lines_of(figure, "cache.ratio=0.1"), lines_of(figure, "cache.ratio=0.1: ideal")
     assert speed == ([1, 2, 4], [1000.0, 1900.0, 3000.0])
@@ -157,7 +158,7 @@ def test_scaling_has_its_ideal_and_its_efficiency(tmp_path: Path):
 
 
 def test_failures_have_their_reasons(tmp_path: Path):
-    section = sweep.sweep_section(tmp_path, sweep.read_sweep(write_sweep(tmp_path)))
+    section = sweep.sweep_section(tmp_path, read_configurations(write_sweep(tmp_path)))
     table = part(section, "Runs that did not finish")
     assert isinstance(table, PageTable)
     assert [(row[0], row[3], row[5]) for row in table.rows] == [
