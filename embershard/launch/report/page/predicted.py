@@ -128,8 +128,8 @@ def _hit_rates(compared: Sequence[_Compared]) -> PageFigure:
                 marker={"color": colour(each.run.number), "size": 8, "opacity": 0.7},
             )
             figure.add_trace(dots, row=1, col=panel)
-    figure.update_xaxes(title="predicted", tickformat=".0%")
-    figure.update_yaxes(title="measured", tickformat=".0%")
+    figure.update_xaxes(title="predicted", tickformat="~%")
+    figure.update_yaxes(title="measured", tickformat="~%")
     return PageFigure("Hit rates of tables", figure, "A dot for each cached table of each rank.")
 
 
