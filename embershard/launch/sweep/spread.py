@@ -176,7 +176,7 @@ def result_rows(
             spread = spread_of(results, figure)
             if spread is not None:
                 row[f"result.{figure}"] = spread.mean
-                if len(results) > 1 and figure != "world_size":
+                if len(results) > 1 and not isinstance(spread.values[0], int):  # counts are not drawn from anything
                     row |= {f"result.{figure}.sd": spread.deviation, f"result.{figure}.ci95": spread.interval}
         rows.append(row)
     return rows
@@ -198,6 +198,7 @@ class Best:
     Attributes:
         title, form: of the figure.
         value, folder: of its best run.
+        equals: others with the same mean. Cache sizes have: a cache changes no weight.
     """
 
     configuration: Configuration
@@ -207,6 +208,7 @@ class Best:
     spread: Spread
     value: float
     folder: Path
+    equals: tuple[Configuration, ...]
 
     def sentence(self) -> str:
         """Return what is best, and where."""
@@ -214,6 +216,8 @@ class Best:
         return (
             f"Best by {self.title}: {self.configuration.name}: {self.spread.text(self.form)}{of}. Its best run has "
             f"{self.value:{self.form}}: {self.folder}"
+            + "".join(f". As good: {each.name}" for each in self.equals[:1])
+            + (f" and {len(self.equals) - 1} more" if len(self.equals) > 1 else "")
         )
 
 
@@ -226,10 +230,11 @@ def find_best(configurations: Sequence[Configuration], figure: str | None = None
     found = [(spread.mean, each) for each in configurations if (spread := each.spread(figure)) is not None]
     if not found:
         return None
-    best = choose(found, key=lambda pair: pair[0])[1]
+    mean, best = choose(found, key=lambda pair: pair[0])
+    equals = tuple(each for other, each in found if other == mean and each is not best)
     runs = [(figures_of(result).get(figure), folder) for result, folder in zip(best.results, best.folders, strict=True)]
     value, folder = choose((pair for pair in runs if pair[0] is not None), key=lambda pair: pair[0])
     title, form = main_figures(results).get(figure) or (title_of(figure), form_of(figure))
     spread = best.spread(figure)
     assert spread is not None, "it is the best by it"
-    return Best(best, figure, title, form, spread, value, folder)
+    return Best(best, figure, title, form, spread, value, folder, equals)

@@ -108,7 +108,7 @@ def spread_table(configurations: Sequence[Configuration]) -> Table:
     table.caption = "±: half of the mean's 95 % confidence interval (Student's t); sd: standard deviation"
     for each in configurations:
         spreads = [(each.spread(name), form) for name, (_, form) in figures.items()]
-        cells = ("n/a" if spread is None else spread.text(form) for spread, form in spreads)
+        cells = ("n/a" if spread is None else spread.text(form).replace(" (", "\n(") for spread, form in spreads)
         table.add_row(*(str(each.varied.get(name, "")) for name in names), str(len(each.results)), *cells)
     return table
 

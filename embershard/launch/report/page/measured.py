@@ -260,9 +260,12 @@ def step_time(runs: Sequence[Run]) -> Section:
             name=text(run.name),
             marker=fill(run.number),
             texttemplate="%{x:,.3~r} ms",
+            textposition="outside",
+            cliponaxis=False,
             hovertemplate="%{y}: %{x:.3~f} ms",
         )
         figure.add_trace(bars)
+    figure.update_layout(margin={"r": 90})
     figure.update_xaxes(title="ms of a step, of a rank")
     figure.update_yaxes(autorange="reversed", automargin=True)
     said = [

@@ -63,13 +63,14 @@ def new_figure(*panels: str, height: int = 380, columns: int | None = None) -> g
     """Return an empty figure with a panel for each title, in one row unless there are fewer columns."""
     columns = columns or max(1, len(panels))
     rows = -(-len(panels) // columns) or 1
+    above = 28 if panels else 8  # pixels between the figure and its legend: room for the panels' titles
     figure = make_subplots(rows=rows, cols=columns, subplot_titles=[text(panel) for panel in panels])
     figure.update_layout(
         template="plotly_white",
         height=height * rows,
         margin={"l": 70, "r": 50, "t": 60 if panels else 40, "b": 50},
         font={"family": "system-ui, sans-serif", "size": 13},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + 0.12 / rows, "x": 0},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + above / (height * rows - 110), "x": 0},
         colorway=_COLOURS,
     )
     return figure
