@@ -20,7 +20,11 @@ _RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of
 
 
 class SlotScores:
-    """Scores that a policy gives to slots; none by default. Slots are int64 [M], keys int64 [M]."""
+    """Scores that a policy gives to slots; none by default. Slots are int64 [M], keys int64 [M].
+
+    Slots are numbered from 1. A batch is planned, `evict` and `admit` tell which rows leave and which come in (`admit`
+    before the first batch, too), and `used` which slots it used. A policy changes which rows stay, never their values.
+    """
 
     @property
     def device_bytes(self) -> int:
@@ -161,6 +165,10 @@ def make_scores(
     >>> scores.of_slots().tolist()
     [0.0, 1.0, 1.0, 0.0]
     """
+    if policy.own is not None:
+        from embershard.cache.own_policy import OwnScores  # it needs the classes of this module
+
+        return OwnScores(policy.own, policy.folder, num_rows, num_slots, device)
     if policy.scoring == "lru":
         return RecencyScores()
     scores = memory.zeros(num_rows, torch.float32, whole_pages=device.type == "cuda")

@@ -232,8 +232,12 @@ def find_best(configurations: Sequence[Configuration], figure: str | None = None
         return None
     mean, best = choose(found, key=lambda pair: pair[0])
     equals = tuple(each for other, each in found if other == mean and each is not best)
-    runs = [(figures_of(result).get(figure), folder) for result, folder in zip(best.results, best.folders, strict=True)]
-    value, folder = choose((pair for pair in runs if pair[0] is not None), key=lambda pair: pair[0])
+    runs: list[tuple[float, Path]] = [
+        (value, folder)
+        for result, folder in zip(best.results, best.folders, strict=True)
+        if (value := figures_of(result).get(figure)) is not None
+    ]
+    value, folder = choose(runs, key=lambda pair: pair[0])
     title, form = main_figures(results).get(figure) or (title_of(figure), form_of(figure))
     spread = best.spread(figure)
     assert spread is not None, "it is the best by it"
