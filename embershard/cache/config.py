@@ -174,9 +174,8 @@ class CacheConfig:
         Raises:
             ConfigError: a setting needs a profile and there is none, or contradicts the policy that follows.
 
-        >>> CacheConfig().policy_for(has_profile=True)
-        CachePolicy(scoring='frequency', by_next_use=True, warmup=True, decay=None, is_static=False, own=None,
-        folder=None)
+        >>> CacheConfig().policy_for(has_profile=True).scoring
+        'frequency'
         """
         policy = self.policy or "lookahead"
         if not has_profile and policy in ("frequency", "static"):

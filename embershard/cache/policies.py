@@ -24,6 +24,9 @@ class SlotScores:
 
     Slots are numbered from 1. A batch is planned, `evict` and `admit` tell which rows leave and which come in (`admit`
     before the first batch, too), and `used` which slots it used. A policy changes which rows stay, never their values.
+
+    >>> SlotScores().of_slots() is None  # the slot that is unused for longest is evicted
+    True
     """
 
     @property
@@ -165,10 +168,6 @@ def make_scores(
     >>> scores.of_slots().tolist()
     [0.0, 1.0, 1.0, 0.0]
     """
-    if policy.own is not None:
-        from embershard.cache.own_policy import OwnScores  # it needs the classes of this module
-
-        return OwnScores(policy.own, policy.folder, num_rows, num_slots, device)
     if policy.scoring == "lru":
         return RecencyScores()
     scores = memory.zeros(num_rows, torch.float32, whole_pages=device.type == "cuda")

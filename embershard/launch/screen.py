@@ -81,9 +81,9 @@ class JsonLines(_Console):
 
     def print(self, *objects: Any, **_: Any) -> None:
         for text in map(str, objects):
-            self.line({"kind": "message", "time": time_now(), "text": text})
+            self.values({"kind": "message", "time": time_now(), "text": text})
 
-    def line(self, values: Mapping[str, Any]) -> None:
+    def values(self, values: Mapping[str, Any]) -> None:
         """Print values as a line."""
         super().print(json.dumps(values), soft_wrap=True, highlight=False, markup=False, emoji=False)
 

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from embershard.launch.arguments import add_trust, make_parser
 from embershard.launch.screen import say, wide_console
 
@@ -47,8 +49,7 @@ def main(argv: Sequence[str]) -> int:
     from embershard.launch.run_dir import lock_run_dir  # these load torch, and --help must answer at once
     from embershard.launch.sweep.experiments import Sweep
     from embershard.launch.sweep.outcomes import begin_attempt, find_outcome
-    from embershard.launch.sweep.spread import find_best, read_configurations
-    from embershard.launch.sweep.view import SweepDisplay, spread_table, write_configurations, write_results
+    from embershard.launch.sweep.view import SweepDisplay, write_results
 
     sweep, console = Sweep.read(arguments.file, trust_code=arguments.trust_code), wide_console()
     folder = arguments.out or Path("sweeps") / arguments.file.stem
@@ -85,14 +86,22 @@ def main(argv: Sequence[str]) -> int:
     write_results(folder)
     if not console.is_terminal:
         console.print(display.table())
+    return _end(folder, list(ended.values()), arguments.by, console)
+
+
+def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Console) -> int:
+    """Write and show what all runs gave together; return the exit code."""
+    from embershard.launch.sweep.spread import find_best, read_configurations
+    from embershard.launch.sweep.view import spread_table, write_configurations
+
     configurations = read_configurations(folder)
     write_configurations(folder, configurations)
     if any(len(each.results) > 1 for each in configurations):
         console.print(spread_table(configurations))
-    failed = [outcome for outcome in ended.values() if outcome.status != "finished"]
+    failed = [outcome for outcome in ended if outcome.status != "finished"]
     for outcome in failed:
         say(console, f"{outcome.status}: {outcome.shown}: {outcome.reason} (outputs/{outcome.name}.txt)")
-    if (best := find_best(configurations, arguments.by)) is not None:
+    if (best := find_best(configurations, figure)) is not None:
         say(console, best.sentence())
     say(console, f"Results: {folder / 'results.csv'} (runs) and {folder / 'configurations.csv'} (means); .parquet, too")
     return 1 if failed else 0

@@ -153,7 +153,7 @@ class _Outputs:
         if self._record.add(report):  # what stands there from before a resume, trackers have, too
             self._trackers.add(*flat_report(report))
         if isinstance(self._console, JsonLines):
-            self._console.line(report_line(report))
+            self._console.values(report_line(report))
         else:
             self._display.show(report)
         if isinstance(report, TrainReport):
@@ -173,7 +173,7 @@ class _Outputs:
         result.write(self._folder)
         self._trackers.finish(result.to_dict())
         if isinstance(self._console, JsonLines):
-            self._console.line({"kind": "result", "time": time_now(), **result.to_dict()})
+            self._console.values({"kind": "result", "time": time_now(), **result.to_dict()})
             return
         config, is_cached = self._trainer.config, cache is not None
         self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
