@@ -141,12 +141,13 @@ def summary(runs: Sequence[Run]) -> Section:
     """Return the section of all runs' results."""
     judged = [run.result.quality for run in runs if run.result is not None]
     names = [*main_names(judged), *(["ne"] if any("ne" in quality for quality in judged) else [])]
-    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "95th %", "loss"]
+    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "p95", "loss"]
     header += [*map(title_of, names), "hits", "device", "host", "sent"]
     note = (
-        "step ms: of a rank, half and 95 % of the steps take less. loss: of training, mean since the last report; AUC, "
-        "NE and RMSE: of the held-out samples; hits: share of lookups; device and host: bytes of the caches' slots and "
-        "maps, and of their rows and scores, on all ranks at the end; sent: to other ranks, by a rank in a step."
+        "step ms: of a rank; half of the steps, and 95 % (p95), take less. loss: of training, mean since the last "
+        "report; AUC, NE and RMSE: of the held-out samples; hits: share of lookups; device and host: bytes of the "
+        "caches' slots and maps, and of their rows and scores, on all ranks at the end; sent: to other ranks, by a rank "
+        "in a step."
     )
     exchanges = {run.exchange for run in runs if run.cache}
     if len(exchanges) > 1:
