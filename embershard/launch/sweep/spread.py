@@ -212,7 +212,7 @@ class Best:
 
     def sentence(self) -> str:
         """Return what is best, and where."""
-        of = "" if self.spread.deviation is None else f", mean of {len(self.spread.values)} runs, 95 % interval"
+        of = "" if not self.spread.deviation else f", mean of {len(self.spread.values)} runs, 95 % interval"
         return (
             f"Best by {self.title}: {self.configuration.name}: {self.spread.text(self.form)}{of}. Its best run has "
             f"{self.value:{self.form}}: {self.folder}"

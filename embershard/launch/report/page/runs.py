@@ -72,6 +72,7 @@ def new_figure(*panels: str, height: int = 380, columns: int | None = None) -> g
         font={"family": "system-ui, sans-serif", "size": 13},
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + above / (height * rows - 110), "x": 0},
         colorway=_COLOURS,
+        modebar={"orientation": "v"},  # beside the figure: above it, the legend would run into it
     )
     return figure
 
@@ -146,8 +147,8 @@ def summary(runs: Sequence[Run]) -> Section:
     note = (
         "step ms: of a rank; half of the steps, and 95 % (p95), take less. loss: of training, mean since the last "
         "report; AUC, NE and RMSE: of the held-out samples; hits: share of lookups; device and host: bytes of the "
-        "caches' slots and maps, and of their rows and scores, on all ranks at the end; sent: to other ranks, by a rank "
-        "in a step."
+        "caches' slots and maps, and of their rows and scores, on all ranks at the end; sent: to other ranks, by a "
+        "rank in a step."
     )
     exchanges = {run.exchange for run in runs if run.cache}
     if len(exchanges) > 1:
