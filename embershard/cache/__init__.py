@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from embershard.cache.config import CacheConfig
     from embershard.cache.next_use import KnownBatch, NextUseIndex
     from embershard.cache.planner import CacheGrowthWarning, CachePlan, CachePlanner
-    from embershard.cache.policies import make_scores
+    from embershard.cache.policies import SlotScores, make_scores
     from embershard.cache.row_cache import RowCache
     from embershard.cache.rows.host_store import HostStore
     from embershard.cache.slot_map import SlotMap
@@ -24,7 +24,7 @@ else:
             "config": ["CacheConfig"],
             "next_use": ["KnownBatch", "NextUseIndex"],
             "planner": ["CacheGrowthWarning", "CachePlan", "CachePlanner"],
-            "policies": ["make_scores"],
+            "policies": ["SlotScores", "make_scores"],
             "row_cache": ["RowCache"],
             "rows.host_store": ["HostStore"],
             "slot_map": ["SlotMap"],
@@ -44,6 +44,7 @@ __all__ = [
     "NextUseIndex",
     "RowCache",
     "SlotMap",
+    "SlotScores",
     "SlotState",
     "TableStats",
     "Ticket",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from embershard.errors import ConfigError
 from embershard.resume_rules import Free
@@ -33,6 +33,7 @@ class CachePolicy:
         warmup: fill the cache with the profile's most frequent rows before the first batch.
         decay: factor of old uses per batch under `lfu`; None: 1.
         is_static: only the rows of the warm-up stay; any other row leaves once its batch has trained.
+        own: a policy of one's own, "module:function", in place of `scoring`; with its `folder`.
     """
 
     scoring: Scoring = "lfu"
@@ -40,6 +41,8 @@ class CachePolicy:
     warmup: bool = False
     decay: float | None = None
     is_static: bool = False
+    own: str | None = None
+    folder: str | None = None
 
     @property
     def is_recency(self) -> bool:
@@ -69,12 +72,17 @@ class CacheConfig:
     device_bytes: Free[int | None] = None
     """Device memory of this rank for slots, optimizer states and maps together, in bytes, per sharded module."""
 
-    policy: Free[Policy | None] = None
+    policy: Free[Policy | str | None] = None
     """Order in which rows are evicted. `lookahead`, the default: first rows without a known use, by frequency; then
     rows whose next use is furthest. Batches become known by a `LookAheadPipeline`; without one this equals
     `frequency` with a profile, else `lfu`. `frequency`: least frequent in the profile first. `lfu`: least used so far
     first; a row's count survives eviction. `lru`: longest unused first. `static`, a baseline: the profile's most
-    frequent rows stay, and other rows are there for their own batches only; see docs/modes.md."""
+    frequent rows stay, and other rows are there for their own batches only; see docs/modes.md. Or a policy of one's
+    own, "module:function"; see docs/cache.md."""
+
+    policy_folder: Free[str | None] = None
+    """Folder in which the module of a policy of one's own is looked up besides the Python path. Default: that of the
+    settings' file. What is inside of a run's folder is imported only with --trust-code."""
 
     warmup: Free[bool | None] = None
     """Fill the cache with the profile's most frequent rows before the first step. Default: true with a profile."""
@@ -121,7 +129,11 @@ class CacheConfig:
             raise ConfigError(f"cache.ratio must be in (0, 1], got {self.ratio}; 0.015 keeps 1.5 % of the rows")
         if self.device_bytes is not None and self.device_bytes <= 0:
             raise ConfigError(f"cache.device_bytes must be positive, got {self.device_bytes}")
-        _one_of("policy", self.policy, (None, *get_args(Policy)))
+        _is("policy_folder", self.policy_folder, (str,))
+        if not self.has_own_policy:
+            _one_of("policy", self.policy, (None, *get_args(Policy)), ', or "module:function" for one of your own')
+            if self.policy_folder is not None:
+                raise ConfigError('cache.policy_folder has no effect without cache.policy = "module:function"')
         _one_of("host", self.host, ("memory", "mmap"))
         _one_of("overflow", self.overflow, get_args(Overflow))
         _one_of("slot_map", self.slot_map, (None, *get_args(MapKind)))
@@ -146,6 +158,12 @@ class CacheConfig:
                 raise ConfigError(f"cache.decay must be in (0, 1), got {self.decay}; 0.999 halves a count in 693 steps")
 
     @property
+    def has_own_policy(self) -> bool:
+        """True if the policy is a function of one's own."""
+        module, _, function = (self.policy if isinstance(self.policy, str) else "").partition(":")
+        return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+    @property
     def slot_ratio(self) -> float | None:
         """The ratio in force; None if `device_bytes` decides."""
         return self.ratio if self.ratio is not None or self.device_bytes is not None else DEFAULT_RATIO
@@ -156,8 +174,8 @@ class CacheConfig:
         Raises:
             ConfigError: a setting needs a profile and there is none, or contradicts the policy that follows.
 
-        >>> CacheConfig().policy_for(has_profile=True)
-        CachePolicy(scoring='frequency', by_next_use=True, warmup=True, decay=None, is_static=False)
+        >>> CacheConfig().policy_for(has_profile=True).scoring
+        'frequency'
         """
         policy = self.policy or "lookahead"
         if not has_profile and policy in ("frequency", "static"):
@@ -169,10 +187,13 @@ class CacheConfig:
         if has_profile and policy == "lru" and self.warmup is False:
             raise ConfigError('a profile has no effect with cache.policy="lru" and cache.warmup=False; drop one')
         counted: Scoring = "frequency" if has_profile and self.decay is None else "lfu"
+        warmup = has_profile if self.warmup is None else self.warmup
+        if self.has_own_policy:
+            return CachePolicy("lfu", by_next_use=False, warmup=warmup, own=policy, folder=self.policy_folder)
         return CachePolicy(
-            scoring=counted if policy == "lookahead" else "frequency" if policy == "static" else policy,
+            scoring=counted if policy == "lookahead" else "frequency" if policy == "static" else cast(Scoring, policy),
             by_next_use=policy == "lookahead",
-            warmup=has_profile if self.warmup is None else self.warmup,
+            warmup=warmup,
             decay=self.decay,
             is_static=policy == "static",
         )
@@ -185,7 +206,7 @@ def _is(name: str, value: object, types: tuple[type, ...]) -> None:
         raise ConfigError(f"cache.{name} must be {needed}, got {value!r} ({type(value).__name__})")
 
 
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def _one_of(name: str, value: object, allowed: tuple[object, ...], more: str = "") -> None:
     if value not in allowed:
         names = ", ".join(repr(choice) for choice in allowed if choice is not None)
-        raise ConfigError(f"cache.{name} must be one of {names}, got {value!r}")
+        raise ConfigError(f"cache.{name} must be one of {names}{more}, got {value!r}")

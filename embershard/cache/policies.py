@@ -20,7 +20,14 @@ _RESCALE_AT = 2.0**64  # float32 reaches 2**127: room for a full count on top of
 
 
 class SlotScores:
-    """Scores that a policy gives to slots; none by default. Slots are int64 [M], keys int64 [M]."""
+    """Scores that a policy gives to slots; none by default. Slots are int64 [M], keys int64 [M].
+
+    Slots are numbered from 1. A batch is planned, `evict` and `admit` tell which rows leave and which come in (`admit`
+    before the first batch, too), and `used` which slots it used. A policy changes which rows stay, never their values.
+
+    >>> SlotScores().of_slots() is None  # the slot that is unused for longest is evicted
+    True
+    """
 
     @property
     def device_bytes(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
 from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
 from embershard.cache.next_use import KnownBatch, OtherTables
+from embershard.cache.own_policy import own_scores
 from embershard.cache.planner import CachePlan, PinWatch, Shortage, grown_slots
 from embershard.cache.planning_classes import planning_classes
 from embershard.cache.policies import make_scores
@@ -91,7 +92,10 @@ class RowCache:
         self._map = map_class(host.num_rows, num_slots, device, kind)
         others = OtherTables(host.row_offsets, table_of_feature, self._pinned_keys)
         self.next_use_index = index_class(self._map, others) if policy.by_next_use else None
-        self._scores = make_scores(policy, host.num_rows, num_slots, device, row_counts, transfer)
+        sizes = (host.num_rows, num_slots, device)
+        self._scores = (
+            make_scores(policy, *sizes, row_counts, transfer) if policy.own is None else own_scores(policy, *sizes)
+        )
         num_pinned = self._pinned_keys.numel()
         self.state = SlotState(self._map, self._scores, self.next_use_index, num_pinned, policy.is_static)
         self._planner = planner_class(self.state)

@@ -51,34 +51,57 @@ def load_config(
     """Read the dataclass `cls` from a TOML file and `key=value` overrides, of which the last one wins.
 
     Args:
-        trust_code: `model.build` may be a module inside of a run's folder, which somebody else may have written.
+        trust_code: a module that settings name (`model.build`, `cache.policy`) may be inside of a run's folder, which
+            somebody else may have written.
         run_dir: counts as a run's folder, though nothing may be in it yet.
 
     Raises:
         ConfigError: the file is missing or not TOML, a key is unknown, a value is of another type or refused; or the
-            module of `model.build` is not to be trusted.
+            module that a setting names is not to be trusted.
     """
     values = read_toml(path)
     is_record = path.name == RUN_CONFIG and holds_run(path.parent)
-    recorded = _own_model(values).get("folder") if is_record and not trust_code else None
-    is_named = any(override.partition("=")[0].strip() == "model.folder" for override in overrides)
-    if isinstance(recorded, str) and not Path(recorded).is_absolute() and not is_named:
-        raise ConfigError(f"{path}: model.folder = {recorded!r}, needed an absolute path. Give --set model.folder=DIR.")
+    named = {override.partition("=")[0].strip() for override in overrides}
+    for setting, name, section in _with_code(values) if is_record and not trust_code else ():
+        key, recorded = f"{setting.partition('.')[0]}.{name}", section.get(name)
+        if isinstance(recorded, str) and not Path(recorded).is_absolute() and key not in named:
+            raise ConfigError(f"{path}: {key} = {recorded!r}, needed an absolute path. Give --set {key}=DIR.")
     for override in overrides:
         apply_override(cls, values, override)
-    model = _own_model(values)
-    if isinstance(folder := model.get("folder", str(path.parent)), str) and model:  # the module may be beside the file
-        model["folder"] = os.path.abspath(folder)
+    for _, name, section in _with_code(values):
+        if isinstance(folder := section.get(name, str(path.parent)), str):  # the module may be beside the file
+            section[name] = os.path.abspath(folder)
     config = decode(cls, values)
-    if model and not trust_code:
-        check_code(model["build"].partition(":")[0], Path(model["folder"]), run_dir)
+    if not trust_code:
+        check_config_code(config, run_dir)
     return config
 
 
-def _own_model(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the section of a model of one's own; a dict without entries if the model is another one."""
-    model = values.get("model")
-    return model if isinstance(model, dict) and "build" in model else {}
+#: Settings that name code, "module:function", with the setting beside each that names the module's folder.
+_CODE = {"model.build": "folder", "cache.policy": "policy_folder"}
+
+
+def _with_code(values: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the settings of `_CODE` that name code, the names of their folders' settings, and their sections."""
+    for setting, folder in _CODE.items():
+        part, _, name = setting.partition(".")
+        section = values.get(part)
+        if (
+            isinstance(section, dict)
+            and (setting == "model.build" or ":" in str(section.get(name)))
+            and name in section
+        ):
+            yield setting, folder, section
+
+
+def check_config_code(config: Any, run_dir: Path | None) -> None:
+    """Raise `ConfigError` if code that settings name is inside of a run's folder: see `check_code`."""
+    for setting, folder in _CODE.items():
+        part, _, name = setting.partition(".")
+        section = getattr(config, part, None)
+        code = getattr(section, name, None)
+        if code is not None and ":" in code:
+            check_code(code.partition(":")[0], Path(getattr(section, folder) or "."), run_dir, setting)
 
 
 def holds_run(folder: Path) -> bool:
@@ -91,22 +114,24 @@ def run_folder_of(path: Path) -> Path | None:
     return next((each for each in (path, *path.parents) if holds_run(each)), None)
 
 
-def check_code(module: str, folder: Path, run_dir: Path | None = None) -> None:
+def check_code(module: str, folder: Path, run_dir: Path | None = None, setting: str = "model.build") -> None:
     """Raise `ConfigError` if importing a module would run code that is inside of a run's folder. Imports nothing.
 
     Args:
         module: with its packages, as "package.module".
         folder: in which it is looked up, besides the Python path.
         run_dir: counts as a run's folder.
+        setting: which names the module.
     """
     run = None if run_dir is None else run_dir.resolve()
+    folder_setting = f"{setting.partition('.')[0]}.{_CODE[setting]}"
     for place in _places(module, [*sys.path, str(folder)]):
         for path in (place, place.resolve()):
             inside = run if run in (path, *path.parents) else run_folder_of(path)
             if inside is not None:
                 raise ConfigError(
-                    f"model.build: {place} is in the run folder {inside}, whose code runs only with --trust-code. "
-                    "Look at it first; or name a folder of your own: --set model.folder=DIR."
+                    f"{setting}: {place} is in the run folder {inside}, whose code runs only with --trust-code. Look "
+                    f"at it first; or name a folder of your own: --set {folder_setting}=DIR."
                 )
 
 

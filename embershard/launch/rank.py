@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
 from embershard.errors import EmbershardError, StepError, os_problem
-from embershard.launch.config import check_code
+from embershard.launch.config import check_config_code
 from embershard.launch.ranks.stop_signals import stop_training_on_signals
 from embershard.training.config import RunConfig
 
@@ -39,7 +39,7 @@ class Job:
     Attributes:
         config: all settings of the run.
         run_dir: folder of the run; None: not chosen yet, or there is none.
-        trust_code: `model.build` may be a module inside of a run's folder.
+        trust_code: a module that settings name may be inside of a run's folder.
         stops_in_order: a signal ends the job after a step; else it ends the process at once.
     """
 
@@ -78,9 +78,8 @@ def main() -> int:
     job = handed_job()
 
     def checked() -> Job:
-        model = job.config.model
-        if model.build is not None and not job.trust_code:  # by the Python path of this process
-            check_code(model.build.partition(":")[0], Path(model.folder or "."), job.run_dir)
+        if not job.trust_code:  # by the Python path of this process
+            check_config_code(job.config, job.run_dir)
         return job
 
     return run_rank(checked, stops_in_order=job.stops_in_order)

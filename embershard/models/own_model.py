@@ -1,13 +1,9 @@
-"""Models of one's own: finds the function of `model.build = "my_module:function"`, and checks what it returns."""
+"""Models of one's own, `model.build = "my_module:function"`: made, and checked."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,10 @@ from torch import Tensor, nn
 from embershard.errors import ConfigError
 from embershard.models.config import ModelConfig
 from embershard.models.loss import loss_of
-from embershard.models.own_errors import note_batch, place_of
+from embershard.models.own_errors import note_batch
 from embershard.models.schema import SchemaLike, TargetLike
 from embershard.models.tables import collections_of, tables_in
+from embershard.own_code import load_function, place_of
 
 
 class OwnModel(nn.Module):
@@ -72,7 +69,7 @@ def build_own(config: ModelConfig, schema: SchemaLike, device: torch.device) -> 
         ConfigError: the function is not found, fails, or returns something else than such a model.
     """
     name = f"model.build = {config.build!r}"
-    function = _function(config)
+    function = load_function("model.build", config.build or "", config.folder)
     with device:
         try:
             model = function(schema, dict(config.options))
@@ -94,48 +91,8 @@ def source_digest(config: ModelConfig) -> str:
     Raises:
         ConfigError: the function is not found.
     """
-    file = inspect.getsourcefile(inspect.unwrap(_function(config)))
+    file = inspect.getsourcefile(inspect.unwrap(load_function("model.build", config.build or "", config.folder)))
     return "no file" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-
-def _function(config: ModelConfig) -> Callable[..., Any]:
-    assert config.build is not None
-    module_name, _, name = config.build.partition(":")
-    module = _module(module_name, config.folder)
-    function = getattr(module, name, None)
-    if not callable(function):
-        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"model.build = {config.build!r}: {module.__file__} has no function {name!r}; it has "
-            f"{', '.join(there) or 'none'}."
-        )
-    return function
-
-
-def _module(name: str, folder: str | None) -> Any:
-    """Import a module, from the settings' folder too."""
-    here = None if folder is None else Path(folder).absolute()
-    if here is not None and str(here) not in sys.path:
-        sys.path.append(str(here))  # last: no file there hides an installed package
-        importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(f"model.build: {name!r} imports {error.name!r}, which is not installed.") from error
-        where = "on the Python path" if here is None else f"in {here} or on the Python path"
-        raise ConfigError(f"model.build: no module {name!r} {where}. Name a file there without .py.") from error
-    except Exception as error:
-        raise ConfigError(
-            f"model.build: importing {name!r} failed: {type(error).__name__}: {error} ({place_of(error)})."
-        ) from error
-    top, found = name.partition(".")[0], Path(getattr(module, "__file__", None) or "")
-    candidates = [] if here is None else [here / f"{top}.py", here / top]
-    if any(path.exists() for path in candidates) and here is not None and here.resolve() not in found.resolve().parents:
-        raise ConfigError(
-            f"model.build: {name!r} is {found}, and there is another one in {here}. Give that another name."
-        )
-    return module
 
 
 def _check_collections(model: nn.Module, name: str) -> None:

@@ -104,11 +104,13 @@ def for_scoring(config: RunConfig, device: str) -> RunConfig:
     False
     """
     cache = config.cache
-    policy = "lfu" if cache.policy in ("frequency", "static") else cache.policy
+    policy = "lfu" if cache.policy in ("frequency", "static") or cache.has_own_policy else cache.policy
     is_cached = cache.enabled and device != "cpu"
     return replace(
         config,
-        cache=replace(cache, policy=policy, warmup=None) if is_cached else CacheConfig(enabled=False),
+        cache=replace(cache, policy=policy, policy_folder=None, warmup=None)
+        if is_cached
+        else CacheConfig(enabled=False),
         profile=ProfileConfig(),
         sharding=ShardingConfig(),
         embedding_optimizer=EmbeddingOptimizerConfig(kind="sgd"),

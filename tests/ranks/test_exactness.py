@@ -48,6 +48,15 @@ def test_every_sharding_type_optimizer_and_policy(
     _check(two_ranks.run(compare, case), (policy,), states=optimizer != "sgd", evictions=1000)
 
 
+def test_a_policy_of_ones_own_changes_no_bit(two_ranks: RankPool) -> None:
+    """It keeps other rows than `lru` does, and trains the same."""
+    own = "examples.own_policy:make"
+    outcomes = two_ranks.run(compare, Case(sharding="row_wise", optimizer="adagrad"), (own, "lru"))
+    _check(outcomes, (own,), states=True, evictions=1000)
+    fills = {policy: sum(s.fills for outcome in outcomes for s in outcome[policy].stats) for policy in (own, "lru")}
+    assert fills[own] != fills["lru"]
+
+
 VARIANTS = {
     "mixed_sharding": Case(sharding=("table_wise", "row_wise", "column_wise", "row_wise")),
     "beside_stock_tables": Case(

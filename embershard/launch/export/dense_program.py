@@ -15,10 +15,10 @@ from embershard.data import Batch, Schema
 from embershard.distributed.checkpoint.load import load_tensors
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, ModelTable, build_model
-from embershard.models.own_errors import place_of
 from embershard.models.own_model import OwnModel
 from embershard.models.schema import TargetLike
 from embershard.models.tables import collections_of, tables_in
+from embershard.own_code import place_of
 
 _EXAMPLES, _IDS = 4, 2  # samples of the example by which the program is recorded, and ids in each of its sequences
 

@@ -134,8 +134,6 @@ def _plan(arguments: argparse.Namespace, command: str) -> int:
         return _simulate(setup, ranks, ratios, console)
     if len(ranks) > 1 or len(ratios) > 1:
         return _what_if(setup, ranks, ratios, console)
-    if arguments.png is not None:
-        raise ConfigError("--png draws a comparison; give several --ranks or --ratios.")
     request = setup.request(ranks[0], ratios[0])
     with progress_bar(console, "pools replayed") as on_progress:
         plan = make_plan(request, on_progress)
@@ -143,6 +141,13 @@ def _plan(arguments: argparse.Namespace, command: str) -> int:
         view.show_explanations(request, plan, arguments.explain, console)
     else:
         view.show(plan, console, top=arguments.top)
+    if arguments.png is not None:
+        from embershard.launch.plan import picture
+        from embershard.launch.plan.what_if import PlannedCase
+
+        case = PlannedCase(ranks[0], ratios[0], plan)
+        picture.save(picture.plan_figure(case, setup.topology), arguments.png)
+        say(console, f"Drawn to {arguments.png}.")
     if arguments.output is not None:
         plan.save(arguments.output)
         say(
@@ -161,7 +166,6 @@ def _train_command(arguments: argparse.Namespace, num_ranks: int) -> str:
 
 
 def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
-    from embershard.launch.plan.picture import draw_what_if
     from embershard.launch.plan.view import show_what_if
     from embershard.launch.plan.what_if import try_all
 
@@ -171,7 +175,9 @@ def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None]
     outcomes = try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
     show_what_if(outcomes, console)
     if arguments.png is not None:
-        draw_what_if(outcomes, setup.topology, arguments.png)
+        from embershard.launch.plan import picture
+
+        picture.save(picture.what_if_figure(outcomes, setup.topology), arguments.png)
         say(console, f"Drawn to {arguments.png}.")
     return 0 if any(outcome.plan is not None for outcome in outcomes) else 2
 
@@ -181,8 +187,8 @@ def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None
     from embershard.planning.simulate_scaling import simulate_scaling
 
     arguments = setup.arguments
-    if arguments.png is not None or arguments.explain or len(ratios) > 1:
-        raise ConfigError("--simulate takes -o FILE.json, and neither --png, nor --explain, nor several --ratios.")
+    if arguments.explain or len(ratios) > 1:
+        raise ConfigError("--simulate takes -o FILE.json and --png, and neither --explain nor several --ratios.")
     with console.status("") as status:
         runs = simulate_scaling(
             sorted(set(ranks)),
@@ -194,6 +200,11 @@ def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None
     if arguments.output is not None:
         write_simulation(runs, topology, arguments.output)
         say(console, f"Written to {arguments.output}.")
+    if arguments.png is not None and any(not run.problem for run in runs):
+        from embershard.launch.plan import picture
+
+        picture.save(picture.simulation_figure(runs, topology), arguments.png)
+        say(console, f"Drawn to {arguments.png}.")
     return 0 if any(not run.problem for run in runs) else 2
 
 
@@ -286,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--simulate", action="store_true", help="estimate how training scales, step by step")
     parser.add_argument("--explain", action="append", metavar="TABLE", help="why that table is where it is")
     parser.add_argument("--top", type=int, default=12, metavar="N", help="tables to show, the largest first")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the comparison of several --ranks or --ratios")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan, the comparison, or the simulation")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the plan (topology, simulation) goes")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a topology")
     parser.add_argument("--quick", action="store_true", help="with --calibrate: a rough measurement")

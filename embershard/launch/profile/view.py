@@ -318,7 +318,7 @@ def _draw_together(
     most = 1.0 - first_touch_share(histogram)
     label = f"{most:.1%}: the most of a cache that starts empty, because each row that occurs is moved once"
     axes.axhline(most, color="gray", linewidth=1, linestyle=":", label=label)
-    axes.set(xlabel=f"rows in the cache, of all {rows:,} rows")
+    axes.set(xlabel=f"rows in the cache, of all {rows:,} rows (logarithmic)")
     axes.set_title("All tables in one cache", loc="left", fontsize="medium")
 
 
@@ -330,7 +330,7 @@ def _draw_alone(axes: Axes, tables: Sequence[TableStatistics]) -> None:
         axes.plot(shares, static_curve(table.histogram, slots), color=color, linewidth=1.2, label=label)
         if table.stack is not None:
             axes.plot(shares, table.stack.hit_rate(slots), color=color, linewidth=1.2, linestyle="--")
-    axes.set(xlabel="rows in the cache, of the table's rows")
+    axes.set(xlabel="rows in the cache, of the table's rows (logarithmic)")
     title = "The largest tables, each in its own cache: static (solid), LRU (dashed)"
     axes.set_title(title, loc="left", fontsize="medium")
     axes.legend(fontsize="small", loc="upper left")

@@ -1,4 +1,4 @@
-"""`embershard report`: shows what a run gave, beside what its plan predicted; or runs and sweeps as a page."""
+"""`embershard report`: what a run gave, beside what its plan predicted; or runs and sweeps as a page or a table."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from embershard.planning.verify.measured import MeasuredRun
 from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan
 
-_HELP = """Show what a run gave; set what its plan predicted beside what was measured; or make a page with figures of
-runs and sweeps.
+_HELP = """Show what a run gave; set what its plan predicted beside what was measured; or make a page with figures, or a
+table, of runs and sweeps.
 
   embershard report runs/mine
   embershard report runs/mine runs/other sweeps/ratios -o report.html
+  embershard report runs/mine runs/other sweeps/ratios --format markdown
   embershard report runs/mine --predicted
   embershard report runs/mine --recalibrate machine.toml
   embershard plan --config run.toml --profile profile.npz --topology machine.toml
@@ -40,7 +41,11 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     _check_usage(arguments)
-    if arguments.output is None:
+    if arguments.format is not None:
+        from embershard.launch.report.results import results_text
+
+        print(results_text(arguments.folders, arguments.format))
+    elif arguments.output is None:
         _report(arguments)
     else:
         _write_page(arguments)
@@ -132,17 +137,26 @@ def _topology(given: str | None, plan: Plan) -> Topology:
 
 def _check_usage(arguments: argparse.Namespace) -> None:
     """Raise where an option has no effect, or what is given does not fit together."""
+    given = [f"--{name}" for name in _SCREEN_OPTIONS if getattr(arguments, name)]
+    if arguments.format is not None:
+        given += ["-o"] if arguments.output is not None else []
+        if given:
+            raise ConfigError(f"{given[0]} has no effect with --format, which prints a table; to keep it: > FILE.")
+        return
     if arguments.output is not None:
-        given = [f"--{name}" for name in _SCREEN_OPTIONS if getattr(arguments, name)]
         if given:
             raise ConfigError(f"{given[0]} has no effect with -o; the page has all that is known.")
         if arguments.output.suffix != ".html":
             raise ConfigError(f"-o {arguments.output}: needed a file name that ends in .html.")
         return
     if len(arguments.folders) > 1:
-        raise ConfigError(f"got {len(arguments.folders)} folders, which need -o FILE.html; without it, give one run.")
+        raise ConfigError(
+            f"got {len(arguments.folders)} folders, which need -o FILE.html or --format; or give one run."
+        )
     if is_sweep(arguments.folders[0]):
-        raise ConfigError(f"{arguments.folders[0]} is the folder of a sweep, which needs -o FILE.html; or give a run.")
+        raise ConfigError(
+            f"{arguments.folders[0]} is the folder of a sweep, which needs -o FILE.html or --format; or give a run."
+        )
     if arguments.plan is not None and not arguments.predicted and arguments.recalibrate is None:
         raise ConfigError("--plan has no effect without --predicted or --recalibrate.")
     if arguments.topology is not None and arguments.recalibrate is None:
@@ -156,10 +170,17 @@ def _check_usage(arguments: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("report", _HELP)
     parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="RUN_OR_SWEEP", help="folder of a run; with -o also of a sweep"
+        "folders",
+        type=Path,
+        nargs="+",
+        metavar="RUN_OR_SWEEP",
+        help="folder of a run; with -o or --format also of a sweep",
     )
     parser.add_argument(
         "-o", dest="output", type=Path, metavar="FILE.html", help="write a page of all these, which opens offline"
+    )
+    parser.add_argument(
+        "--format", choices=("json", "csv", "latex", "markdown"), help="print a table of results in this format"
     )
     parser.add_argument("--predicted", action="store_true", help="set what the plan predicted beside what was measured")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="compare with this plan (default: the run's own)")

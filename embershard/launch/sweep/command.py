@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from embershard.launch.arguments import add_trust, make_parser
 from embershard.launch.screen import say, wide_console
 
@@ -28,7 +30,7 @@ that ended are not started again. Exit codes: 0 all runs finished; 1 some did no
   cache.ratio = [0.005, 0.015]
 
   embershard sweep experiments.toml
-  embershard sweep experiments.toml --out sweeps/ratios --retry-failed
+  embershard sweep experiments.toml --out sweeps/ratios --retry-failed --by samples_per_second
   embershard sweep experiments.toml --on kubernetes --dry-run
 """
 
@@ -84,10 +86,24 @@ def main(argv: Sequence[str]) -> int:
     write_results(folder)
     if not console.is_terminal:
         console.print(display.table())
-    failed = [outcome for outcome in ended.values() if outcome.status != "finished"]
+    return _end(folder, list(ended.values()), arguments.by, console)
+
+
+def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Console) -> int:
+    """Write and show what all runs gave together; return the exit code."""
+    from embershard.launch.sweep.spread import find_best, read_configurations
+    from embershard.launch.sweep.view import spread_table, write_configurations
+
+    configurations = read_configurations(folder)
+    write_configurations(folder, configurations)
+    if any(len(each.results) > 1 for each in configurations):
+        console.print(spread_table(configurations))
+    failed = [outcome for outcome in ended if outcome.status != "finished"]
     for outcome in failed:
         say(console, f"{outcome.status}: {outcome.shown}: {outcome.reason} (outputs/{outcome.name}.txt)")
-    say(console, f"Results: {folder / 'results.parquet'} and {folder / 'results.csv'}")
+    if (best := find_best(configurations, figure)) is not None:
+        say(console, best.sentence())
+    say(console, f"Results: {folder / 'results.csv'} (runs) and {folder / 'configurations.csv'} (means); .parquet, too")
     return 1 if failed else 0
 
 
@@ -104,8 +120,20 @@ def _parser() -> argparse.ArgumentParser:
     add_trust(parser)
     parser.add_argument("--dry-run", action="store_true", help="check all settings, print commands or manifests, stop")
     parser.add_argument("--retry-failed", action="store_true", help="start runs that failed again, too")
+    parser.add_argument(
+        "--by", type=_figure, metavar="NAME", help="name the best by this: auc, loss, samples_per_second"
+    )
     parser.add_argument("--on", choices=_ENGINES, default="local", help="where to run (default: %(default)s)")
     return parser
+
+
+def _figure(text: str) -> str:
+    from embershard.launch.sweep.spread import is_higher_better
+
+    if is_higher_better(text) is None:
+        known = "auc, logloss, ne, rmse, mae, r2, accuracy, loss, samples_per_second, step_ms.p50"
+        raise argparse.ArgumentTypeError(f"{text}: neither more nor less of it is known to be better; needed {known}")
+    return text
 
 
 def _file(text: str) -> Path:

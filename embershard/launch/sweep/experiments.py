@@ -17,6 +17,8 @@ from embershard.launch.ranks.launcher import planned_ranks
 from embershard.launch.sweep.clusters import KubernetesJobs, SlurmJobs
 from embershard.training.config import RunConfig
 
+#: Runs that differ in these alone are repeats of each other.
+SEEDS = ("train.seed", "data.seed")
 _RANKS = "ranks"  # not a setting of a run: how many are started
 _DEFAULT_RANKS = 2
 
@@ -62,6 +64,7 @@ class Experiment:
         settings: arguments of the program of each rank.
         digest: of all settings and the number of ranks, hexadecimal.
         repeat: 0 for the first run of these settings.
+        group: digest of all but the seeds.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Experiment:
     settings: tuple[str, ...]
     digest: str
     repeat: int
+    group: str
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -118,7 +122,7 @@ class Sweep:
 
 
 def _combinations(file: _SweepFile) -> Iterator[dict[str, Any]]:
-    grid = flat(file.grid)
+    grid = dict(sorted(flat(file.grid).items(), key=lambda item: item[0] not in SEEDS))  # every run once, then again
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"grid.{name}: got {values!r}, needed a list of values.")
@@ -137,9 +141,12 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
     resolved = load_config(RunConfig, config, overrides, trust_code=trust_code)
     ranks = planned_ranks(resolved, ranks) or _DEFAULT_RANKS
     resolved.train.rank_batch_size(ranks)
-    digest = hashlib.sha256(f"{ranks}\n{to_toml(resolved)}".encode()).hexdigest()[:12]
+    seedless = replace(resolved, train=replace(resolved.train, seed=0), data=replace(resolved.data, seed=0))
+    digest, group = (
+        hashlib.sha256(f"{ranks}\n{to_toml(each)}".encode()).hexdigest()[:12] for each in (resolved, seedless)
+    )
     words = ("--config", str(config), *set_words(overrides), *trust_words(trust_code))
-    return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0)
+    return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0, group)
 
 
 def _repeated(run: Experiment, repeat: int) -> Experiment:

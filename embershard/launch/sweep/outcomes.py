@@ -30,6 +30,7 @@ class Outcome:
         seconds: from its start to its end.
         started_at: UTC, in ISO format.
         attempt: 1, or more where earlier attempts were interrupted or failed.
+        group: as in `Experiment`; empty in files of earlier versions.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Outcome:
     seconds: float
     started_at: str
     attempt: int
+    group: str = ""
 
     @property
     def shown(self) -> str:
@@ -77,8 +79,9 @@ def find_outcome(experiment: Experiment, sweep: Path) -> Outcome | None:
         attempt = 1 + max(_earlier(folder), default=0)
         outcome = make_outcome(experiment, "finished", "", started_at=started, seconds=ended - started, attempt=attempt)
         keep_outcome(outcome, sweep)
-    if outcome is not None and outcome.varied != experiment.varied:  # the sweep's file varies other settings now
-        outcome = dataclasses.replace(outcome, varied=dict(experiment.varied))
+    now = (experiment.varied, experiment.group)
+    if outcome is not None and (outcome.varied, outcome.group) != now:  # the sweep's file varies other settings now
+        outcome = dataclasses.replace(outcome, varied=dict(experiment.varied), group=experiment.group)
         keep_outcome(outcome, sweep)
     return outcome
 
@@ -93,7 +96,7 @@ def make_outcome(
     experiment: Experiment, status: Status, reason: str, *, started_at: float, seconds: float, attempt: int
 ) -> Outcome:
     """Return what became of an experiment; `started_at` in seconds since 1970."""
-    named = {name: getattr(experiment, name) for name in ("name", "digest", "repeat", "ranks")}
+    named = {name: getattr(experiment, name) for name in ("name", "digest", "repeat", "ranks", "group")}
     return Outcome(
         **named,
         varied=dict(experiment.varied),

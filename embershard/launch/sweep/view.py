@@ -19,6 +19,7 @@ from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.sweep.experiments import Experiment
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
+from embershard.launch.sweep.spread import Configuration, main_figures, result_rows
 from embershard.run_result import RunResult
 from embershard.whole_file import whole_file
 
@@ -69,7 +70,8 @@ class SweepDisplay:
 
     def table(self) -> Table:
         """Return the table of all runs."""
-        varied = list(dict.fromkeys(key for each in self._experiments for key in each.varied))
+        keys = dict.fromkeys(key for each in self._experiments for key in each.varied)
+        varied = [key for key in keys if len({str(each.varied.get(key)) for each in self._experiments}) > 1]
         ended = [each.name for each in self._experiments if each.name in self._outcomes]
         results = {name: RunResult.find(run_folder(self._sweep, name)) for name in ended}
         names, right = (
@@ -98,6 +100,25 @@ class SweepDisplay:
             self._live.update(self.table())
 
 
+def spread_table(configurations: Sequence[Configuration]) -> Table:
+    """Return the table of configurations: means, confidence intervals and deviations over their runs."""
+    names = configurations[0].differing
+    figures = main_figures(result for each in configurations for result in each.results)
+    table = make_table("Means of repeats", [*names, "runs"], [title for title, _ in figures.values()])
+    table.caption = "±: half of the mean's 95 % confidence interval (Student's t); sd: standard deviation"
+    for each in configurations:
+        spreads = [(each.spread(name), form) for name, (_, form) in figures.items()]
+        cells = ("n/a" if spread is None else spread.text(form).replace(" (", "\n(") for spread, form in spreads)
+        table.add_row(*(str(each.varied.get(name, "")) for name in names), str(len(each.results)), *cells)
+    return table
+
+
+def write_configurations(sweep: Path, configurations: Sequence[Configuration]) -> None:
+    """Write `configurations.parquet` and `configurations.csv` into a sweep's folder: as `result_rows` has them."""
+    rows = result_rows([(each.name, each.varied, each.results) for each in configurations])
+    _write(sweep, "configurations", rows)
+
+
 def write_results(sweep: Path) -> pa.Table:
     """Write `results.parquet` and `results.csv` into a sweep's folder: a row for each run that ended.
 
@@ -105,11 +126,14 @@ def write_results(sweep: Path) -> pa.Table:
     result.json, with names that begin with "result.": `cache.device_bytes` is asked for, `result.cache.device_bytes`
     was used. A list is text, as in the sweep's file: CSV files have no lists, and Arrow groups by none.
     """
-    rows = [_row(sweep, outcome) for outcome in read_outcomes(sweep)]
+    return _write(sweep, "results", [_row(sweep, outcome) for outcome in read_outcomes(sweep)])
+
+
+def _write(sweep: Path, file: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
-    for name, write in (("results.parquet", parquet.write_table), ("results.csv", csv.write_csv)):
-        with whole_file(sweep / name) as partial:
+    for ending, write in (("parquet", parquet.write_table), ("csv", csv.write_csv)):
+        with whole_file(sweep / f"{file}.{ending}") as partial:
             write(table, partial)
     return table
 

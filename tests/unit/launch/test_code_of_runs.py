@@ -1,4 +1,4 @@
-"""Who may run code: a module of `model.build` that is inside of a run's folder runs only with `--trust-code`."""
+"""Who may run code: a module of `model.build` or `cache.policy` in a run's folder runs only with `--trust-code`."""
 
 from __future__ import annotations
 
@@ -73,6 +73,32 @@ def test_code_in_a_run_folder_runs_only_where_that_is_asked_for(words, run, tmp_
     assert not said.out
     assert not (run / "received.ran").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [run.name, "sweep.toml"], "nothing is left"
+
+
+@pytest.mark.parametrize(
+    "words", ["train RUN/foreign.toml --dry-run", "train RUN/foreign.toml", "verify RUN/config.toml"]
+)
+def test_a_policy_in_a_run_folder_is_code_too(words, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.toml", "foreign.toml"):
+        (run / name).write_text('[cache]\npolicy = "received:make"\n')
+    assert cli.main([word.replace("RUN", run.name) for word in words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"cache.policy: {run}/received.py is in the run folder {run}, whose code runs only with --trust-code" in line
+    assert "--set cache.policy_folder=DIR" in line
+    assert not (run / "received.ran").exists()
+
+
+def test_the_folder_of_a_policy_is_recorded(run, tmp_path):
+    home = tmp_path / "home"
+    write_module(home)
+    (home / "run.toml").write_text('[cache]\npolicy = "received:make"\n')
+    assert load_config(RunConfig, home / "run.toml").cache.policy_folder == str(home)
+    (home / "plain.toml").write_text('[cache]\npolicy = "lru"\n')
+    assert load_config(RunConfig, home / "plain.toml").cache.policy_folder is None
+    (run / "config.toml").write_text('[cache]\npolicy = "received:make"\npolicy_folder = "code"\n')
+    with pytest.raises(ConfigError, match=r"cache.policy_folder = 'code', needed an absolute path"):
+        load_config(RunConfig, run / "config.toml")
 
 
 def test_where_it_is_asked_for_it_runs(run, tmp_path, capsys):

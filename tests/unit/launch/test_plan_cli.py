@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 
+from embershard.errors import DataError
 from embershard.frequency import FrequencyProfile
 from embershard.launch import cli
 from embershard.launch.plan import picture, what_if
 from embershard.models import table_name
 from embershard.planning.cost.topology import load_topology, save_topology
+from embershard.planning.simulate_scaling import SimulatedRun
 from embershard.sharding.plan import Plan
 from tests.unit.planning.traces import profile_of, skewed
 from tests.unit.sharding.plans import small_plan
@@ -153,19 +156,50 @@ def test_several_ratios(files, tmp_path, capsys):
     assert file.exists()
 
 
+def labels(axes: Axes) -> list[str]:
+    low, high = axes.get_ylim()
+    places = [each for each in axes.yaxis.get_majorticklocs() if low <= each <= high]
+    return [axes.yaxis.get_major_formatter()(each) for each in places]
+
+
 def test_pictures_of_plans_say_what_they_show(files):
     outcomes = [what_if.PlannedCase(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
-    figure = picture.make_figure(outcomes, load_topology("h100x8"))
+    figure = picture.what_if_figure(outcomes, load_topology("h100x8"))
     title, *errors = figure.get_suptitle().split("\n")
     assert title == "Estimate: plans for h100x8. Nothing here was measured."
     limits = {outcome.prediction.bottleneck for outcome in outcomes if outcome.prediction}
     assert " ".join(errors).count("Error of such a prediction, limited by ") == len(limits)
     assert all(len(line) <= 165 for line in errors)
     speed, memory = figure.axes
-    assert "ideal: as fast per rank as 2 ranks, ratio 0.1" in speed.get_legend_handles_labels()[1]
-    assert speed.get_ylabel() == "samples per second, all ranks"
-    assert memory.get_ylabel() == "device memory, MiB"
+    lines = ["0.1 of the rows on the device", "ideal: as fast per rank as on 2", "0.2 of the rows on the device"]
+    assert speed.get_legend_handles_labels()[1] == lines
+    assert speed.get_ylabel() == "samples per second, all ranks (logarithmic)"
+    assert speed.get_xlabel() == "ranks (logarithmic)"
+    assert memory.get_ylabel() == "device memory of a rank, MiB"
     assert all(axes.get_title(loc="left") for axes in figure.axes)
+    (speed, _) = picture.what_if_figure(outcomes[:2], load_topology("h100x8")).axes
+    assert speed.get_legend_handles_labels()[1][0] == "predicted", "the one ratio tells nothing apart"
+
+
+@pytest.mark.parametrize("most", [1.3, 2.0, 9.0, 300.0, 1e5])
+def test_a_logarithmic_axis_has_labels_to_read_it_by(most):
+    runs = [SimulatedRun(ranks, 64, 0.1, 1234.0 * speed, {"dense": 0.1}) for ranks, speed in ((1, 1.0), (8, most))]
+    speed, _ = picture.simulation_figure(runs, load_topology("h100x8")).axes
+    found = labels(speed)
+    assert 4 <= len(found) <= 14
+    assert len(set(found)) == len(found)
+
+
+def test_one_plan_is_drawn_by_rank(files, tmp_path, capsys):
+    file = tmp_path / "plan.png"
+    assert main(given(files, "--ranks", "2", "--png", str(file))) == 0
+    assert file.read_bytes()[:4] == b"\x89PNG"
+    assert f"Drawn to {file}." in capsys.readouterr().out
+    times, memory = picture.plan_figure(what_if.PlannedCase(2, None, small_plan()), load_topology("cpu")).axes
+    assert times.get_ylabel() == "ms of a step"
+    assert memory.get_ylabel() == "device memory of a rank, MiB"
+    with pytest.raises(DataError, match=r"x.nonsense: cannot be drawn .* ends in .png"):
+        picture.save(times.figure, tmp_path / "x.nonsense")
 
 
 def test_a_whole_gpu_has_a_reserve_and_a_cpu_has_none(files, tmp_path):
@@ -256,7 +290,6 @@ def test_what_is_refused(files, tmp_path, capsys):
         (["--config", str(tmp_path / "none.toml"), "--profile", str(files / "p.npz")], "none.toml"),
         (given(files, "--ranks", "1,2", "-o", str(tmp_path / "x")), "-o and --explain are for one plan"),
         (given(files, "--ranks", "1,2", "--explain", "t_a"), "-o and --explain are for one plan"),
-        (given(files, "--ranks", "2", "--png", str(tmp_path / "x.png")), "--png draws a comparison"),
         (given(files, "--ranks", "2", "--explain", "t_C99"), "no table is called 't_C99'. Tables are t_a"),
         (given(files, "--ranks", "3", "--ranks-per-node", "2"), "--ranks 3: needed a multiple of 2"),
         (given(files, "--ranks", "12", "--topology", "h100x8"), "--ranks 12: needed a multiple of 8"),
@@ -297,7 +330,8 @@ def test_topologies_in_files(files, tmp_path):
 def test_scaling_is_simulated_and_written(files, tmp_path, capsys):
     file = tmp_path / "scaling.json"
     arguments = given(files, "--simulate", "--ranks", "1..64", "--topology", "h100x8", "--device-memory", "4MB")
-    assert main([*arguments, "-o", str(file)]) == 0
+    assert main([*arguments, "-o", str(file), "--png", str(tmp_path / "scaling.png")]) == 0
+    assert (tmp_path / "scaling.png").read_bytes()[:4] == b"\x89PNG"
     said = " ".join(capsys.readouterr().out.split())
     for expected in ("Simulated training (estimate)", "where a step's time goes", "Beyond 32 ranks placements are not"):
         assert expected in said, expected
@@ -316,7 +350,7 @@ def test_simulated_ranks_of_a_cpu_fill_nodes(files, capsys):
     assert "--ranks 3: needed a multiple of 2, the ranks per node" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--png", "x.png"], ["--explain", "t_a"], ["--ratios", "0.1,0.2"]])
+@pytest.mark.parametrize("more", [["--explain", "t_a"], ["--ratios", "0.1,0.2"]])
 def test_a_simulation_refuses_what_it_does_not_use(files, capsys, more):
     assert "--simulate takes -o FILE.json" in refused(capsys, given(files, "--simulate", "--ranks", "2", *more))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from embershard.launch.config import load_config
 from embershard.planning.cost.topology import load_topology
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-from tests.unit.launch.reported_runs import write_run
+from tests.unit.launch.reported_runs import write_run, write_sweep
 from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, without_cache
 from tests.unit.sharding.plans import small_plan
 
@@ -137,7 +140,9 @@ def test_a_dropped_prediction_is_an_error_that_names_the_way_out(run_dir, report
         (["--json", "--top", "3"], "--top has no effect with --json"),
         (["--recalibrate", "machine.json"], "needed a file name that ends in .toml"),
         (["--recalibrate", "nowhere/machine.toml"], "nowhere/machine.toml: No such file or directory"),
-        (["other"], "got 2 folders, which need -o FILE.html"),
+        (["other"], "got 2 folders, which need -o FILE.html or --format"),
+        (["--format", "csv", "--json"], "--json has no effect with --format"),
+        (["--format", "csv", "-o", "page.html"], "-o has no effect with --format"),
         (["-o", "page.html", "--top", "3"], "--top has no effect with -o"),
         (["-o", "page.pdf"], "needed a file name that ends in .html"),
         (["-o", "nowhere/page.html"], "is in a folder that does not exist"),
@@ -147,6 +152,41 @@ def test_options_without_an_effect_are_errors(run_dir, report, arguments, says):
     code, out, err = report(run_dir, *arguments)
     assert (code, out) == (2, "")
     assert says in err
+
+
+def table_of(report, form: str, *folders: Path) -> str:
+    code, out, err = report(*folders, "--format", form)
+    assert (code, err) == (0, "")
+    return str(out)
+
+
+def test_results_are_a_table_for_programs(run_dir, tmp_path, report):
+    sweep = write_sweep(tmp_path / "s")
+    rows = json.loads(table_of(report, "json", run_dir, sweep))
+    assert [row["name"] for row in rows[:2]] == ["run", "s: ranks=1, cache.ratio=0.1"]
+    assert (rows[1]["runs"], rows[1]["result.samples_per_second"]) == (2, 1000.0)
+    assert rows[1]["result.samples_per_second.sd"] == pytest.approx(50 * 2**0.5)
+    assert rows[1]["result.samples_per_second.ci95"] == pytest.approx(50 * 12.7062, rel=1e-5)  # Student's t, 1 degree
+    assert "result.auc.ci95" not in rows[0], "one run has no interval"
+    read = list(csv.DictReader(io.StringIO(table_of(report, "csv", run_dir, sweep))))
+    assert [{name: value for name, value in row.items() if value} for row in read] == [
+        {name: str(value) for name, value in row.items()} for row in rows
+    ]
+
+
+def test_results_are_a_table_for_readers(tmp_path, report):
+    folder = write_run(tmp_path / "a_b|c", None, result_of(predicted_plan()))
+    lines = table_of(report, "markdown", folder, write_sweep(tmp_path / "s")).splitlines()
+    assert len(lines) == 2 + 1 + 6
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {8}
+    assert lines[2].startswith("| a_b\\|c | 1 |")
+    assert "| 1,000 ± 635 (sd 71) |" in lines[3]
+    latex = table_of(report, "latex", folder, tmp_path / "s")
+    assert r"a\_b|c & 1 &" in latex
+    assert r"1,000 $\pm$ 635 (sd 71)" in latex
+    body = latex.split(r"\toprule")[1].split(r"\bottomrule")[0]
+    assert {line.count(" & ") for line in body.splitlines() if line.endswith(r"\\")} == {6}
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 1
 
 
 def test_what_is_no_finished_run_says_so(tmp_path, report):

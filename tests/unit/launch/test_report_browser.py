@@ -62,6 +62,22 @@ def test_every_figure_is_drawn_without_an_error_or_a_request(page: Path, tmp_pat
     assert [title for title, element in _DRAWN.items() if element not in by_title[title]] == []
 
 
+def test_labels_of_an_axis_differ(tmp_path: Path):
+    """Of hit rates between 94.6 % and 94.9 %, all of which round to 95 %."""
+    plan = predicted_plan()
+    lines = reports([10, 20, 30])
+    for line, rate in zip(lines, (0.9490, 0.9462, 0.9467), strict=False):
+        line |= {"hit_rate_lookups": rate, "hit_rate_unique": rate - 0.2}
+    run = write_run(tmp_path / "run", None, result_of(plan), reports=lines)
+    assert cli.main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    elements = open_page(tmp_path / "page.html", tmp_path / "chromium").elements
+    figure = elements.split("<h3>Hit rate</h3>")[1].split("<h3>")[0]
+    for axis in ("ytick", "y2tick"):
+        labels = re.findall(rf'class="{axis}"><text[^>]*>([^<]*)</text>', figure)
+        assert len(labels) >= 3
+        assert len(set(labels)) == len(labels), labels
+
+
 @pytest.mark.parametrize(
     ("added", "noticed"),
     [

@@ -16,6 +16,7 @@ from embershard.launch import cli
 from embershard.launch.report.page import measured, predicted, runs, sweep
 from embershard.launch.report.page.runs import PageFigure, PageTable, Run, Section
 from embershard.launch.report.run_folder import RunFolder
+from embershard.launch.sweep.spread import read_configurations
 from embershard.sharding.plan import Plan
 from tests.unit.launch.reported_runs import reports, write_run, write_sweep
 from tests.unit.planning.runs import changed, predicted_plan, result_of, without_cache
@@ -67,11 +68,39 @@ def test_curves_are_over_the_samples_trained(planned: Path):
 def test_the_heat_map_has_every_table_of_every_rank(planned: Path):
     figure = part(measured.caches(runs_of(planned)), "Hit rate per table and rank")
     (heat,) = figure.data
-    assert list(heat.x) == ["planned · rank 0", "planned · rank 1"]
+    assert list(heat.x) == ["rank 0", "rank 1"]  # one run needs no name
     cells = dict(zip(heat.y, heat.z, strict=True))
     assert list(cells) == ["b", "a"]  # drawn from below
     assert cells["a"][1] is None  # the table is on the first rank
     assert list(cells["b"]) == pytest.approx([0.7, 0.25])
+
+
+def test_hit_rates_have_as_many_digits_as_tell_them_apart(planned: Path):
+    """With ".0%" four labels between 94.6 % and 94.9 % all read 95 %."""
+    figure = part(measured.moved(runs_of(planned)), "Hit rate")
+    assert {axis.tickformat for axis in figure.select_yaxes()} == {"~%"}
+
+
+def test_one_run_has_no_legend_and_held_out_samples_have_an_entry(planned: Path, uncached: Path):
+    assert part(measured.moved(runs_of(planned)), "Rows moved").layout.showlegend is False
+    assert part(measured.training(runs_of(planned, uncached)), "Throughput").layout.showlegend is True
+    loss = part(measured.training(runs_of(planned)), "Loss")
+    assert loss.layout.showlegend is True
+    assert [trace.name for trace in loss.data if trace.showlegend is not False] == ["planned", "held-out samples"]
+
+
+def test_hits_of_different_exchanges_stand_apart(planned: Path, tmp_path: Path):
+    """A lookup of the one is an id of a sample, of the other a row of a batch."""
+    result = result_of(predicted_plan())
+    folders = [write_run(tmp_path / name, None, result, reports=reports([10, 20])) for name in ("p", "r")]
+    config = folders[1] / "config.toml"
+    config.write_text(config.read_text().replace('exchange = "pooled"', 'exchange = "rows"'))
+    section = measured.moved(runs_of(*folders))
+    titles = [each.title for each in section.parts if each.title.startswith("Hit rate")]
+    assert titles == ['Hit rate, exchange "pooled"', 'Hit rate, exchange "rows"']
+    assert {trace.name for trace in part(section, titles[1]).data} == {"r"}
+    assert runs.HITS_DIFFER in runs.summary(runs_of(*folders)).parts[0].note
+    assert runs.HITS_DIFFER not in runs.summary(runs_of(folders[0], planned)).parts[0].note
 
 
 def test_tables_are_in_the_order_of_their_numbers():
@@ -131,24 +160,43 @@ def test_values_of_any_type_have_an_order(tmp_path: Path):
     for state, value in zip(states, (True, "none", [8, 1], 2, 0.5, "all"), strict=True):
         varied = {"ranks": 1, "varied": value}
         state.write_text(json.dumps({**json.loads(state.read_text()), "digest": str(value), "varied": varied}))
-    found = [each.varied["varied"] for each in sweep.read_sweep(tmp_path) if "varied" in each.varied]
+    found = [each.varied["varied"] for each in read_configurations(tmp_path) if "varied" in each.varied]
     assert found == [0.5, True, 2, [8, 1], "all", "none"]
 
 
 def test_a_sweep_has_means_and_their_spread(tmp_path: Path):
-    configurations = sweep.read_sweep(write_sweep(tmp_path / "s"))
+    configurations = read_configurations(write_sweep(tmp_path / "s"))
     section = sweep.sweep_section(tmp_path / "s", configurations)
     table = part(section, "Comparison")
     rows = {tuple(row[:2]): dict(zip(table.header, row, strict=True)) for row in table.rows}
-    assert rows["1", "0.1"]["samples/s"] == "1,000 (950 to 1,050)"
+    assert rows["1", "0.1"]["samples/s"] == "1,000 ± 635 (sd 71)"
     assert rows["2", "0.2"]["finished"] == "1 of 2"
     assert rows["2", "0.2"]["samples/s"] == "1,850"
     figure = part(section, "Throughput, every run")
     assert len(figure.data[0].x) == 11  # one failed
+    assert section.text[0].startswith("Best by AUC: ")
+
+
+def test_names_have_only_settings_that_differ(tmp_path: Path):
+    for state in (write_sweep(tmp_path) / "states").iterdir():
+        if '"ranks": 2' not in state.read_text():
+            state.unlink()
+    assert [each.name for each in read_configurations(tmp_path)] == ["cache.ratio=0.1", "cache.ratio=0.2"]
+
+
+def test_runs_that_differ_in_their_seeds_are_repeats(tmp_path: Path):
+    for state in (write_sweep(tmp_path) / "states").iterdir():
+        found = json.loads(state.read_text())
+        varied = {**found["varied"], "train.seed": found["repeat"]}
+        state.write_text(json.dumps({**found, "digest": found["name"], "group": found["digest"], "varied": varied}))
+    found = read_configurations(tmp_path)
+    assert len(found) == 6
+    assert {len(each.results) for each in found} == {1, 2}
+    assert "train.seed" not in found[0].varied
 
 
 def test_scaling_has_its_ideal_and_its_efficiency(tmp_path: Path):
-    section = sweep.sweep_section(tmp_path, sweep.read_sweep(write_sweep(tmp_path)))
+    section = sweep.sweep_section(tmp_path, read_configurations(write_sweep(tmp_path)))
     figure = part(section, "Scaling")
     (speed, efficiency), (ideal,) = lines_of(figure, "cache.ratio=0.1"), lines_of(figure, "cache.ratio=0.1: ideal")
     assert speed == ([1, 2, 4], [1000.0, 1900.0, 3000.0])
@@ -157,7 +205,7 @@ def test_scaling_has_its_ideal_and_its_efficiency(tmp_path: Path):
 
 
 def test_failures_have_their_reasons(tmp_path: Path):
-    section = sweep.sweep_section(tmp_path, sweep.read_sweep(write_sweep(tmp_path)))
+    section = sweep.sweep_section(tmp_path, read_configurations(write_sweep(tmp_path)))
     table = part(section, "Runs that did not finish")
     assert isinstance(table, PageTable)
     assert [(row[0], row[3], row[5]) for row in table.rows] == [
@@ -192,7 +240,7 @@ def test_what_is_missing_says_so(
     assert cli.main(["report", str(tmp_path / "none"), "-o", output]) == 2
     assert "there is no such folder" in capsys.readouterr().err
     assert cli.main(["report", str(write_sweep(tmp_path / "s"))]) == 2
-    assert "is the folder of a sweep, which needs -o" in capsys.readouterr().err
+    assert "is the folder of a sweep, which needs -o FILE.html or --format" in capsys.readouterr().err
     (planned / "result.json").write_text('{"steps": 1}')
     assert cli.main(["report", str(planned), "-o", output]) == 2
     assert f"{planned / 'result.json'}: measured_steps: is missing, needed integer" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.launch.quality_text import main_names, title_of
-from embershard.launch.report.page.runs import PageFigure, Run, Section, fill, look, new_figure, text
+from embershard.launch.report.page.runs import HITS_DIFFER, PageFigure, Run, Section, fill, look, new_figure, text
 from embershard.run_result import RankCaches
 from embershard.units import size
 
@@ -24,7 +24,12 @@ _ROW_PIXELS, _LEAST_PIXELS = 20, 200
 # Above the heat map: at its right are Plotly's buttons.
 _COLOUR_BAR = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "len": 0.4, "thickness": 10}
 #: What is measured of a step, in milliseconds of a rank.
-_TIMES = ("step, median", "step, 95 % take less", "work on caches, mean", "waiting for rows, mean")
+_TIMES = (
+    "whole step: half of the steps take less",
+    "whole step: 95 % of the steps take less",
+    "host's work on caches (planning, copies): mean",
+    "training waits for rows: mean",
+)
 
 
 def training(runs: Sequence[Run]) -> Section:
@@ -32,17 +37,21 @@ def training(runs: Sequence[Run]) -> Section:
     parts = []
     judged = main_names(report for run in runs for report in run.folder.reports("train"))
     for title, trained, held_out in (("Loss", "loss", "logloss"), *((title_of(name), name, name) for name in judged)):
-        figure = _figure(title)
+        figure = _figure(title, runs=runs)
         for run in runs:
             _draw(figure, run, "train", trained)
             _draw(figure, run, "eval", held_out, mode="markers", symbol="diamond", suffix=", held out")
+        if any(len(trace.y) for trace in figure.data if trace.mode == "markers"):
+            diamond = {"color": "#555555", "symbol": "diamond", "size": 8}
+            figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", name="held-out samples", marker=diamond))
+            figure.update_layout(showlegend=True)
         note = (
             "Lines: training samples since the last report. Diamonds: held-out samples. Equal lines cover each other."
         )
         if trained != "loss":
             note = "Lines: the newest training samples, at most 16,384 of each rank. Diamonds: held-out samples."
         parts.append(PageFigure(title, figure, note))
-    speed = _figure("samples/s")
+    speed = _figure("samples/s", runs=runs)
     for run in runs:
         _draw(speed, run, "train", "samples_per_second")
     speed.update_yaxes(rangemode="tozero")
@@ -55,31 +64,24 @@ def moved(runs: Sequence[Run]) -> Section:
     parts, missing = [], []
     cached = [run for run in runs if _has(run, "hit_rate_lookups")]
     if cached:
-        rates = _figure("lookups", "unique ids")
-        for run in cached:
-            _draw(rates, run, "train", "hit_rate_lookups", panel=1)
-            _draw(rates, run, "train", "hit_rate_unique", panel=2)
-        rates.update_yaxes(tickformat=".0%")
-        parts.append(
-            PageFigure(
-                "Hit rate",
-                rates,
-                "Share of the lookups, and of the distinct ids of a batch, whose rows were on the device; all ranks.",
-            )
-        )
-        rows = _figure("fills", "write-backs")
+        exchanges = list(dict.fromkeys(run.exchange for run in cached))
+        for exchange in exchanges:
+            parts.append(_rates([run for run in cached if run.exchange == exchange], exchange, len(exchanges) > 1))
+        rows = _figure("fills: rows to the device", "write-backs: rows to the host", runs=cached)
         for run in cached:
             _draw(rows, run, "train", "fills", panel=1)
             _draw(rows, run, "train", "write_backs", panel=2)
-        rows.update_yaxes(rangemode="tozero")
-        note = "Rows to the device and back to the host, of a rank in a step. The warm-up counts in the first report."
+        rows.update_yaxes(rangemode="tozero", title="rows a step, of a rank")
+        note = (
+            "Means since the last report. The warm-up counts in the first report; a checkpoint writes rows back, too."
+        )
         parts.append(PageFigure("Rows moved", rows, note))
     else:
         missing.append("No run has a cache: no hit rates, no fills.")
     kinds = [field.name for field in fields(SentBytes)]
     sending = [run for run in runs if any(_has(run, f"sent_bytes_{kind}") for kind in kinds)]
     if sending:
-        sent = _figure(*(kind.replace("_", " ") for kind in kinds), columns=3, height=280)
+        sent = _figure(*(kind.replace("_", " ") for kind in kinds), runs=sending, columns=3, height=280)
         for run in sending:
             for panel, kind in enumerate(kinds, 1):
                 _draw(sent, run, "train", f"sent_bytes_{kind}", panel=panel, unit=2**20)
@@ -94,12 +96,26 @@ def moved(runs: Sequence[Run]) -> Section:
     return Section("Rows and bytes moved", parts, missing)
 
 
+def _rates(runs: Sequence[Run], exchange: str, is_one_of_several: bool) -> PageFigure:
+    """Draw hit rates of runs with one exchange."""
+    rates = _figure("hits per lookup", "hits per distinct id of a batch", runs=runs)
+    for run in runs:
+        _draw(rates, run, "train", "hit_rate_lookups", panel=1)
+        _draw(rates, run, "train", "hit_rate_unique", panel=2)
+    rates.update_yaxes(tickformat="~%")  # as many digits as tell the labels apart
+    note = "Share of the lookups, and of the distinct ids of a batch, whose rows were on the device; all ranks."
+    title = f'Hit rate, exchange "{exchange}"' if is_one_of_several else "Hit rate"
+    return PageFigure(title, rates, f"{note} {HITS_DIFFER}" if is_one_of_several else note)
+
+
 def _has(run: Run, name: str) -> bool:
     return any(report.get(name) for report in run.folder.reports("train"))
 
 
-def _figure(*panels: str, **options: int) -> go.Figure:
+def _figure(*panels: str, runs: Sequence[Run], **options: int) -> go.Figure:
+    """Return a figure over the samples trained. One run needs no legend: the page has its name."""
     figure = new_figure(*(panels if len(panels) > 1 else ()), **options)
+    figure.update_layout(showlegend=len(runs) > 1)
     figure.update_xaxes(title=_SAMPLES, tickformat="~s", rangemode="tozero")
     if len(panels) == 1:
         figure.update_yaxes(title=panels[0])
@@ -160,7 +176,7 @@ def caches(runs: Sequence[Run]) -> Section:
 
 def _hit_rates(runs: Sequence[Run]) -> PageFigure:
     """Draw a heat map: a row for each table, a column for each rank of each run."""
-    columns = [(_rank_name(run, rank), rank.tables) for run in runs for rank in _ranks(run)]
+    columns = [(_rank_name(run, rank, runs), rank.tables) for run in runs for rank in _ranks(run)]
     tables = sorted({table for _, found in columns for table in found}, key=_natural, reverse=True)
     rates = [[found[table].hit_rate_lookups if table in found else None for _, found in columns] for table in tables]
     drawn = go.Heatmap(
@@ -182,6 +198,8 @@ def _hit_rates(runs: Sequence[Run]) -> PageFigure:
     figure.update_yaxes(type="category", automargin=True, showgrid=False, dtick=1)
     figure.update_xaxes(type="category", automargin=True, showgrid=False)
     note = "Share of the lookups whose row was on the device, over the whole run. Empty: not in a cache of that rank."
+    if len({run.exchange for run in runs}) > 1:
+        note += f" {HITS_DIFFER}"
     return PageFigure("Hit rate per table and rank", figure, note)
 
 
@@ -192,24 +210,30 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 def _memory(runs: Sequence[Run]) -> PageFigure:
     rows = sum(len(_ranks(run)) for run in runs)
-    figure = new_figure("device: slots and maps", "host: rows and scores", height=_LEAST_PIXELS + _ROW_PIXELS * rows)
+    figure = new_figure(
+        "on the device: slots and maps", "on the host: rows and scores", height=_LEAST_PIXELS + _ROW_PIXELS * rows
+    )
     for panel, name in enumerate(("device_bytes", "host_bytes"), 1):
         for run in runs:
             bars = go.Bar(
                 x=[getattr(rank, name) / 2**20 for rank in _ranks(run)],
-                y=[_rank_name(run, rank) for rank in _ranks(run)],
+                y=[_rank_name(run, rank, runs) for rank in _ranks(run)],
                 orientation="h",
                 showlegend=False,
                 marker=fill(run.number),
-                customdata=[size(getattr(rank, name)) for rank in _ranks(run)],
-                hovertemplate="%{y}: %{customdata}<extra></extra>",
+                text=[size(getattr(rank, name)) for rank in _ranks(run)],
+                hovertemplate="%{y}: %{text}<extra></extra>",
             )
             figure.add_trace(bars, row=1, col=panel)
     figure.update_layout(barmode="overlay")  # a row has the bar of one run
-    figure.update_xaxes(title="MiB", nticks=6)
+    figure.update_xaxes(title="MiB", nticks=6, rangemode="tozero")
     figure.update_yaxes(type="category", autorange="reversed", automargin=True)
     figure.update_yaxes(showticklabels=False, col=2)
-    note = "Of the caches, at the end. Not measured: dense layers, activations, input buffers, the programs themselves."
+    note = (
+        "Measured, of the caches alone, at the end. slots: rows on the device with their optimizer states; maps: where "
+        "a row is; rows: all of the rank's, with their states; scores: what the policy keeps of each. A plan's device "
+        "memory is more: it adds dense layers, activations and input buffers, which a run does not measure."
+    )
     return PageFigure("Memory per tier and rank", figure, note)
 
 
@@ -217,8 +241,9 @@ def _ranks(run: Run) -> Sequence[RankCaches]:
     return () if run.cache is None else run.cache.ranks
 
 
-def _rank_name(run: Run, rank: RankCaches) -> str:
-    return f"{text(run.name)} · rank {rank.rank}"
+def _rank_name(run: Run, rank: RankCaches, runs: Sequence[Run]) -> str:
+    """Return the name of a rank of one of `runs`: the run is named where there are several."""
+    return f"{text(run.name)} · rank {rank.rank}" if len(runs) > 1 else f"rank {rank.rank}"
 
 
 def step_time(runs: Sequence[Run]) -> Section:
@@ -234,10 +259,14 @@ def step_time(runs: Sequence[Run]) -> Section:
             orientation="h",
             name=text(run.name),
             marker=fill(run.number),
+            texttemplate="%{x:,.3~r} ms",
+            textposition="outside",
+            cliponaxis=False,
             hovertemplate="%{y}: %{x:.3~f} ms",
         )
         figure.add_trace(bars)
-    figure.update_xaxes(title="ms")
+    figure.update_layout(margin={"r": 90})
+    figure.update_xaxes(title="ms of a step, of a rank")
     figure.update_yaxes(autorange="reversed", automargin=True)
     said = [
         "Measured are the whole step, the host's time for planning and copies of the caches, and the part of a step in "
@@ -249,7 +278,10 @@ def step_time(runs: Sequence[Run]) -> Section:
             "Not measured apart: input, exchange of ids, lookup, dense layers, and optimizer. Train with "
             "--profile-steps A:B to measure them. Where a run had a plan, its prediction has such parts, below."
         )
-    note = "Of a rank, in a step."
+    note = (
+        "whole step: from one step's end to the next one's. Work on caches and waiting: totals of all ranks, divided "
+        "by steps and ranks."
+    )
     figures = [PageFigure("Step time", figure, note)] if timed else []
     figures += [_stages(run) for run in runs if run.folder.stages]
     return Section("Where a step's time goes", figures, said)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.launch.report.page.runs import PageFigure, PageTable, Run, Section, colour, new_figure, text
+from embershard.launch.report.page.runs import PageFigure, PageTable, Run, Section, colour, fill, new_figure, text
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, compare, notes
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.sharding.plan import Prediction
@@ -109,7 +109,7 @@ def _sum(pairs: Sequence[Pair]) -> Pair:
 
 
 def _hit_rates(compared: Sequence[_Compared]) -> PageFigure:
-    figure = new_figure("lookups", "unique ids", height=440)
+    figure = new_figure("hits per lookup", "hits per distinct id of a batch", height=440)
     for panel, name in enumerate(("hit_rate_lookups", "hit_rate_unique"), 1):
         line = {"color": "#888888", "dash": "dot"}
         diagonal = go.Scatter(x=[0, 1], y=[0, 1], mode="lines", line=line, showlegend=False, hoverinfo="skip")
@@ -128,8 +128,8 @@ def _hit_rates(compared: Sequence[_Compared]) -> PageFigure:
                 marker={"color": colour(each.run.number), "size": 8, "opacity": 0.7},
             )
             figure.add_trace(dots, row=1, col=panel)
-    figure.update_xaxes(title="predicted", tickformat=".0%")
-    figure.update_yaxes(title="measured", tickformat=".0%")
+    figure.update_xaxes(title="predicted", tickformat="~%")
+    figure.update_yaxes(title="measured", tickformat="~%")
     return PageFigure("Hit rates of tables", figure, "A dot for each cached table of each rank.")
 
 
@@ -138,11 +138,18 @@ def _step_parts(compared: Sequence[_Compared]) -> PageFigure:
     figure = new_figure(height=220 + 30 * sum(len(each.prediction.ranks) for each in compared))
     names = [f"{text(each.run.name)} · rank {rank.rank}" for each in compared for rank in each.prediction.ranks]
     ranks = [rank for each in compared for rank in each.prediction.ranks]
-    for part in dict.fromkeys(part for rank in ranks for part in rank.seconds):
+    for number, part in enumerate(dict.fromkeys(part for rank in ranks for part in rank.seconds)):
         parts = [1e3 * rank.seconds.get(part, 0.0) for rank in ranks]
         label = part.replace("_", " ")
         figure.add_trace(
-            go.Bar(x=parts, y=names, name=label, orientation="h", hovertemplate=f"{label}: %{{x:.3~f}} ms")
+            go.Bar(
+                x=parts,
+                y=names,
+                name=label,
+                orientation="h",
+                marker=fill(number),
+                hovertemplate=f"{label}: %{{x:.3~f}} ms",
+            )
         )
     steps: dict[tuple[str, str], list[float | None]] = {
         ("simulated step of the plan", "dimgray"): [each.prediction.step_seconds for each in compared],
@@ -153,7 +160,7 @@ def _step_parts(compared: Sequence[_Compared]) -> PageFigure:
         x = [None if step is None else 1e3 * step for step in of_ranks]
         marker = {"color": shade, "symbol": "line-ns-open", "size": 18, "line": {"width": 3}}
         figure.add_trace(go.Scatter(x=x, y=names, mode="markers", name=name, marker=marker))
-    figure.update_layout(barmode="stack")
+    figure.update_layout(barmode="stack", legend={"traceorder": "normal"})
     figure.update_xaxes(title="ms")
     figure.update_yaxes(autorange="reversed", automargin=True)
     note = (

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.subplots import make_subplots
 
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, ShardingError
 from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.report.run_folder import RunFolder
 from embershard.launch.screen import number
@@ -22,6 +22,8 @@ from embershard.units import size
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _PATTERNS = ("", "/", "x", ".")
+# A drag zooms and a double click shows all again, so few of Plotly's buttons are left.
+_BUTTONS_LEFT_OUT = ["zoom2d", "pan2d", "select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class PageFigure:
 
     def html(self, name: str) -> str:
         """Return the figure as HTML, without Plotly's own code; `name` is its element's id."""
-        config = {"displaylogo": False, "responsive": True}
+        config = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": _BUTTONS_LEFT_OUT}
         return str(plotly.io.to_html(self.drawn, config=config, full_html=False, include_plotlyjs=False, div_id=name))
 
 
@@ -61,15 +63,16 @@ def new_figure(*panels: str, height: int = 380, columns: int | None = None) -> g
     """Return an empty figure with a panel for each title, in one row unless there are fewer columns."""
     columns = columns or max(1, len(panels))
     rows = -(-len(panels) // columns) or 1
+    above = 28 if panels else 8  # pixels between the figure and its legend: room for the panels' titles
     figure = make_subplots(rows=rows, cols=columns, subplot_titles=[text(panel) for panel in panels])
     figure.update_layout(
         template="plotly_white",
         height=height * rows,
         margin={"l": 70, "r": 50, "t": 60 if panels else 40, "b": 50},
         font={"family": "system-ui, sans-serif", "size": 13},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + 0.12 / rows, "x": 0},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + above / (height * rows - 110), "x": 0},
         colorway=_COLOURS,
-        modebar={"orientation": "v"},
+        modebar={"orientation": "v"},  # beside the figure: above it, the legend would run into it
     )
     return figure
 
@@ -107,6 +110,17 @@ class Run:
     folder: RunFolder
 
     @property
+    def exchange(self) -> str:
+        """What its ranks exchange: "pooled" or "rows", which says what a lookup of a cache is; "both" by tables."""
+        try:
+            if self.folder.has_plan:
+                found = {table.exchange for table in self.folder.plan(None).tables if table.kernel == "cached"}
+                return found.pop() if len(found) == 1 else "both" if found else "pooled"
+            return str(self.folder.settings().get("sharding.exchange", "pooled"))
+        except (ConfigError, ShardingError):
+            return "not known"
+
+    @property
     def result(self) -> RunResult | None:
         """What the run gave; None where it has not ended."""
         return self.folder.result
@@ -117,18 +131,28 @@ class Run:
         return None if self.result is None else self.result.cache
 
 
+#: Why hit rates of runs with different exchanges do not stand in one chart.
+HITS_DIFFER = (
+    'Hits of runs with different sharding.exchange do not compare: with "pooled" every id of every sample is a lookup, '
+    'with "rows" a row is looked up once per rank and batch, however many samples have it.'
+)
+
+
 def summary(runs: Sequence[Run]) -> Section:
     """Return the section of all runs' results."""
     judged = [run.result.quality for run in runs if run.result is not None]
     names = [*main_names(judged), *(["ne"] if any("ne" in quality for quality in judged) else [])]
-    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "95 %", "loss"]
+    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "p95", "loss"]
     header += [*map(title_of, names), "best, at step", "hits", "caches", "host", "sent"]
     note = (
-        "loss: of training, mean since the last report; AUC, NE and RMSE: of the held-out samples, at the last step; "
-        "best: the best evaluation, where the run follows it, by its figure; hits: share of lookups; caches and host: "
-        "bytes of slots and maps on the devices, and of their rows on the hosts, of all ranks; sent: to other ranks, "
-        "by a rank in a step."
+        "step ms: of a rank; half of the steps, and 95 % (p95), take less. loss: of training, mean since the last "
+        "report; AUC, NE and RMSE: of the held-out samples, at the last step; best: the best evaluation, where the run "
+        "follows it, by its figure; hits: share of lookups; caches and host: bytes of slots and maps on the devices, "
+        "and of their rows and scores on the hosts, of all ranks at the end; sent: to other ranks, by a rank in a step."
     )
+    exchanges = {run.exchange for run in runs if run.cache}
+    if len(exchanges) > 1:
+        note += f" {HITS_DIFFER} " + "; ".join(f"{run.name}: {run.exchange}" for run in runs if run.cache) + "."
     going = [run.name for run in runs if run.result is None]
     text = [f"Not ended, so without a result: {', '.join(going)}."] if going else []
     return Section("Runs", [PageTable("Results", header, [_summary_row(run, names) for run in runs], note)], text)

@@ -13,8 +13,9 @@ from embershard import __version__
 from embershard.launch.report.page.measured import caches, moved, step_time, training
 from embershard.launch.report.page.predicted import predicted
 from embershard.launch.report.page.runs import Run, Section, differences, summary
-from embershard.launch.report.page.sweep import read_sweep, sweep_section
+from embershard.launch.report.page.sweep import sweep_section
 from embershard.launch.report.run_folder import RunFolder, is_sweep
+from embershard.launch.sweep.spread import read_configurations
 from embershard.whole_file import whole_file
 
 #: Runs of sweeps that are drawn one by one; more lines could not be told apart.
@@ -32,11 +33,11 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
         if not is_sweep(folder):
             runs.append((folder.name if _is_alone(folder, folders) else str(folder), RunFolder.read_begun(folder)))
             continue
-        configurations = read_sweep(folder)
+        configurations = read_configurations(folder)
         sections.append(sweep_section(folder, configurations))
         finished = [each for each in configurations if each.folders]
         prefix = f"{folder.name}: " if len(folders) > 1 else ""
-        runs += [(prefix + each.name, each.folders[0]) for each in finished[:_MOST_RUNS_OF_SWEEPS]]
+        runs += [(prefix + each.name, RunFolder.read(each.folders[0])) for each in finished[:_MOST_RUNS_OF_SWEEPS]]
         text.append(
             f"Of {folder}, the first finished repeat of {min(len(finished), _MOST_RUNS_OF_SWEEPS)} of {len(finished)} "
             "configurations is drawn below. Give the folders of runs to see others."

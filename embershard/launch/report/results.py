@@ -1,0 +1,90 @@
+"""Results of runs and sweeps as one table, for programs and for papers: JSON, CSV, LaTeX and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from embershard.launch.report.run_folder import RunFolder, is_sweep
+from embershard.launch.sweep.spread import main_figures, read_configurations, result_rows, spread_of
+from embershard.run_result import RunResult
+
+FORMATS = ("json", "csv", "latex", "markdown")
+_LATEX = {each: f"\\{each}" for each in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+}
+
+
+class _Row(NamedTuple):
+    """Runs of the same settings: one run, or a configuration of a sweep."""
+
+    name: str
+    settings: dict[str, Any]
+    results: Sequence[RunResult]
+
+
+def results_text(folders: Sequence[Path], form: str) -> str:
+    """Return the results of runs and sweeps as text in one of `FORMATS`.
+
+    JSON and CSV have every figure in full, as `result_rows` names them. LaTeX and Markdown have the main ones, rounded,
+    for readers.
+
+    Raises:
+        ConfigError: a folder is neither that of a run nor of a sweep, or cannot be read.
+    """
+    rows: list[_Row] = []
+    for folder in folders:
+        if is_sweep(folder):
+            found = [each for each in read_configurations(folder) if each.results]
+            prefix = f"{folder.name}: " if len(folders) > 1 else ""
+            rows += [_Row(f"{prefix}{each.name}", dict(each.varied), each.results) for each in found]
+        else:
+            run = RunFolder.read(folder)
+            assert run.result is not None, "it was read"
+            rows.append(_Row(folder.resolve().name, {}, (run.result,)))
+    if form == "json":
+        return json.dumps(result_rows(rows), indent=2, allow_nan=False)
+    if form == "csv":
+        return _csv(result_rows(rows))
+    return (_latex if form == "latex" else _markdown)(*_for_readers(rows))
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    names = dict.fromkeys(name for row in rows for name in row)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().rstrip("\n")
+
+
+def _for_readers(rows: Sequence[_Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and the cells of the main figures."""
+    figures = main_figures(result for row in rows for result in row.results)
+    cells = []
+    for row in rows:
+        spreads = [(spread_of(row.results, name), form) for name, (_, form) in figures.items()]
+        values = ["" if spread is None else spread.text(form) for spread, form in spreads]
+        cells.append([row.name, str(len(row.results)), *values])
+    return ["run", "runs", *(title for title, _ in figures.values())], cells
+
+
+def _markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *cells]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _latex(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    def line(texts: Sequence[str]) -> str:
+        return " & ".join("".join(_LATEX.get(each, each) for each in text) for text in texts) + r" \\"
+
+    body = [line(titles), r"\midrule", *map(line, cells), r"\bottomrule", r"\end{tabular}"]
+    head = [r"% needs \usepackage{booktabs}; +-: half of the mean's 95 % confidence interval; sd: standard deviation"]
+    return "\n".join([*head, rf"\begin{{tabular}}{{l{'r' * (len(titles) - 1)}}}", r"\toprule", *body])
