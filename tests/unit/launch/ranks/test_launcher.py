@@ -218,9 +218,10 @@ def test_restarts(tmp_path, monkeypatch, capfd):
 
 
 _PROGRAM = """
+import os
 from embershard.distributed import Supervision
 supervision = Supervision.of_this_process()
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # at once: print writes the end of the line by itself
 import time; time.sleep(60)
 """
 
