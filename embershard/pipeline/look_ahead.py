@@ -198,16 +198,18 @@ class LookAheadPipeline:
                 self._left.explain(number, error)
             raise
         finally:
-            self._inputs.step.end(is_ahead=trains and len(self._window) > 0)
             try:
-                if is_whole:
-                    self._pay_debts(batches)
-            finally:
-                stall_seconds = self._join()
-                if is_given:
-                    staged.close()
-                else:
-                    self._window.put_back(staged)  # for the next step
+                self._inputs.step.end(is_ahead=trains and len(self._window) > 0)
+            finally:  # an interrupt there pays, too: the other ranks count on it
+                try:
+                    if is_whole:
+                        self._pay_debts(batches)
+                finally:
+                    stall_seconds = self._join()
+                    if is_given:
+                        staged.close()
+                    else:
+                        self._window.put_back(staged)  # for the next step
         if trains:
             step_seconds = time.perf_counter() - started
             self._depth.add(step_seconds, stall_seconds)

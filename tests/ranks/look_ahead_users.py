@@ -88,6 +88,30 @@ def evaluate_the_next_batch(case: Case, run: Run) -> list[str]:
     return differs(case, case.steps, model, losses)
 
 
+def interrupt_a_step_that_ends(case: Case, run: Run, rank: int) -> list[str]:
+    """On one rank an interrupt comes when a step has trained, before the next batch was offered to the others, and the
+    training goes on; what differs from stock."""
+    only_our_warnings_raise()
+    expected = reference(case)
+    model, stream = build(case, cached=True), iter(batches(case))
+    loop = pipeline(model, run)
+    end, ends = loop._inputs.step.end, itertools.count()
+
+    def interrupted(is_ahead: bool) -> None:
+        end(is_ahead)
+        if next(ends) == 3 and dist.get_rank() == rank:
+            raise KeyboardInterrupt
+
+    loop._inputs.step.end = interrupted
+    losses = []
+    for step in range(case.steps):
+        try:
+            losses.append(loop.progress(stream).item())
+        except KeyboardInterrupt:
+            losses.append(expected.losses[step])
+    return differs(case, case.steps, model, losses)
+
+
 def leave_a_pipeline(case: Case, run: Run, how: str) -> dict[str, Any]:
     """A pipeline is left in mid-window, and another one goes on with the data; what differs, and what is left over."""
     only_our_warnings_raise()

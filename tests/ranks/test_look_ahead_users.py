@@ -32,6 +32,11 @@ def test_evaluating_the_batch_that_trains_next(two_ranks: RankPool, empty_every:
     assert two_ranks.run(users.evaluate_the_next_batch, case, Run(4, 2)) == [[], []]
 
 
+def test_an_interrupt_as_a_step_ends(two_ranks: RankPool) -> None:
+    """The other rank counts on the batch that this one offers then."""
+    assert two_ranks.run(users.interrupt_a_step_that_ends, CASE, Run(4, 2), 0) == [[], []]
+
+
 @pytest.mark.parametrize("how", ["freed", "detached later"])
 def test_a_pipeline_that_is_left_does_not_disturb_the_next_one(two_ranks: RankPool, how: str) -> None:
     for result in two_ranks.run(users.leave_a_pipeline, CASE, Run(4, 2), how):
