@@ -132,7 +132,7 @@ class TrainJob(Job):
         if num_ranks is None:
             return "torchrun as before, with"
         words = ["train", "--config", str(self.file), *set_words(overrides), *trust_words(self.trust_code)]
-        return f"{program_words('embershard', 'embershard.launch.cli')} {shlex.join(words)} --nproc {num_ranks}"
+        return f"{program_words('embershard', 'embershard')} {shlex.join(words)} --nproc {num_ranks}"
 
 
 def resume_step(step: int | None, run_dir: Path) -> int | None:

@@ -176,16 +176,17 @@ class _Outputs:
         config, is_cached = self._trainer.config, cache is not None
         self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
         other, change = _next_run(config.sharding.mode, is_cached)
-        folder = shlex.quote(str(self._folder))
-        curves = f"{program_words('embershard', 'embershard.launch.cli')} report {folder} -o report.html"
+        report = f"{program_words('embershard', 'embershard')} report {shlex.quote(str(self._folder))}"
+        lines = {"Look at it as a page, with curves:": f"{report} -o report.html"}
         if "tensorboard" in config.tracking.trackers:
-            curves = f"{program_words('tensorboard', 'tensorboard.main')} --logdir {folder}"
+            board = program_words("tensorboard", "tensorboard.main")
+            lines["Or in TensorBoard:"] = f"{board} --logdir {shlex.quote(str(self._folder))}"
+        lines[f"Next, the same run {other}:"] = f"{same_run} {change}"
         say(
             self._console,
             *filter(None, [self._trainer.best.stop_reason]),
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
-            f"See the curves:    {curves}",
-            f"Next, the same run {other}:    {same_run} {change}",
+            *(line for what, command in lines.items() for line in (what, f"    {command}")),
         )
 
     def __enter__(self) -> _Outputs:

@@ -215,6 +215,6 @@ def test_version_and_unknown_command(capsys):
 def test_the_hint_at_the_end_is_a_command_that_can_be_pasted(on_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name if on_path else None)
     job = job_of("a.toml", "data.path=/a b", "cache.enabled=false")
-    program = "embershard" if on_path else f"{os.path.relpath(sys.executable)} -m embershard.launch.cli"
+    program = "embershard" if on_path else f"{os.path.relpath(sys.executable)} -m embershard"
     assert job.same_run_command(3) == f"{program} train --config a.toml --set 'data.path=/a b' --nproc 3"
     assert job.same_run_command(None) == "torchrun as before, with"
