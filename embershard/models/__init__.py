@@ -9,18 +9,18 @@ from embershard.lazy_names import lazy_names
 if TYPE_CHECKING:
     from embershard.models.build import build_model
     from embershard.models.config import ModelConfig
-    from embershard.models.dense_size import num_parameters
+    from embershard.models.outline import model_tables, num_parameters
     from embershard.models.schema import table_name
-    from embershard.models.tables import ModelTable, model_tables
+    from embershard.models.tables import ModelTable
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "config": ["ModelConfig"],
             "build": ["build_model"],
-            "dense_size": ["num_parameters"],
+            "outline": ["model_tables", "num_parameters"],
             "schema": ["table_name"],
-            "tables": ["ModelTable", "model_tables"],
+            "tables": ["ModelTable"],
         },
     )
 

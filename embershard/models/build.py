@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from embershard.models.history import build_with_history
 from embershard.models.loss import WithLoss
 from embershard.models.own_model import build_own
 from embershard.models.schema import SchemaLike
-from embershard.models.table_modules import bags_of, tables_in
-from embershard.models.tables import ModelTable, model_tables
+from embershard.models.table_modules import bags_of
+from embershard.models.tables import built_in_tables
 
 
 def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
@@ -50,18 +49,9 @@ def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -
     return build_dlrm(config, schema, device)
 
 
-@lru_cache(maxsize=16)
-def outline(config: ModelConfig, schema: Any) -> tuple[tuple[ModelTable, ...], int]:
-    """Return the tables and the number of dense parameters of a model, which is built for it and thrown away."""
-    with torch.random.fork_rng(devices=[]):
-        model = build_model(config, schema, torch.device("cpu"))
-    dense = sum(parameter.numel() for parameter in model.parameters() if parameter.device.type != "meta")
-    return tuple(tables_in(model)), dense
-
-
 def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) -> WithLoss:
     """Build a DLRM, DLRM-DCNv2 or DeepFM: see `build_model`."""
-    collection = bags_of(model_tables(config, schema))
+    collection = bags_of(built_in_tables(config, schema))
     num_labels = len(schema.target.labels)
     layers = list(config.dense_arch_layer_sizes), list(config.over_layers(num_labels))
     with device:

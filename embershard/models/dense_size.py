@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from embershard.models.config import (
     DCN_LOW_RANK_DIM,
@@ -15,6 +14,7 @@ from embershard.models.config import (
     Arch,
     ModelConfig,
 )
+from embershard.models.schema import SchemaLike
 
 _FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradients of inputs and of weights
 
@@ -112,18 +112,8 @@ class DenseSize:
         return [layer for mlp in widths for layer in pairwise(mlp)]
 
 
-def num_parameters(config: ModelConfig, schema: Any) -> int:
-    """Return the number of weights and biases of the dense layers of the model that `build_model` builds.
-
-    >>> from embershard.data import Schema, SparseFeature
-    >>> schema = Schema(dense=("I1",), sparse=(SparseFeature("C1", 100),))
-    >>> num_parameters(ModelConfig(dense_arch_layer_sizes=(32, 16), over_arch_layer_sizes=(8, 1)), schema)
-    745
-    """
-    if config.build is not None:
-        from embershard.models.build import outline  # builds it
-
-        return outline(config, schema)[1]
+def built_in_parameters(config: ModelConfig, schema: SchemaLike) -> int:
+    """Return the number of weights and biases of the dense layers of a built-in model."""
     num_dense, num_sparse, num_labels = len(schema.dense), len(schema.sparse), len(schema.target.labels)
     if config.arch not in WITH_HISTORY:
         return DenseSize.of(config, num_dense, num_sparse, number_bytes=1, num_labels=num_labels).parameter_bytes

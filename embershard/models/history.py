@@ -21,7 +21,7 @@ from embershard.models.dropout import add_dropout
 from embershard.models.loss import WithLoss
 from embershard.models.schema import SchemaLike
 from embershard.models.table_modules import bags_of, sequences_of
-from embershard.models.tables import model_tables
+from embershard.models.tables import built_in_tables
 
 
 @dataclass
@@ -47,7 +47,7 @@ class HistoryEmbeddings(nn.Module):
     def __init__(self, config: ModelConfig, schema: SchemaLike, device: torch.device) -> None:
         super().__init__()
         self._target, self._history, self._dim = list(config.target), list(config.history), config.embedding_dim
-        tables = model_tables(config, schema)
+        tables = built_in_tables(config, schema)
         self.sequences = sequences_of([table for table in tables if table.is_sequence])
         bags = [table for table in tables if not table.is_sequence]
         self.bags = bags_of(bags) if bags else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from embershard.errors import ConfigError
 from embershard.models.config import WITH_HISTORY, ModelConfig
@@ -49,18 +49,8 @@ class ModelTable:
         return f"{self.module}.{'embeddings' if self.is_sequence else 'embedding_bags'}.{self.name}.weight"
 
 
-def model_tables(config: ModelConfig, schema: Any) -> tuple[ModelTable, ...]:
-    """Return the tables of the model that `build_model` builds, in the order of its modules. Errors as there.
-
-    >>> from embershard.data import Schema, SparseFeature
-    >>> schema = Schema(dense=("I1",), sparse=(SparseFeature("C1", 100),))
-    >>> [(table.name, table.num_rows, table.features) for table in model_tables(ModelConfig(), schema)]
-    [('t_C1', 100, ('C1',))]
-    """
-    if config.build is not None:
-        from embershard.models.build import outline  # builds it
-
-        return outline(config, schema)[0]
+def built_in_tables(config: ModelConfig, schema: SchemaLike) -> tuple[ModelTable, ...]:
+    """Return the tables of a built-in model, in the order of its modules. It is built from them. Errors as then."""
     if config.arch in WITH_HISTORY:
         return tuple(_with_history(config, schema))
     check_schema(schema)
