@@ -20,7 +20,6 @@ _SAMPLE = 4096
 _NEVER = torch.iinfo(torch.int64).max
 # The rank of a row without a known use: the bits of its score above the number of its last batch. Rows with a known use
 # rank behind every finite score, the furthest use first.
-_KNOWN_USE, _LAST_BATCH = loops.KNOWN_USE, loops.LAST_BATCH
 _NONE_KNOWN_USE = torch.iinfo(torch.int32).max
 
 
@@ -179,7 +178,7 @@ class VictimQueue:
     def _set_worst(self, rank: int) -> None:
         """Note that every slot up to this rank is in the queue, offered, or pinned."""
         self._worst = rank
-        self._worst_next_use = _NONE_KNOWN_USE if rank < _KNOWN_USE else _KNOWN_USE + _LAST_BATCH - rank
+        self._worst_next_use = _NONE_KNOWN_USE if rank < loops.KNOWN_USE else loops.KNOWN_USE + loops.LAST_BATCH - rank
 
     def _usable(self, ranked: _Ranked, oldest_pinned: int) -> Tensor:
         """Positions of entries that may be evicted and whose rank still holds: int64."""
@@ -209,7 +208,7 @@ class VictimQueue:
         if self._next_use_index is None:
             return _Ranked(ranked_slots, stamps, ranks, None)
         next_uses = select(self._next_use_index.next_use)
-        ranks = torch.where(next_uses > 0, _KNOWN_USE + _LAST_BATCH - next_uses.long(), ranks)
+        ranks = torch.where(next_uses > 0, loops.KNOWN_USE + loops.LAST_BATCH - next_uses.long(), ranks)
         return _Ranked(ranked_slots, stamps, ranks, next_uses)
 
     def _refill(self, least: int, oldest_pinned: int) -> None:

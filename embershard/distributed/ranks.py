@@ -181,7 +181,8 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:
-    if "RANK" not in os.environ:
+    is_alone = os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in os.environ  # as our launcher starts it
+    if is_alone or "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
     from torch.distributed.rendezvous import rendezvous
 

@@ -83,14 +83,15 @@ class ScoreJob(Job):
 
     def run(self, ranks: Ranks, supervision: Supervision) -> int:
         """Score the held-out samples: into the file, or, without one, show the quality. Return 0. Collective."""
-        from embershard.data import open_source
-        from embershard.training.quality.quality import quality_values
-        from embershard.training.trained_run import Scorer, open_trained
-
         console, output = plain_console(quiet=not ranks.is_first), self.output
-        if output is not None:
-            ranks.from_first(lambda: check_new_output(output))
-        trained = open_trained(self.config, self.checkpoints, ranks, self.step)
+        with console.status("reading the checkpoint"):
+            from embershard.data import open_source
+            from embershard.training.quality.quality import quality_values
+            from embershard.training.trained_run import Scorer, open_trained
+
+            if output is not None:
+                ranks.from_first(lambda: check_new_output(output))
+            trained = open_trained(self.config, self.checkpoints, ranks, self.step)
         say(console, *(f"Not used: {reason}." for reason in trained.skipped))
         source = open_source(self.config.data, needs_labels=output is None, share=ranks.from_first)
         kept = kept_columns(source, self.keep) if self.keep else None

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from embershard.models.build import build_model, model_tables, num_parameters
+    from embershard.models.build import build_model
     from embershard.models.config import ModelConfig
+    from embershard.models.outline import model_tables, num_parameters
     from embershard.models.schema import table_name
     from embershard.models.tables import ModelTable
 else:
@@ -16,7 +17,8 @@ else:
         __name__,
         {
             "config": ["ModelConfig"],
-            "build": ["build_model", "model_tables", "num_parameters"],
+            "build": ["build_model"],
+            "outline": ["model_tables", "num_parameters"],
             "schema": ["table_name"],
             "tables": ["ModelTable"],
         },

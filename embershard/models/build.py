@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from embershard.models.dropout import add_dropout
 from embershard.models.history import build_with_history
 from embershard.models.loss import WithLoss
 from embershard.models.own_model import build_own
-from embershard.models.schema import SchemaLike, check_schema
-from embershard.models.tables import ModelTable, embedding_tables, tables_in
+from embershard.models.schema import SchemaLike
+from embershard.models.table_modules import bags_of
+from embershard.models.tables import built_in_tables
 
 
 def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
@@ -49,41 +49,9 @@ def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -
     return build_dlrm(config, schema, device)
 
 
-def model_tables(config: ModelConfig, schema: Any) -> tuple[ModelTable, ...]:
-    """Return the tables of the model that `build_model` builds. Errors as there.
-
-    >>> from embershard.data import Schema, SparseFeature
-    >>> schema = Schema(dense=("I1",), sparse=(SparseFeature("C1", 100),))
-    >>> [(table.name, table.num_rows, table.features) for table in model_tables(ModelConfig(), schema)]
-    [('t_C1', 100, ('C1',))]
-    """
-    return _outline(config, schema)[0]
-
-
-def num_parameters(config: ModelConfig, schema: Any) -> int:
-    """Return the number of weights and biases of the dense layers of the model that `build_model` builds.
-
-    >>> from embershard.data import Schema, SparseFeature
-    >>> schema = Schema(dense=("I1",), sparse=(SparseFeature("C1", 100),))
-    >>> num_parameters(ModelConfig(dense_arch_layer_sizes=(32, 16), over_arch_layer_sizes=(8, 1)), schema)
-    745
-    """
-    return _outline(config, schema)[1]
-
-
-@lru_cache(maxsize=16)
-def _outline(config: ModelConfig, schema: Any) -> tuple[tuple[ModelTable, ...], int]:
-    """Return the tables and the dense parameters of a model, which is built for it and thrown away."""
-    with torch.random.fork_rng(devices=[]):
-        model = build_model(config, schema, torch.device("cpu"))
-    dense = sum(parameter.numel() for parameter in model.parameters() if parameter.device.type != "meta")
-    return tuple(tables_in(model)), dense
-
-
 def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) -> WithLoss:
     """Build a DLRM, DLRM-DCNv2 or DeepFM: see `build_model`."""
-    check_schema(schema)
-    collection = EmbeddingBagCollection(tables=embedding_tables(config, schema.sparse), device=torch.device("meta"))
+    collection = bags_of(built_in_tables(config, schema))
     num_labels = len(schema.target.labels)
     layers = list(config.dense_arch_layer_sizes), list(config.over_layers(num_labels))
     with device:

@@ -14,6 +14,8 @@ WITH_HISTORY = ("din", "tbsm")
 #: Defaults of the cross network, which "dlrm_dcn" has.
 DCN_NUM_LAYERS = 3
 DCN_LOW_RANK_DIM = 32
+#: Default of the layers that see an event of a history.
+HISTORY_LAYER_SIZES = (32, 16)
 _DEEPFM_LAYERS = 2
 _DIM_MULTIPLE = 4  # FBGEMM stores rows as vectors of four numbers
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from embershard.models.config import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS, Arch, ModelConfig
+from embershard.models.config import (
+    DCN_LOW_RANK_DIM,
+    DCN_NUM_LAYERS,
+    HISTORY_LAYER_SIZES,
+    WITH_HISTORY,
+    Arch,
+    ModelConfig,
+)
+from embershard.models.schema import SchemaLike
 
 _FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradients of inputs and of weights
 
@@ -102,3 +110,24 @@ class DenseSize:
             return [*pairwise(dense), (self._crossed, deep), (self._interaction_width, labels)]
         widths = (self.num_dense, *self.dense_layers), (self._interaction_width, *self.over_layers)
         return [layer for mlp in widths for layer in pairwise(mlp)]
+
+
+def built_in_parameters(config: ModelConfig, schema: SchemaLike) -> int:
+    """Return the number of weights and biases of the dense layers of a built-in model."""
+    num_dense, num_sparse, num_labels = len(schema.dense), len(schema.sparse), len(schema.target.labels)
+    if config.arch not in WITH_HISTORY:
+        return DenseSize.of(config, num_dense, num_sparse, number_bytes=1, num_labels=num_labels).parameter_bytes
+    events, dim, over = len(config.target), config.embedding_dim, config.over_layers(num_labels)
+    others = num_sparse - 2 * events + (num_dense > 0)
+    sizes = config.history_layer_sizes or HISTORY_LAYER_SIZES
+    dense = _mlp_parameters(num_dense, *config.dense_arch_layer_sizes) if num_dense else 0
+    if config.arch == "din":
+        unit = _mlp_parameters(4 * events * dim, *sizes, 1)
+        return dense + unit + _mlp_parameters((3 * events + others) * dim, *over)
+    vectors = events + others
+    step = _mlp_parameters(vectors * dim + vectors * (vectors - 1) // 2, *sizes)
+    return dense + step + 1 + _mlp_parameters(3 * sizes[-1], *over)
+
+
+def _mlp_parameters(*widths: int) -> int:
+    return sum((a + 1) * b for a, b in pairwise(widths))

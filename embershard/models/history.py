@@ -7,24 +7,21 @@ the dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mlp import MLP
 
-from embershard.errors import ConfigError, DataError
-from embershard.models.config import ModelConfig
+from embershard.errors import DataError
+from embershard.models.config import HISTORY_LAYER_SIZES, ModelConfig
 from embershard.models.dropout import add_dropout
 from embershard.models.loss import WithLoss
-from embershard.models.schema import SchemaLike, table_name
-from embershard.models.tables import embedding_tables
-
-HISTORY_LAYER_SIZES = (32, 16)
+from embershard.models.schema import SchemaLike
+from embershard.models.table_modules import bags_of, sequences_of
+from embershard.models.tables import built_in_tables
 
 
 @dataclass
@@ -50,20 +47,12 @@ class HistoryEmbeddings(nn.Module):
     def __init__(self, config: ModelConfig, schema: SchemaLike, device: torch.device) -> None:
         super().__init__()
         self._target, self._history, self._dim = list(config.target), list(config.history), config.embedding_dim
-        rows = {feature.name: feature.num_rows for feature in schema.sparse}
-        _check(config, rows)
-        _check_tables(config, schema)
-        meta, common = torch.device("meta"), {"embedding_dim": config.embedding_dim}
-        common["data_type"] = DataType.FP16 if config.table_dtype == "fp16" else DataType.FP32
-        pairs = zip(config.target, config.history, strict=True)
-        sequences = [
-            EmbeddingConfig(name=table_name(item), num_embeddings=rows[item], feature_names=[item, past], **common)
-            for item, past in pairs
-        ]
-        self.sequences = EmbeddingCollection(tables=sequences, device=meta)
-        names = [name for name in rows if name not in {*config.target, *config.history}]
-        bags = embedding_tables(config, [feature for feature in schema.sparse if feature.name in names])
-        self.bags = EmbeddingBagCollection(tables=bags, device=meta) if bags else None
+        tables = built_in_tables(config, schema)
+        self.sequences = sequences_of([table for table in tables if table.is_sequence])
+        bags = [table for table in tables if not table.is_sequence]
+        self.bags = bags_of(bags) if bags else None
+        events = {*config.target, *config.history}
+        names = [feature.name for feature in schema.sparse if feature.name not in events]
         num_dense = len(schema.dense)
         layers = list(config.dense_arch_layer_sizes)
         self.dense_arch = MLP(num_dense, layers, device=device) if num_dense else None
@@ -123,40 +112,6 @@ def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.de
         network = network_class(len(config.target), embeddings.num_others, config.embedding_dim, sizes, over)
         add_dropout(network.over, config.dropout)
         return WithLoss(HistoryModel(embeddings, network), schema.target)
-
-
-def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
-    """Raise unless the features of target and history are in the schema, once, and fit each other."""
-    named = [("target", name) for name in config.target] + [("history", name) for name in config.history]
-    for number, (setting, name) in enumerate(named):
-        if name not in rows:
-            raise ConfigError(
-                f"model.{setting}: got {name!r}, needed a sparse feature of the data, which have {', '.join(rows)}."
-            )
-        if name in [other for _, other in named[:number]]:
-            raise ConfigError(f"model.{setting}: {name!r} is in target and history twice; needed each feature once.")
-    for item, past in zip(config.target, config.history, strict=True):
-        if rows[item] != rows[past]:
-            raise ConfigError(
-                f"model.target {item!r} has {rows[item]} rows and model.history {past!r} has {rows[past]}: they share "
-                "a table. Give both the same number of rows in the data's settings."
-            )
-
-
-def _check_tables(config: ModelConfig, schema: SchemaLike) -> None:
-    """Raise where a feature's own settings of table and pooling meet the tables of target and history."""
-    events = {*config.target, *config.history}
-    for feature in schema.sparse:
-        if feature.name in events and (feature.table is not None or feature.pooling != "sum"):
-            raise ConfigError(
-                f"data.table.features.{feature.name}: table and pooling have no effect on a feature of model.target or "
-                "model.history: each pair shares a table of sequences. Leave them out."
-            )
-        if feature.name not in events and feature.table in events:
-            raise ConfigError(
-                f"data.table.features.{feature.name}: table {feature.table!r} is that of a feature of model.target or "
-                "model.history, which is of sequences. Leave table out."
-            )
 
 
 class DIN(nn.Module):

@@ -15,7 +15,7 @@ from embershard.models.config import ModelConfig
 from embershard.models.loss import loss_of
 from embershard.models.own_errors import note_batch
 from embershard.models.schema import SchemaLike, TargetLike
-from embershard.models.tables import collections_of, tables_in
+from embershard.models.table_modules import collections_of, tables_in
 from embershard.own_code import load_function, place_of
 
 

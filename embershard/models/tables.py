@@ -1,20 +1,19 @@
-"""`ModelTable`: an embedding table of a model, as a value, read from the model's TorchRec collections."""
+"""`ModelTable`: an embedding table of a model, as a value. The built-in models are built over these, and their tables
+are known without TorchRec, which takes seconds to import."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from torch import nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from typing import Literal
 
 from embershard.errors import ConfigError
-from embershard.models.config import ModelConfig
-from embershard.models.schema import SparseFeatureLike, table_name
+from embershard.models.config import WITH_HISTORY, ModelConfig
+from embershard.models.schema import SchemaLike, SparseFeatureLike, check_schema, table_name
 
-_DTYPES: dict[DataType, Literal["fp32", "fp16"]] = {DataType.FP32: "fp32", DataType.FP16: "fp16"}
+#: Paths of the collections in the built-in models.
+_BAGS = "model.sparse_arch.embedding_bag_collection"
+_SEQUENCES, _BAGS_BESIDE = "model.embeddings.sequences", "model.embeddings.bags"
 
 
 @dataclass(frozen=True)
@@ -50,49 +49,70 @@ class ModelTable:
         return f"{self.module}.{'embeddings' if self.is_sequence else 'embedding_bags'}.{self.name}.weight"
 
 
-def collections_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield path and module of every collection of tables in a model that is not sharded."""
-    for path, module in model.named_modules():
-        if type(module) in (EmbeddingBagCollection, EmbeddingCollection):  # what TorchRec's sharders take
-            yield path, module
+def built_in_tables(config: ModelConfig, schema: SchemaLike) -> tuple[ModelTable, ...]:
+    """Return the tables of a built-in model, in the order of its modules. It is built from them. Errors as then."""
+    if config.arch in WITH_HISTORY:
+        return tuple(_with_history(config, schema))
+    check_schema(schema)
+    return tuple(_bags(config, schema.sparse, _BAGS))
 
 
-def tables_in(model: nn.Module) -> Iterator[ModelTable]:
-    """Yield the tables of a model that is not sharded, in the order of its modules.
-
-    Raises:
-        ConfigError: a table is of another number type than fp32 and fp16.
-    """
-    for path, module in collections_of(model):
-        is_bag = isinstance(module, EmbeddingBagCollection)
-        for table in module.embedding_bag_configs() if is_bag else module.embedding_configs():
-            if table.data_type not in _DTYPES:
-                raise ConfigError(f"table {table.name!r} has data_type={table.data_type}; needed FP32 or FP16.")
-            yield ModelTable(
-                name=table.name,
-                num_rows=table.num_embeddings,
-                dim=table.embedding_dim,
-                dtype=_DTYPES[table.data_type],
-                features=tuple(table.feature_names),
-                module=path,
-                pooling=table.pooling.value.lower() if is_bag else "",
-            )
-
-
-def embedding_tables(config: ModelConfig, features: Sequence[SparseFeatureLike]) -> list[EmbeddingBagConfig]:
-    """Return the tables of bags that `features` look up, in the order of each table's first feature."""
-    dtype = DataType.FP16 if config.table_dtype == "fp16" else DataType.FP32
+def _bags(config: ModelConfig, features: Sequence[SparseFeatureLike], module: str) -> Iterator[ModelTable]:
+    """Yield the tables of bags that `features` look up, in the order of each table's first feature."""
     by_table: dict[str, list[SparseFeatureLike]] = {}
     for feature in features:
         by_table.setdefault(feature.table or feature.name, []).append(feature)
-    return [
-        EmbeddingBagConfig(
-            name=table_name(name),
-            num_embeddings=sharing[0].num_rows,
-            embedding_dim=config.embedding_dim,
-            feature_names=[feature.name for feature in sharing],
-            data_type=dtype,
-            pooling=PoolingType.MEAN if sharing[0].pooling == "mean" else PoolingType.SUM,
-        )
-        for name, sharing in by_table.items()
-    ]
+    for name, sharing in by_table.items():
+        names, pooling = tuple(feature.name for feature in sharing), sharing[0].pooling
+        yield _table(config, name, sharing[0].num_rows, names, module, pooling)
+
+
+def _with_history(config: ModelConfig, schema: SchemaLike) -> Iterator[ModelTable]:
+    """Yield the tables for sequences, which target and history share, and those of the other features."""
+    rows = {feature.name: feature.num_rows for feature in schema.sparse}
+    _check(config, rows)
+    _check_tables(config, schema)
+    for item, past in zip(config.target, config.history, strict=True):
+        yield _table(config, item, rows[item], (item, past), _SEQUENCES, "")
+    events = {*config.target, *config.history}
+    yield from _bags(config, [feature for feature in schema.sparse if feature.name not in events], _BAGS_BESIDE)
+
+
+def _table(
+    config: ModelConfig, name: str, num_rows: int, features: tuple[str, ...], module: str, pooling: str
+) -> ModelTable:
+    return ModelTable(table_name(name), num_rows, config.embedding_dim, config.table_dtype, features, module, pooling)
+
+
+def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
+    """Raise unless the features of target and history are in the schema, once, and fit each other."""
+    named = [("target", name) for name in config.target] + [("history", name) for name in config.history]
+    for number, (setting, name) in enumerate(named):
+        if name not in rows:
+            raise ConfigError(
+                f"model.{setting}: got {name!r}, needed a sparse feature of the data, which have {', '.join(rows)}."
+            )
+        if name in [other for _, other in named[:number]]:
+            raise ConfigError(f"model.{setting}: {name!r} is in target and history twice; needed each feature once.")
+    for item, past in zip(config.target, config.history, strict=True):
+        if rows[item] != rows[past]:
+            raise ConfigError(
+                f"model.target {item!r} has {rows[item]} rows and model.history {past!r} has {rows[past]}: they share "
+                "a table. Give both the same number of rows in the data's settings."
+            )
+
+
+def _check_tables(config: ModelConfig, schema: SchemaLike) -> None:
+    """Raise where a feature's own settings of table and pooling meet the tables of target and history."""
+    events = {*config.target, *config.history}
+    for feature in schema.sparse:
+        if feature.name in events and (feature.table is not None or feature.pooling != "sum"):
+            raise ConfigError(
+                f"data.table.features.{feature.name}: table and pooling have no effect on a feature of model.target or "
+                "model.history: each pair shares a table of sequences. Leave them out."
+            )
+        if feature.name not in events and feature.table in events:
+            raise ConfigError(
+                f"data.table.features.{feature.name}: table {feature.table!r} is that of a feature of model.target or "
+                "model.history, which is of sequences. Leave table out."
+            )

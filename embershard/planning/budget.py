@@ -13,7 +13,7 @@ from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import counted_reports
 from embershard.planning.request import Budget, PlanRequest, Workload
-from embershard.planning.search import ROOM, ShardCosts, cached, place
+from embershard.planning.shard_costs import ROOM, ShardCosts, cached
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.shards import PoolKey, PoolPlacement, TablePlacement, largest_pool_problem, no_rows_problem
@@ -230,6 +230,8 @@ def _least_memory(
         any_rows: allow caches that cannot number their rows.
         resident: for tables without caches.
     """
+    from embershard.planning.search import place  # loads TorchRec
+
     shape = request.workload.shape
     return place(
         request.sharded,

@@ -17,7 +17,7 @@ from embershard.planning.budget import LeastNeed, least_need, least_need_without
 from embershard.planning.exchange import exchange_notes, with_exchange
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
-from embershard.planning.search import ShardCosts, cached, place
+from embershard.planning.shard_costs import ShardCosts, cached
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction
 from embershard.sharding.shards import TablePlacement, no_rows_problem
 from embershard.sharding.sizes import by_pool, place_shards
@@ -156,6 +156,8 @@ def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> 
     shape, budget = request.workload.shape, request.budget
     if shape.world_size == 1 or not request.sharded or (resident and not _may_be_resident(request)):
         return []
+    from embershard.planning.search import place  # loads TorchRec
+
     least = None if resident else sized(replace(request, budget=replace(budget, host_bytes=None)), need.tables)
     num_slots = sum(pool.slots for pool in least.pools) if least is not None else 1
     costs = ShardCosts(request.workload, request.rates, num_slots, resident=resident)

@@ -17,7 +17,7 @@ from embershard.planning.cost.topology import Topology
 from embershard.planning.make_plan import Candidate, best_candidate, sized
 from embershard.planning.predict import resident_report, shard_work
 from embershard.planning.request import PlanRequest, column_block
-from embershard.planning.search import cached
+from embershard.planning.shard_costs import cached
 from embershard.planning.simulate.step_replay import STRAGGLERS, Pipeline, StepReplay, replay_steps
 from embershard.sharding.plan import Plan, Prediction, TablePlacement
 from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType

@@ -29,7 +29,7 @@ from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import FrequencyProfile
 from embershard.models import ModelTable, build_model
-from embershard.models.tables import collections_of
+from embershard.models.table_modules import collections_of
 from embershard.pipeline.pipelined_forward import sharded_modules
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec import (

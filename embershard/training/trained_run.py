@@ -114,7 +114,13 @@ def for_scoring(config: RunConfig, device: str) -> RunConfig:
         profile=ProfileConfig(),
         sharding=ShardingConfig(),
         embedding_optimizer=EmbeddingOptimizerConfig(kind="sgd"),
-        train=replace(config.train, eval_every=None, early_stopping=None, metric=None),
+        train=replace(
+            config.train,
+            init=config.train.init if is_cached else "torchrec",  # which is made anyway; the checkpoint overwrites it
+            eval_every=None,
+            early_stopping=None,
+            metric=None,
+        ),
         checkpoint=CheckpointConfig(),
     )
 

@@ -33,6 +33,13 @@ def test_the_command_line_answers_ctrl_c_at_once(project_dir: Path):
     assert modules_after("import embershard.launch.cli", project_dir) & {*HEAVY, "torch", "numpy", "numba"} == set()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["embershard.training.trained_run", "embershard.sharding.torchrec"])
+def test_compiled_loops_wait_until_one_is_used(module: str, project_dir: Path):
+    """Scoring on a CPU without a cache uses none of them."""
+    assert modules_after(f"import {module}", project_dir) & {"torchrec", "numba"} == {"torchrec"}
+
+
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_a_rank_imports_no_metrics_before_its_first_step(project_dir: Path):

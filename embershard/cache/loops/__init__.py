@@ -2,38 +2,75 @@
 
 The same work as a chain of torch operations passes over the batch 5 to 20 times, and at small batches the calls cost
 more than the work. Each loop changes its arrays exactly as the torch operations beside its call do (those run on a
-GPU and with hashed maps), and releases Python's lock while it runs. Numba compiles them once per machine.
+GPU and with hashed maps), and releases Python's lock while it runs. Numba compiles them once per machine. It takes a
+second to import, and is when the first of them is used: who scores on a CPU without a cache needs none.
 
 Arrays are one-dimensional and contiguous: N keys and positions of a batch, S + 1 slots, R rows.
 """
 
-from embershard.cache.loops.compiled import Counters as Counters
-from embershard.cache.loops.compiled import Int32s as Int32s
-from embershard.cache.loops.compiled import Int64s as Int64s
-from embershard.cache.loops.next_uses import admit as admit
-from embershard.cache.loops.next_uses import arrive as arrive
-from embershard.cache.loops.next_uses import know as know
-from embershard.cache.loops.rows import add_per_feature as add_per_feature
-from embershard.cache.loops.rows import are_rows as are_rows
-from embershard.cache.loops.rows import copy_rows as copy_rows
-from embershard.cache.loops.rows import free_places as free_places
-from embershard.cache.loops.rows import give_places as give_places
-from embershard.cache.loops.rows import keys_of_ids as keys_of_ids
-from embershard.cache.loops.rows import pool_gradients as pool_gradients
-from embershard.cache.loops.rows import pool_rows as pool_rows
-from embershard.cache.loops.rows import take_places as take_places
-from embershard.cache.loops.slots import bind as bind
-from embershard.cache.loops.slots import count_plan as count_plan
-from embershard.cache.loops.slots import count_uses as count_uses
-from embershard.cache.loops.slots import distinct as distinct
-from embershard.cache.loops.slots import distinct_ids as distinct_ids
-from embershard.cache.loops.slots import fill as fill
-from embershard.cache.loops.slots import find as find
-from embershard.cache.loops.slots import out_of_range as out_of_range
-from embershard.cache.loops.victims import KNOWN_USE as KNOWN_USE
-from embershard.cache.loops.victims import LAST_BATCH as LAST_BATCH
-from embershard.cache.loops.victims import candidates as candidates
-from embershard.cache.loops.victims import choose as choose
-from embershard.cache.loops.victims import lowest_ranks as lowest_ranks
-from embershard.cache.loops.victims import offer as offer
-from embershard.cache.loops.victims import settle_ties as settle_ties
+from typing import TYPE_CHECKING, Any
+
+from embershard.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from embershard.cache.loops.compiled import Counters as Counters
+    from embershard.cache.loops.compiled import Int32s as Int32s
+    from embershard.cache.loops.compiled import Int64s as Int64s
+    from embershard.cache.loops.initial_rows import make_blocks as make_blocks
+    from embershard.cache.loops.initial_rows import make_blocks_of as make_blocks_of
+    from embershard.cache.loops.initial_rows import read_blocks as read_blocks
+    from embershard.cache.loops.initial_rows import read_rows as read_rows
+    from embershard.cache.loops.initial_rows import write_rows as write_rows
+    from embershard.cache.loops.next_uses import admit as admit
+    from embershard.cache.loops.next_uses import arrive as arrive
+    from embershard.cache.loops.next_uses import know as know
+    from embershard.cache.loops.rows import add_per_feature as add_per_feature
+    from embershard.cache.loops.rows import are_rows as are_rows
+    from embershard.cache.loops.rows import copy_rows as copy_rows
+    from embershard.cache.loops.rows import free_places as free_places
+    from embershard.cache.loops.rows import give_places as give_places
+    from embershard.cache.loops.rows import keys_of_ids as keys_of_ids
+    from embershard.cache.loops.rows import pool_gradients as pool_gradients
+    from embershard.cache.loops.rows import pool_rows as pool_rows
+    from embershard.cache.loops.rows import take_places as take_places
+    from embershard.cache.loops.slots import bind as bind
+    from embershard.cache.loops.slots import count_plan as count_plan
+    from embershard.cache.loops.slots import count_uses as count_uses
+    from embershard.cache.loops.slots import distinct as distinct
+    from embershard.cache.loops.slots import distinct_ids as distinct_ids
+    from embershard.cache.loops.slots import fill as fill
+    from embershard.cache.loops.slots import find as find
+    from embershard.cache.loops.slots import out_of_range as out_of_range
+    from embershard.cache.loops.victims import KNOWN_USE as KNOWN_USE
+    from embershard.cache.loops.victims import LAST_BATCH as LAST_BATCH
+    from embershard.cache.loops.victims import candidates as candidates
+    from embershard.cache.loops.victims import choose as choose
+    from embershard.cache.loops.victims import lowest_ranks as lowest_ranks
+    from embershard.cache.loops.victims import offer as offer
+    from embershard.cache.loops.victims import settle_ties as settle_ties
+else:
+    _get = lazy_names(
+        __name__,
+        {
+            "compiled": ["Counters", "Int32s", "Int64s"],
+            "initial_rows": ["make_blocks", "make_blocks_of", "read_blocks", "read_rows", "write_rows"],
+            "next_uses": ["admit", "arrive", "know"],
+            "rows": [
+                "add_per_feature",
+                "are_rows",
+                "copy_rows",
+                "free_places",
+                "give_places",
+                "keys_of_ids",
+                "pool_gradients",
+                "pool_rows",
+                "take_places",
+            ],
+            "slots": ["bind", "count_plan", "count_uses", "distinct", "distinct_ids", "fill", "find", "out_of_range"],
+            "victims": ["KNOWN_USE", "LAST_BATCH", "candidates", "choose", "lowest_ranks", "offer", "settle_ties"],
+        },
+    )
+
+    def __getattr__(name: str) -> Any:
+        found = globals()[name] = _get(name)  # the next use finds it here: they are called in every step
+        return found

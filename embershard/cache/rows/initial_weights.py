@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.cache.loops.initial_rows import write_rows
+from embershard.cache import loops
 
 _GROUP = 4  # columns per counter
 _SCRATCH_FLOATS = 1 << 18
@@ -105,7 +105,7 @@ class PoolWeights:
 
     def write(self, out: Tensor, row: int) -> None:
         """Write the weights of the pool's rows from `row` on to `out` float32 or float16 [n, columns], contiguous."""
-        write_rows(as_array(out), 0, row, row + out.shape[0], *self.arrays, self.groups)
+        loops.write_rows(as_array(out), 0, row, row + out.shape[0], *self.arrays, self.groups)
 
 
 def as_array(weights: Tensor) -> NDArray[Any]:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.cache.loops.initial_rows import make_blocks, make_blocks_of, read_blocks, read_rows
+from embershard.cache import loops
 from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array
 
 #: Weights of a block: about a page of memory, which is allocated when the block is made (docs/decisions/0024).
@@ -82,7 +82,7 @@ class LazyRows:
     def _make(self, keys: NDArray[np.int64]) -> None:
         if self.num_unmade:
             with self._lock:
-                self.num_unmade -= make_blocks_of(
+                self.num_unmade -= loops.make_blocks_of(
                     keys,
                     self._made,
                     self._shift,
@@ -96,7 +96,7 @@ class LazyRows:
         """Write the weights of rows `keys` to rows `places` (both int64 [M]) of `out` [S, D], all in host memory. Rows
         that are missing stay so."""
         with self._lock:
-            read_rows(
+            loops.read_rows(
                 keys.numpy(),
                 places.numpy(),
                 self._made,
@@ -143,12 +143,14 @@ class LazyRows:
         with self._lock:
             frozen = FrozenLazyRows(self._out, self._made.copy(), self._shift, self._pool)
         # Compiles: the reader may be a thread of the lowest priority, and others would wait for Numba's lock.
-        read_blocks(0, 0, frozen.made, self._shift, self._out, self._out[:0], *self._pool.arrays, self._pool.groups)
+        loops.read_blocks(
+            0, 0, frozen.made, self._shift, self._out, self._out[:0], *self._pool.arrays, self._pool.groups
+        )
         return frozen
 
     def _make_blocks(self, first: int, stop: int) -> int:
         """Make blocks [first, stop) where they are missing; return how many were."""
-        return make_blocks(
+        return loops.make_blocks(
             first,
             min(stop, self._made.size),
             self._made,
@@ -193,6 +195,6 @@ class FrozenLazyRows:
 
     def read(self, first: int, stop: int, out: Tensor) -> None:
         """Write the weights of rows [first, stop) to `out` [stop - first, D]."""
-        read_blocks(
+        loops.read_blocks(
             first, stop, self.made, self.shift, self.weights, as_array(out), *self.pool.arrays, self.pool.groups
         )

@@ -17,7 +17,7 @@ from embershard.errors import ConfigError
 from embershard.models import ModelConfig, ModelTable, build_model
 from embershard.models.own_model import OwnModel
 from embershard.models.schema import TargetLike
-from embershard.models.tables import collections_of, tables_in
+from embershard.models.table_modules import collections_of, tables_in
 from embershard.own_code import place_of
 
 _EXAMPLES, _IDS = 4, 2  # samples of the example by which the program is recorded, and ids in each of its sequences

@@ -120,16 +120,17 @@ def _plan(arguments: argparse.Namespace, command: str) -> int:
     for path in (arguments.output, arguments.png):
         if path is not None:
             check_output(path)
-    setup = _read(arguments, command)
-    from embershard.launch.plan import view
-    from embershard.planning.make_plan import make_plan
+    console = wide_console()
+    with console.status("reading settings and profile"):
+        setup = _read(arguments, command)
+        from embershard.launch.plan import view
+        from embershard.planning.make_plan import make_plan
 
     ranks, ratios = arguments.ranks or [setup.topology.world_size], arguments.ratios or [None]
     if max(ranks) > _MOST_RANKS:
         raise ConfigError(f"--ranks {max(ranks)}: needed at most {_MOST_RANKS}.")
     if any(ratio > 1 for ratio in arguments.ratios or ()):
         raise ConfigError(f"--ratios {max(arguments.ratios):g}: needed shares of the rows, in (0, 1].")
-    console = wide_console()
     if arguments.simulate:
         return _simulate(setup, ranks, ratios, console)
     if len(ranks) > 1 or len(ratios) > 1:
@@ -222,7 +223,7 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
             f"{arguments.profile} has row counts only; make it with embershard profile, which also finds out what "
             "planning needs."
         )
-    from embershard.launch.plan.inputs import check_tables  # loads TorchRec: behind the files, which may be wrong
+    from embershard.launch.plan.inputs import check_tables  # loads torch: behind the files, which may be wrong
     from embershard.planning.cost.topology import load_topology
 
     check_tables(config, statistics)

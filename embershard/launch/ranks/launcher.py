@@ -100,8 +100,9 @@ def start_ranks(
     command = [sys.executable, "-m", module, *arguments]
     with stop_asked() as asked:
         while True:
-            store = loopback_store()
-            group = RankGroup(num_ranks, command, (LOOPBACK, store.port), asked, hang_seconds, stacks, job)
+            store = loopback_store() if num_ranks > 1 else None  # which loads torch; one rank meets nobody
+            address = None if store is None else (LOOPBACK, store.port)
+            group = RankGroup(num_ranks, command, address, asked, hang_seconds, stacks, job)
             ended = group.run()
             has_trained = has_trained or group.has_trained
             again = restarts if ended.may_restart and not asked.number else None

@@ -30,6 +30,7 @@ from embershard.launch.ranks.stop_signals import StopAsked, stop_code
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
 _STACKS_SECONDS = 2.0  # for ranks to write them
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 _GRACE_SECONDS = 5.0  # after a rank failed, the others end by themselves: their collectives fail
 
 
@@ -54,7 +55,7 @@ class RankGroup:
     Args:
         num_ranks: all of them on this machine.
         command: the program of each and its arguments.
-        address: host and port of their store.
+        address: host and port of their store; None for one rank, which has its own.
         asked: the user's requests to stop.
         hang_seconds: see `HangWatch`; None: ranks may hang.
         stacks: file for the stacks of ranks that hang.
@@ -65,7 +66,7 @@ class RankGroup:
         self,
         num_ranks: int,
         command: Sequence[str],
-        address: tuple[str, int],
+        address: tuple[str, int] | None,
         asked: StopAsked,
         hang_seconds: float | None,
         stacks: Path | None,
@@ -204,24 +205,24 @@ def _collect_stacks(ranks: Sequence[RankProcess]) -> None:
         before, now = now, [rank.stacks() for rank in ranks]
 
 
-def _environment(rank: int, num_ranks: int, address: tuple[str, int]) -> dict[str, str]:
-    """Return a rank's variables, those that torchrun sets.
+def _environment(rank: int, num_ranks: int, address: tuple[str, int] | None) -> dict[str, str]:
+    """Return a rank's variables, those that torchrun sets. A rank that is alone gets no address.
 
     Inside of a run's folder, which others may have written, Python imports nothing from the folder that it is started
     in (Python 3.10 knows no such option).
     """
-    host, port = address
+    place = {}
+    if address is not None:  # no rank makes the store: this process has it
+        place = dict(zip(_ADDRESS, (address[0], str(address[1]), "True"), strict=True))
     is_safe = {"PYTHONSAFEPATH": "1"} if run_folder_of(Path.cwd()) else {}
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in _ADDRESS},
         **is_safe,
+        **place,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank makes the store: this process has it
     }
 
 

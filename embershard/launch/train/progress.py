@@ -212,7 +212,7 @@ def describe_own(config: RunConfig) -> str:
 
     from embershard.data import schema_of
     from embershard.models import build_model
-    from embershard.models.tables import collections_of, tables_in
+    from embershard.models.table_modules import collections_of, tables_in
 
     model: Any = build_model(config.model, schema_of(config.data), torch.device("cpu"))
     tables, lines = list(tables_in(model)), [f"{config.model.build} makes a model that fits the data:"]

@@ -144,22 +144,28 @@ class _FirstTouches:
     """
 
     def __init__(self, rows_per_table: Sequence[int], are_pinned: Sequence[bool]) -> None:
-        rows = np.array(rows_per_table, np.int64)
-        self._ends, self._known = np.cumsum(rows), np.repeat(np.array(are_pinned, np.bool_), rows)
-        self.counts = np.zeros(max(1, len(rows_per_table)), np.int64)
+        self._known = np.repeat(np.array(are_pinned, np.bool_), rows_per_table)
+        self._tables = np.split(self._known, np.cumsum(rows_per_table)[:-1])
+        self._before = -self._num_known()
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """First touches so far."""
+        return self._before + self._num_known()
 
     def begin(self, cache: RowCache) -> None:
         """Take over from a cache that has planned the first batch: what it has beside is there from the start. Rows of
         a warm-up that this batch evicted count as new."""
-        self.counts += [round(stats.unique_ids - stats.hits_unique) for stats in cache.stats()]
         self._known[cache.contents().rows.numpy()] = True
+        missed = [round(stats.unique_ids - stats.hits_unique) for stats in cache.stats()]
+        self._before = np.array(missed, np.int64) - self._num_known()
 
     def add(self, keys: Tensor) -> None:
         """Count those of a batch's keys that are new."""
-        rows = keys.numpy()
-        fresh = np.unique(rows[~self._known[rows]])
-        self._known[fresh] = True
-        self.counts += np.bincount(np.searchsorted(self._ends, fresh, side="right"), minlength=len(self.counts))
+        self._known[keys.numpy()] = True
+
+    def _num_known(self) -> NDArray[np.int64]:
+        return np.array([np.count_nonzero(rows) for rows in self._tables], np.int64)
 
 
 def _run(
@@ -167,7 +173,7 @@ def _run(
 ) -> tuple[list[TableStats], NDArray[np.int64]]:
     """Run the stages of `LookAheadPipeline`, in its order, without their contents; return the counts at half time, and
     the first touches until then."""
-    half, early_touches = cache.stats(), touches.counts.copy()
+    half, early_touches = cache.stats(), touches.counts
     known: deque[tuple[Tensor, Tensor, KnownBatch | None]] = deque()
     resident: deque[Ticket] = deque()
     next_step = 0
@@ -175,7 +181,7 @@ def _run(
         warnings.simplefilter("ignore", CacheGrowthWarning)
         for step in range(steps):
             if step == steps // 2:
-                half, early_touches = cache.stats(), touches.counts.copy()
+                half, early_touches = cache.stats(), touches.counts
             while next_step < min(steps, step + settings.lookahead + 1):
                 keys, lengths = batches.get(next_step)
                 known.append((keys, lengths, cache.know(keys, lengths)))

@@ -20,14 +20,20 @@ from torch import Tensor
 
 from embershard.cache import NextUseIndex, SlotMap, eviction, loops, next_use
 from embershard.cache.config import Policy
-from embershard.cache.loops import compiled, initial_rows
+from embershard.cache.loops import compiled, initial_rows, next_uses, slots, victims
+from embershard.cache.loops import rows as looped_rows
 from embershard.cache.planner import CachePlan
 from tests.covering import examples
 from tests.unit.cache.harness import Operation, Pool, random_operations, run, windowed_operations
 from tests.unit.cache.torch_operations import torch_planning
 
 NUM_ROWS = 30
-LOOPS = [name for name, loop in vars(loops).items() if isinstance(loop, Dispatcher) and name != "copy_rows"]
+LOOPS = [
+    name
+    for module in (next_uses, looped_rows, slots, victims)
+    for name, loop in vars(module).items()
+    if isinstance(loop, Dispatcher) and not name.startswith("_") and name != "copy_rows"
+]
 
 rows = st.lists(st.integers(0, NUM_ROWS - 1), max_size=8).map(tuple)
 which = st.tuples(st.integers(0, 3))
@@ -392,8 +398,8 @@ def test_results_of_an_older_source_are_removed(monkeypatch, tmp_path):
 
 def test_a_loop_uses_nothing_of_another_file():
     """A change of that file would not be noticed: the kept result has the stamp of the loop's own file."""
-    found = {name: loop for name, loop in vars(initial_rows).items() if isinstance(loop, Dispatcher)}
-    found |= {name: loop for name, loop in vars(loops).items() if isinstance(loop, Dispatcher)}
+    modules = (initial_rows, next_uses, looped_rows, slots, victims)
+    found = {id(loop): loop for each in modules for loop in vars(each).values() if isinstance(loop, Dispatcher)}
     assert len(found) > 20
     for loop in found.values():
         used = [loop.py_func.__globals__.get(name) for name in loop.py_func.__code__.co_names]

@@ -10,6 +10,8 @@ import sysconfig
 from pathlib import Path
 from venv import EnvBuilder
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from embershard.errors import ConfigError
@@ -68,6 +70,21 @@ def test_commands_without_tensors_import_no_torch(tmp_path):
 def test_the_probe_sees_torch(tmp_path):
     (tmp_path / "nowhere").touch()
     assert "['profile', 'show', 'nowhere']" in heavy_command([["--help"], ["profile", "show", "nowhere"]], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "is_loaded"), [(1, False), (2, True)])
+def test_a_plan_for_one_rank_needs_no_torchrec(num_ranks, is_loaded, tmp_path):
+    """TorchRec's planner places tables on several ranks."""
+    pq.write_table(pa.table({"label": [0, 1] * 50, "user": list(range(100)), "x": [0.5] * 100}), tmp_path / "d.parquet")
+    settings = 'data.kind = "parquet"\ndata.path = "d.parquet"\ndata.parquet.sparse = ["user"]\n'
+    (tmp_path / "run.toml").write_text(settings + 'data.parquet.num_rows = [100]\ndata.parquet.dense = ["x"]\n')
+    profile = [sys.executable, "-m", "embershard", "profile", "run.toml", "-o", "profile.npz"]
+    subprocess.run(profile, cwd=tmp_path, capture_output=True, check=True)
+    words = f"plan run.toml --profile profile.npz --set train.batch_size=10 --ranks {num_ranks}".split()
+    code = f"import sys; from embershard.launch.cli import main; print(main({words}), 'torchrec' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1:] == [f"0 {is_loaded}"], ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *(name.split() for name in SUBCOMMANDS)])

@@ -14,7 +14,7 @@ from embershard.data import Batch, Schema, SparseFeature, Target
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model, model_tables
 from embershard.models.loss import loss_of
-from embershard.models.tables import collections_of
+from embershard.models.table_modules import collections_of
 
 CPU = torch.device("cpu")
 SIZE = 37  # no power of two, so that dividing by it rounds

@@ -12,7 +12,8 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.planning.request import LEAST_COLUMNS, column_block
-from embershard.planning.search import ShardCost, place
+from embershard.planning.search import place
+from embershard.planning.shard_costs import ShardCost
 from embershard.sharding.shards import TablePlacement, shards_of
 from embershard.sharding.sizes import PlacedShard, TableSize
 

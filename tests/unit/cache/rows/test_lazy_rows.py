@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embershard.cache import loops
 from embershard.cache.rows import lazy_rows, memory
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
@@ -279,8 +280,8 @@ def test_what_a_thread_of_the_lowest_priority_calls_is_compiled_before(dtype):
     """Others would wait for Numba's lock for as long as such a thread compiles."""
     rows, _ = make(dtype=dtype)
     with (
-        mock.patch.object(lazy_rows, "read_blocks", wraps=lazy_rows.read_blocks) as reads,
-        mock.patch.object(lazy_rows, "make_blocks_of", wraps=lazy_rows.make_blocks_of) as makes,
+        mock.patch.object(loops, "read_blocks", wraps=loops.read_blocks) as reads,
+        mock.patch.object(loops, "make_blocks_of", wraps=loops.make_blocks_of) as makes,
     ):
         frozen = rows.freeze()
         assert frozen is not None

@@ -240,6 +240,26 @@ def test_ranks_end_with_their_launcher(tmp_path, project_dir):
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
 
 
+_ALONE = """
+import os
+from embershard.distributed import process_group
+with process_group("cpu") as ranks:
+    print(ranks.rank, ranks.world_size, ranks.all_gather_objects("it"), "MASTER_ADDR" in os.environ, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_needs_no_store_and_its_launcher_no_torch(tmp_path, project_dir):
+    """Also where the variables of another program name an address."""
+    (tmp_path / "program.py").write_text(_ALONE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project_dir), str(tmp_path)])}
+    environment |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+    start = "import sys; from embershard.launch.ranks.launcher import start_ranks; code = start_ranks(1, 'program', [])"
+    words = [sys.executable, "-c", f"{start}; sys.exit(code or 'torch' in sys.modules)"]
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "0 1 ['it'] False\n"), ran.stderr
+
+
 def test_only_this_machine_can_reach_the_store():
     store = loopback_store()
     store.set("key", "value")

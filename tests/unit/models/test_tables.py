@@ -1,0 +1,91 @@
+"""`model_tables` and `num_parameters`: what is known of a built-in model is what the built model has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+import torch
+
+from embershard.data import Schema, SparseFeature, Target
+from embershard.errors import ConfigError
+from embershard.models import ModelConfig, build_model, model_tables, num_parameters
+from embershard.models.config import WITH_HISTORY, Arch
+from embershard.models.table_modules import tables_in
+
+PLAIN = (
+    SparseFeature("seen", 30, table="liked", pooling="mean"),
+    SparseFeature("user", 10),
+    SparseFeature("liked", 30, pooling="mean"),
+)
+EVENTS = tuple(
+    SparseFeature(name, rows) for name, rows in (("item", 40), ("past_item", 40), ("shop", 7), ("past_shop", 7))
+)
+OF_HISTORY = {"target": ("item", "shop"), "history": ("past_item", "past_shop")}
+TWO_LABELS = Target(labels=("click", "buy"), label_weights=(1.0, 1.0))
+
+
+def settings_of(arch: str, **changes: object) -> ModelConfig:
+    of_history = OF_HISTORY if arch in WITH_HISTORY else {}
+    return ModelConfig(arch=arch, over_arch_layer_sizes=(12, 1), **of_history, **changes)  # type: ignore[arg-type]
+
+
+def schema_of(arch: str, *, dense: int = 3, target: Target | None = None) -> Schema:
+    sparse = (*EVENTS[:2], PLAIN[1], *EVENTS[2:], PLAIN[0], PLAIN[2]) if arch in WITH_HISTORY else PLAIN
+    return Schema(tuple(f"d{i}" for i in range(dense)), sparse, target or Target())
+
+
+@pytest.mark.parametrize("changes", [{}, {"table_dtype": "fp16", "embedding_dim": 8, "dense_arch_layer_sizes": (9, 8)}])
+@pytest.mark.parametrize("arch", get_args(Arch))
+def test_tables_are_those_of_the_built_model(arch, changes):
+    config, schema = settings_of(arch, **changes), schema_of(arch)
+    built = tables_in(build_model(config, schema, torch.device("cpu")))
+    tables = model_tables(config, schema)
+    assert tables == tuple(built)
+    assert {feature for table in tables for feature in table.features} == {each.name for each in schema.sparse}
+    assert {table.is_sequence for table in tables} == ({True, False} if arch in WITH_HISTORY else {False})
+
+
+@pytest.mark.parametrize("target", [Target(), TWO_LABELS], ids=["one", "two"])
+@pytest.mark.parametrize("dense", [3, 0])
+@pytest.mark.parametrize("arch", get_args(Arch))
+def test_parameters_are_those_of_the_built_model(arch, dense, target):
+    if not dense and arch not in WITH_HISTORY:
+        return
+    config, schema = settings_of(arch), schema_of(arch, dense=dense, target=target)
+    model = build_model(config, schema, torch.device("cpu"))
+    built = sum(each.numel() for each in model.parameters() if each.device.type != "meta")
+    assert num_parameters(config, schema) == built
+
+
+@pytest.mark.parametrize("arch", WITH_HISTORY)
+def test_a_history_alone(arch):
+    config, schema = settings_of(arch, history_layer_sizes=(5,)), Schema((), EVENTS)
+    model = build_model(config, schema, torch.device("cpu"))
+    assert model_tables(config, schema) == tuple(tables_in(model))
+    built = sum(each.numel() for each in model.parameters() if each.device.type != "meta")
+    assert num_parameters(config, schema) == built
+
+
+def test_features_are_checked_without_building():
+    with pytest.raises(ConfigError, match="no dense features"):
+        model_tables(ModelConfig(), Schema((), PLAIN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", get_args(Arch))
+def test_neither_needs_torch(arch):
+    code = f"""
+import sys
+from embershard.data.schema import Schema, SparseFeature
+from embershard.models import ModelConfig, model_tables, num_parameters
+events = dict(target=("item",), history=("past",)) if {arch in WITH_HISTORY} else dict()
+schema = Schema(("d",), tuple(SparseFeature(name, 30) for name in ("item", "past", "user")))
+config = ModelConfig(arch={arch!r}, over_arch_layer_sizes=(8, 1), **events)
+print(len(model_tables(config, schema)), num_parameters(config, schema) > 0)
+sys.exit("it imports torch" if "torch" in sys.modules else 0)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.stderr, ran.stdout.split()[-1:]) == ("", ["True"])
