@@ -559,4 +559,6 @@ def _check_fields(owner: object, section: str, **needs: tuple[bool, str]) -> Non
     among = {name: (getattr(owner, name) in values, f"one of {values}") for name, values in choices.items()}
     for name, (is_met, needed) in (among | needs).items():
         if not is_met:
-            raise ConfigError(f"data.{section}{name} = {getattr(owner, name)!r}; needed {needed}")
+            value = getattr(owner, name)
+            given = "is not set" if value is None else f"= {value!r}"
+            raise ConfigError(f"data.{section}{name} {given}; needed {needed}")

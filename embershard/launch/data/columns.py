@@ -265,7 +265,7 @@ def _of_the_model(suggested: list[Suggestion], num_rows: int) -> list[str]:
         "",
         "[train]",
         f"batch_size = {batch}    # per rank",
-        "epochs = 1",
+        "epochs = 1    # few samples want more: epochs = 10 and early_stopping = 3; the best epoch is kept",
         "",
     ]
 

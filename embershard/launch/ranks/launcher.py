@@ -153,7 +153,7 @@ _MOST_LOCAL_RANKS = 64  # above it, the number of processes must be asked for
 def default_ranks(config: RunConfig) -> int:
     """Return the number of ranks that nobody chose, and say it."""
     num_ranks = 2 if config.train.device == "cpu" else default_num_ranks()
-    print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", flush=True)
+    print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", file=sys.stderr, flush=True)
     return num_ranks
 
 

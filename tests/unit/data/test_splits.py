@@ -270,8 +270,8 @@ def test_columns_of_held_out_samples_go_along_with_them(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split": "hash"}, r"data.split_column = None; needed the name of a column"),
-        ({"split": "time"}, r"data.split_time = None; needed the name of a column"),
+        ({"split": "hash"}, r"data.split_column is not set; needed the name of a column"),
+        ({"split": "time"}, r"data.split_time is not set; needed the name of a column"),
         ({"split": "last", "split_column": "user", "split_time": ""}, r"data.split_time = ''; needed the name"),
         ({"split": "random", "split_column": "user"}, r"split_column = 'user'; needed nothing: it has no effect"),
         (

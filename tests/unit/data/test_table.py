@@ -381,11 +381,11 @@ def test_files_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("feature", "said"),
     [
-        (TableFeature("dense", scale="standardize"), r"x.mean = None; needed a number where scale = \"standardize\""),
+        (TableFeature("dense", scale="standardize"), r"x.mean is not set; needed a number where scale = \"standardize\""),
         (TableFeature("dense", std=1.0), r"x.std = 1.0; needed"),
         (TableFeature("dense", scale="quantile", quantiles=(1.0, 1.0)), "at least 2 rising numbers"),
         (TableFeature("dense", num_rows=5), "a dense feature needs none"),
-        (TableFeature("sparse"), "x.num_rows = None; needed at least 2"),
+        (TableFeature("sparse"), "x.num_rows is not set; needed at least 2"),
         (TableFeature("sparse", num_rows=1), "x.num_rows = 1; needed at least 2"),
         (TableFeature("sparse", num_rows=0, mapping="none"), "x.num_rows = 0; needed at least 1"),
         (TableFeature("sparse", mapping="hour", num_rows=9), "a time needs none"),

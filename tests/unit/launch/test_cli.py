@@ -156,7 +156,7 @@ def test_two_ranks_on_the_cpu_unless_told_and_it_says_so(started, capsys):
     assert cli.main(["train", "--config", QUICK, "--set", "train.device=cpu"]) == 0
     assert started[0][0] == 2
     assert str(started[0][2]["job"].run_dir).startswith("runs/quickstart-")
-    assert "starting 2 ranks (--nproc N" in capsys.readouterr().out
+    assert "starting 2 ranks (--nproc N" in capsys.readouterr().err
 
 
 _GLOBAL_BATCH = ("--set", "train.batch_size=none", "--set", "train.global_batch_size=1000")
