@@ -381,7 +381,10 @@ def test_files_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("feature", "said"),
     [
-        (TableFeature("dense", scale="standardize"), r"x.mean is not set; needed a number where scale = \"standardize\""),
+        (
+            TableFeature("dense", scale="standardize"),
+            r"x.mean is not set; needed a number where scale = \"standardize\"",
+        ),
         (TableFeature("dense", std=1.0), r"x.std = 1.0; needed"),
         (TableFeature("dense", scale="quantile", quantiles=(1.0, 1.0)), "at least 2 rising numbers"),
         (TableFeature("dense", num_rows=5), "a dense feature needs none"),
