@@ -46,6 +46,16 @@ def place_of(error: BaseException) -> str:
     return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "no line"
 
 
+def names_function(value: object) -> bool:
+    """Return whether a setting's value has the form "module:function".
+
+    >>> names_function("my_policy:make"), names_function("lfu")
+    (True, False)
+    """
+    module, _, function = (value if isinstance(value, str) else "").partition(":")
+    return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
 def load_function(setting: str, value: str, folder: str | None) -> Callable[..., Any]:
     """Return the function that a setting names as "module:function", from a folder too.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from embershard.errors import ConfigError
+from embershard.own_code import names_function
 from embershard.resume_rules import Free
 
 #: Scoring rules; `make_scores` in `policies.py` makes the scores of each.
@@ -160,8 +161,7 @@ class CacheConfig:
     @property
     def has_own_policy(self) -> bool:
         """True if the policy is a function of one's own."""
-        module, _, function = (self.policy if isinstance(self.policy, str) else "").partition(":")
-        return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+        return names_function(self.policy)
 
     @property
     def slot_ratio(self) -> float | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from embershard.errors import ConfigError
+from embershard.own_code import names_function
 from embershard.resume_rules import Free, OfModel, OfTraining
 
 Arch = Literal["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm"]
@@ -140,8 +141,7 @@ class ModelConfig:
             if given:
                 raise ConfigError(f"model.{given[0]} has no effect without model.build. Remove it, or set model.build.")
             return
-        module, _, function = self.build.partition(":")
-        if not module or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        if not names_function(self.build):
             raise ConfigError(
                 f'model.build: got {self.build!r}, needed "module:function", for instance "my_model:build" for the '
                 "function build in my_model.py."

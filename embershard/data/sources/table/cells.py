@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from embershard.data.hashing import Ids
+from embershard.data.sample_bits import Flags
 
-Flags = NDArray[np.bool_]
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
 _FEW = 32  # cells that are read one by one as fast as Arrow compiles a regular expression
 _ERRORS = (pa.ArrowException, UnicodeDecodeError)

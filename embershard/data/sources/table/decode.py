@@ -18,13 +18,13 @@ from pyarrow import types
 from embershard.data.block import BadRow, short
 from embershard.data.config import TIME_ROWS, TableConfig, TableFeature
 from embershard.data.hashing import Ids, Words, cell_bytes, map_ids, text_keys
+from embershard.data.sample_bits import Flags
 from embershard.data.schema import Task
 from embershard.data.sources.table.cells import (
     FLOATS,
     INTEGER_WORDS,
     INTEGERS,
     SECONDS,
-    Flags,
     Form,
     are_dates,
     read_cells,

@@ -14,8 +14,8 @@ from pyarrow import csv
 from embershard.data.block import BadRow, short
 from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
+from embershard.data.sample_bits import Flags
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.cells import Flags
 from embershard.data.sources.table.raw import RawChunk, check_columns, need_columns
 from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines
 from embershard.errors import DataError
