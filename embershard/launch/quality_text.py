@@ -6,24 +6,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from embershard.launch.screen import number
+from embershard.training.quality.quality import MORE_IS_BETTER
 
 
 class _Metric(NamedTuple):
     title: str
     form: str
     meaning: str
-    is_better_high: bool | None = False
 
 
 _METRICS = {
-    "auc": _Metric("AUC", ".4f", "held-out samples; 0.5 is guessing, 1 is perfect", True),
+    "auc": _Metric("AUC", ".4f", "held-out samples; 0.5 is guessing, 1 is perfect"),
     "rmse": _Metric("RMSE", ".5g", "held-out samples; root of the mean squared distance from the labels"),
     "mae": _Metric("MAE", ".5g", "held-out samples; mean distance from the labels"),
-    "r2": _Metric("R2", ".4f", "0 is always predicting the mean label, 1 is perfect", True),
+    "r2": _Metric("R2", ".4f", "0 is always predicting the mean label, 1 is perfect"),
     "ne": _Metric("NE", ".4f", "normalized entropy; below 1 beats the average click rate"),
     "logloss": _Metric("logloss", ".4f", "held-out samples"),
-    "accuracy": _Metric("accuracy", ".1%", "predictions on the label's side of 0.5", True),
-    "calibration": _Metric("calibration", ".3f", "predicted over real clicks: 1 is perfect", None),
+    "accuracy": _Metric("accuracy", ".1%", "predictions on the label's side of 0.5"),
+    "calibration": _Metric("calibration", ".3f", "predicted over real clicks: 1 is perfect"),
 }
 _MAIN = ("auc", "rmse")  # by which a label's predictions are judged
 _IN_TABLE = ("auc", "rmse", "mae", "r2", "ne", "logloss")
@@ -102,8 +102,7 @@ def form_of(name: str) -> str:
 
 def is_better_high(name: str) -> bool | None:
     """Return whether more of a figure is better, by its name; None where neither is, or there is no such figure."""
-    metric = _METRICS.get(name.partition("/")[0])
-    return None if metric is None else metric.is_better_high
+    return MORE_IS_BETTER.get(name.partition("/")[0])
 
 
 def _of_metric(metric: str, values: Mapping[str, Any]) -> list[str]:

@@ -109,7 +109,7 @@ def metric_names(target: Target) -> list[str]:
 
 
 #: Figures by which evaluations are compared, and whether more is better. (Calibration is best at 1.)
-_MORE_IS_BETTER = {
+MORE_IS_BETTER = {
     "auc": True, "accuracy": True, "r2": True, "logloss": False, "ne": False, "rmse": False, "mae": False
 }  # fmt: skip
 
@@ -134,7 +134,7 @@ class Judge:
         """
         if metric is None:
             return cls("auc" if target.task == "binary" else "rmse")
-        names = [name for name in metric_names(target) if name.partition("/")[0] in _MORE_IS_BETTER]
+        names = [name for name in metric_names(target) if name.partition("/")[0] in MORE_IS_BETTER]
         known = list(dict.fromkeys([name.partition("/")[0] for name in names] + names))
         if metric not in known:
             raise ConfigError(f"train.metric: got {metric!r}, needed one of {', '.join(known)}.")
@@ -150,4 +150,4 @@ class Judge:
         """Return whether a value is better than another one; an undefined one is not, and is worse than any other."""
         if value is None or than is None:
             return value is not None
-        return value > than if _MORE_IS_BETTER[self.metric.partition("/")[0]] else value < than
+        return value > than if MORE_IS_BETTER[self.metric.partition("/")[0]] else value < than
