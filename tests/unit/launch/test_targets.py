@@ -67,8 +67,10 @@ def scores_and_export(names: list[str]) -> np.ndarray:
 
 
 def longer(config: RunConfig) -> RunConfig:
+    """Return settings of a run whose scores are those of its last step, like the metrics in result.json."""
     optimizers = {"embedding_optimizer.lr": 0.05, "dense_optimizer.lr": 0.01}
     changed = replace(config, train=replace(config.train, max_steps=None, epochs=2, log_every=20))
+    changed = replace(changed, checkpoint=replace(config.checkpoint, keep_best=False))
     for name, value in optimizers.items():
         section = name.partition(".")[0]
         changed = replace(changed, **{section: replace(getattr(changed, section), lr=value)})
