@@ -239,8 +239,9 @@ def impatient(model: nn.Module) -> Iterator[None]:
     """Data-parallel caches wait seconds, not minutes, for a rank that has left."""
     with contextlib.ExitStack() as stack:
         for pool in cached_embeddings(model):
-            if pool.host._share is not None:
-                stack.enter_context(mock.patch.object(pool.host._share.meetings, "_timeout_seconds", 2.0))
+            share = pool.host._share
+            for meetings in () if share is None else (share.meetings, share.at_writes):
+                stack.enter_context(mock.patch.object(meetings, "_timeout_seconds", 2.0))
         yield
 
 

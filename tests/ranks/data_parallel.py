@@ -19,13 +19,13 @@ from torch import Tensor
 from embershard import LookAheadPipeline, flush
 from embershard.cache.rows.host_store import Meetings
 from embershard.distributed import node_memory
-from embershard.errors import EmbershardError
+from embershard.errors import CacheError, EmbershardError
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.modes import data_parallel
 from embershard.sharding.torchrec.modes.data_parallel import Union
 from tests.ranks import parity, replicated_rows, rows_exchange
 from tests.ranks.delays import random_delays
-from tests.ranks.look_ahead import Batch
+from tests.ranks.look_ahead import Batch, message_of
 from tests.ranks.rows_exchange import Faults, Outcome
 
 
@@ -118,6 +118,24 @@ def flush_alone(case: Case) -> list[str]:
         if not torch.equal(pool.cache.read(keys), pool.host.weights[keys]):
             different.append(pool.cache.name)
     return different
+
+
+def flush_a_broken_cache(case: Case) -> str:
+    """What a flush says on rank 0, whose first pool is broken, before rank 1 comes to it; on rank 1 what follows."""
+    model = parity.build(case, True)
+    parity.train(model, case)
+    pools = list(cached_embeddings(model))
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return message_of(lambda: flush(model))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(pools[0], "flush", side_effect=CacheError("planted")))
+        for pool in pools:
+            assert pool.host._share is not None
+            stack.enter_context(mock.patch.object(pool.host._share.at_writes, "_timeout_seconds", 5.0))
+        said = message_of(lambda: flush(model))
+    dist.barrier()
+    return said
 
 
 def memory_of_tables(case: Case) -> tuple[int, int, int]:

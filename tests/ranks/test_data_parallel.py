@@ -88,6 +88,11 @@ def test_after_a_flush_the_host_copy_is_complete(two_ranks: RankPool) -> None:
     assert two_ranks.run(data_parallel.flush_alone, Case(steps=10)) == [[], []]
 
 
+def test_a_broken_cache_says_so_at_once(two_ranks: RankPool) -> None:
+    """Its rank does not wait for ranks that may have left; those that come to the flush do not wait for it."""
+    assert two_ranks.run(data_parallel.flush_a_broken_cache, Case(steps=3)) == ["CacheError: planted", ""]
+
+
 def test_there_is_one_copy_of_the_tables(two_ranks: RankPool) -> None:
     """Rss counts a page on every rank that maps it, Pss shares it out among them."""
     found = two_ranks.run(data_parallel.memory_of_tables, Case(rows=(100_000, 50_000, 200_000, 33_300)))

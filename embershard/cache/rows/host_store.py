@@ -195,10 +195,15 @@ class HostStore:
         if self._share is not None:
             self._share.meetings.meet(name, digest)
 
-    def meet_at_writes(self, name: str) -> None:
-        """With a share, wait until all ranks have called this; rows may be written to, or have been."""
+    def meet_at_writes(self, name: str, is_waiting: bool = True) -> None:
+        """With a share, wait until all ranks have called this; rows may be written to, or have been.
+
+        Args:
+            name: of the pool, and what is done, for messages.
+            is_waiting: False for a rank that has failed: the others go on, and it does not wait for them.
+        """
         if self._share is not None:
-            self._share.at_writes.meet(name)
+            self._share.at_writes.meet(name, is_waiting=is_waiting)
 
     @property
     def is_shared(self) -> bool:
@@ -323,11 +328,13 @@ class Meetings:
         self._cells, self._rank, self._timeout_seconds = cells.numpy(), rank, timeout_seconds
         self._number = 0
 
-    def meet(self, name: str, digest: int = 0) -> None:
+    def meet(self, name: str, digest: int = 0, is_waiting: bool = True) -> None:
         """Wait until all ranks have come to this point, with the same `digest` of what they are about to do.
 
         Args:
             name: of the pool, for messages.
+            digest: the same on all ranks.
+            is_waiting: False to come to this point and go on at once; every digest must be 0 then.
 
         Raises:
             CacheError: a rank came with another digest, or did not come.
@@ -336,6 +343,8 @@ class Meetings:
         own, place = self._cells[self._rank], 1 + number % 2  # no rank is more than one meeting ahead of another
         own[place] = digest
         own[0] = number
+        if not is_waiting:
+            return
         for rank, cells in enumerate(self._cells):
             if rank == self._rank:
                 continue

@@ -93,13 +93,15 @@ def flush(model: nn.Module) -> None:
     try:
         for pool in cached_embeddings(model):
             pool.flush()
-    finally:  # the other ranks wait here
-        _meet(model, "flush")
+    except BaseException:  # the other ranks wait here; those that have left are not waited for
+        _meet(model, "flush", is_waiting=False)
+        raise
+    _meet(model, "flush")
 
 
-def _meet(model: nn.Module, what: str) -> None:
+def _meet(model: nn.Module, what: str, is_waiting: bool = True) -> None:
     for pool in cached_embeddings(model):
-        pool.host.meet_at_writes(f"{pool.cache.name}: {what}, which every rank calls in mode data_parallel")
+        pool.host.meet_at_writes(f"{pool.cache.name}: {what}, which every rank calls in mode data_parallel", is_waiting)
 
 
 def freeze(model: nn.Module) -> list[FrozenRows]:
