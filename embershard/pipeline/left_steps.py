@@ -62,7 +62,7 @@ class LeftSteps:
         """Say that this rank leaves step number `step`. `must_wait`: it may go on only when all ranks have left."""
         if self._world_size == 1:
             return
-        num_collectives = _num_collectives()
+        num_collectives = collectives_begun()
         if must_wait:
             self._left = step, error, num_collectives
         text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
@@ -124,8 +124,10 @@ class LeftSteps:
         return f"{self._prefix}/{step}/{rank}"
 
 
-def _num_collectives() -> int:
-    # of the default group, begun by this rank
+def collectives_begun() -> int:
+    """Return how many collectives of the default group this rank has begun; 0 for a rank without others."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
     group: Any = dist.distributed_c10d._get_default_group()
     return int(group._get_sequence_number_for_group())
 

@@ -33,7 +33,7 @@ from embershard.errors import ConfigError
 from embershard.pipeline.intake import Intake
 from embershard.pipeline.left_steps import LeftSteps
 from embershard.pipeline.pipelined_forward import Features, ModelInputs
-from embershard.pipeline.staged_batch import StagedBatch, Streams, Window
+from embershard.pipeline.staged_batch import IdExchange, StagedBatch, Streams, Window
 from embershard.pipeline.worker import CacheWorker, PrefetchDepth, WorkerTrial
 from embershard.sharding.memory_model import MAX_KNOWN_BYTES, known_together
 from embershard.sharding.torchrec import cached_embeddings
@@ -100,6 +100,7 @@ class LookAheadPipeline:
         self._inputs = ModelInputs(model, features)
         self._intake = Intake(self._device, self._inputs.check)
         self._streams = Streams(self._device)
+        self._exchange = IdExchange()
         self._pools = list(cached_embeddings(model))
         is_tried = worker is None and self._device.type == "cpu"
         self._trial = WorkerTrial() if is_tried else None
@@ -310,7 +311,8 @@ class LookAheadPipeline:
         return is_in
 
     def _let_in(self, batch: Any, announced: Any) -> None:
-        self._window.add(StagedBatch(batch, announced, self._device, self._inputs.forwards, self._streams))
+        forwards, streams, exchange = self._inputs.forwards, self._streams, self._exchange
+        self._window.add(StagedBatch(batch, announced, self._device, forwards, streams, exchange))
 
     def _weigh(self) -> None:
         """Decide if there is memory to know more batches."""

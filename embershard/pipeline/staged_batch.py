@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from embershard.errors import DataError
+from embershard.errors import CacheError, DataError
+from embershard.pipeline.left_steps import collectives_begun
 from embershard.pipeline.module_input import ModuleInput, tensors_of
 from embershard.pipeline.pipelined_forward import PipelinedForward
 
@@ -28,23 +29,31 @@ class StagedBatch:
         begin              training    hand its inputs to the model's forward
         close              released    release its slots, and take back what was announced and did not happen
 
-    An exception in a stage leaves the batch in the stage before. The stage can then be tried again.
+    An exception in a stage leaves the batch in the stage before. The stage can then be tried again, but for a
+    collective that had begun.
 
     Args:
         batch: has `to(device, non_blocking)` and `record_stream(stream)`.
         announced: what the modules read of it, which is of tensors that may not be the batch's own.
         forwards: of the sharded modules that are pipelined.
+        exchange: of the pipeline, for all of its batches.
     """
 
     def __init__(
-        self, batch: Any, announced: Any, device: torch.device, forwards: Sequence[PipelinedForward], streams: Streams
+        self,
+        batch: Any,
+        announced: Any,
+        device: torch.device,
+        forwards: Sequence[PipelinedForward],
+        streams: Streams,
+        exchange: IdExchange,
     ) -> None:
         self.batch = batch
-        self._device, self._forwards, self._streams = device, forwards, streams
+        self._device, self._forwards, self._streams, self._exchange = device, forwards, streams, exchange
         self._versions = [(each, each._version) for each in tensors_of([batch, announced]) if not each.is_inference()]
         with streams.copying():
             self.on_device = batch.to(device, non_blocking=True)
-        with streams.distributing(self.on_device):
+        with exchange, streams.distributing(self.on_device):
             self.inputs = {forward.name: forward.start(self.on_device) for forward in forwards}
         self._is_sent = False
 
@@ -62,7 +71,7 @@ class StagedBatch:
         """Send the ids. A second call does nothing."""
         if self._is_sent:
             return
-        with self._streams.distributing():
+        with self._exchange, self._streams.distributing():
             for part in self.inputs.values():
                 part.send()
         self._is_sent = True
@@ -70,7 +79,7 @@ class StagedBatch:
     def receive(self) -> None:
         """Wait for the ids of this rank's tables."""
         self.send()
-        with self._streams.distributing():
+        with self._exchange, self._streams.distributing():
             for part in self.inputs.values():
                 part.receive()
         if self._device.type == "cuda":
@@ -118,6 +127,30 @@ class StagedBatch:
         if self.on_device is None:
             with self._streams.copying():
                 self.on_device = self.batch.to(self._device, non_blocking=True)
+
+
+class IdExchange:
+    """Context of the collectives that exchange ids: one that an exception ended is not begun again.
+
+    The other ranks are in the first one, and would take what is sent then for something else.
+    """
+
+    def __init__(self) -> None:
+        self._begun = 0  # collectives
+        self._error: str | None = None
+
+    def __enter__(self) -> None:
+        if self._error is not None:
+            raise CacheError(
+                f"the exchange of ids with the other ranks did not end on this rank ({self._error}), so no further "
+                "batch can come in. The tables are whole: save them if need be, and start all ranks again from a "
+                "checkpoint"
+            )
+        self._begun = collectives_begun()
+
+    def __exit__(self, cls: type[BaseException] | None, *_: Any) -> None:
+        if cls is not None and collectives_begun() != self._begun:
+            self._error = cls.__name__
 
 
 _WEIGH_EVERY = 8

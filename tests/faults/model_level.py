@@ -79,19 +79,6 @@ MODES = {
 }
 
 
-#: The exchange of ids. A rank that begins it again makes a collective that the others are not in.
-_COLLECTIVE = {
-    "StagedBatch.__init__",
-    "PipelinedForward.start",
-    "ModuleInput.send",
-    "ModuleInput.receive",
-    "tensors_of",
-    "_reader",
-    "_parts_of_features",
-    "_attributes",
-}
-
-
 @dataclass(frozen=True)
 class Point:
     """The `line`-th line of the caches in a thread ("main" or "worker") of a rank."""
@@ -147,7 +134,7 @@ def points(
         for rank, threads in enumerate(lines)
         for thread, operations in threads.items()
         for line, operation in enumerate(operations)
-        if (len(lines) == 1 or operation not in _COLLECTIVE) and only in (None, operation)
+        if only in (None, operation)
     ]
     drawn = random.Random(seed).sample(found, min(count, len(found)))
     return [
@@ -230,8 +217,9 @@ def _trained_with_a_fault(training: Training, injectors: dict[str, Injector], is
 
 
 def is_of_ranks(error: BaseException | None) -> bool:
-    """Whether a rank says that data-parallel caches do not go on together."""
-    return isinstance(error, CacheError) and ("planned batch" in str(error) or "did not come to" in str(error))
+    """Whether a rank says that it does not go on with the others: in data-parallel caches, or exchanging ids."""
+    said = ("planned batch", "did not come to", "the exchange of ids with the other ranks did not end")
+    return isinstance(error, CacheError) and any(text in str(error) for text in said)
 
 
 @contextlib.contextmanager

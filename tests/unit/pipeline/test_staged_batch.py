@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from embershard.errors import DataError
+from embershard.errors import CacheError, DataError
+from embershard.pipeline import staged_batch
 from embershard.pipeline.pipelined_forward import PipelinedForward
-from embershard.pipeline.staged_batch import StagedBatch, Streams, Window
+from embershard.pipeline.staged_batch import IdExchange, StagedBatch, Streams, Window
 
 CPU = torch.device("cpu")
 
@@ -106,7 +107,7 @@ class Announcing:
 
 def staged(batch: Any, *forwards: Announcing) -> StagedBatch:
     announced = [forward.features_of(batch) for forward in forwards]
-    return StagedBatch(batch, announced, CPU, cast("list[PipelinedForward]", forwards), Streams(CPU))
+    return StagedBatch(batch, announced, CPU, cast("list[PipelinedForward]", forwards), Streams(CPU), IdExchange())
 
 
 def parts() -> tuple[KeyedJaggedTensor, Tensor]:
@@ -187,3 +188,17 @@ def test_a_batch_that_did_not_begin_is_the_next_one_again_and_there_once(was_tak
     window.put_back(staged[0])
     assert window.coming(0, 3) == staged
     assert window.known_bytes == known_bytes
+
+
+def test_an_exchange_that_did_not_end_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that had begun no collective is."""
+    begun = int  # always 0
+    monkeypatch.setattr(staged_batch, "collectives_begun", lambda: begun())
+    exchange = IdExchange()
+    with pytest.raises(MemoryError), exchange:
+        raise MemoryError
+    begun = iter(range(9)).__next__
+    with pytest.raises(KeyboardInterrupt), exchange:
+        raise KeyboardInterrupt
+    with pytest.raises(CacheError, match=r"did not end on this rank \(KeyboardInterrupt\)"), exchange:
+        pytest.fail("begun again")
