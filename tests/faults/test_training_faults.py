@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import matrix
+from tests.covering import keep, matrix
 from tests.faults import leaving
 from tests.faults.interrupts import KINDS, interrupted_runs
 from tests.faults.model_level import MODES, NAMES_OF_MODES, TRAININGS, try_sample
@@ -43,7 +43,7 @@ def test_a_step_that_is_interrupted_before_it_told_the_others(pools: dict[int, R
     assert tally.totals["equal"] + tally.totals["refused"] == 4, tally.totals
 
 
-@pytest.mark.parametrize("mode", NAMES_OF_MODES)
+@pytest.mark.parametrize("mode", keep(["hot_cold", "rows"], NAMES_OF_MODES))
 def test_all_ranks_leave_a_step(mode: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
     """At lines of their own. `python -m tests.faults --modes 400` tries more of them, and faults of one rank."""
     tally = leaving.try_sample(pools[2], MODES[f"{mode}, inline"], 3, 1, str(tmp_path))

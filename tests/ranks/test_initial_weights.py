@@ -105,6 +105,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(
         assert all(torch.equal(a, b) for a, b in zip(dense, layers, strict=True))
 
 
+@pytest.mark.matrix
 def test_two_nodes_of_one_rank_equal_one_node_of_two(two_ranks: RankPool) -> None:
     """Bit for bit, although TorchRec cuts the tables otherwise."""
     nodes = RankPool(2, local_world_size=1)

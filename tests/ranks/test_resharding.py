@@ -98,7 +98,8 @@ def test_on_one_rank_and_back(
     assert two_ranks.run(resharding.go_on, Layout(), folder, copy, tmp_path / "b")[0] == whole[SAVED_AT:]
 
 
-@pytest.mark.parametrize("ranks", keep(["one_rank"], ["one_rank", "four_ranks"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", ["one_rank", "four_ranks"])
 def test_in_float64_losses_do_not_depend_on_the_number_of_ranks(
     request: pytest.FixtureRequest,
     whole: list[float],

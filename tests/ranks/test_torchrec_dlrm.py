@@ -74,8 +74,8 @@ def test_the_pair_differs_in_the_sharder_and_the_pipeline_alone(project_dir: Pat
     ("arguments", "message"),
     [
         (["--ratio", "2"], "argument --ratio: got 2, needed a number in (0, 1]"),
-        (["--rows", "0"], "argument --rows: got 0, needed at least 1"),
-        ([], "torchrun starts its ranks"),
+        matrix(["--rows", "0"], "argument --rows: got 0, needed at least 1"),
+        matrix([], "torchrun starts its ranks"),
     ],
 )
 def test_wrong_arguments_are_one_line(project_dir: Path, arguments: list[str], message: str) -> None:

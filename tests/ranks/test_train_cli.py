@@ -212,6 +212,7 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
     assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
 
 
+@pytest.mark.matrix
 def test_empty_slices_low_precision_and_the_cross_network(tmp_path: Path) -> None:
     # 1000 held-out samples in global batches of 2 x 200: of the last one rank 1 gets nothing.
     given = [

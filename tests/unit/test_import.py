@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import matrix
+
 #: The process that starts the ranks: it checks the settings, and lives as long as they do.
 START = "embershard.launch.train.command"
 HEAVY = {"matplotlib", "tensorboard", "pyarrow", "torchrec", "fbgemm_gpu", "rich", "tyro"}
@@ -34,7 +36,7 @@ def test_the_command_line_answers_ctrl_c_at_once(project_dir: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["embershard.training.trained_run", "embershard.sharding.torchrec"])
+@pytest.mark.parametrize("module", ["embershard.training.trained_run", matrix("embershard.sharding.torchrec")])
 def test_compiled_loops_wait_until_one_is_used(module: str, project_dir: Path):
     """Scoring on a CPU without a cache uses none of them."""
     assert modules_after(f"import {module}", project_dir) & {"torchrec", "numba"} == {"torchrec"}

@@ -17,6 +17,7 @@ from embershard.distributed.checkpoint import manifest as manifests
 from embershard.distributed.checkpoint.digests import BlockDigests, file_entry
 from embershard.distributed.checkpoint.folder import sync_folder
 from embershard.errors import InvalidCheckpointError
+from tests.covering import matrix
 from tests.unit.distributed.checkpoints import DAMAGES, flip_bit, make_manifest_right, save
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "scalars.json")
@@ -72,12 +73,13 @@ def test_a_check_of_sizes_alone_would_miss_it(saved, tmp_path, ranks, monkeypatc
 
 
 @pytest.mark.slow
-def test_every_bit_of_the_manifest_counts(saved, tmp_path):
+@pytest.mark.parametrize("every", [8, matrix(1)])
+def test_every_bit_of_the_manifest_counts(saved, tmp_path, every):
     folder = copy_of(saved, tmp_path)
     path = folder / "step_2" / "manifest.json"
     sound = path.read_bytes()
     for position in range(len(sound)):
-        for bit in range(8):
+        for bit in range(position % every, 8, every):
             path.write_bytes(sound[:position] + bytes([sound[position] ^ 1 << bit]) + sound[position + 1 :])
             with pytest.raises(InvalidCheckpointError, match="manifest"):
                 Manifest.read(folder / "step_2")

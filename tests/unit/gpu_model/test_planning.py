@@ -82,7 +82,8 @@ def check(found: list[Cost]) -> None:
             assert cost.launches.total() <= (120 if cost.misses else 60), cost.launches
 
 
-@pytest.mark.parametrize("slot_map", [matrix("array"), "hashed"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("slot_map", ["array", "hashed"])
 def test_a_plan_of_hits_waits_once(slot_map: str) -> None:
     """Measured with what `know` takes: 29 launches, 42 where slots are ranked; hashed 36 and 49."""
     found = costs(Setting(kernels=True, slot_map=slot_map, **HITS))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from embershard.errors import ConfigError
 from embershard.launch import arguments, cli
 from embershard.launch.arguments import add_config_word, add_settings, make_parser
 from embershard.launch.plan.view import table_called
+from tests.covering import matrix
 
 COMMANDS = [name for name, _, _ in cli._COMMANDS]
 SUBCOMMANDS = [
@@ -73,7 +74,7 @@ def test_the_probe_sees_torch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "is_loaded"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("num_ranks", "is_loaded"), [(1, False), matrix(2, True)])
 def test_a_plan_for_one_rank_needs_no_torchrec(num_ranks, is_loaded, tmp_path):
     """TorchRec's planner places tables on several ranks."""
     pq.write_table(pa.table({"label": [0, 1] * 50, "user": list(range(100)), "x": [0.5] * 100}), tmp_path / "d.parquet")

@@ -43,6 +43,7 @@ def test_a_cache_and_a_skipped_batch_change_no_mask(ranks):
     assert losses(plain)[1:] != losses(without)[1:]  # the control
 
 
+@pytest.mark.matrix
 def test_a_run_resumes_with_its_masks(ranks, tmp_path):
     whole, expected, _ = run(dropping("look-ahead"), ranks, tmp_path, poisoned={2, 9})
     resumed = Trainer(dropping("look-ahead"), ranks, tmp_path / "again")

@@ -33,7 +33,6 @@ from embershard.training.quality.counters import CacheReader
 from embershard.training.quality.reports import TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer
-from tests.covering import matrix
 from tests.unit.training.checkpoint.test_identity import write_clicks
 from tests.unit.training.test_trainer import losses, make_config, run
 
@@ -86,7 +85,8 @@ def test_hot_batches_look_up_hot_rows_only_and_cold_ones_others_too(ranks):
     assert f"{hot.samples.share:.1%} of the training samples look up no others" in hot.describe()
 
 
-@pytest.mark.parametrize("lookahead", [matrix(0), 8])
+@pytest.mark.matrix
+@pytest.mark.parametrize("lookahead", [0, 8])
 def test_a_run_goes_on_in_the_middle_of_a_segment_bit_for_bit(ranks, tmp_path, lookahead):
     depths = LookAheadConfig(lookahead=lookahead, prefetch=1 if lookahead else 2)
     config = hot_config(look_ahead=depths)

@@ -34,7 +34,7 @@ from embershard.training.config import TrainConfig
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.quality.reports import FailedSaveReport, SaveReport
 from embershard.training.trainer import Trainer
-from tests.covering import keep
+from tests.covering import keep, matrix
 from tests.unit.distributed.test_blocks import stock_loaded
 from tests.unit.training.gated_saves import STEPS_LATE, Late, train
 from tests.unit.training.test_trainer import losses, make_config, run
@@ -77,7 +77,7 @@ def different(some: Path, other: Path) -> list[str]:
     return [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
 
 
-@pytest.mark.parametrize("case", keep(CASES.keys() - {"one_batch_at_a_time", "torchrec_weights"}, CASES))
+@pytest.mark.parametrize("case", keep(["look_ahead", "mapped"], CASES))
 def test_the_state_of_its_step(ranks, tmp_path, case):
     whole = run(config_of(tmp_path, False, **CASES[case]), ranks, tmp_path / "at_once")
     config = config_of(tmp_path, None, **CASES[case])
@@ -98,7 +98,7 @@ def test_large_tables_on_the_device_are_written_before_training_goes_on(ranks, t
     assert different(tmp_path / "at_once" / "step_6", tmp_path / "beside" / "step_6") == []
 
 
-@pytest.mark.parametrize("broken", ["rows", "dense"])
+@pytest.mark.parametrize("broken", ["rows", matrix("dense")])
 def test_without_copies_it_would_be_another_state(ranks, tmp_path, broken):
     run(config_of(tmp_path, False), ranks, tmp_path / "at_once")
     patched = mock.patch.object(FrozenRows, "put_aside")
