@@ -36,7 +36,7 @@ class Intake:
         self._agreement = Agreement(self._device)
         self._offered: Any = _NO_BATCH
         self._checked: Any = None  # what the check read of it
-        self._is_asked = self.is_over = False
+        self._is_asked = self._is_due = self.is_over = False  # due: all ranks have one, and it is to be let in
         self._failure: Exception | None = None  # of this rank's iterator; the other ranks do not know it yet
         self.wish = 0
 
@@ -52,7 +52,7 @@ class Intake:
             is_full: this rank has no room for a batch now.
             wish: this rank's number; the ranks agree on the largest.
         """
-        if self.is_over or self._is_asked:
+        if self.is_over or self._is_asked or self._is_due:
             return
         if self._offered is _NO_BATCH:
             try:
@@ -71,27 +71,30 @@ class Intake:
 
     def admit(self, let_in: Callable[[Any, Any], None]) -> bool:
         """After :meth:`offer`: call `let_in(batch, checked)` if every rank has a batch, with what the check
-        read of it; return False if not now, or never.
+        read of it; return False if not now, or never. After an exception of `let_in` it is called again, and the other
+        ranks, which have let theirs in, are not asked again.
 
         Raises:
             DataError: another rank's iterator failed; that rank raises its own exception.
         """
         if self.is_over:
             return False
-        decision, self._is_asked = self._agreement.result(), False
-        self.wish = self._agreement.wish
-        if decision == Supply.FAILED:
-            failure, self._failure = self._failure, None
-            raise self._agreement.failure() if failure is None else failure
-        if decision == Supply.ENDED:
-            self.is_over, self._offered = True, _NO_BATCH
-        if decision != Supply.READY:
-            return False
+        if not self._is_due:
+            decision, self._is_asked = self._agreement.result(), False
+            self.wish = self._agreement.wish
+            if decision == Supply.FAILED:
+                failure, self._failure = self._failure, None
+                raise self._agreement.failure() if failure is None else failure
+            if decision == Supply.ENDED:
+                self.is_over, self._offered = True, _NO_BATCH
+            self._is_due = decision == Supply.READY
+            if not self._is_due:
+                return False
         let_in(self._offered, self._checked)
-        self._offered, self._checked = _NO_BATCH, None  # last: an exception loses no batch
+        self.note_entered(self._offered)  # last: an exception loses no batch
         return True
 
     def note_entered(self, batch: Any) -> None:
         """Note that `batch` is in, although an exception may have ended :meth:`admit` early."""
         if batch is self._offered:
-            self._offered, self._checked = _NO_BATCH, None
+            self._offered, self._checked, self._is_due = _NO_BATCH, None, False

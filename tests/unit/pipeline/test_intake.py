@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from embershard.distributed.agreement import Agreement
 from embershard.pipeline.intake import Intake
 
 Batches = list[str]
@@ -24,12 +26,14 @@ def test_a_batch_that_could_not_be_let_in_is_let_in_later() -> None:
     def out_of_memory(batch: str, _: None) -> None:
         raise MemoryError(batch)
 
-    intake.offer(batches, is_full=False, wish=1)
-    with pytest.raises(MemoryError, match="a"):
-        intake.admit(out_of_memory)
-    fill(intake, batches, entered, 4)
+    with mock.patch.object(Agreement, "start", autospec=True, side_effect=Agreement.start) as asked:
+        intake.offer(batches, is_full=False, wish=1)
+        with pytest.raises(MemoryError, match="a"):
+            intake.admit(out_of_memory)
+        fill(intake, batches, entered, 4)
     assert entered == ["a", "b", "c"]
     assert intake.is_over
+    assert asked.call_count == 4, "once for each batch and for the end: the other ranks were asked no more"
 
 
 def test_a_batch_that_is_in_does_not_enter_again() -> None:
