@@ -184,7 +184,7 @@ def _try(point: Point) -> Ended:
         ended = Ended("wrong", "", f"{type(error).__name__}: {error}", True)
     ended.where = f"{injector.where} [{training.name}, {point.thread}, rank {point.rank}]"
     if not is_here:
-        ended.kind = "beside"
+        ended.kind = "refused" if ended.kind == "refused" else "beside"
     elif ended.problem:
         ended.kind = "wrong"
     elif injector.raised is None:
@@ -202,7 +202,7 @@ def _trained_with_a_fault(training: Training, injectors: dict[str, Injector], is
             return Ended("equal", "", problem, copies=copies_of(model))
         if not is_here:  # the other rank left
             problem = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
-            return Ended("beside", "", problem, True, copies_of(model))
+            return Ended("refused" if refuses(model) else "beside", "", problem, True, copies_of(model))
         if error is injector.raised or is_of_ranks(error):  # in a step: each table has seen its batch, or has not
             kind = "equal" if error is injector.raised else "refused"
             error = None
@@ -233,14 +233,24 @@ def impatient(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def refuses(model: nn.Module) -> bool:
+    """Whether this rank's tables cannot be saved: a change of them did not end."""
+    try:
+        snapshot(model)
+    except CacheError:
+        return True
+    return False
+
+
 def copies_of(model: nn.Module) -> list[Copies]:
     """The rows of which other ranks have copies, too."""
     found = []
     for module in model.modules():
         if isinstance(module, HotColdShardedEmbeddingBagCollection):
             for group in module._hot._groups:
-                rows = [part.clone() for part in group.rows.payload]
-                found.append((torch.arange(len(rows[0])), rows))
+                num_rows = 0 if module._hot._is_behind else len(group.rows.payload[0])  # taken at the next forward
+                rows = [part[:num_rows].clone() for part in group.rows.payload]
+                found.append((torch.arange(num_rows), rows))
     for pool in cached_embeddings(model):
         if pool.host.is_shared:
             slots = pool.cache.state.map.used_slots()
@@ -255,7 +265,7 @@ def _unequal(own: list[Copies], others: list[Copies]) -> int:
     for (keys, rows), (other_keys, other_rows) in zip(own, others, strict=True):
         here, there = torch.isin(keys, other_keys), torch.isin(other_keys, keys)
         pairs = zip(rows, other_rows, strict=True)
-        differ = [(part[here] != other[there]).reshape(int(here.sum()), -1).any(dim=1) for part, other in pairs]
+        differ = [(part[here] != other[there]).unsqueeze(-1).flatten(1).any(dim=1) for part, other in pairs]
         number += int(torch.stack(differ).any(dim=0).sum())
     return number
 
