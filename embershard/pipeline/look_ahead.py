@@ -235,7 +235,8 @@ class LookAheadPipeline:
                 admitted = self._admit(batches)
                 if not admitted:
                     break
-            self._window.arrive()
+            with self._exchange:
+                self._window.arrive()
             self._know()  # how much does it take?
             self._weigh()
         while admitted and self._window.num_arriving < _MOST_ARRIVING:
@@ -280,7 +281,8 @@ class LookAheadPipeline:
     def _pay_debts(self, batches: Iterator[Any]) -> None:
         """Do what this step owes the other ranks, even if its body failed after the backward."""
         self._is_in_debt = True
-        self._window.send()
+        with self._exchange:
+            self._window.send()
         self._offer(batches)
         self._is_in_debt = False
 
@@ -311,8 +313,8 @@ class LookAheadPipeline:
         return is_in
 
     def _let_in(self, batch: Any, announced: Any) -> None:
-        forwards, streams, exchange = self._inputs.forwards, self._streams, self._exchange
-        self._window.add(StagedBatch(batch, announced, self._device, forwards, streams, exchange))
+        with self._exchange:
+            self._window.add(StagedBatch(batch, announced, self._device, self._inputs.forwards, self._streams))
 
     def _weigh(self) -> None:
         """Decide if there is memory to know more batches."""

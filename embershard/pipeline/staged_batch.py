@@ -36,24 +36,17 @@ class StagedBatch:
         batch: has `to(device, non_blocking)` and `record_stream(stream)`.
         announced: what the modules read of it, which is of tensors that may not be the batch's own.
         forwards: of the sharded modules that are pipelined.
-        exchange: of the pipeline, for all of its batches.
     """
 
     def __init__(
-        self,
-        batch: Any,
-        announced: Any,
-        device: torch.device,
-        forwards: Sequence[PipelinedForward],
-        streams: Streams,
-        exchange: IdExchange,
+        self, batch: Any, announced: Any, device: torch.device, forwards: Sequence[PipelinedForward], streams: Streams
     ) -> None:
         self.batch = batch
-        self._device, self._forwards, self._streams, self._exchange = device, forwards, streams, exchange
+        self._device, self._forwards, self._streams = device, forwards, streams
         self._versions = [(each, each._version) for each in tensors_of([batch, announced]) if not each.is_inference()]
         with streams.copying():
             self.on_device = batch.to(device, non_blocking=True)
-        with exchange, streams.distributing(self.on_device):
+        with streams.distributing(self.on_device):
             self.inputs = {forward.name: forward.start(self.on_device) for forward in forwards}
         self._is_sent = False
 
@@ -71,7 +64,7 @@ class StagedBatch:
         """Send the ids. A second call does nothing."""
         if self._is_sent:
             return
-        with self._exchange, self._streams.distributing():
+        with self._streams.distributing():
             for part in self.inputs.values():
                 part.send()
         self._is_sent = True
@@ -79,7 +72,7 @@ class StagedBatch:
     def receive(self) -> None:
         """Wait for the ids of this rank's tables."""
         self.send()
-        with self._exchange, self._streams.distributing():
+        with self._streams.distributing():
             for part in self.inputs.values():
                 part.receive()
         if self._device.type == "cuda":
@@ -130,27 +123,32 @@ class StagedBatch:
 
 
 class IdExchange:
-    """Context of the collectives that exchange ids: one that an exception ended is not begun again.
+    """Context of a stage that exchanges ids: one that an exception ended is not begun again.
 
-    The other ranks are in the first one, and would take what is sent then for something else.
+    The other ranks are in the first one, and would take what is sent then for something else. An exception before the
+    first collective does not count, and one after the last collective does, until the stage has ended.
     """
 
     def __init__(self) -> None:
-        self._begun = 0  # collectives
-        self._error: str | None = None
+        self._is_open = False
+        self._begun = 0  # collectives, when the stage was entered
+        self._error = "an interrupt"
 
     def __enter__(self) -> None:
-        if self._error is not None:
+        if self._is_open and collectives_begun() != self._begun:
             raise CacheError(
                 f"the exchange of ids with the other ranks did not end on this rank ({self._error}), so no further "
                 "batch can come in. The tables are whole: save them if need be, and start all ranks again from a "
                 "checkpoint"
             )
         self._begun = collectives_begun()
+        self._is_open = True
 
     def __exit__(self, cls: type[BaseException] | None, *_: Any) -> None:
-        if cls is not None and collectives_begun() != self._begun:
-            self._error = cls.__name__
+        if cls is None:
+            self._is_open = False
+        else:
+            self._error, self._is_open = cls.__name__, collectives_begun() != self._begun
 
 
 _WEIGH_EVERY = 8

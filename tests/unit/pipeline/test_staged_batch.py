@@ -107,7 +107,7 @@ class Announcing:
 
 def staged(batch: Any, *forwards: Announcing) -> StagedBatch:
     announced = [forward.features_of(batch) for forward in forwards]
-    return StagedBatch(batch, announced, CPU, cast("list[PipelinedForward]", forwards), Streams(CPU), IdExchange())
+    return StagedBatch(batch, announced, CPU, cast("list[PipelinedForward]", forwards), Streams(CPU))
 
 
 def parts() -> tuple[KeyedJaggedTensor, Tensor]:
@@ -197,7 +197,9 @@ def test_an_exchange_that_did_not_end_is_not_begun_again(monkeypatch: pytest.Mon
     exchange = IdExchange()
     with pytest.raises(MemoryError), exchange:
         raise MemoryError
-    begun = iter(range(9)).__next__
+    begun = iter(range(99)).__next__
+    with exchange:
+        pass
     with pytest.raises(KeyboardInterrupt), exchange:
         raise KeyboardInterrupt
     with pytest.raises(CacheError, match=r"did not end on this rank \(KeyboardInterrupt\)"), exchange:
