@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,18 +52,22 @@ def counted_reports(
     workload: Workload, shards: Sequence[PlacedShard], num_slots: int, *, of_new_data: bool = False
 ) -> tuple[ShardReport, ...]:
     """Return what a pool does per step in the long run, from counts alone: fast, and for any batch. `of_new_data`:
-    training sees other samples than the counted ones, whatever the profile says."""
-    found = steady_state(
+    training sees other samples than the counted ones, whatever the profile says, and the cache grows until a batch of
+    them fits."""
+    in_slots = functools.partial(
+        steady_state,
         [workload.data.tables[shard.table.table] for shard in shards],
         [RowRange.of(shard) for shard in shards],
         [workload.share_of_lookups(shard) for shard in shards],
         workload.data.num_samples,
-        num_slots,
-        workload.shape.global_batch_size,
-        workload.shape.cache.policy,
+        global_batch_size=workload.shape.global_batch_size,
+        policy=workload.shape.cache.policy,
         is_sample=workload.is_sample or of_new_data,
-    ).shards
-    return tuple(as_exchanged(workload, *each) for each in zip(shards, found, strict=True))
+    )
+    found = in_slots(num_slots)
+    if of_new_data and found.grew:
+        found = in_slots(math.ceil(sum(shard.unique_ids for shard in found.shards)))
+    return tuple(as_exchanged(workload, *each) for each in zip(shards, found.shards, strict=True))
 
 
 def as_exchanged(workload: Workload, shard: PlacedShard, report: ShardReport) -> ShardReport:
@@ -220,10 +226,10 @@ def _simulate(
     members_of = by_pool(shards)
     found: dict[int, _Simulated] = {}
     for done, (key, members) in enumerate(members_of.items(), start=1):
+        reports, slots[key] = pool_reports(workload, members, slots[key], steps)
         long_run: Sequence[ShardReport | None] = [None] * len(members)
         if with_long_run:
             long_run = counted_reports(workload, members, slots[key], of_new_data=True)
-        reports, slots[key] = pool_reports(workload, members, slots[key], steps)
         memory = memory_model.pool_memory(members, workload.shape)
         for shard, report, later in zip(members, reports, long_run, strict=True):
             map_bytes = shard.rows * memory.map_bytes / max(1, memory.rows)

@@ -216,6 +216,14 @@ def test_data_that_are_too_short_for_a_size_say_so():
     assert not any("too short" in note for note in long.notes)
 
 
+def test_a_cache_that_grows_hits_in_the_long_run():
+    """A batch has more rows than the cache has slots: it has as many slots as a batch takes from then on."""
+    data = data_of((5000, 300), num_samples=6000)
+    plan = make_plan(make_request(Budget(ratio=0.002), rows=(5000, 300), data=data))
+    assert any("grow" in note for note in plan.notes)
+    assert min(table.long_run_hit_rate for table in plan.prediction.tables) > 0.1
+
+
 def test_replicated_tables_are_on_every_rank():
     request = make_request(Budget(ratio=0.1), world_size=4, replicate_rows=300)
     plan = make_plan(request)
