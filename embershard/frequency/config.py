@@ -29,7 +29,10 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         if self.path is not None and self.samples is not None:
-            raise ConfigError("profile.path and profile.samples are both set: a profile is read or counted. Drop one.")
+            raise ConfigError(
+                "profile.path and profile.samples are both set: a profile is read or counted. Drop one "
+                "(--set profile.samples=none)."
+            )
         if self.samples is not None and self.samples < 1:
             raise ConfigError(f"profile.samples: got {self.samples}, needed at least 1.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -215,7 +216,8 @@ class BadRowCount:
                 error = DataError(
                     f"{num_bad:,} bad rows in {of:,} samples ({num_bad / of:.2%}) of the {_NAMES[split]} data; "
                     f"data.bad_rows = {self._allowed:g} allows {self._allowed:.2%}. They are listed in the run's "
-                    "bad_rows.jsonl; `embershard data validate` counts all"
+                    "bad_rows.jsonl; `embershard data validate` counts all. Correct them, or go on from the newest "
+                    f"checkpoint: --resume --set data.bad_rows={math.ceil(1e4 * num_bad / of) / 1e4:g}"
                 )
                 error.is_shown_elsewhere = not self._ranks.is_first
                 raise error

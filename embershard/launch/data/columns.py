@@ -236,7 +236,7 @@ def _bad_rows(num_bad: int, num_rows: int) -> str:
     share = min(num_bad / (_HELD_OUT * max(num_rows, 1)), _MOST_BAD)
     digits = -floor(log10(share))
     allowed = min(ceil(share * 10**digits - 1e-9) / 10**digits, _MOST_BAD)
-    return f"bad_rows = {allowed:g}    # up to {num_bad:,} of the rows are bad; all of them may be held out"
+    return f"bad_rows = {allowed:g}    # up to {num_bad:,} of the rows are bad; all may be in the last tenth, held out"
 
 
 def _of_the_model(suggested: list[Suggestion], num_rows: int) -> list[str]:

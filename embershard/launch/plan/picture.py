@@ -166,7 +166,7 @@ def _finish_speed(axes: Axes, x: Sequence[float], is_over_ranks: bool = True) ->
     axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
     axes.margins(x=0.12)
     axes.grid(True, linewidth=0.3)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="best")
 
 
 def _log_ticks(low: float, high: float) -> FixedLocator:

@@ -218,6 +218,9 @@ def test_bad_rows_and_rows_without_a_value_are_to_train_on(tmp_path):
     )
     with pytest.raises(DataError, match=r"2 of 6 rows have no user and time that can be read; data.bad_rows = 0.3"):
         open_source(config_of(str(path), **options, bad_rows=0.3))
+    path.write_text("label,number,user,time\n0,0,ann,F\n0,1,bob,M\n")
+    with pytest.raises(DataError, match=r"data.split_time = 'time': no row has a time there"):
+        open_source(config_of(str(path), **options, bad_rows=0.3))
 
 
 def test_a_bad_row_is_replaced_by_a_row_of_its_part(tmp_path):

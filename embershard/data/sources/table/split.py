@@ -127,6 +127,11 @@ class _SplitColumns:
             self.num_without += found.num_rows - len(found.rows)
             num_bad += found.num_bad
             yield found
+        if num_bad == self.num_samples > 0 and self.config.split_time in self._columns:
+            raise DataError(
+                f"data.split_time = {self.config.split_time!r}: no row has a time there. Needed a column of times, or "
+                "of numbers that rise with time"
+            )
         if not isinstance(allowed, str) and num_bad > allowed * self.num_samples:
             raise DataError(
                 f"data.split: {num_bad:,} of {self.num_samples:,} rows have no {' and '.join(self._columns)} that can "

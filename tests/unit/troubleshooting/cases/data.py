@@ -106,7 +106,8 @@ CASES = [
         _train(*[_LINE, _LINE, _LINE, "1\n"] * 2, settings="data.bad_rows=0.1"),
         "[rank<number>]: DataError: <number> bad rows in 8 samples (<share>) of the training data; "
         "data.bad_rows = 0.1 allows 10.00%. They are listed in the run's bad_rows.jsonl; "
-        "`embershard data validate` counts all",
+        "`embershard data validate` counts all. Correct them, or go on from the newest checkpoint: --resume --set "
+        "data.bad_rows=<share>",
         "Look at `bad_rows.jsonl` in the folder of the run; correct the data, or allow more. Training was saved.",
         code=1,
     ),
