@@ -9,11 +9,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from embershard.decoding import flat, toml
-from embershard.errors import ConfigError
-from embershard.launch.quality_text import form_of, is_better_high, main_names, title_of
+from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.sweep.experiments import SEEDS, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.run_result import RunResult
+from embershard.training.quality.quality import MORE_IS_BETTER
 
 _CONFIDENCE = 0.95
 #: Figures beside those of quality, by their names in result.json: title, format, and whether more is better.
@@ -117,14 +117,8 @@ def read_configurations(sweep: Path) -> list[Configuration]:
     Raises:
         ConfigError: a file of the sweep cannot be read.
     """
-    try:
-        outcomes = read_outcomes(sweep)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{sweep}/states: a file cannot be read ({error}). Remove it; the sweep runs it again."
-        ) from error
     groups: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
+    for outcome in read_outcomes(sweep):
         groups.setdefault(outcome.group or outcome.digest, []).append(outcome)
     varied = [{key: value for key, value in own[0].varied.items() if key not in SEEDS} for own in groups.values()]
     keys = dict.fromkeys(key for each in varied for key in each)
@@ -188,7 +182,7 @@ def is_higher_better(figure: str) -> bool | None:
     >>> is_higher_better("auc/buy"), is_higher_better("step_ms.p50"), is_higher_better("steps")
     (True, False, None)
     """
-    return _FIGURES[figure][2] if figure in _FIGURES else is_better_high(figure)
+    return _FIGURES[figure][2] if figure in _FIGURES else MORE_IS_BETTER.get(figure.partition("/")[0])
 
 
 @dataclass(frozen=True)
