@@ -104,6 +104,8 @@ def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Co
         say(console, f"{outcome.status}: {shown(outcome.varied)}: {outcome.reason} (outputs/{outcome.name}.txt)")
     if (best := find_best(configurations, figure)) is not None:
         say(console, best.sentence())
+    elif figure is not None:
+        say(console, f"--by {figure}: no run that finished has this figure, so none is named the best.")
     say(console, f"Results: {folder / 'results.csv'} (runs) and {folder / 'configurations.csv'} (means); .parquet, too")
     return 1 if failed else 0
 
@@ -123,11 +125,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _figure(text: str) -> str:
-    from embershard.launch.sweep.spread import is_higher_better
+    from embershard.launch.sweep.spread import JUDGED, is_higher_better
 
     if is_higher_better(text) is None:
-        known = "auc, logloss, ne, rmse, mae, r2, accuracy, loss, samples_per_second, step_ms.p50"
-        raise argparse.ArgumentTypeError(f"{text}: neither more nor less of it is known to be better; needed {known}")
+        needed = ", ".join(JUDGED)
+        raise argparse.ArgumentTypeError(f"{text}: neither more nor less of it is known to be better; needed {needed}")
     return text
 
 

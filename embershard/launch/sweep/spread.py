@@ -23,6 +23,8 @@ _FIGURES = {
     "loss": ("loss", ".5f", False),
     "cache.hit_rate_lookups": ("hits", ".2%", True),
 }
+#: Figures of which `is_higher_better` knows which values are better.
+JUDGED = (*MORE_IS_BETTER, *_FIGURES)
 
 
 @dataclass(frozen=True)
