@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Console) -> int:
     """Write and show what all runs gave together; return the exit code."""
     from embershard.launch.sweep.experiments import shown
-    from embershard.launch.sweep.spread import find_best, read_configurations
+    from embershard.launch.sweep.spread import best_sentence, read_configurations
     from embershard.launch.sweep.view import spread_table, write_configurations
 
     configurations = read_configurations(folder)
@@ -102,8 +102,8 @@ def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Co
     failed = [outcome for outcome in ended if outcome.status != "finished"]
     for outcome in failed:
         say(console, f"{outcome.status}: {shown(outcome.varied)}: {outcome.reason} (outputs/{outcome.name}.txt)")
-    if (best := find_best(configurations, figure)) is not None:
-        say(console, best.sentence())
+    if best := best_sentence(configurations, figure):
+        say(console, best)
     elif figure is not None:
         say(console, f"--by {figure}: no run that finished has this figure, so none is named the best.")
     say(console, f"Results: {folder / 'results.csv'} (runs) and {folder / 'configurations.csv'} (means); .parquet, too")
