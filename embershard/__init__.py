@@ -48,23 +48,4 @@ __all__ = [
 
 
 #: torch and TorchRec take seconds to import: only once a name that needs them is used.
-__getattr__ = lazy_names(
-    "embershard",
-    {
-        "cache.config": ["CacheConfig"],
-        "cache.statistics": ["TableStats"],
-        "distributed": ["process_group"],
-        "frequency.profile": ["FrequencyProfile"],
-        "pipeline": ["LookAheadPipeline"],
-        "sharding.torchrec": [
-            "CachedEmbeddingBagCollectionSharder",
-            "CachedEmbeddingCollectionSharder",
-            "cache_stats",
-            "flush",
-            "host_rows_changed",
-            "plan_sharding",
-        ],
-        "training.config": ["RunConfig"],
-        "training.trainer": ["Trainer"],
-    },
-)
+__getattr__ = lazy_names(__name__)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy_names(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package.
+def lazy_names(package: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package: it imports, one by one, the names that the package's file imports for type
+    checkers, below `if TYPE_CHECKING`.
 
     Args:
         package: its full name.
-        names: of each of its modules, the names that the package exports.
 
-    >>> get = lazy_names("embershard.data", {"config": ["DataConfig"]})
-    >>> get("DataConfig")().kind
+    >>> lazy_names("embershard.data")("DataConfig")().kind
     'synthetic'
     """
-    homes = {name: f"{package}.{module}" for module, exported in names.items() for name in exported}
+    module = ast.parse(inspect.getsource(sys.modules[package]))
+    for_type_checkers = next(node.body for node in module.body if isinstance(node, ast.If))
+    imports = [node for node in for_type_checkers if isinstance(node, ast.ImportFrom)]
+    homes = {name.name: str(node.module) for node in imports for name in node.names}
 
     def get(name: str) -> Any:
         if name not in homes:

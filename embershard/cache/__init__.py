@@ -18,21 +18,7 @@ if TYPE_CHECKING:
     from embershard.cache.statistics import TableStats
     from embershard.cache.tickets import Ticket
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "config": ["CacheConfig"],
-            "next_use": ["KnownBatch", "NextUseIndex"],
-            "planner": ["CacheGrowthWarning", "CachePlan", "CachePlanner"],
-            "policies": ["SlotScores", "make_scores"],
-            "row_cache": ["RowCache"],
-            "rows.host_store": ["HostStore"],
-            "slot_map": ["SlotMap"],
-            "slot_state": ["SlotState"],
-            "statistics": ["TableStats"],
-            "tickets": ["Ticket"],
-        },
-    )
+    __getattr__ = lazy_names(__name__)
 
 __all__ = [
     "CacheConfig",

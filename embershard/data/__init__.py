@@ -23,26 +23,7 @@ if TYPE_CHECKING:
     from embershard.data.sources.source import Source
     from embershard.data.sources.table.parquet_files import write_samples
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "batch": ["Batch"],
-            "config": [
-                "AvazuConfig",
-                "CriteoConfig",
-                "DataConfig",
-                "ParquetConfig",
-                "SyntheticConfig",
-                "TableConfig",
-                "TableFeature",
-            ],
-            "sources.kinds": ["kind_of_files", "open_source", "schema_of"],
-            "schema": ["Schema", "SparseFeature", "Target"],
-            "sources.source": ["Source"],
-            "order.stream": ["BatchStream", "StreamState"],
-            "sources.table.parquet_files": ["write_samples"],
-        },
-    )
+    __getattr__ = lazy_names(__name__)
 
 __all__ = [
     "AvazuConfig",

@@ -24,27 +24,7 @@ if TYPE_CHECKING:
     from embershard.distributed.ranks import Ranks, is_lost_connection, process_group
     from embershard.distributed.supervision import Supervision
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "agreement": ["empty_like", "longest", "shortest"],
-            "checkpoint.blocks": ["TensorBlocks"],
-            "checkpoint.folder": ["check_disk", "complete_checkpoints", "prune", "set_aside", "step_of"],
-            "checkpoint.load": [
-                "damaged_scalars",
-                "load_group",
-                "load_tensors",
-                "read_scalars",
-                "saved_sizes",
-                "verify_checkpoint",
-            ],
-            "checkpoint.manifest": ["Manifest"],
-            "checkpoint.save": ["rng_state", "save_checkpoint", "set_rng_state", "without_empty"],
-            "config": ["CheckpointConfig"],
-            "ranks": ["Ranks", "is_lost_connection", "process_group"],
-            "supervision": ["Supervision"],
-        },
-    )
+    __getattr__ = lazy_names(__name__)
 
 __all__ = [
     "CheckpointConfig",

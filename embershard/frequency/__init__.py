@@ -20,23 +20,7 @@ if TYPE_CHECKING:
         row_hashes,
     )
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "profile": ["FrequencyProfile", "HotRows"],
-            "statistics": [
-                "CountHistogram",
-                "DataStatistics",
-                "Drift",
-                "SampledTrace",
-                "StackDistances",
-                "TableStatistics",
-                "TableTrace",
-                "is_followed",
-                "row_hashes",
-            ],
-        },
-    )
+    __getattr__ = lazy_names(__name__)
 
 __all__ = [
     "CountHistogram",

@@ -173,7 +173,7 @@ def text_override(key: str, text: str) -> str:
 
 def positive(text: str) -> int:
     """Read a whole number of at least 1; a type for argparse."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, 1 or more")
     return int(text)
 

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from embershard.decoding import flat
 from embershard.distributed import complete_checkpoints, step_of
 from embershard.distributed.checkpoint.folder import ASIDE, best_checkpoint, folder_bytes, leftovers, remove
 from embershard.errors import ConfigError, InvalidCheckpointError
@@ -184,7 +185,7 @@ def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
     manifests = [verify_alone(path) for path in (first, second)]
     if manifests[0].run_id != manifests[1].run_id:
         yield "run", manifests[0].run_id, manifests[1].run_id
-    values = [dict(_flat(read_scalars(path))) for path in (first, second)]
+    values = [flat(read_scalars(path)) for path in (first, second)]
     for name in sorted(values[0].keys() | values[1].keys()):
         pair = [repr(found[name])[:40] if name in found else "" for found in values]
         if values[0].get(name) != values[1].get(name):
@@ -213,14 +214,6 @@ def _changed(name: str, entry: Any, first: Path, second: Path) -> str | None:
         return None
     largest = (tensors[0].double() - tensors[1].double()).abs().max()
     return f"{count:,} of {different.numel():,} values differ, by {largest:.3g} at most"
-
-
-def _flat(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{at}{key}.")
-        else:
-            yield f"{at}{key}", value
 
 
 def _kind(entry: Any) -> str:

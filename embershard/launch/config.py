@@ -86,22 +86,15 @@ def _with_code(values: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
     for setting, folder in _CODE.items():
         part, _, name = setting.partition(".")
         section = values.get(part)
-        if (
-            isinstance(section, dict)
-            and (setting == "model.build" or ":" in str(section.get(name)))
-            and name in section
-        ):
+        if isinstance(section, dict) and ":" in str(section.get(name)):
             yield setting, folder, section
 
 
 def check_config_code(config: Any, run_dir: Path | None) -> None:
     """Raise `ConfigError` if code that settings name is inside of a run's folder: see `check_code`."""
-    for setting, folder in _CODE.items():
-        part, _, name = setting.partition(".")
-        section = getattr(config, part, None)
-        code = getattr(section, name, None)
-        if code is not None and ":" in code:
-            check_code(code.partition(":")[0], Path(getattr(section, folder) or "."), run_dir, setting)
+    for setting, folder, section in _with_code(dataclasses.asdict(config)):
+        code = section[setting.partition(".")[2]]
+        check_code(code.partition(":")[0], Path(section[folder] or "."), run_dir, setting)
 
 
 def holds_run(folder: Path) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from embershard.launch.screen import number
-from embershard.training.quality.quality import MORE_IS_BETTER
 
 
 class _Metric(NamedTuple):
@@ -98,11 +97,6 @@ def title_of(name: str) -> str:
 def form_of(name: str) -> str:
     """Return the format of a figure by its name."""
     return _METRICS[name.partition("/")[0]].form
-
-
-def is_better_high(name: str) -> bool | None:
-    """Return whether more of a figure is better, by its name; None where neither is, or there is no such figure."""
-    return MORE_IS_BETTER.get(name.partition("/")[0])
 
 
 def _of_metric(metric: str, values: Mapping[str, Any]) -> list[str]:

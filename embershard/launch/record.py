@@ -144,14 +144,13 @@ def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequenc
 
 
 def make_result(
-    trainer: Trainer,
-    loss: float | None,
-    evaluation: EvalReport | None,
-    cache: dict[str, Any] | None,
-    look_ahead: dict[str, Any] | None,
-    sent_bytes: dict[str, Any],
+    trainer: Trainer, loss: float | None, evaluation: EvalReport | None, totals: Mapping[str, Any]
 ) -> RunResult:
-    """Return the result of a run that ended; speed and `step_ms` are of the steps that `steady_steps` chooses."""
+    """Return the result of a run that ended; speed and `step_ms` are of the steps that `steady_steps` chooses.
+
+    Args:
+        totals: of all ranks: the entries cache, look_ahead and sent_bytes.
+    """
     quality = {} if evaluation is None else quality_values(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
@@ -174,9 +173,7 @@ def make_result(
         "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
         "world_size": ranks.world_size,
         "device": ranks.device.type,
-        "cache": cache,
-        "look_ahead": look_ahead,
-        "sent_bytes": sent_bytes,
+        **totals,
         "hot_cold": packed_totals(trainer.hot, trainer.stream),
         "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from embershard.decoding import flat
 from embershard.errors import SetupError
 from embershard.training.config import TrackingConfig
 
@@ -224,12 +225,12 @@ class Trackers:
 
     def add(self, kind: str, values: Mapping[str, Any]) -> None:
         """Hand on the numbers of a report, a line of metrics.jsonl."""
-        numbers = {f"{kind}/{name}": value for name, value in _numbers(values) if name != "step"}
+        numbers = _numbers(kind, {name: value for name, value in values.items() if name != "step"})
         self._all(lambda tracker: tracker.add(values["step"], numbers))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Hand on the numbers of result.json."""
-        numbers = {f"result/{name}": value for name, value in _numbers(result)}
+        numbers = _numbers("result", result)
         self._all(lambda tracker: tracker.finish(numbers))
 
     def close(self) -> None:
@@ -250,10 +251,7 @@ class Trackers:
             self._warn(f"Warning: {name} failed and gets nothing more ({type(error).__name__}: {first}).")
 
 
-def _numbers(values: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of nested values by `name.name`; lists, which have a value per table or rank, are left out."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{at}{name}.")
-        elif isinstance(value, (int, float)):
-            yield f"{at}{name}", value
+def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of nested values, by `kind/name.name`; lists, which have a value per table or rank, are left
+    out."""
+    return {f"{kind}/{name}": value for name, value in flat(values).items() if isinstance(value, (int, float))}

@@ -13,15 +13,6 @@ if TYPE_CHECKING:
     from embershard.models.schema import table_name
     from embershard.models.tables import ModelTable
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "config": ["ModelConfig"],
-            "build": ["build_model"],
-            "outline": ["model_tables", "num_parameters"],
-            "schema": ["table_name"],
-            "tables": ["ModelTable"],
-        },
-    )
+    __getattr__ = lazy_names(__name__)
 
 __all__ = ["ModelConfig", "ModelTable", "build_model", "model_tables", "num_parameters", "table_name"]

@@ -9,11 +9,6 @@ from embershard.lazy_names import lazy_names
 if TYPE_CHECKING:
     from embershard.pipeline.look_ahead import LookAheadPipeline, LookAheadStats
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "look_ahead": ["LookAheadPipeline", "LookAheadStats"],
-        },
-    )
+    __getattr__ = lazy_names(__name__)
 
 __all__ = ["LookAheadPipeline", "LookAheadStats"]

@@ -140,14 +140,12 @@ class Steps:
 
     def _begin(self) -> AbstractContextManager[Any]:
         try:
-            return self._plain() if self._pipeline is None else self._pipeline.step(self._batches)
+            if self._pipeline is not None:
+                return self._pipeline.step(self._batches)
+            return nullcontext(next(self._batches).to(self._device, non_blocking=True))
         except DataError as error:
             self._failure.error = error
             raise
-
-    def _plain(self) -> AbstractContextManager[Batch]:
-        batch = next(self._batches)
-        return nullcontext(batch.to(self._device, non_blocking=True))
 
     @contextmanager
     def _counted(self, inner: AbstractContextManager[Batch]) -> Iterator[Batch]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embershard.data import Batch, BatchStream, StreamState, Target, open_source
 from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
+from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.models.dropout import seed_masks
@@ -34,7 +35,7 @@ from embershard.training.optimizers import Optimizers
 from embershard.training.quality.best import BestModel
 from embershard.training.quality.counters import StepMetrics
 from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64
-from embershard.training.quality.metrics import Predicted, autocast, predict, until_stopped
+from embershard.training.quality.metrics import Predicted, PredictionBuffer, autocast, predicted_of, until_stopped
 from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
@@ -199,7 +200,7 @@ class Trainer:
         yield from self._evaluate_at_end()
         yield from self._save_at_end()  # where a signal that came meanwhile asks for it, or the best one is kept
         if self.supervision.must_stop:
-            path = self.checkpoints / f"step_{self.steps}" if self.checkpoints else None
+            path = checkpoint_at(self.checkpoints, self.steps) if self.checkpoints else None
             yield StopReport(self.steps, path if path and path.exists() else None)
 
     def _save_at_end(self) -> Iterator[SaveReport]:
@@ -287,7 +288,9 @@ class Trainer:
         with self._open_stream(None) as stream:
             batches = self._input_failure.watch(shortest(stream, self.ranks.device))
             batches = until_stopped(batches, self.supervision, self.ranks)
-            predictions = predict(self.model, self.target, batches, self.ranks.device, self._autocast)
+            predictions = PredictionBuffer(self.target)
+            for predicted in predicted_of(self.model, batches, self.ranks.device, self._autocast):
+                predictions.add(predicted)
             self.bad_rows.add(stream, "eval")
         if self.supervision.agree(self.ranks):
             return None

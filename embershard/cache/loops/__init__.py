@@ -49,27 +49,7 @@ if TYPE_CHECKING:
     from embershard.cache.loops.victims import offer as offer
     from embershard.cache.loops.victims import settle_ties as settle_ties
 else:
-    _get = lazy_names(
-        __name__,
-        {
-            "compiled": ["Counters", "Int32s", "Int64s"],
-            "initial_rows": ["make_blocks", "make_blocks_of", "read_blocks", "read_rows", "write_rows"],
-            "next_uses": ["admit", "arrive", "know"],
-            "rows": [
-                "add_per_feature",
-                "are_rows",
-                "copy_rows",
-                "free_places",
-                "give_places",
-                "keys_of_ids",
-                "pool_gradients",
-                "pool_rows",
-                "take_places",
-            ],
-            "slots": ["bind", "count_plan", "count_uses", "distinct", "distinct_ids", "fill", "find", "out_of_range"],
-            "victims": ["KNOWN_USE", "LAST_BATCH", "candidates", "choose", "lowest_ranks", "offer", "settle_ties"],
-        },
-    )
+    _get = lazy_names(__name__)
 
     def __getattr__(name: str) -> Any:
         found = globals()[name] = _get(name)  # the next use finds it here: they are called in every step

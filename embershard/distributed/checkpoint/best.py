@@ -55,10 +55,6 @@ class BestEvaluation:
         with whole_file(checkpoints / BEST) as partial:
             partial.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
-    def checkpoint(self, checkpoints: Path) -> Path:
-        """Return where its checkpoint is, if it is there."""
-        return checkpoints / f"step_{self.step}"
-
     @property
     def title(self) -> str:
         """The evaluation in a few words."""

@@ -45,6 +45,15 @@ def step_of(checkpoint: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def checkpoint_at(folder: Path, step: int, ending: str = "") -> Path:
+    """Return where the checkpoint of a step is, once it is complete; before, its name has the ending `PARTIAL`.
+
+    >>> checkpoint_at(Path("runs"), 20).name
+    'step_20'
+    """
+    return folder / f"step_{step}{ending}"
+
+
 def is_plain_name(name: str) -> bool:
     """Return True for a name of a file directly in a folder: no path, and nothing that leads out of it.
 
@@ -86,7 +95,7 @@ def best_checkpoint(folder: Path) -> tuple[Path | None, str]:
         return None, str(error)
     if best is None:
         return None, ""
-    if not (path := best.checkpoint(folder)).is_dir():
+    if not (path := checkpoint_at(folder, best.step)).is_dir():
         return None, f"the checkpoint of the best evaluation ({best.title}) is not in {folder}"
     return path, ""
 

@@ -134,7 +134,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
     >>> tensors["w"]
     tensor([1., 1.])
     """
-    reader = checked_reader(checkpoint)
+    reader = _Reader(checkpoint)
     try:
         with without_known_warnings():
             dcp.load(tensors, storage_reader=reader)
@@ -212,25 +212,16 @@ def newest_valid(checkpoints: Sequence[Path], use: Callable[[Path], T]) -> tuple
     return None, skipped
 
 
-def checked_reader(checkpoint: Path) -> FileSystemReader:
-    """Return torch's reader of a checkpoint, which runs nothing in it. Verify the checkpoint first.
-
-    Raises:
-        InvalidCheckpointError: its `.metadata` is damaged, or would run code.
-    """
-    return _Reader(checkpoint, read_metadata(checkpoint))
-
-
 class _Reader(FileSystemReader):
     """Reads a checkpoint's tensors by metadata that were checked; torch itself loads tensors with `weights_only=True`.
 
-    The metadata are read before: torch catches errors of `read_metadata`, and tries other files.
+    The constructor reads the metadata: torch catches errors of `read_metadata`, and tries other files.
     """
 
-    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+    def __init__(self, checkpoint: Path) -> None:
+        self._metadata = read_metadata(checkpoint)
         super().__init__(checkpoint)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        self._metadata = metadata
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
@@ -276,7 +267,7 @@ def saved_rows(checkpoint: Path, name: str) -> Iterator[Tensor]:
     >>> torch.cat(list(saved_rows(saved, "model.t.weight"))).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     """
-    reader = checked_reader(checkpoint)
+    reader = _Reader(checkpoint)
     metadata = reader.read_metadata()
     entry = metadata.state_dict_metadata.get(name)
     if not isinstance(entry, TensorStorageMetadata) or not entry.size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,11 +128,7 @@ class Manifest:
             return f"{name}: its bytes {start} to {end} are not those that were written"
 
         with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "embershard-verify") as pool:
-            return _first(pool.map(problem, blocks))
-
-
-def _first(problems: Iterable[str | None]) -> str | None:
-    return next((problem for problem in problems if problem), None)
+            return next(filter(None, pool.map(problem, blocks)), None)
 
 
 def _size_problem(checkpoint: Path, name: str, entry: FileEntry, block_bytes: int) -> str | None:

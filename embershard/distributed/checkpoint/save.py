@@ -20,7 +20,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from embershard.distributed.checkpoint.blocks import TensorBlocks
 from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
-from embershard.distributed.checkpoint.folder import PARTIAL, leftovers, prune, sync_folder
+from embershard.distributed.checkpoint.folder import PARTIAL, checkpoint_at, leftovers, prune, sync_folder
 from embershard.distributed.checkpoint.load import SCALARS, causes
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
 from embershard.distributed.ranks import Ranks
@@ -62,7 +62,7 @@ def save_checkpoint(
     ...     save_checkpoint(Path("run"), 3, {"w": torch.ones(2)}, {"epoch": 0}, ranks, keep_last=1, run_id="8c1f").name
     'step_3'
     """
-    final, partial = folder / f"step_{step}", folder / f"step_{step}{PARTIAL}"
+    final, partial = checkpoint_at(folder, step), checkpoint_at(folder, step, PARTIAL)
     blocks = tensors if isinstance(tensors, TensorBlocks) else TensorBlocks(tensors)
     if any(ranks.all_gather_objects(final.exists())):
         raise CheckpointError(f"{final} exists already and is not overwritten. Remove it, or use another --run-dir.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, floor, log10
@@ -314,8 +315,11 @@ def add_convert(actions: Any) -> None:
 
 
 def _stop_or_share(text: str) -> str | float:
-    if text == "stop" or 0 < float(text) < 1:
-        return text if text == "stop" else float(text)
+    if text == "stop":
+        return text
+    with suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
     raise argparse.ArgumentTypeError(f'got {text}; needed "stop", or a share in (0, 1), for instance 0.001')
 
 

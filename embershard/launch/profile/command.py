@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embershard.errors import ConfigError
-from embershard.launch.arguments import add_settings, add_trust, check_output, config_file, make_parser, text_override
+from embershard.launch.arguments import (
+    add_settings,
+    add_trust,
+    check_output,
+    config_file,
+    make_parser,
+    positive,
+    text_override,
+    whole,
+)
 from embershard.launch.screen import plain_console, progress_bar, say, wide_console
 from embershard.units import parse_bytes, size
 
@@ -100,7 +109,7 @@ def show(argv: Sequence[str]) -> None:
     )
     parser.add_argument("profile", type=Path, help="file of a profile")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw hit rates against the size of the cache")
-    parser.add_argument("--top", type=int, default=20, metavar="N", help="show the N tables with most rows (20)")
+    parser.add_argument("--top", type=whole, default=20, metavar="N", help="show the N tables with most rows (20)")
     arguments = parser.parse_args(argv)
     if arguments.png is not None:
         check_output(arguments.png)
@@ -112,7 +121,7 @@ def show(argv: Sequence[str]) -> None:
     console = wide_console()
     with console.status("how long rows stay in a cache"):
         together = stack_of_all(statistics)
-    for table in profile_tables(statistics, together, max(0, arguments.top)):
+    for table in profile_tables(statistics, together, arguments.top):
         console.print(table)
     say(console, *sentences(statistics, together))
     if arguments.png is not None:
@@ -128,7 +137,7 @@ def merge(argv: Sequence[str]) -> None:
     parser = make_parser("profile merge", _MERGE_HELP)
     parser.add_argument("profiles", type=Path, nargs="+", metavar="FILE", help="files of profiles")
     _add_outputs(parser)
-    parser.add_argument("--batch-size", type=int, default=1024, metavar="N", help="samples of a step (1024)")
+    parser.add_argument("--batch-size", type=positive, default=1024, metavar="N", help="samples of a step (1024)")
     arguments = parser.parse_args(argv)
     check_output(arguments.output)
     from embershard.frequency import FrequencyProfile
@@ -145,14 +154,14 @@ def compare(argv: Sequence[str]) -> None:
     parser = make_parser("profile compare", _COMPARE_HELP)
     parser.add_argument("a", type=Path, metavar="A", help="file of a profile, say of the day before")
     parser.add_argument("b", type=Path, metavar="B", help="file of a profile, say of today")
-    parser.add_argument("--top", type=int, default=20, metavar="N", help="show the N tables with most lookups (20)")
+    parser.add_argument("--top", type=whole, default=20, metavar="N", help="show the N tables with most lookups (20)")
     arguments = parser.parse_args(argv)
     from embershard.frequency import FrequencyProfile
     from embershard.launch.profile.view import comparison_sentence, comparison_table
 
     found = FrequencyProfile.load(arguments.a).compare(FrequencyProfile.load(arguments.b))
     console = wide_console()
-    console.print(comparison_table(found, max(0, arguments.top)))
+    console.print(comparison_table(found, arguments.top))
     say(console, comparison_sentence(found))
 
 
@@ -244,7 +253,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="file to write")
     parser.add_argument(
         "--max-lookups",
-        type=int,
+        type=positive,
         default=4_000_000,
         metavar="N",
         help="most lookups to keep in their order, for replays (4000000); of more, a share of the rows is followed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 #: A rank that uses more than this share of a core works.
@@ -114,11 +114,8 @@ def waits_for_others(stacks: str) -> bool:
     False
     """
     threads = stacks.split("(most recent call first):")[1:]
-    *others, top = [next(iter(_frames(thread.splitlines())), "") for thread in threads] or [""]
+    frames = ([line for line in thread.splitlines() if line.strip().startswith("File ")] for thread in threads)
+    *others, top = [each[0] if each else "" for each in frames] or [""]
     return top.endswith(_STEP) or any(
         part in each for each in (others if top.endswith(_JOIN) else [top]) for part in _WAITING
     )
-
-
-def _frames(lines: Iterable[str]) -> list[str]:
-    return [line for line in lines if line.strip().startswith("File ")]

@@ -55,13 +55,6 @@ def add_hang_seconds(parser: ArgumentParser) -> None:
     )
 
 
-def default_num_ranks() -> int:
-    """Return one rank per GPU, or 2 on a machine without one."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 2
-
-
 def start_ranks(
     num_ranks: int,
     module: str,
@@ -151,8 +144,12 @@ _MOST_LOCAL_RANKS = 64  # above it, the number of processes must be asked for
 
 
 def default_ranks(config: RunConfig) -> int:
-    """Return the number of ranks that nobody chose, and say it."""
-    num_ranks = 2 if config.train.device == "cpu" else default_num_ranks()
+    """Return the number of ranks where nobody chose one, and say it: one per GPU, or 2 on a machine without one."""
+    num_ranks = 2
+    if config.train.device != "cpu":
+        import torch
+
+        num_ranks = torch.cuda.device_count() if torch.cuda.is_available() else 2
     print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", file=sys.stderr, flush=True)
     return num_ranks
 

@@ -106,7 +106,9 @@ def _other_settings(run: RunFolder, plan: Plan) -> list[str]:
 
 def _recalibrate(arguments: argparse.Namespace, run: RunFolder, result: RunResult) -> Recalibration:
     plan, output = run.plan(arguments.plan), arguments.recalibrate
-    others = [text for text in run.other_settings(plan) if text.startswith(("train.batch_size", "model.", "train.dev"))]
+    others = [
+        text for text in run.other_settings(plan) if text.startswith(("train.batch_size", "model.", "train.device"))
+    ]
     if others:
         raise ConfigError(
             f"{others[0]}: the work of the run is not the plan's, and its speed says nothing about the rates. "

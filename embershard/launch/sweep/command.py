@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -36,10 +36,10 @@ that ended are not started again. Exit codes: 0 all runs finished; 1 some did no
 
 #: By name, the module and the function that run the experiments of a sweep.
 _ENGINES = {
-    "local": "run.run_here",
-    "ray": "on_ray.run_on_ray",
-    "slurm": "on_slurm.run_on_slurm",
-    "kubernetes": "on_kubernetes.run_on_kubernetes",
+    "local": "run:run_here",
+    "ray": "on_ray:run_on_ray",
+    "slurm": "on_slurm:run_on_slurm",
+    "kubernetes": "on_kubernetes:run_on_kubernetes",
 }
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         for experiment in sweep.experiments:
             say(console, f"embershard train {shlex.join(experiment.arguments)}")
         return 0
-    run_all = _engine(arguments.on)
+    run_all = resolve_name(f"embershard.launch.sweep.{_ENGINES[arguments.on]}")
     lock_run_dir(folder, "--out")
     ended = {each.name: found for each in sweep.experiments if (found := find_outcome(each, folder)) is not None}
     if arguments.retry_failed:
@@ -91,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Console) -> int:
     """Write and show what all runs gave together; return the exit code."""
-    from embershard.launch.sweep.spread import find_best, read_configurations
+    from embershard.launch.sweep.experiments import shown
+    from embershard.launch.sweep.spread import best_sentence, read_configurations
     from embershard.launch.sweep.view import spread_table, write_configurations
 
     configurations = read_configurations(folder)
@@ -100,17 +101,13 @@ def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Co
         console.print(spread_table(configurations))
     failed = [outcome for outcome in ended if outcome.status != "finished"]
     for outcome in failed:
-        say(console, f"{outcome.status}: {outcome.shown}: {outcome.reason} (outputs/{outcome.name}.txt)")
-    if (best := find_best(configurations, figure)) is not None:
-        say(console, best.sentence())
+        say(console, f"{outcome.status}: {shown(outcome.varied)}: {outcome.reason} (outputs/{outcome.name}.txt)")
+    if best := best_sentence(configurations, figure):
+        say(console, best)
+    elif figure is not None:
+        say(console, f"--by {figure}: no run that finished has this figure, so none is named the best.")
     say(console, f"Results: {folder / 'results.csv'} (runs) and {folder / 'configurations.csv'} (means); .parquet, too")
     return 1 if failed else 0
-
-
-def _engine(name: str) -> Callable[..., None]:
-    module, function = _ENGINES[name].split(".")
-    found: Callable[..., None] = getattr(import_module(f"embershard.launch.sweep.{module}"), function)
-    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,11 +125,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _figure(text: str) -> str:
-    from embershard.launch.sweep.spread import is_higher_better
+    from embershard.launch.sweep.spread import JUDGED, is_higher_better
 
     if is_higher_better(text) is None:
-        known = "auc, logloss, ne, rmse, mae, r2, accuracy, loss, samples_per_second, step_ms.p50"
-        raise argparse.ArgumentTypeError(f"{text}: neither more nor less of it is known to be better; needed {known}")
+        needed = ", ".join(JUDGED)
+        raise argparse.ArgumentTypeError(f"{text}: neither more nor less of it is known to be better; needed {needed}")
     return text
 
 

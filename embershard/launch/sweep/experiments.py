@@ -116,7 +116,9 @@ class Sweep:
                 )
             seen[run.digest] = run
         experiments = [
-            _repeated(run, repeat) for repeat in range(file.repeats) for run in (runs[::-1] if repeat % 2 else runs)
+            replace(run, name=f"{run.digest}-{repeat}", repeat=repeat)
+            for repeat in range(file.repeats)
+            for run in (runs[::-1] if repeat % 2 else runs)
         ]
         return cls(tuple(experiments), file.time_limit_seconds, file.slurm, file.kubernetes)
 
@@ -147,10 +149,6 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
     )
     words = ("--config", str(config), *set_words(overrides), *trust_words(trust_code))
     return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0, group)
-
-
-def _repeated(run: Experiment, repeat: int) -> Experiment:
-    return replace(run, name=f"{run.digest}-{repeat}", repeat=repeat)
 
 
 def shown(varied: Mapping[str, Any]) -> str:

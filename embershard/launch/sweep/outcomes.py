@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embershard.errors import ConfigError, naming_file
-from embershard.launch.sweep.experiments import Experiment, shown
+from embershard.launch.sweep.experiments import Experiment
 from embershard.run_result import RESULT, RunResult
 from embershard.whole_file import whole_file
 
@@ -44,11 +44,6 @@ class Outcome:
     started_at: str
     attempt: int
     group: str = ""
-
-    @property
-    def shown(self) -> str:
-        """What the sweep varies, for people."""
-        return shown(self.varied)
 
 
 def run_folder(sweep: Path, name: str) -> Path:

@@ -9,11 +9,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from embershard.decoding import flat, toml
-from embershard.errors import ConfigError
-from embershard.launch.quality_text import form_of, is_better_high, main_names, title_of
+from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.sweep.experiments import SEEDS, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.run_result import RunResult
+from embershard.training.quality.quality import MORE_IS_BETTER
 
 _CONFIDENCE = 0.95
 #: Figures beside those of quality, by their names in result.json: title, format, and whether more is better.
@@ -23,6 +23,8 @@ _FIGURES = {
     "loss": ("loss", ".5f", False),
     "cache.hit_rate_lookups": ("hits", ".2%", True),
 }
+#: Figures of which `is_higher_better` knows which values are better.
+JUDGED = (*MORE_IS_BETTER, *_FIGURES)
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,8 @@ def read_configurations(sweep: Path) -> list[Configuration]:
     Raises:
         ConfigError: a file of the sweep cannot be read.
     """
-    try:
-        outcomes = read_outcomes(sweep)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{sweep}/states: a file cannot be read ({error}). Remove it; the sweep runs it again."
-        ) from error
     groups: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
+    for outcome in read_outcomes(sweep):
         groups.setdefault(outcome.group or outcome.digest, []).append(outcome)
     varied = [{key: value for key, value in own[0].varied.items() if key not in SEEDS} for own in groups.values()]
     keys = dict.fromkeys(key for each in varied for key in each)
@@ -188,50 +184,22 @@ def is_higher_better(figure: str) -> bool | None:
     >>> is_higher_better("auc/buy"), is_higher_better("step_ms.p50"), is_higher_better("steps")
     (True, False, None)
     """
-    return _FIGURES[figure][2] if figure in _FIGURES else is_better_high(figure)
+    return _FIGURES[figure][2] if figure in _FIGURES else MORE_IS_BETTER.get(figure.partition("/")[0])
 
 
-@dataclass(frozen=True)
-class Best:
-    """The configuration with the best mean of a figure.
+def best_sentence(configurations: Sequence[Configuration], figure: str | None = None) -> str:
+    """Return which configuration has the best mean of a figure, and where its best run is; empty where no run has it.
 
-    Attributes:
-        title, form: of the figure.
-        value, folder: of its best run.
-        equals: others with the same mean. Cache sizes have: a cache changes no weight.
+    Args:
+        figure: of which `is_higher_better` knows which is better; None: the first by which models are judged.
     """
-
-    configuration: Configuration
-    figure: str
-    title: str
-    form: str
-    spread: Spread
-    value: float
-    folder: Path
-    equals: tuple[Configuration, ...]
-
-    def sentence(self) -> str:
-        """Return what is best, and where."""
-        of = "" if not self.spread.deviation else f", mean of {len(self.spread.values)} runs, 95 % interval"
-        return (
-            f"Best by {self.title}: {self.configuration.name}: {self.spread.text(self.form)}{of}. Its best run has "
-            f"{self.value:{self.form}}: {self.folder}"
-            + "".join(f". As good: {each.name}" for each in self.equals[:1])
-            + (f" and {len(self.equals) - 1} more" if len(self.equals) > 1 else "")
-        )
-
-
-def find_best(configurations: Sequence[Configuration], figure: str | None = None) -> Best | None:
-    """Return the best configuration by a figure of which `is_higher_better` knows which is better; by default the first
-    by which models are judged. None where no run has it."""
     results = [result for each in configurations for result in each.results]
     figure = figure or main_names(result.quality for result in results)[0]
     choose = max if is_higher_better(figure) else min
-    found = [(spread.mean, each) for each in configurations if (spread := each.spread(figure)) is not None]
+    found = [(spread, each) for each in configurations if (spread := each.spread(figure)) is not None]
     if not found:
-        return None
-    mean, best = choose(found, key=lambda pair: pair[0])
-    equals = tuple(each for other, each in found if other == mean and each is not best)
+        return ""
+    spread, best = choose(found, key=lambda pair: pair[0].mean)
     runs: list[tuple[float, Path]] = [
         (value, folder)
         for result, folder in zip(best.results, best.folders, strict=True)
@@ -239,6 +207,11 @@ def find_best(configurations: Sequence[Configuration], figure: str | None = None
     ]
     value, folder = choose(runs, key=lambda pair: pair[0])
     title, form = main_figures(results).get(figure) or (title_of(figure), form_of(figure))
-    spread = best.spread(figure)
-    assert spread is not None, "it is the best by it"
-    return Best(best, figure, title, form, spread, value, folder, equals)
+    of = "" if not spread.deviation else f", mean of {len(spread.values)} runs, 95 % interval"
+    # Caches of different sizes train the same weights.
+    equals = [each.name for other, each in found if other.mean == spread.mean and each is not best]
+    return (
+        f"Best by {title}: {best.name}: {spread.text(form)}{of}. Its best run has {value:{form}}: {folder}"
+        + "".join(f". As good: {name}" for name in equals[:1])
+        + (f" and {len(equals) - 1} more" if len(equals) > 1 else "")
+    )

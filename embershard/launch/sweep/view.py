@@ -17,7 +17,7 @@ from rich.table import Table
 from embershard.decoding import flat, toml
 from embershard.launch.quality_text import form_of, main_names, title_of
 from embershard.launch.screen import make_table, number, say
-from embershard.launch.sweep.experiments import Experiment
+from embershard.launch.sweep.experiments import Experiment, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.launch.sweep.spread import Configuration, main_figures, result_rows
 from embershard.run_result import RunResult
@@ -65,7 +65,7 @@ class SweepDisplay:
         if not self._console.is_terminal:
             what = f"{outcome.status}{': ' + outcome.reason if outcome.reason else ''}"
             place = f"[{len(self._outcomes)}/{len(self._experiments)}]"
-            say(self._console, f"{place} {outcome.shown}, repeat {outcome.repeat + 1}: {what}")
+            say(self._console, f"{place} {shown(outcome.varied)}, repeat {outcome.repeat + 1}: {what}")
         self._refresh()
 
     def table(self) -> Table:
@@ -74,11 +74,9 @@ class SweepDisplay:
         varied = [key for key in keys if len({str(each.varied.get(key)) for each in self._experiments}) > 1]
         ended = [each.name for each in self._experiments if each.name in self._outcomes]
         results = {name: RunResult.find(run_folder(self._sweep, name)) for name in ended}
-        names, right = (
-            main_names(each.quality for each in results.values() if each is not None),
-            ["seconds", "samples/s", "loss"],
-        )
-        table = make_table(str(self._sweep), ["state", *varied, "repeat"], [*right, *map(title_of, names)])
+        names = main_names(each.quality for each in results.values() if each is not None)
+        right = ["seconds", "samples/s", "loss", *map(title_of, names)]
+        table = make_table(str(self._sweep), ["state", *varied, "repeat"], right)
         for experiment in self._experiments:
             outcome = self._outcomes.get(experiment.name)
             waiting = "running" if experiment.name in self._running else "waiting"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def train_run(
     _announce(trainer, console, run_dir)
     if profile_steps is not None:
         trainer.upcoming.trace = StepTrace(*profile_steps, trainer.steps, run_dir / TRACES, ranks.rank)
-    with _Outputs(trainer, run_dir, resumed_at, console) if ranks.is_first else nullcontext() as outputs:
+    with closing(_Outputs(trainer, run_dir, resumed_at, console)) if ranks.is_first else nullcontext() as outputs:
         if ranks.is_first and not supervision.has_launcher:
             supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
         failed_save = _train_and_report(trainer, outputs)
@@ -106,11 +106,14 @@ def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
 
 def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
     """Record the totals of a run that is over. Collective."""
-    cache = trainer.metrics.cache_reader.totals(None if trainer.plan else trainer.config.cache.slot_ratio)
-    look_ahead = look_ahead_totals(trainer.upcoming.stats(), trainer.ranks)
-    sent_bytes = trainer.metrics.traffic_reader.totals()
+    ratio = None if trainer.plan else trainer.config.cache.slot_ratio
+    totals = {
+        "cache": trainer.metrics.cache_reader.totals(ratio),
+        "look_ahead": look_ahead_totals(trainer.upcoming.stats(), trainer.ranks),
+        "sent_bytes": trainer.metrics.traffic_reader.totals(),
+    }
     if outputs is not None:
-        outputs.finish(cache, look_ahead, sent_bytes, same_run)
+        outputs.finish(totals, same_run)
 
 
 def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveError | None:
@@ -159,23 +162,17 @@ class _Outputs:
         elif isinstance(report, EvalReport):
             self._evaluation = report
 
-    def finish(
-        self,
-        cache: dict[str, Any] | None,
-        look_ahead: dict[str, Any] | None,
-        sent_bytes: dict[str, Any],
-        same_run: str,
-    ) -> None:
+    def finish(self, totals: Mapping[str, Any], same_run: str) -> None:
         self._display.close()
-        result = make_result(self._trainer, self._loss, self._evaluation, cache, look_ahead, sent_bytes)
+        result = make_result(self._trainer, self._loss, self._evaluation, totals)
         result.write(self._folder)
         self._trackers.finish(result.to_dict())
         if isinstance(self._console, JsonLines):
             self._console.show({"kind": "result", "time": time_now(), **result.to_dict()})
             return
-        config, is_cached = self._trainer.config, cache is not None
+        config = self._trainer.config
         self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
-        other, change = _next_run(config.sharding.mode, is_cached)
+        other, change = _next_run(config.sharding.mode, is_cached=result.cache is not None)
         report = f"{program_words('embershard', 'embershard')} report {shlex.quote(str(self._folder))}"
         lines = {"Look at it as a page, with curves:": f"{report} -o report.html"}
         if "tensorboard" in config.tracking.trackers:
@@ -189,10 +186,7 @@ class _Outputs:
             *(line for what, command in lines.items() for line in (what, f"    {command}")),
         )
 
-    def __enter__(self) -> _Outputs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._display.close()
         self._trackers.close()
         self._record.close()

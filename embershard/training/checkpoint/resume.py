@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from embershard.distributed import complete_checkpoints, set_aside
+from embershard.distributed import complete_checkpoints, set_aside, step_of
 from embershard.distributed.checkpoint.best import BEST
 from embershard.distributed.checkpoint.load import newest_valid
 from embershard.errors import CheckpointError, InvalidCheckpointError
@@ -41,7 +41,7 @@ def checkpoints_for(folder: Path, step: int | None) -> list[Path]:
         CheckpointError: there is none of `step`.
     """
     found = complete_checkpoints(folder)
-    candidates = [path for path in found if step is None or path.name == f"step_{step}"]
+    candidates = [path for path in found if step in (None, step_of(path))]
     if step is not None and not candidates:
         there = ", ".join(path.name for path in found) or "no complete checkpoint"
         raise CheckpointError(f"{folder}: no checkpoint of step {step}; there is {there}.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from embershard.data import Target
 from embershard.distributed import Ranks
 from embershard.distributed.checkpoint.best import BEST, BestEvaluation
+from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.errors import InvalidCheckpointError
 from embershard.training.config import RunConfig
 from embershard.training.quality.quality import Judge, quality_values
@@ -122,7 +123,7 @@ class BestModel:
             noted = None
         best: BestEvaluation | None = None
         for found in (self.progress.best, noted if is_same_data else None):
-            is_there = found is not None and found.step <= step and found.checkpoint(self._folder).is_dir()
+            is_there = found is not None and found.step <= step and checkpoint_at(self._folder, found.step).is_dir()
             if found is None or not is_there or found.metric != self._judge.metric:
                 continue
             if self._judge.is_better(found.value, None if best is None else best.value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple, fields, replace
 from statistics import fmean
 from typing import Any
 
@@ -17,6 +17,7 @@ from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.pipeline import LookAheadStats
+from embershard.run_result import CacheTotals
 from embershard.sharding.torchrec import cache_stats, pools_by_module
 from embershard.sharding.torchrec.modes.hot_cold import hot_totals
 from embershard.training.quality.metrics import Predicted, PredictionBuffer
@@ -24,24 +25,8 @@ from embershard.training.quality.reports import TrainReport
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384
-#: Totals of a run's record, in its order.
-_TOTALS = (
-    "device_bytes",
-    "host_bytes",
-    "fills",
-    "write_backs",
-    "bytes_to_device",
-    "bytes_to_host",
-    "evictions",
-    "overflow_growths",
-    "critical_path_fills",
-    "hits_unique",
-    "unique_ids",
-    "hits_lookups",
-    "lookups",
-    "seconds",
-    "stall_seconds",
-)
+#: Numbers of `CacheTotals` that add up over tables.
+_SUMMED = [each.name for each in fields(CacheTotals) if not each.name.startswith("hit_rate")]
 _Pool = tuple[str, dict[str, Any]]
 
 
@@ -157,16 +142,10 @@ def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, A
 
 
 def summed(tables: Sequence[TableStats]) -> dict[str, Any]:
-    """Return rows, slots, hit rates and totals of some tables together."""
-    sums = {name: sum(getattr(table, name) for table in tables) for name in ("rows", "slots", *_TOTALS)}
+    """Return the entries of `CacheTotals` of some tables together."""
     total = CacheReport.total(tables)
-    return {
-        "rows": sums.pop("rows"),
-        "slots": sums.pop("slots"),
-        "hit_rate_unique": total.hit_rate_unique,
-        "hit_rate_lookups": total.hit_rate_lookups,
-        **sums,
-    }
+    sums = {name: sum(getattr(table, name) for table in tables) for name in _SUMMED}
+    return {**sums, "hit_rate_unique": total.hit_rate_unique, "hit_rate_lookups": total.hit_rate_lookups}
 
 
 def with_hot_rows(totals: dict[str, Any], hot_bytes: int, hot_lookups: int) -> dict[str, Any]:

@@ -204,20 +204,6 @@ def predicted_of(
         model.train()
 
 
-def predict(
-    model: nn.Module,
-    target: Target,
-    batches: Iterable[Batch],
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> PredictionBuffer:
-    """Return the predictions of all batches; see `predicted_of`."""
-    predictions = PredictionBuffer(target)
-    for predicted in predicted_of(model, batches, device, autocast):
-        predictions.add(predicted)
-    return predictions
-
-
 def _never_empty(batch: Batch) -> Batch:
     """Return the batch, or one placeholder for an empty one: some layers cannot run without a sample."""
     if batch.num_samples:

@@ -235,6 +235,24 @@ def test_what_is_wrong_is_said_in_a_line(arguments, said, tmp_path, monkeypatch,
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["profile", "merge", "p.npz", "-o", "q.npz", "--batch-size", "0"],
+        ["profile", "merge", "p.npz", "-o", "q.npz", "--max-lookups", "-5"],
+        ["profile", "show", "p.npz", "--top", "-1"],
+        ["profile", "merge", "p.npz", "-o", "q.npz", "--batch-size", "²"],
+        ["data", "convert", "a.csv", "-o", "a.parquet", "--bad-rows", "some"],
+        ["data", "convert", "a.csv", "-o", "a.parquet", "--bad-rows", "1.5"],
+    ],
+)
+def test_a_number_that_no_option_takes_is_refused(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert f"error: argument {words[-2]}: got " in capsys.readouterr().err
+
+
 def test_sizes_as_people_write_them():
     sizes = {"4GB": 4 * 10**9, "1.5GiB": 3 << 29, "512 mb": 512 * 10**6, "7": 7, "2k": 2000, "1TB": 10**12}
     assert {text: parse_bytes(text) for text in sizes} == sizes

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from array import array
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,7 @@ def eval_report(step: int) -> EvalReport:
     return EvalReport(step, Quality(10, 0.4, 0.7, 0.9, 0.8, 1.1), 0.1)
 
 
-def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
+def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), loss=0.5, is_evaluated=True, **changes):
     """Of a trainer that took so long for its steps."""
     trainer: Any = SimpleNamespace(
         config=RunConfig(train=TrainConfig(batch_size=10)),
@@ -80,8 +81,8 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), **changes):
         step_seconds=array("d", step_seconds),
     )
     sent = {"ids": 8e6, "embeddings": 4e7, "gradients": 4e7, "dense_all_reduce": 8e5, "other": 1e3, "ranks": []}
-    given = {"loss": 0.5, "evaluation": eval_report(40), "cache": None, "look_ahead": None, "sent_bytes": sent}
-    return make_result(trainer, **{**given, **changes})
+    totals = {"cache": None, "look_ahead": None, "sent_bytes": sent, **changes}
+    return make_result(trainer, loss, eval_report(40) if is_evaluated else None, totals)
 
 
 def test_result_has_the_promised_keys_and_counts_speed_after_the_warm_up():
@@ -111,7 +112,7 @@ def test_speed_is_that_of_steps_with_something_left_to_read_ahead(num_steps, loo
 
 
 def test_result_of_a_run_that_had_nothing_to_do():
-    found = result(step_seconds=[], evaluation=None, loss=None)
+    found = result(step_seconds=[], loss=None, is_evaluated=False)
     assert (found.samples_per_second, found.step_ms.p50, found.quality["auc"]) == (None, None, None)
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -177,7 +178,7 @@ def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path):
     }
     for resumed_at, reports in parts.items():
         trainer: Any = SimpleNamespace(config=RunConfig(), plan=None, total_steps=40, steps=resumed_at or 0)
-        with _Outputs(trainer, tmp_path, resumed_at, Console(file=io.StringIO())) as outputs:
+        with closing(_Outputs(trainer, tmp_path, resumed_at, Console(file=io.StringIO()))) as outputs:
             for report in reports:
                 outputs.add(report)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

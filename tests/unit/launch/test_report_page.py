@@ -246,7 +246,8 @@ def test_what_is_missing_says_so(
     assert f"{planned / 'result.json'}: measured_steps: is missing, needed integer" in capsys.readouterr().err
     (tmp_path / "s" / "states" / "bad.json").write_text("{")
     assert cli.main(["report", str(tmp_path / "s"), "-o", output]) == 2
-    assert "a file cannot be read" in capsys.readouterr().err
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"embershard: {tmp_path / 's' / 'states' / 'bad.json'}: cannot be read ("), "said once"
     monkeypatch.setitem(sys.modules, "embershard.launch.report.page.write", None)
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.delitem(sys.modules, "embershard.launch.report.page.write")

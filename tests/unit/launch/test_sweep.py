@@ -367,9 +367,13 @@ def test_seeds_are_repeats_and_the_best_is_named(
     assert "Best by loss: cache.ratio=0.2" in capsys.readouterr().out, "less of it is better"
     assert run_all(sweep_file, tmp_path / "out", "--by", "step_ms.p50") == 0
     assert "As good: cache.ratio=0.2" in capsys.readouterr().out
+    assert run_all(sweep_file, tmp_path / "out", "--by", "auc/buy") == 0
+    assert "--by auc/buy: no run that finished has this figure" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run_all(sweep_file, tmp_path / "out", "--by", "steps")
-    assert "steps: neither more nor less of it is known to be better" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "steps: neither more nor less of it is known to be better" in said
+    assert "cache.hit_rate_lookups" in said
 
 
 def test_a_dry_run_prints_the_commands(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

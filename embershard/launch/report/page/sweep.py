@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from embershard.launch.report.page.runs import PageFigure, PageTable, Section, colour, look, new_figure, text
 from embershard.launch.sweep.experiments import shown
 from embershard.launch.sweep.outcomes import Outcome
-from embershard.launch.sweep.spread import Configuration, Spread, find_best, main_figures
+from embershard.launch.sweep.spread import Configuration, Spread, best_sentence, main_figures
 from embershard.units import size
 
 _SPEED = "samples_per_second"
@@ -21,8 +21,8 @@ def sweep_section(path: Path, configurations: Sequence[Configuration]) -> Sectio
     """Return the section of a sweep."""
     parts: list[PageFigure | PageTable] = [_comparison(configurations)]
     finished = [each for each in configurations if each.spread(_SPEED)]
-    best = find_best(configurations)
-    said = [] if best is None else [f"{best.sentence()}."]
+    best = best_sentence(configurations)
+    said = [f"{best}."] if best else []
     if finished:
         parts.append(_spread(finished))
     lines = [line for line in _by_rest(finished).values() if len(line) > 1]

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, Target
 from embershard.distributed import Ranks
 from embershard.errors import DataError
-from embershard.training.quality.metrics import Predicted, PredictionBuffer, judge, predict, predicted_of, weighted_auc
+from embershard.training.quality.metrics import Predicted, PredictionBuffer, judge, predicted_of, weighted_auc
 from embershard.training.quality.quality import main_values, quality_values
 
 CLICKS = Target()
@@ -137,14 +137,14 @@ def batches(*, fail: bool) -> Iterator[Batch]:
 
 def test_after_all_batches() -> None:
     model = Constant()
-    predict(model, Target(), batches(fail=False), CPU, contextlib.nullcontext)
+    list(predicted_of(model, batches(fail=False), CPU, contextlib.nullcontext))
     assert model.training
 
 
 def test_after_an_input_that_fails() -> None:
     model = Constant()
     with pytest.raises(DataError, match="line 7"):
-        predict(model, Target(), batches(fail=True), CPU, contextlib.nullcontext)
+        list(predicted_of(model, batches(fail=True), CPU, contextlib.nullcontext))
     assert model.training
 
 
