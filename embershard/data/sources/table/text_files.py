@@ -17,7 +17,7 @@ from embershard.data.hashing import Ids
 from embershard.data.sample_bits import Flags
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.raw import RawChunk, check_columns, need_columns
-from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines
+from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines, some_lines
 from embershard.errors import DataError
 
 _CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
@@ -88,13 +88,15 @@ class TextColumns:
                 pass
         is_row, is_unclear = self._judge(text, borders)
         try:
-            table = self.read(*_some_lines(data, borders, is_row))
+            rows = np.flatnonzero(is_row)
+            table = self.read(some_lines(data, borders, rows), len(rows))
         except (pa.ArrowException, ValueError):
-            _, bad = parse_lines(_some_lines(data, borders, is_unclear)[0], self.read)
-            is_row[np.flatnonzero(is_unclear)[list(bad)]] = False
-            table = self.read(*_some_lines(data, borders, is_row))
-        failed = {line: bytes(data[borders[line] : borders[line + 1]]) for line in np.flatnonzero(~is_row).tolist()}
-        return table, np.flatnonzero(is_row), failed
+            unclear = np.flatnonzero(is_unclear)
+            _, bad = parse_lines(some_lines(data, borders, unclear), self.read)
+            rows = np.setdiff1d(rows, unclear[list(bad)], assume_unique=True)
+            table = self.read(some_lines(data, borders, rows), len(rows))
+        others = np.setdiff1d(np.arange(len(is_row)), rows, assume_unique=True).tolist()
+        return table, rows, {line: bytes(data[borders[line] : borders[line + 1]]) for line in others}
 
     def _may_be_rows(self, text: NDArray[np.uint8], borders: Ids) -> bool:
         """Return False where counts alone say that one of the lines is no row, or make it likely."""
@@ -141,12 +143,6 @@ class TextColumns:
             f"{short(text)}: a quote opens a cell that does not end in this line. If quotes are text: "
             "data.table.quoted = false. If cells have line breaks: embershard data convert"
         )
-
-
-def _some_lines(data: memoryview, borders: Ids, is_here: Flags) -> tuple[memoryview, int]:
-    """Return the bytes of some of the lines, which are cut at `borders`, and the number of these lines."""
-    ends = np.flatnonzero(np.diff(is_here, prepend=False, append=False)).reshape(-1, 2)
-    return memoryview(b"".join(data[start:stop] for start, stop in borders[ends].tolist())), int(is_here.sum())
 
 
 def first_bytes(file: InputFile, count: int) -> bytes:
