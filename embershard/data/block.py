@@ -106,6 +106,8 @@ def empty_block(schema: Schema) -> Block:
 
 def take_bags(values: Ids, lengths: NDArray[np.int32], rows: Ids) -> Ids:
     """Return the ids of the bags number `rows`, bag after bag."""
+    if (lengths == 1).all():
+        return values[rows]
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     sizes = lengths[rows].astype(np.int64)
     shift = starts[rows] - (np.cumsum(sizes) - sizes)

@@ -22,6 +22,7 @@ from pyarrow import csv
 from embershard.data.block import BadRow, Block, ParsedChunk, short
 from embershard.data.config import DataConfig
 from embershard.data.hashing import Ids, cell_bytes
+from embershard.data.sample_bits import Flags
 from embershard.data.schema import Schema
 from embershard.data.sources.held_out import Share, hold_out
 from embershard.data.sources.input_file import InputFile, list_files
@@ -39,6 +40,8 @@ _SCAN_BYTES = 1 << 23
 _INFLATE_BYTES = 1 << 20
 _SEGMENT_BYTES = 1 << 24
 _KEPT_SEGMENTS = 8
+_USUAL = np.isin(np.arange(256), list(b"0123456789abcdefABCDEF-.,\t\r\n"))
+_FEW_PARTS = 16
 T = TypeVar("T")
 
 
@@ -298,12 +301,14 @@ class LineSource(FileSource):
         A line is bad exactly if it cannot be parsed, whatever lines are beside it.
         """
         first_row = int(self._text.first_row[number])
-        blocks, failed = parse_lines(self._text.read(number), self._parse_lines, most_bad)
+        found, failed = parse_lines(self._text.read(number), self._parse_lines, most_bad, self._doubtful)
         bad: dict[int, BadRow] = {}
-        for line, (text, error) in failed.items():
+        for line, (text, error) in sorted(failed.items()):
             column, problem = self._explain(text, error)
             bad[line] = BadRow(self._text.path(number), first_row + line + 1, column, problem)
-        return ParsedChunk(Block.join(blocks) if blocks else self._no_samples(), bad)
+        lines, blocks = zip(*(found or [(np.arange(0), self._no_samples())]), strict=True)
+        samples, order = Block.join(blocks), np.argsort(np.concatenate(lines))
+        return ParsedChunk(samples if len(blocks) == 1 else samples.take(order), bad)
 
     def _parse_lines(self, lines: memoryview, num_rows: int) -> Block:
         """Return the samples of some whole lines; raise if one of them is none."""
@@ -313,6 +318,18 @@ class LineSource(FileSource):
             raise ValueError(f"{table.num_rows} rows; a label must be 0 or 1")
         dense, rows = self.parse_cells(table)
         return Block(dense, labels, tuple(rows), (1,) * len(rows))
+
+    def _doubtful(self, text: NDArray[np.uint8], borders: Ids) -> Flags:
+        """Return which lines [L] have too few or many cells, a byte that few cells have, or a label that is none."""
+        names, separator = self._form.columns, ord(self._form.separator[0])
+        separators = np.flatnonzero(text == separator)
+        before = np.searchsorted(separators, borders)
+        found: Flags = np.diff(before) != len(names) - 1
+        found[np.searchsorted(borders, np.flatnonzero(~_USUAL[text]), "right") - 1] = True
+        place = names.index(self._label)
+        ends = separators[before[:-1][~found] + place]
+        found[~found] = (text[ends - 1] & 0xFE) != ord("0")
+        return found
 
     def _no_samples(self) -> Block:
         num_sparse = len(self.schema.sparse)
@@ -334,38 +351,57 @@ class LineSource(FileSource):
 
 
 def parse_lines(
-    data: memoryview, parse: Callable[[memoryview, int], T], most_bad: int | None = None
-) -> tuple[list[T], dict[int, tuple[bytes, Exception]]]:
+    data: memoryview,
+    parse: Callable[[memoryview, int], T],
+    most_bad: int | None = None,
+    doubtful: Callable[[NDArray[np.uint8], Ids], Flags] | None = None,
+) -> tuple[list[tuple[Ids, T]], dict[int, tuple[bytes, Exception]]]:
     """Parse lines by a function of some whole lines and their number, which raises if one of them is bad.
 
     Halves of the lines are parsed, and halves of those, until bad lines stand alone.
 
     >>> parse_lines(memoryview(b"1\\n2\\nx\\n4\\n"), lambda lines, count: sum(map(int, bytes(lines).split())))[0]
-    [3, 4]
+    [(array([0, 1]), 3), (array([3]), 4)]
 
     Args:
-        most_bad: stop once so many bad lines are found; None: parse all.
+        most_bad: stop once the first so many bad lines are found; None: parse all.
+        doubtful: says which lines [L] are likely bad, from their bytes and borders [L + 1]. Only the speed depends on
+            it: the others are parsed at once.
 
     Returns:
-        What `parse` returned, in order; and each bad line by its number, with its exception.
+        The numbers of lines with what `parse` returned for them; and each bad line by its number, with its exception.
     """
-    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == NEWLINE) + 1
-    borders = np.unique(np.concatenate([[0], ends, [len(data)]]))
-    good: list[T] = []
+    text = np.frombuffer(data, np.uint8)
+    borders = np.unique(np.concatenate([[0], np.flatnonzero(text == NEWLINE) + 1, [len(data)]]))
+    good: list[tuple[Ids, T]] = []
     bad: dict[int, tuple[bytes, Exception]] = {}
-    parts = [(0, len(borders) - 1)]
+    parts = [np.arange(len(borders) - 1)]
     while parts and (most_bad is None or len(bad) < most_bad):
-        start, stop = parts.pop()
-        lines = data[borders[start] : borders[stop]]
+        part = parts.pop()
+        lines = some_lines(data, borders, part)
         try:
-            good.append(parse(lines, stop - start))
+            good.append((part, parse(lines, len(part))))
         except (pa.ArrowException, ValueError, OverflowError) as error:
-            if stop - start == 1:
-                bad[start] = bytes(lines), error
+            if len(part) == 1:
+                bad[int(part[0])] = bytes(lines), error
+            elif doubtful is not None and most_bad is None:
+                likely, doubtful = np.flatnonzero(doubtful(text, borders)), None
+                parts = [np.delete(part, likely), *np.array_split(likely, _FEW_PARTS)]
+                parts = [each for each in parts if len(each)]
             else:
-                middle = (start + stop) // 2
-                parts += [(middle, stop), (start, middle)]  # the first half is next
+                middle = len(part) // 2
+                parts += [part[middle:], part[:middle]]  # the first half is next
     return good, bad
+
+
+def some_lines(data: memoryview, borders: Ids, lines: Ids) -> memoryview:
+    """Return the bytes of the lines number `lines`, rising, of those that are cut at `borders`."""
+    if not len(lines):
+        return data[:0]
+    breaks = np.flatnonzero(np.diff(lines) > 1)
+    starts, stops = borders[lines[np.append(0, breaks + 1)]], borders[lines[np.append(breaks, -1)] + 1]
+    parts = [data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
 def joined_cells(table: pa.Table, names: Sequence[str]) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:

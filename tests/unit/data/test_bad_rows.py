@@ -133,6 +133,27 @@ def test_a_line_is_bad_whatever_is_beside_it(criteo_line, tmp_path):
     assert {2, 9} <= set(alone)
 
 
+@pytest.mark.parametrize("cells", [{"I2": "free"}, {"C3": "zebra"}, {"label": "2"}, {"C3": "a\tb"}])
+def test_few_bad_lines_take_few_reads(criteo_line, tmp_path, monkeypatch, cells):
+    """Halves of halves were read before: about fifty times as often."""
+    bad = {7, 500, 1500, 2040}
+    lines = [criteo_line(I1=str(row), **(cells if row in bad else {})) for row in range(2048)]
+    (tmp_path / "day_0").write_text("\n".join(lines) + "\n")
+    source = CriteoSource(DataConfig("criteo", str(tmp_path / "day_0"), bad_rows=0.5))
+    num_reads, parse = 0, source._parse_lines
+
+    def counted(*arguments):
+        nonlocal num_reads
+        num_reads += 1
+        return parse(*arguments)
+
+    monkeypatch.setattr(source, "_parse_lines", counted)
+    parsed = source.parse(0)
+    assert list(parsed.bad) == sorted(bad)
+    assert parsed.samples.num_samples == 2044
+    assert num_reads == 2 + len(bad)
+
+
 def test_parquet_rows_are_named_by_their_first_problem(tmp_path):
     table = pa.table({
         "label": pa.array([1, 0, 7, 1, 0, 1], pa.int8()),

@@ -332,6 +332,10 @@ def test_distinct_values_are_counted_and_do_not_share_rows():
     for start in range(0, 50_000, 5000):
         count.add(mix64(np.arange(start, start + 6000, dtype=np.uint64)))
     assert abs(count.estimate / 51_000 - 1) < 0.05
+    for start in range(20):  # of values that all differ, some would be taken for more than there are
+        count = DistinctCount()
+        count.add(mix64(np.arange(10_000 * start, 10_000 * start + 9000, dtype=np.uint64)))
+        assert 0.9 * 9000 < count.estimate <= 9000
     columns = {"rating": pa.array([1, 5, 3, 4] * 30), "sex": pa.array(["M", "F", None, "M"] * 30)}
     table = pa.table({**columns, "user id": pa.array([10**12 * n for n in range(40)] * 3)})
     found = survey(table.schema, iter(table.to_batches()))

@@ -46,11 +46,11 @@ def read_cells(column: pa.Array, forms: Sequence[Form]) -> tuple[pa.Array, Flags
     likely = _of_first_cell(column, forms)  # a cast that fails costs the most where all cells do
     values = _first_that_reads(column, [likely])
     if values is None:
-        is_like = pc.match_substring_regex(column, likely.pattern)
-        values = _first_that_reads(pc.if_else(is_like, column, pa.scalar(None, column.type)), [likely])
-        is_left = column.is_valid() if values is None else pc.invert(pc.fill_null(is_like, True))
-        if values is None:
-            values = pa.nulls(len(column), likely.read(column.slice(0, 0)).type)
+        for find in (lambda column: pc.invert(pc.match_substring_regex(column, likely.pattern)), pc.is_valid):
+            is_left = pc.fill_null(find(column), False)
+            values = _first_that_reads(pc.if_else(is_left, pa.scalar(None, column.type), column), [likely])
+            if values is not None:
+                break
         values = pc.replace_with_mask(values, is_left, _each(column.filter(is_left), forms))
     if values.null_count == column.null_count:
         return values, np.zeros(len(column), np.bool_)
@@ -118,10 +118,10 @@ def seconds_since_1970(column: pa.Array) -> pa.Array:
 def are_dates(numbers: NDArray[np.float64]) -> Flags:
     """Return [N] where a number's digits are a date, as 20241231: it is hardly meant as seconds (of August 1970)."""
     with np.errstate(invalid="ignore"):
-        if not ((numbers >= 1900_01_01) & (numbers < 2100_01_01)).any():
-            return np.zeros(len(numbers), np.bool_)
-        year, month, day = numbers // 10_000, numbers // 100 % 100, numbers % 100
-    return (year >= 1900) & (year < 2100) & (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+        found: Flags = (numbers >= 1900_01_01) & (numbers < 2100_01_01)
+    month, day = numbers[found] // 100 % 100, numbers[found] % 100
+    found[found] = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+    return found
 
 
 def _are_null(column: pa.Array) -> Flags:

@@ -61,10 +61,12 @@ class ChunkDecoder:
 
     Attributes:
         bad: the rows that are no samples, by their number in the chunk; the first problem of each.
+        is_sample: bool [n], whether the row is none of these.
     """
 
     def __init__(self, chunk: RawChunk) -> None:
         self._chunk, self.bad = chunk, dict(chunk.bad)
+        self.is_sample = np.ones(chunk.table.num_rows, np.bool_)
         self._seconds_of: dict[str, NDArray[np.float64]] = {}
 
     def _column(self, name: str) -> pa.Array:
@@ -131,6 +133,7 @@ class ChunkDecoder:
 
     def _note_row(self, row: int, name: str, problem: str, error: type[DataError] = DataError) -> None:
         place, chunk = int(self._chunk.places[row]), self._chunk
+        self.is_sample[row] = False
         self.bad.setdefault(place, BadRow(chunk.path, chunk.first_row + place, name, problem, error))
 
     def _note_values(self, is_wrong: Flags, lengths: NDArray[np.int32], note: Callable[[int, int], None]) -> None:

@@ -70,7 +70,7 @@ class ParquetFiles:
         for file in self._files:
             need_columns(file.input.path, file.metadata.schema.to_arrow_schema().names, columns)
 
-    def read(self, chunk: int, most_bad: int | None, columns: list[str] | None = None) -> RawChunk:
+    def read(self, chunk: int, columns: list[str] | None = None) -> RawChunk:
         file, group = self._groups[chunk]
         table = file.read(group, columns or file.columns)
         first_row = 1 + int(file.group_rows[:group].sum())

@@ -56,8 +56,8 @@ class TableFiles(Protocol):
     def need(self, columns: list[str]) -> None:
         """Raise `DataError` where a file has not one of these columns."""
 
-    def read(self, chunk: int, most_bad: int | None, columns: list[str] | None = None) -> RawChunk:
-        """Return a chunk; it may stop once it has found the first `most_bad` rows without cells.
+    def read(self, chunk: int, columns: list[str] | None = None) -> RawChunk:
+        """Return a chunk.
 
         Args:
             columns: to read in place of those that features and labels need; every file has them.

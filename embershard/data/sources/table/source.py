@@ -72,7 +72,7 @@ class TableSource(FileSource):
 
     def _columns_of(self, chunk: int, names: list[str]) -> pa.Table:
         physical, members = self._split.place("eval", chunk)
-        raw = self._files.read(physical, None, names)
+        raw = self._files.read(physical, names)
         bad = self._parsed.get(physical).bad if self._most_bad is None else {}
         rows = np.setdiff1d(members, list(bad), assume_unique=True)
         table = raw.table.take(np.searchsorted(raw.places, rows))
@@ -80,7 +80,7 @@ class TableSource(FileSource):
         return pa.table(columns)
 
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
-        chunk = self._files.read(number, most_bad)
+        chunk = self._files.read(number)
         decoder = ChunkDecoder(chunk)
         num_rows = chunk.table.num_rows
         labels, weights = labels_and_weights(chunk, decoder, self._settings)
@@ -91,11 +91,9 @@ class TableSource(FileSource):
         values, lengths = zip(*bags, strict=True)
         sizes: Lengths = np.stack(lengths) if self._has_bags else (1,) * len(values)
         block = Block(dense, labels, values, sizes, weights)
-        if not decoder.bad:
-            return ParsedChunk(block)
-        bad = dict(sorted(decoder.bad.items()))
-        is_good = ~np.isin(chunk.places, np.fromiter(bad, np.int64))
-        return ParsedChunk(block.take(np.flatnonzero(is_good)), bad)
+        if not decoder.is_sample.all():
+            block = block.take(np.flatnonzero(decoder.is_sample))
+        return ParsedChunk(block, dict(sorted(decoder.bad.items())))
 
 
 def _readable(column: pa.ChunkedArray) -> pa.ChunkedArray:

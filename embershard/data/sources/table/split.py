@@ -140,8 +140,8 @@ class _SplitColumns:
 
     def read(self, chunk: int) -> _Values:
         """Return the values of a chunk."""
-        config, stops = self.config, self.config.bad_rows == "stop"
-        raw = self._files.read(chunk, 1 if stops else None, self._columns)
+        config = self.config
+        raw = self._files.read(chunk, self._columns)
         check_split(config, raw.path, raw.table.schema.names, raw.table.schema)
         decoder, count = ChunkDecoder(raw), raw.table.num_rows
         hashes, seconds, has_value = np.zeros(count, np.int64), np.zeros(count), np.ones(count, np.bool_)
@@ -155,10 +155,10 @@ class _SplitColumns:
             seconds = np.where(is_missing, -np.inf, seconds)
             has_value &= ~is_missing if config.split == "time" else True
         if decoder.bad:
-            if stops:
+            if config.bad_rows == "stop":
                 bad = decoder.bad[min(decoder.bad)]
                 raise bad.error(str(bad))
-            has_value &= ~np.isin(raw.places, list(decoder.bad))
+            has_value &= decoder.is_sample
         return _Values(
             raw.places[has_value],
             hashes[has_value],

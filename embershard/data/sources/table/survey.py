@@ -78,11 +78,14 @@ class DistinctCount:
 
     Attributes:
         kept: the smallest hashes, rising; all of them where there are fewer than `KEPT_HASHES`.
+        count: values, distinct or not.
     """
 
     kept: Words = field(default_factory=lambda: np.zeros(0, np.uint64))
+    count: int = 0
 
     def add(self, words: Words) -> None:
+        self.count += len(words)
         if len(self.kept) == KEPT_HASHES:
             words = words[words < self.kept[-1]]
         self.kept = np.union1d(self.kept, words)[:KEPT_HASHES]
@@ -102,7 +105,7 @@ class DistinctCount:
         """
         if self.is_exact:
             return len(self.kept)
-        return round((KEPT_HASHES - 1) / (float(self.kept[-1]) / 2.0**64))
+        return min(self.count, round((KEPT_HASHES - 1) / (float(self.kept[-1]) / 2.0**64)))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from embershard.data.hashing import Ids
 from embershard.data.sample_bits import Flags
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.raw import RawChunk, check_columns, need_columns
-from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines
+from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines, some_lines
 from embershard.errors import DataError
 
 _CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
@@ -54,7 +54,7 @@ class TextColumns:
             b"" if not len(lines) or lines[-1] == NEWLINE else b"\n",
             self.settings.separator.encode() * (len(self.names) - 1) + b"\n",  # what no open quote may swallow
         ))  # fmt: skip
-        if data.count(b"\r") != data.count(b"\r\n"):
+        if b"\r" in data and data.count(b"\r") != data.count(b"\r\n"):
             raise ValueError("a line has a carriage return in it")
         table = csv.read_csv(
             pa.py_buffer(data),
@@ -72,62 +72,60 @@ class TextColumns:
             raise ValueError("a quoted cell does not end in its line")
         return table.slice(0, num_lines).combine_chunks()
 
-    def read_good(self, data: memoryview, most_bad: int | None) -> tuple[pa.Table, Ids, dict[int, bytes]]:
+    def read_good(self, data: memoryview) -> tuple[pa.Table, Ids, dict[int, bytes]]:
         """Return the needed columns of the lines that are rows; their numbers [n]; and the other lines by number.
 
-        Lines that must or may fail are told from the rest by their bytes, so that the rest is read at once.
-
-        Args:
-            most_bad: it may stop once so many lines failed; None: read all.
+        The other lines are told from the rest by their bytes, so that the rest is read at once.
         """
         text = np.frombuffer(data, np.uint8)
         borders = np.append(0, np.flatnonzero(text == NEWLINE) + 1)
         if borders[-1] < len(text):
             borders = np.append(borders, len(text))
-        num_lines = len(borders) - 1
-        if self._may_be_rows(text, num_lines):
+        if self._may_be_rows(text, borders):
             try:
-                return self.read(data, num_lines), np.arange(num_lines), {}
+                return self.read(data, len(borders) - 1), np.arange(len(borders) - 1), {}
             except (pa.ArrowException, ValueError):
                 pass
-        must_fail, may_fail = self._doubtful(text, borders)
-        failed = {line: bytes(data[borders[line] : borders[line + 1]]) for line in np.flatnonzero(must_fail).tolist()}
-        tables, places = [], [borders[:0]]
-        for is_here in (~must_fail & ~may_fail, ~must_fail & may_fail):
-            group = np.flatnonzero(is_here)
-            lines = text[np.repeat(is_here, np.diff(borders))].data
-            found, others = parse_lines(lines, self.read, most_bad) if len(group) else ([], {})
-            failed |= {int(group[line]): each for line, (each, _) in others.items()}
-            tables += found
-            places.append(np.delete(group, list(others))[: sum(table.num_rows for table in found)])
-        numbers, table = np.concatenate(places), pa.concat_tables(tables or [self.read(memoryview(b""), 0)])
-        if len(places[-1]):
-            order = np.argsort(numbers)
-            numbers, table = numbers[order], table.take(order)
-        return table.combine_chunks(), numbers, failed
+        is_row, is_unclear = self._judge(text, borders)
+        try:
+            rows = np.flatnonzero(is_row)
+            table = self.read(some_lines(data, borders, rows), len(rows))
+        except (pa.ArrowException, ValueError):
+            unclear = np.flatnonzero(is_unclear)
+            _, bad = parse_lines(some_lines(data, borders, unclear), self.read)
+            rows = np.setdiff1d(rows, unclear[list(bad)], assume_unique=True)
+            table = self.read(some_lines(data, borders, rows), len(rows))
+        others = np.setdiff1d(np.arange(len(is_row)), rows, assume_unique=True).tolist()
+        return table, rows, {line: bytes(data[borders[line] : borders[line + 1]]) for line in others}
 
-    def _may_be_rows(self, text: NDArray[np.uint8], num_lines: int) -> bool:
-        """Return False where counts alone say that one of the lines is no row."""
-        num_quotes = int(np.count_nonzero(text == ord('"'))) if self.settings.quoted else 0
-        num_separators = int(np.count_nonzero(text == ord(self.settings.separator)))
-        return num_quotes % 2 == 0 and bool(num_quotes or num_separators == (len(self.names) - 1) * num_lines)
+    def _may_be_rows(self, text: NDArray[np.uint8], borders: Ids) -> bool:
+        """Return False where counts alone say that one of the lines is no row, or make it likely."""
+        quotes = np.flatnonzero(text == ord('"')) if self.settings.quoted else borders[:0]
+        extra = np.count_nonzero(text == ord(self.settings.separator)) - (len(self.names) - 1) * (len(borders) - 1)
+        if not len(quotes):
+            return bool(extra == 0)
+        return bool(extra >= 0) and not (np.diff(np.searchsorted(quotes, borders)) & 1).any()
 
-    def _doubtful(self, text: NDArray[np.uint8], borders: Ids) -> tuple[Flags, Flags]:
-        """Return which lines [L] must fail: with a carriage return, or without quotes and with too few or many cells.
-        And which may: with a quote that no other closes, or too few or many cells by a count that respects quotes."""
-        separator, quote = (ord(each) for each in (self.settings.separator, '"'))
-        separators, quotes, returns = (np.flatnonzero(text == each) for each in (separator, quote, ord("\r")))
-        quotes = quotes if self.settings.quoted else quotes[:0]
-        returns = returns[returns + 1 < len(text)]  # the last line needs no line feed
-        before = np.searchsorted(quotes, borders)
-        if len(quotes):
-            of_separators = np.searchsorted(borders, separators, "right") - 1
-            separators = separators[(np.searchsorted(quotes, separators) - before[of_separators]) % 2 == 0]
-        num_cells = 1 + np.diff(np.searchsorted(separators, borders))
-        num_quotes, has_other_cells = np.diff(before), num_cells != len(self.names)
-        must_fail = has_other_cells & (num_quotes == 0) & (np.diff(borders) > len(b"\r\n"))  # not an empty line
-        must_fail[np.searchsorted(borders, returns[text[returns + 1] != NEWLINE], "right") - 1] = True
-        return must_fail, has_other_cells | (num_quotes % 2 == 1)
+    def _judge(self, text: NDArray[np.uint8], borders: Ids) -> tuple[Flags, Flags]:
+        """Return which lines [L] are rows; and which of them may be none, with a quote within a cell that none opens.
+
+        In the other lines every other quote opens a cell, or is the second of two that stand for one.
+        """
+        separator, quote, carriage_return = (ord(each) for each in (self.settings.separator, '"', "\r"))
+        separators, returns = np.flatnonzero(text == separator), np.flatnonzero(text[:-1] == carriage_return)
+        quotes = np.flatnonzero(text == quote) if self.settings.quoted else borders[:0]
+        starts, before = borders[:-1], np.searchsorted(quotes, borders)
+        line = np.repeat(np.arange(len(starts)), np.diff(before))
+        opens = (np.arange(len(quotes)) - before[line]) & 1 == 0
+        last, is_unclear = text[quotes - 1], np.zeros(len(starts), np.bool_)
+        is_unclear[line[opens & (last != separator) & (last != quote) & (quotes != starts[line])]] = True
+        at = np.searchsorted(separators, quotes)
+        of_text = np.append(0, np.cumsum(np.where(opens, -at, at)))  # separators between two quotes
+        num_separators = np.diff(np.searchsorted(separators, borders)) - np.diff(of_text[before])
+        has_other_cells = (num_separators != len(self.names) - 1) & ~np.isin(text[starts], (NEWLINE, carriage_return))
+        is_row = is_unclear | ~(has_other_cells | (np.diff(before) & 1 == 1))  # an empty line has missing cells
+        is_row[np.searchsorted(borders, returns[text[returns + 1] != NEWLINE], "right") - 1] = False
+        return is_row, is_row & is_unclear
 
     def explain(self, line: bytes) -> str:
         """Say what is wrong with a line that cannot be cut into cells."""
@@ -225,11 +223,11 @@ class TextTables:
         for path, form in zip(self._paths, self._columns, strict=True):
             need_columns(path, form.names, columns)
 
-    def read(self, chunk: int, most_bad: int | None, columns: list[str] | None = None) -> RawChunk:
+    def read(self, chunk: int, columns: list[str] | None = None) -> RawChunk:
         form, path = self._columns[self._text.file[chunk]], self._text.path(chunk)
         if columns is not None:
             form = replace(form, to_read=columns)
         first_row = int(self._text.first_row[chunk]) + 1
-        table, places, failed = form.read_good(self._text.read(chunk), most_bad)
+        table, places, failed = form.read_good(self._text.read(chunk))
         bad = {line: BadRow(path, first_row + line, "", form.explain(text)) for line, text in failed.items()}
         return RawChunk(path, table, places, first_row, bad)
