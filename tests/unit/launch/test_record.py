@@ -314,7 +314,7 @@ def test_closing_table_with_and_without_a_cache():
         assert said in screen.getvalue()[len(text) :]
     console.print(closing_table(result(), "dlrm"))
     assert "all embedding rows are on the device" in screen.getvalue()
-    assert re.search(r"held out +│ 10 samples +│ of 100: the last 10% of every file", screen.getvalue())
+    assert re.search(r"held out +│ 10 samples +│ of 100: the last 10% of all samples", screen.getvalue())
     assert "best AUC" not in screen.getvalue()
     for best in ({"keeps_best": True, "stopped_early": True}, {}):
         found = RunResult.of({**result().to_dict(), "best": {"step": 20, "metric": "auc", "value": 0.75}, **best})
