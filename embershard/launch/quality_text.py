@@ -1,4 +1,4 @@
-"""Figures of a model's quality as text: titles, formats, and their order."""
+"""Figures of runs as text: those of a model's quality with titles, formats and order; and what makes them compare."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from embershard.launch.screen import number
+from embershard.run_result import RunResult
 from embershard.training.quality.quality import MORE_IS_BETTER
 
 
@@ -26,6 +27,8 @@ _METRICS = {
     "calibration": _Metric("calibration", ".3f", "predicted over real clicks: 1 is perfect"),
 }
 _MAIN = ("auc", "rmse")  # by which a label's predictions are judged
+#: Where `held_out_differs`.
+HELD_OUT_DIFFERS = "The held-out sets differ, so figures of held-out samples do not compare"
 _IN_TABLE = ("auc", "rmse", "mae", "r2", "ne", "logloss")
 
 
@@ -75,13 +78,14 @@ def quality_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(f"{title} {label}".strip(), value, meaning) for title, label, value, meaning in figures(shown)]
 
 
-def main_names(results: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the figures by which runs are judged: those that any of the results has, or "auc".
+def main_names(results: Iterable[Mapping[str, Any]], *more: str) -> list[str]:
+    """Return the names of the figures by which runs are judged, and of `more` metrics: those that any of the results
+    has, or "auc".
 
     >>> main_names([{"auc": 0.7, "ne": 0.9}, {"rmse": 1.0}])
     ['auc', 'rmse']
     """
-    found = [key for result in results for name in _MAIN for key in _of_metric(name, result)]
+    found = [key for result in results for name in (*_MAIN, *more) for key in _of_metric(name, result)]
     return list(dict.fromkeys(found)) or ["auc"]
 
 
@@ -103,6 +107,16 @@ def form_of(name: str) -> str:
 def is_better_high(name: str) -> bool | None:
     """Return whether more of a figure is better, by its name; None where neither is, or there is no such figure."""
     return MORE_IS_BETTER.get(name.partition("/")[0])
+
+
+def held_out_differs(results: Iterable[RunResult]) -> bool:
+    """Return whether runs were judged by different samples, as far as their results tell."""
+    return len({result.held_out for result in results if result.eval_samples}) > 1
+
+
+def steady_mark(*results: RunResult) -> str:
+    """Return what stands beside the speed of runs: a hint where one was too short to have that of a long run."""
+    return "" if all(result.is_steady for result in results) else " (not steady yet)"
 
 
 def _of_metric(metric: str, values: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,15 @@ from typing import Any
 
 from embershard.decoding import flat, toml
 from embershard.errors import ConfigError
-from embershard.launch.quality_text import form_of, is_better_high, main_names, title_of
+from embershard.launch.quality_text import (
+    HELD_OUT_DIFFERS,
+    form_of,
+    held_out_differs,
+    is_better_high,
+    main_names,
+    steady_mark,
+    title_of,
+)
 from embershard.launch.sweep.experiments import SEEDS, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.run_result import RunResult
@@ -20,9 +28,10 @@ _CONFIDENCE = 0.95
 _FIGURES = {
     "samples_per_second": ("samples/s", ",.0f", True),
     "step_ms.p50": ("step ms, median", ".2f", False),
-    "loss": ("loss", ".5f", False),
+    "loss": ("training loss", ".5f", False),
     "cache.hit_rate_lookups": ("hits", ".2%", True),
 }
+_SPEEDS = ("samples_per_second", "step_ms.p50")
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,13 @@ def spread_of(results: Iterable[RunResult], figure: str) -> Spread | None:
     return Spread(values) if values else None
 
 
+def spread_text(results: Sequence[RunResult], figure: str, form: str) -> str:
+    """Return a figure of some runs with its spread, for readers; "" where none has it."""
+    if (spread := spread_of(results, figure)) is None:
+        return ""
+    return spread.text(form) + (steady_mark(*results) if figure in _SPEEDS else "")
+
+
 def figures_of(result: RunResult) -> dict[str, Any]:
     """Return the entries of a result by name, as `cache.hit_rate_lookups`."""
     entries = {key: value for key, value in result.to_dict().items() if key not in ("versions", "changes")}
@@ -172,6 +188,10 @@ def result_rows(
             **{key: toml(value) if isinstance(value, list) else value for key, value in settings.items()},
         }
         row["runs"] = len(results)
+        if held_out := held_out_of(results):
+            row["held_out"] = held_out
+        if results:
+            row["result.is_steady"] = all(result.is_steady for result in results)
         for figure in (*_IN_ROWS, *dict.fromkeys(key for result in results for key in result.quality)):
             spread = spread_of(results, figure)
             if spread is not None:
@@ -180,6 +200,11 @@ def result_rows(
                     row |= {f"result.{figure}.sd": spread.deviation, f"result.{figure}.ci95": spread.interval}
         rows.append(row)
     return rows
+
+
+def held_out_of(results: Iterable[RunResult]) -> str:
+    """Return what the runs of one row were judged by, in words; "" where their results do not tell."""
+    return "; ".join(dict.fromkeys(str(result.held_out) for result in results if result.held_out is not None))
 
 
 def is_higher_better(figure: str) -> bool | None:
@@ -199,6 +224,7 @@ class Best:
         title, form: of the figure.
         value, folder: of its best run.
         equals: others with the same mean. Cache sizes have: a cache changes no weight.
+        warning: that the figures do not compare; else empty.
     """
 
     configuration: Configuration
@@ -209,15 +235,18 @@ class Best:
     value: float
     folder: Path
     equals: tuple[Configuration, ...]
+    warning: str
 
     def sentence(self) -> str:
         """Return what is best, and where."""
         of = "" if not self.spread.deviation else f", mean of {len(self.spread.values)} runs, 95 % interval"
+        mean = spread_text(self.configuration.results, self.figure, self.form)
         return (
-            f"Best by {self.title}: {self.configuration.name}: {self.spread.text(self.form)}{of}. Its best run has "
+            f"Best by {self.title}: {self.configuration.name}: {mean}{of}. Its best run has "
             f"{self.value:{self.form}}: {self.folder}"
             + "".join(f". As good: {each.name}" for each in self.equals[:1])
             + (f" and {len(self.equals) - 1} more" if len(self.equals) > 1 else "")
+            + (f". {self.warning}" if self.warning else "")
         )
 
 
@@ -241,4 +270,5 @@ def find_best(configurations: Sequence[Configuration], figure: str | None = None
     title, form = main_figures(results).get(figure) or (title_of(figure), form_of(figure))
     spread = best.spread(figure)
     assert spread is not None, "it is the best by it"
-    return Best(best, figure, title, form, spread, value, folder, equals)
+    warning = HELD_OUT_DIFFERS if figure not in _FIGURES and held_out_differs(results) else ""
+    return Best(best, figure, title, form, spread, value, folder, equals, warning)

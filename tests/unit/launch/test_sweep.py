@@ -21,7 +21,9 @@ from embershard.launch.sweep import command, on_ray, run
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, find_outcome, make_outcome, read_outcomes, run_folder
 from embershard.launch.sweep.run import run_experiment
+from embershard.launch.sweep.spread import find_best, read_configurations
 from embershard.launch.sweep.view import write_results
+from tests.unit.launch.reported_runs import write_sweep
 from tests.unit.planning.runs import predicted_plan, result_of
 
 CONFIG = "[data.synthetic]\nscale = 0.001\n"
@@ -364,12 +366,31 @@ def test_seeds_are_repeats_and_the_best_is_named(
     assert rows[0]["result.auc.sd"] == pytest.approx(0.01)
     assert rows[0]["result.auc.ci95"] == pytest.approx(4.302653 * 0.01 / 3**0.5)
     assert run_all(sweep_file, tmp_path / "out", "--by", "loss") == 0
-    assert "Best by loss: cache.ratio=0.2" in capsys.readouterr().out, "less of it is better"
+    assert "Best by training loss: cache.ratio=0.2" in capsys.readouterr().out, "less of it is better"
     assert run_all(sweep_file, tmp_path / "out", "--by", "step_ms.p50") == 0
     assert "As good: cache.ratio=0.2" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run_all(sweep_file, tmp_path / "out", "--by", "steps")
     assert "steps: neither more nor less of it is known to be better" in capsys.readouterr().err
+
+
+def test_the_best_of_different_held_out_samples_is_warned_of(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s")
+    warning = ". The held-out sets differ, so figures of held-out samples do not compare"
+    for file in sorted((sweep / "runs").glob("*/result.json")):
+        split = "random" if "ratio=0.2" in str(file) else "tail"
+        held_out = {"split": split, "how": split, "samples": 10, "all_samples": 100}
+        file.write_text(json.dumps({**json.loads(file.read_text()), "held_out": held_out, "is_steady": False}))
+    found = read_configurations(sweep)
+    by_auc, by_speed = find_best(found), find_best(found, "samples_per_second")
+    assert by_auc is not None
+    assert by_auc.sentence().endswith(warning)
+    assert by_speed is not None
+    assert warning not in by_speed.sentence()
+    assert "3,000 ± 635 (sd 71) (not steady yet), mean of 2 runs" in by_speed.sentence()
+    same = find_best([each for each in found if each.varied["cache.ratio"] == 0.1])
+    assert same is not None
+    assert warning not in same.sentence()
 
 
 def test_a_dry_run_prints_the_commands(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
