@@ -171,6 +171,9 @@ class HeldOutPart:
     samples: int
     all_samples: int
 
+    def __str__(self) -> str:
+        return f"{self.how}: {self.samples:,} of {self.all_samples:,} samples"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
@@ -225,6 +228,11 @@ class RunResult:
     def parts(self) -> int:
         """Steps of ranks: what totals of all ranks are divided by for means per rank and step."""
         return max(1, self.measured_steps * self.world_size)
+
+    @property
+    def resumed_at(self) -> int:
+        """The step at which the run was last resumed; 0 where it was not."""
+        return self.steps - self.measured_steps
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunResult:

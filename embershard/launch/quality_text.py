@@ -1,4 +1,4 @@
-"""Figures of a model's quality as text: titles, formats, and their order."""
+"""Figures of runs as text: those of a model's quality with titles, formats and order; and what makes them compare."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from embershard.launch.screen import number
+from embershard.run_result import RunResult
 
 
 class _Metric(NamedTuple):
@@ -25,6 +26,8 @@ _METRICS = {
     "calibration": _Metric("calibration", ".3f", "predicted over real clicks: 1 is perfect"),
 }
 _MAIN = ("auc", "rmse")  # by which a label's predictions are judged
+#: Where `held_out_differs`.
+HELD_OUT_DIFFERS = "The held-out sets differ, so figures of held-out samples do not compare"
 _IN_TABLE = ("auc", "rmse", "mae", "r2", "ne", "logloss")
 
 
@@ -74,13 +77,14 @@ def quality_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(f"{title} {label}".strip(), value, meaning) for title, label, value, meaning in figures(shown)]
 
 
-def main_names(results: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the figures by which runs are judged: those that any of the results has, or "auc".
+def main_names(results: Iterable[Mapping[str, Any]], *more: str) -> list[str]:
+    """Return the names of the figures by which runs are judged, and of `more` metrics: those that any of the results
+    has, or "auc".
 
     >>> main_names([{"auc": 0.7, "ne": 0.9}, {"rmse": 1.0}])
     ['auc', 'rmse']
     """
-    found = [key for result in results for name in _MAIN for key in _of_metric(name, result)]
+    found = [key for result in results for name in (*_MAIN, *more) for key in _of_metric(name, result)]
     return list(dict.fromkeys(found)) or ["auc"]
 
 
@@ -97,6 +101,16 @@ def title_of(name: str) -> str:
 def form_of(name: str) -> str:
     """Return the format of a figure by its name."""
     return _METRICS[name.partition("/")[0]].form
+
+
+def held_out_differs(results: Iterable[RunResult]) -> bool:
+    """Return whether runs were judged by different samples, as far as their results tell."""
+    return len({result.held_out for result in results if result.eval_samples}) > 1
+
+
+def steady_mark(*results: RunResult) -> str:
+    """Return what stands beside the speed of runs: a hint where one was too short to have that of a long run."""
+    return "" if all(result.is_steady for result in results) else " (not steady yet)"
 
 
 def _of_metric(metric: str, values: Mapping[str, Any]) -> list[str]:

@@ -61,7 +61,8 @@ def hold_out(
     if fraction in (0, 1):
         return HeldOut("all" if fraction else "nothing")
     if config.split == "tail":
-        return HeldOut(f"the last {100 * fraction:g}% of every file")
+        whole = "all samples" if config.kind == "synthetic" else "every file"
+        return HeldOut(f"the last {100 * fraction:g}% of {whole}")
     if config.split == "random":
         return share(lambda: _at_random(config, num_samples))
     assert by_column is not None, f"no columns for data.split = {config.split!r}"

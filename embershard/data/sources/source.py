@@ -143,10 +143,11 @@ class SplitChunks:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know: how samples were chosen, where that is not the usual way."""
-        if self.held_out.samples is None:
+        """What the user should know: which samples are held out, unless that is none or all."""
+        num_eval, num_samples = self.table("eval").num_samples, int(self._size.sum())
+        if self.held_out.samples is None and num_eval in (0, num_samples):
             return ()
-        return (self.held_out.sentence(self.table("eval").num_samples, self.held_out.samples.num_samples),)
+        return (self.held_out.sentence(num_eval, num_samples),)
 
     def is_held_out(self, number: int) -> Flags:
         """Return for each row of a physical chunk whether it is held out."""

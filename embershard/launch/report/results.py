@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embershard.launch.report.run_folder import RunFolder, is_sweep
-from embershard.launch.sweep.spread import main_figures, read_configurations, result_rows, spread_of
+from embershard.launch.sweep.spread import held_out_of, main_figures, read_configurations, result_rows, spread_text
 from embershard.run_result import RunResult
 
 FORMATS = ("json", "csv", "latex", "markdown")
@@ -23,11 +23,12 @@ _LATEX = {each: f"\\{each}" for each in "&%$#_{}"} | {
 
 
 class _Row(NamedTuple):
-    """Runs of the same settings: one run, or a configuration of a sweep."""
+    """Runs of the same settings: one run, or a configuration of a sweep; `ended` of them, those that failed too."""
 
     name: str
     settings: dict[str, Any]
     results: Sequence[RunResult]
+    ended: int
 
 
 def results_text(folders: Sequence[Path], form: str) -> str:
@@ -42,17 +43,19 @@ def results_text(folders: Sequence[Path], form: str) -> str:
     rows: list[_Row] = []
     for folder in folders:
         if is_sweep(folder):
-            found = [each for each in read_configurations(folder) if each.results]
             prefix = f"{folder.name}: " if len(folders) > 1 else ""
-            rows += [_Row(f"{prefix}{each.name}", dict(each.varied), each.results) for each in found]
+            rows += [
+                _Row(f"{prefix}{each.name}", dict(each.varied), each.results, len(each.outcomes))
+                for each in read_configurations(folder)
+            ]
         else:
             run = RunFolder.read(folder)
             assert run.result is not None, "it was read"
-            rows.append(_Row(folder.resolve().name, {}, (run.result,)))
+            rows.append(_Row(folder.resolve().name, {}, (run.result,), 1))
     if form == "json":
-        return json.dumps(result_rows(rows), indent=2, allow_nan=False)
+        return json.dumps(result_rows([row[:3] for row in rows]), indent=2, allow_nan=False)
     if form == "csv":
-        return _csv(result_rows(rows))
+        return _csv(result_rows([row[:3] for row in rows]))
     return (_latex if form == "latex" else _markdown)(*_for_readers(rows))
 
 
@@ -70,10 +73,10 @@ def _for_readers(rows: Sequence[_Row]) -> tuple[list[str], list[list[str]]]:
     figures = main_figures(result for row in rows for result in row.results)
     cells = []
     for row in rows:
-        spreads = [(spread_of(row.results, name), form) for name, (_, form) in figures.items()]
-        values = ["" if spread is None else spread.text(form) for spread, form in spreads]
-        cells.append([row.name, str(len(row.results)), *values])
-    return ["run", "runs", *(title for title, _ in figures.values())], cells
+        values = [spread_text(row.results, name, form) for name, (_, form) in figures.items()]
+        finished = f"{len(row.results)} of {row.ended}" if len(row.results) < row.ended else str(row.ended)
+        cells.append([row.name, finished, *values, held_out_of(row.results)])
+    return ["run", "runs", *(title for title, _ in figures.values()), "held out"], cells
 
 
 def _markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

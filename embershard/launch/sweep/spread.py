@@ -9,7 +9,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 from embershard.decoding import flat, toml
-from embershard.launch.quality_text import form_of, main_names, title_of
+from embershard.launch.quality_text import (
+    HELD_OUT_DIFFERS,
+    form_of,
+    held_out_differs,
+    main_names,
+    steady_mark,
+    title_of,
+)
 from embershard.launch.sweep.experiments import SEEDS, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.run_result import RunResult
@@ -20,11 +27,12 @@ _CONFIDENCE = 0.95
 _FIGURES = {
     "samples_per_second": ("samples/s", ",.0f", True),
     "step_ms.p50": ("step ms, median", ".2f", False),
-    "loss": ("loss", ".5f", False),
+    "loss": ("training loss", ".5f", False),
     "cache.hit_rate_lookups": ("hits", ".2%", True),
 }
 #: Figures of which `is_higher_better` knows which values are better.
 JUDGED = (*MORE_IS_BETTER, *_FIGURES)
+_SPEEDS = ("samples_per_second", "step_ms.p50")
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,13 @@ def spread_of(results: Iterable[RunResult], figure: str) -> Spread | None:
     return Spread(values) if values else None
 
 
+def spread_text(results: Sequence[RunResult], figure: str, form: str) -> str:
+    """Return a figure of some runs with its spread, for readers; "" where none has it."""
+    if (spread := spread_of(results, figure)) is None:
+        return ""
+    return spread.text(form) + (steady_mark(*results) if figure in _SPEEDS else "")
+
+
 def figures_of(result: RunResult) -> dict[str, Any]:
     """Return the entries of a result by name, as `cache.hit_rate_lookups`."""
     entries = {key: value for key, value in result.to_dict().items() if key not in ("versions", "changes")}
@@ -168,6 +183,10 @@ def result_rows(
             **{key: toml(value) if isinstance(value, list) else value for key, value in settings.items()},
         }
         row["runs"] = len(results)
+        if held_out := held_out_of(results):
+            row["held_out"] = held_out
+        if results:
+            row["result.is_steady"] = all(result.is_steady for result in results)
         for figure in (*_IN_ROWS, *dict.fromkeys(key for result in results for key in result.quality)):
             spread = spread_of(results, figure)
             if spread is not None:
@@ -176,6 +195,11 @@ def result_rows(
                     row |= {f"result.{figure}.sd": spread.deviation, f"result.{figure}.ci95": spread.interval}
         rows.append(row)
     return rows
+
+
+def held_out_of(results: Iterable[RunResult]) -> str:
+    """Return what the runs of one row were judged by, in words; "" where their results do not tell."""
+    return "; ".join(dict.fromkeys(str(result.held_out) for result in results if result.held_out is not None))
 
 
 def is_higher_better(figure: str) -> bool | None:
@@ -210,8 +234,11 @@ def best_sentence(configurations: Sequence[Configuration], figure: str | None = 
     of = "" if not spread.deviation else f", mean of {len(spread.values)} runs, 95 % interval"
     # Caches of different sizes train the same weights.
     equals = [each.name for other, each in found if other.mean == spread.mean and each is not best]
+    warning = HELD_OUT_DIFFERS if figure not in _FIGURES and held_out_differs(results) else ""
     return (
-        f"Best by {title}: {best.name}: {spread.text(form)}{of}. Its best run has {value:{form}}: {folder}"
+        f"Best by {title}: {best.name}: {spread_text(best.results, figure, form)}{of}. Its best run has "
+        f"{value:{form}}: {folder}"
         + "".join(f". As good: {name}" for name in equals[:1])
         + (f" and {len(equals) - 1} more" if len(equals) > 1 else "")
+        + (f". {warning}" if warning else "")
     )

@@ -15,11 +15,11 @@ from rich.live import Live
 from rich.table import Table
 
 from embershard.decoding import flat, toml
-from embershard.launch.quality_text import form_of, main_names, title_of
+from embershard.launch.quality_text import form_of, main_names, steady_mark, title_of
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.sweep.experiments import Experiment, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
-from embershard.launch.sweep.spread import Configuration, main_figures, result_rows
+from embershard.launch.sweep.spread import Configuration, main_figures, result_rows, spread_text
 from embershard.run_result import RunResult
 from embershard.whole_file import whole_file
 
@@ -75,7 +75,7 @@ class SweepDisplay:
         ended = [each.name for each in self._experiments if each.name in self._outcomes]
         results = {name: RunResult.find(run_folder(self._sweep, name)) for name in ended}
         names = main_names(each.quality for each in results.values() if each is not None)
-        right = ["seconds", "samples/s", "loss", *map(title_of, names)]
+        right = ["seconds", "samples/s", "training loss", *map(title_of, names)]
         table = make_table(str(self._sweep), ["state", *varied, "repeat"], right)
         for experiment in self._experiments:
             outcome = self._outcomes.get(experiment.name)
@@ -87,7 +87,7 @@ class SweepDisplay:
                 *(str(experiment.varied.get(key, "")) for key in varied),
                 str(experiment.repeat + 1),
                 number(None if outcome is None else outcome.seconds, ".1f"),
-                number(None if result is None else result.samples_per_second, ",.0f"),
+                "n/a" if result is None else number(result.samples_per_second, ",.0f") + steady_mark(result),
                 number(None if result is None else result.loss, ".5f"),
                 *(number(quality.get(name), form_of(name)) for name in names),
             )
@@ -105,8 +105,8 @@ def spread_table(configurations: Sequence[Configuration]) -> Table:
     table = make_table("Means of repeats", [*names, "runs"], [title for title, _ in figures.values()])
     table.caption = "±: half of the mean's 95 % confidence interval (Student's t); sd: standard deviation"
     for each in configurations:
-        spreads = [(each.spread(name), form) for name, (_, form) in figures.items()]
-        cells = ("n/a" if spread is None else spread.text(form).replace(" (", "\n(") for spread, form in spreads)
+        texts = (spread_text(each.results, name, form) for name, (_, form) in figures.items())
+        cells = (text.replace(" (", "\n(") or "n/a" for text in texts)
         table.add_row(*(str(each.varied.get(name, "")) for name in names), str(len(each.results)), *cells)
     return table
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from embershard.launch.quality_text import figures, form_of, quality_line, quality_rows, title_of
+from embershard.launch.quality_text import figures, form_of, quality_line, quality_rows, steady_mark, title_of
 from embershard.launch.screen import number, say
 from embershard.run_result import HotColdTotals, LookAheadTotals, RunCaches, RunResult
 from embershard.training.config import RunConfig
@@ -120,21 +120,29 @@ def closing_table(result: RunResult, what: str) -> Table:
     """Return what a run gave, with explanations for a newcomer. `what` names model and data."""
     columns = (Column(style="bold"), Column(), Column(style="dim"))
     table = Table(*columns, title="embershard: training finished", title_justify="left", show_header=False)
-    device = "GPUs" if result.device.startswith("cuda") else "CPU processes"
+    alone = result.world_size == 1
+    device = ("GPU" if alone else "GPUs") if result.device.startswith("cuda") else f"CPU process{'' if alone else 'es'}"
+    share = "it holds all batches and tables" if alone else "each holds a part of every batch and of the tables"
     table.add_row("trained", what, f"{result.samples:,} samples in {result.steps:,} steps")
-    table.add_row("ranks", f"{result.world_size} {device}", "each holds a part of every batch and of the tables")
+    table.add_row("ranks", f"{result.world_size} {device}", share)
     for row in quality_rows(result.quality):
         table.add_row(*row)
     if (held_out := result.held_out) is not None and held_out.samples:
-        table.add_row("held out", f"{held_out.samples:,} samples", f"of {held_out.all_samples:,}: {held_out.how}")
+        left = 0 if result.bad_rows is None else held_out.samples - result.eval_samples
+        bad = f"; {result.eval_samples:,} of them judged: bad rows are left out" if left else ""
+        how = f"of {held_out.all_samples:,}: {held_out.how}{bad}"
+        table.add_row("held out", f"{held_out.samples:,} samples", how)
     for row in _best_rows(result):
         table.add_row(*row)
     p50, p95 = (number(milliseconds, ".1f") for milliseconds in (result.step_ms.p50, result.step_ms.p95))
-    speed = f"{number(result.samples_per_second, ',.0f')} samples/s"
+    speed = f"{number(result.samples_per_second, ',.0f')} samples/s{steady_mark(result)}"
+    if result.resumed_at:
+        since = f"speed and counts below: of the {result.measured_steps:,} steps since the resume"
+        table.add_row("resumed", f"at step {result.resumed_at:,}", since)
     table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")
     for row in [
         *_cache_rows(result.cache, result.hot_cold),
-        *_look_ahead_rows(result.look_ahead, result.cache),
+        *_look_ahead_rows(result.look_ahead, result.cache, "" if alone else ", all ranks together"),
         *_sent_rows(result),
         *_hot_cold_rows(result.hot_cold, result.cache),
     ]:
@@ -169,14 +177,14 @@ def _cache_rows(cache: RunCaches | None, packed: HotColdTotals | None) -> list[t
     ]
 
 
-def _look_ahead_rows(ahead: LookAheadTotals | None, cache: RunCaches | None) -> list[tuple[str, str, str]]:
+def _look_ahead_rows(ahead: LookAheadTotals | None, cache: RunCaches | None, of: str) -> list[tuple[str, str, str]]:
     if ahead is None or cache is None:
         return []
     mean = ahead.lookahead_mean
     known = "all batches known" if mean is None else f"{mean:.1f} batches known"
     resident = f"{number(ahead.prefetch_mean, '.1f')} of them on the device before their step (means)"
     milliseconds = ahead.stall_seconds * 1e3 / max(ahead.steps, 1)
-    waits = f"of the first batch, and of those that did not fit; {milliseconds:.2f} ms a step, all ranks together"
+    waits = f"of the first batch, and of those that did not fit; {milliseconds:.2f} ms a step{of}"
     return [("looked ahead", known, resident), ("late rows", f"{cache.critical_path_fills:,}", waits)]
 
 

@@ -224,18 +224,23 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     config, ranks, tables = trainer.config, trainer.ranks, tables_of_run(trainer.config)
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
     dims = " and ".join(map(str, sorted({table.dim for table in tables})))
+    num_ranks = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
     if trainer.hot is not None:
         notes.append(trainer.hot.describe())
     if trainer.memory_warning:
         notes.append(trainer.memory_warning)
     if config.cache.enabled and (trainer.steps or config.cache.policy_for(config.has_profile).warmup):
-        rows = "those of the checkpoint" if trainer.steps else "the rows that the profile counted most often"
+        rows = (
+            "the rows that they held at the checkpoint"
+            if trainer.steps
+            else "the rows that the profile counted most often"
+        )
         notes.append(f"The first step takes longer: it fills the caches with {rows}.")
     say(
         console,
         f"{config.model.title}: {len(tables)} tables with {sum(table.num_rows for table in tables):,} rows of "
-        f"dim {dims}; {ranks.world_size} ranks on {kind}; {trainer.total_steps:,} steps of "
+        f"dim {dims}; {num_ranks} on {kind}; {trainer.total_steps:,} steps of "
         f"{global_batch(config, ranks.world_size):,} samples; run folder {run_dir}",
         *trainer.source.notes,
         *notes,

@@ -185,6 +185,14 @@ def test_generated_samples_are_held_out_by_chance_whatever_the_chunks():
     assert labels(7) == labels(4096)
 
 
+@pytest.mark.parametrize(
+    ("fraction", "notes"), [(0.05, ["Held out: the last 5% of all samples: 150 of 3,000 samples."]), (0, []), (1, [])]
+)
+def test_what_is_held_out_is_said_unless_it_is_none_or_all(fraction: float, notes: list[str]):
+    settings = SyntheticConfig(num_samples=3000, scale=0.0001)
+    assert list(open_source(DataConfig(eval_fraction=fraction, synthetic=settings)).notes) == notes
+
+
 def test_counts_of_times_and_values_do_not_depend_on_how_they_are_gathered(monkeypatch):
     seconds = np.random.default_rng(0).integers(0, 10**7, 5000).astype(float)
 

@@ -315,7 +315,7 @@ def test_closing_table_with_and_without_a_cache():
         assert said in screen.getvalue()[len(text) :]
     console.print(closing_table(result(), "dlrm"))
     assert "all embedding rows are on the device" in screen.getvalue()
-    assert re.search(r"held out +│ 10 samples +│ of 100: the last 10% of every file", screen.getvalue())
+    assert re.search(r"held out +│ 10 samples +│ of 100: the last 10% of all samples", screen.getvalue())
     assert "best AUC" not in screen.getvalue()
     for best in ({"keeps_best": True, "stopped_early": True}, {}):
         found = RunResult.of({**result().to_dict(), "best": {"step": 20, "metric": "auc", "value": 0.75}, **best})
@@ -327,6 +327,24 @@ def test_closing_table_with_and_without_a_cache():
         "not kept",
     ):
         assert said in screen.getvalue()
+
+
+def test_closing_table_of_a_resumed_run_on_one_rank():
+    changes = {"world_size": 1, "measured_steps": 30, "bad_rows": 2, "eval_samples": 9, "is_steady": False}
+    found = RunResult.of({**result().to_dict(), **changes})
+    screen = io.StringIO()
+    Console(file=screen, width=140).print(closing_table(found, "dlrm"))
+    for said in (
+        "1 CPU process ",
+        "it holds all batches and tables",
+        "; 9 of them judged: bad rows are left out",
+        "of the 30 steps since the resume",
+        "(not steady yet)",
+    ):
+        assert said in screen.getvalue()
+    assert re.search(r"resumed +│ at step 10", screen.getvalue())
+    Console(file=screen, width=140).print(closing_table(result(), "dlrm"))
+    assert screen.getvalue().count("resumed") == 1
 
 
 def test_files_on_a_full_disk_are_named(tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ _DRAWN = {
     "Memory per tier and rank": 'class="point',
     "Step time": 'class="point',
     "Promises": "<td",
+    "Main settings": "<td",
     "Predicted over measured": 'class="point',
     "Hit rates of tables": 'class="point',
     "Predicted parts of a step": 'class="point',

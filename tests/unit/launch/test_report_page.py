@@ -140,10 +140,68 @@ def test_the_simulated_step_stands_beside_the_measured_one(planned: Path):
     assert set(steps) == {"simulated step of the plan", "measured median of the run"}
 
 
-def test_only_settings_that_differ_are_shown(planned: Path, uncached: Path):
-    table = part(runs.differences(runs_of(planned, uncached)), "Settings that differ")
+def test_main_settings_and_those_that_differ_are_shown(planned: Path, uncached: Path):
+    table = part(runs.settings(runs_of(planned, uncached)), "Settings that differ")
     assert [tuple(row) for row in table.rows] == [("train.batch_size", "128", "64")]
-    assert runs.differences(runs_of(planned, planned)).text == ["No setting differs."]
+    assert runs.settings(runs_of(planned, planned)).text == ["No setting differs."]
+    alone = runs.settings(runs_of(planned))
+    assert [each.title for each in alone.parts] == ["Main settings"]
+    wanted = {("data.kind", "synthetic"), ("data.seed", "0"), ("train.batch_size", "128"), ("ranks", "2")}
+    assert wanted | {("held out", "not known"), ("model.arch", "dlrm")} <= set(alone.parts[0].rows)
+    assert "data.path" not in dict(alone.parts[0].rows), "no run has one"
+
+
+def with_result(folder: Path, **changes: Any) -> Path:
+    file = folder / "result.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+TAIL = {"split": "tail", "how": "the last 10% of every file", "samples": 10, "all_samples": 100}
+
+
+def test_figures_of_different_held_out_samples_are_said_not_to_compare(planned: Path, uncached: Path):
+    both = with_result(planned, held_out=TAIL), with_result(uncached, held_out=TAIL)
+    assert not runs.summary(runs_of(*both)).text
+    with_result(uncached, held_out={**TAIL, "split": "random", "how": "10% by chance"})
+    found = runs.summary(runs_of(*both))
+    assert found.text == ["The held-out sets differ, so figures of held-out samples do not compare."]
+    rows = {row[0]: row[1:] for row in part(runs.settings(runs_of(*both)), "Settings that differ").rows}
+    assert rows["held out"] == tuple(f"{how}: 10 of 100 samples" for how in (TAIL["how"], "10% by chance"))
+
+
+def test_a_regression_has_its_figures_and_captions(planned: Path):
+    result = json.loads((planned / "result.json").read_text())
+    for name in ("auc", "ne", "logloss"):
+        del result[name]
+    (planned / "result.json").write_text(json.dumps({**result, "rmse": 1.25, "mae": 0.5, "r2": 0.25}))
+    table = part(runs.summary(runs_of(planned)), "Results")
+    row = dict(zip(table.header, table.rows[0], strict=True))
+    assert (row["RMSE"], row["MAE"], row["R2"]) == ("1.25", "0.5", "0.2500")
+    assert "RMSE, MAE, R2: of the held-out samples" in table.note
+    assert "AUC" not in table.note
+    lines = [{key: value for key, value in line.items() if key != "logloss"} for line in reports([10, 20])]
+    (planned / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    notes = {each.title: each.note for each in measured.training(runs_of(planned)).parts}
+    assert "Diamonds" not in notes["Loss"]
+    assert "Diamonds" in notes["AUC"]
+
+
+def test_what_is_since_a_resume_is_said_and_marked(planned: Path, uncached: Path):
+    """The first run of 100 steps was resumed after step 10."""
+    found = runs_of(with_result(planned, measured_steps=90), uncached)
+    (said,) = runs.summary(found).text
+    assert said.startswith("planned: speed, step ms, hits, sent and the sections of caches are since the resume at")
+    assert " step 10; " in said
+    marks = [shape.x0 for shape in part(measured.training(found), "AUC").layout.shapes]
+    assert marks == [2560.0]
+    assert len(part(measured.moved(found), "Rows moved").layout.shapes) == 2, "in each panel"
+    assert not part(measured.training(found[1:]), "AUC").layout.shapes
+
+
+def test_the_speed_of_a_short_run_is_marked(planned: Path, uncached: Path):
+    rows = part(runs.summary(runs_of(with_result(planned, is_steady=False), uncached)), "Results").rows
+    assert [row[4] for row in rows] == ["25,600 (not steady yet)", "25,600"]
 
 
 def test_a_run_that_has_not_ended_has_its_curves(planned: Path):
@@ -169,7 +227,7 @@ def test_a_sweep_has_means_and_their_spread(tmp_path: Path):
     section = sweep.sweep_section(tmp_path / "s", configurations)
     table = part(section, "Comparison")
     rows = {tuple(row[:2]): dict(zip(table.header, row, strict=True)) for row in table.rows}
-    assert rows["1", "0.1"]["samples/s"] == "1,000 ± 635 (sd 71)"
+    assert rows["1", "0.1"]["samples/s"] == "1,000 ± 635\n(sd 71)"
     assert rows["2", "0.2"]["finished"] == "1 of 2"
     assert rows["2", "0.2"]["samples/s"] == "1,850"
     figure = part(section, "Throughput, every run")

@@ -21,7 +21,9 @@ from embershard.launch.sweep import command, on_ray, run
 from embershard.launch.sweep.experiments import Experiment, Sweep
 from embershard.launch.sweep.outcomes import Outcome, find_outcome, make_outcome, read_outcomes, run_folder
 from embershard.launch.sweep.run import run_experiment
+from embershard.launch.sweep.spread import best_sentence, read_configurations
 from embershard.launch.sweep.view import write_results
+from tests.unit.launch.reported_runs import write_sweep
 from tests.unit.planning.runs import predicted_plan, result_of
 
 CONFIG = "[data.synthetic]\nscale = 0.001\n"
@@ -364,7 +366,7 @@ def test_seeds_are_repeats_and_the_best_is_named(
     assert rows[0]["result.auc.sd"] == pytest.approx(0.01)
     assert rows[0]["result.auc.ci95"] == pytest.approx(4.302653 * 0.01 / 3**0.5)
     assert run_all(sweep_file, tmp_path / "out", "--by", "loss") == 0
-    assert "Best by loss: cache.ratio=0.2" in capsys.readouterr().out, "less of it is better"
+    assert "Best by training loss: cache.ratio=0.2" in capsys.readouterr().out, "less of it is better"
     assert run_all(sweep_file, tmp_path / "out", "--by", "step_ms.p50") == 0
     assert "As good: cache.ratio=0.2" in capsys.readouterr().out
     assert run_all(sweep_file, tmp_path / "out", "--by", "auc/buy") == 0
@@ -374,6 +376,23 @@ def test_seeds_are_repeats_and_the_best_is_named(
     said = capsys.readouterr().err
     assert "steps: neither more nor less of it is known to be better" in said
     assert "cache.hit_rate_lookups" in said
+
+
+def test_the_best_of_different_held_out_samples_is_warned_of(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s")
+    warning = ". The held-out sets differ, so figures of held-out samples do not compare"
+    for file in sorted((sweep / "runs").glob("*/result.json")):
+        split = "random" if "ratio=0.2" in str(file) else "tail"
+        held_out = {"split": split, "how": split, "samples": 10, "all_samples": 100}
+        file.write_text(json.dumps({**json.loads(file.read_text()), "held_out": held_out, "is_steady": False}))
+    found = read_configurations(sweep)
+    assert best_sentence(found).endswith(warning)
+    by_speed = best_sentence(found, "samples_per_second")
+    assert warning not in by_speed
+    assert "3,000 ± 635 (sd 71) (not steady yet), mean of 2 runs" in by_speed
+    same = best_sentence([each for each in found if each.varied["cache.ratio"] == 0.1])
+    assert same
+    assert warning not in same
 
 
 def test_a_dry_run_prints_the_commands(sweep_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,15 +41,14 @@ def training(runs: Sequence[Run]) -> Section:
         for run in runs:
             _draw(figure, run, "train", trained)
             _draw(figure, run, "eval", held_out, mode="markers", symbol="diamond", suffix=", held out")
+        note = "Lines: the newest training samples, at most 16,384 of each rank."
+        if trained == "loss":
+            note = "Lines: training samples since the last report. Equal lines cover each other."
         if any(len(trace.y) for trace in figure.data if trace.mode == "markers"):
+            note += " Diamonds: held-out samples."
             diamond = {"color": "#555555", "symbol": "diamond", "size": 8}
             figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", name="held-out samples", marker=diamond))
             figure.update_layout(showlegend=True)
-        note = (
-            "Lines: training samples since the last report. Diamonds: held-out samples. Equal lines cover each other."
-        )
-        if trained != "loss":
-            note = "Lines: the newest training samples, at most 16,384 of each rank. Diamonds: held-out samples."
         parts.append(PageFigure(title, figure, note))
     speed = _figure("samples/s", runs=runs)
     for run in runs:
@@ -113,12 +112,18 @@ def _has(run: Run, name: str) -> bool:
 
 
 def _figure(*panels: str, runs: Sequence[Run], **options: int) -> go.Figure:
-    """Return a figure over the samples trained. One run needs no legend: the page has its name."""
+    """Return a figure over the samples trained, with a dotted line at the newest resume of each run. One run needs no
+    legend: the page has its name."""
     figure = new_figure(*(panels if len(panels) > 1 else ()), **options)
     figure.update_layout(showlegend=len(runs) > 1)
     figure.update_xaxes(title=_SAMPLES, tickformat="~s", rangemode="tozero")
     if len(panels) == 1:
         figure.update_yaxes(title=panels[0])
+    for run in runs:
+        if run.result is not None and (step := run.result.resumed_at):
+            at = _samples_at(run.folder.reports("train"))(step)
+            line = {**look(run.number), "dash": "dot", "width": 1}
+            figure.add_vline(x=at, line=line, exclude_empty_subplots=False)
     return figure
 
 
@@ -197,7 +202,10 @@ def _hit_rates(runs: Sequence[Run]) -> PageFigure:
     figure.add_trace(drawn)
     figure.update_yaxes(type="category", automargin=True, showgrid=False, dtick=1)
     figure.update_xaxes(type="category", automargin=True, showgrid=False)
-    note = "Share of the lookups whose row was on the device, over the whole run. Empty: not in a cache of that rank."
+    note = (
+        "Share of the lookups whose row was on the device, over the whole run, or since its resume. Empty: not in a "
+        "cache of that rank."
+    )
     if len({run.exchange for run in runs}) > 1:
         note += f" {HITS_DIFFER}"
     return PageFigure("Hit rate per table and rank", figure, note)

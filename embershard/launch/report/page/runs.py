@@ -1,4 +1,4 @@
-"""The parts of a page and their look; and its runs, by name: a summary, and the settings in which they differ."""
+"""The parts of a page and their look; and its runs, by name: a summary, and their settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import plotly.io
 from plotly.subplots import make_subplots
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.launch.quality_text import form_of, main_names, title_of
+from embershard.launch.quality_text import (
+    HELD_OUT_DIFFERS,
+    form_of,
+    held_out_differs,
+    main_names,
+    steady_mark,
+    title_of,
+)
 from embershard.launch.report.run_folder import RunFolder
 from embershard.launch.screen import number
 from embershard.run_result import RunCaches, RunResult
@@ -140,21 +147,31 @@ HITS_DIFFER = (
 
 def summary(runs: Sequence[Run]) -> Section:
     """Return the section of all runs' results."""
-    judged = [run.result.quality for run in runs if run.result is not None]
-    names = [*main_names(judged), *(["ne"] if any("ne" in quality for quality in judged) else [])]
-    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "p95", "loss"]
+    ended = [(run.name, run.result) for run in runs if run.result is not None]
+    names = main_names((result.quality for _, result in ended), "ne", "mae", "r2")
+    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "p95", "training loss"]
     header += [*map(title_of, names), "best, at step", "hits", "caches", "host", "sent"]
     note = (
-        "step ms: of a rank; half of the steps, and 95 % (p95), take less. loss: of training, mean since the last "
-        "report; AUC, NE and RMSE: of the held-out samples, at the last step; best: the best evaluation, where the run "
-        "follows it, by its figure; hits: share of lookups; caches and host: bytes of slots and maps on the devices, "
-        "and of their rows and scores on the hosts, of all ranks at the end; sent: to other ranks, by a rank in a step."
+        "not steady yet: too short for the speed of a long run; step ms: of a rank; half of the steps, and 95 % (p95), "
+        "take less; training loss: mean since the last report; "
+        f"{', '.join(map(title_of, names))}: of the held-out samples, at the last step; best: the best evaluation, "
+        "where the run follows it, by its figure; hits: share of lookups; caches and host: bytes of slots and maps on "
+        "the devices, and of their rows and scores on the hosts, of all ranks at the end; sent: to other ranks, by a "
+        "rank in a step."
     )
     exchanges = {run.exchange for run in runs if run.cache}
     if len(exchanges) > 1:
         note += f" {HITS_DIFFER} " + "; ".join(f"{run.name}: {run.exchange}" for run in runs if run.cache) + "."
     going = [run.name for run in runs if run.result is None]
     text = [f"Not ended, so without a result: {', '.join(going)}."] if going else []
+    if held_out_differs(result for _, result in ended):
+        text.append(f"{HELD_OUT_DIFFERS}.")
+    text += [
+        f"{name}: speed, step ms, hits, sent and the sections of caches are since the resume at step "
+        f"{result.resumed_at:,}; dotted lines mark it. The training's {title_of(names[0])} starts anew there."
+        for name, result in ended
+        if result.resumed_at
+    ]
     return Section("Runs", [PageTable("Results", header, [_summary_row(run, names) for run in runs], note)], text)
 
 
@@ -169,7 +186,7 @@ def _summary_row(run: Run, names: Sequence[str]) -> tuple[str, ...]:
         str(result.world_size),
         f"{result.steps:,}",
         f"{result.samples:,}",
-        number(result.samples_per_second, ",.0f"),
+        number(result.samples_per_second, ",.0f") + steady_mark(result),
         number(result.step_ms.p50, ".2f"),
         number(result.step_ms.p95, ".2f"),
         number(result.loss, ".5f"),
@@ -182,22 +199,32 @@ def _summary_row(run: Run, names: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def differences(runs: Sequence[Run]) -> Section:
-    """Return the section of the settings that are not the same in all runs."""
+#: Those that a page has of every run, where any has a value.
+_MAIN_SETTINGS = (
+    *("data.kind", "data.path", "data.split", "held out", "data.seed", "train.seed"),
+    *("model.arch", "model.build", "model.embedding_dim", "ranks", "train.batch_size", "train.global_batch_size"),
+    *("train.epochs", "train.max_steps", "embedding_optimizer.kind", "embedding_optimizer.lr", "dense_optimizer.kind"),
+    *("dense_optimizer.lr", "cache.enabled", "cache.ratio", "cache.device_bytes", "cache.policy", "sharding.mode"),
+)
+
+
+def settings(runs: Sequence[Run]) -> Section:
+    """Return the section of the runs' main settings, and of those that are not the same in all."""
     found, text = [], []
     for run in runs:
         try:
-            ranks = "not known" if run.result is None else run.result.world_size
-            found.append((run, {"ranks": ranks, **run.folder.settings()}))
+            beside = dict.fromkeys(("ranks", "held out"), "not known")
+            if (result := run.result) is not None:
+                beside = {"ranks": str(result.world_size), "held out": str(result.held_out or "not known")}
+            found.append((run, {**beside, **run.folder.settings()}))
         except ConfigError as error:
             text.append(f"Left out: {error}")
-    keys = dict.fromkeys(key for _, settings in found for key in settings)
-    rows = []
-    for key in keys:
-        values = [str(settings.get(key, "none")) for _, settings in found]
-        if len(set(values)) > 1:
-            rows.append((key, *values))
-    if not rows:
+    keys = dict.fromkeys([*_MAIN_SETTINGS, *(key for _, settings in found for key in settings)])
+    rows = [(key, *(str(settings.get(key, "none")) for _, settings in found)) for key in keys]
+    main = [row for row in rows if row[0] in _MAIN_SETTINGS and set(row[1:]) - {"none"}]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    if len(runs) > 1 and not differing:
         text.append("No setting differs.")
-    table = PageTable("Settings that differ", ("setting", *(run.name for run, _ in found)), rows)
-    return Section("Settings", [table] if rows else [], text)
+    header = ("setting", *(run.name for run, _ in found))
+    tables = [PageTable("Main settings", header, main), PageTable("Settings that differ", header, differing)]
+    return Section("Settings", [table for table in tables if table.rows], text)

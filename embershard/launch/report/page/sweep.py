@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from embershard.launch.report.page.runs import PageFigure, PageTable, Section, colour, look, new_figure, text
 from embershard.launch.sweep.experiments import shown
 from embershard.launch.sweep.outcomes import Outcome
-from embershard.launch.sweep.spread import Configuration, Spread, best_sentence, main_figures
+from embershard.launch.sweep.spread import Configuration, Spread, best_sentence, main_figures, spread_text
 from embershard.units import size
 
 _SPEED = "samples_per_second"
@@ -44,12 +44,11 @@ def _comparison(configurations: Sequence[Configuration]) -> PageTable:
     rows = []
     for each in configurations:
         caches = [result.cache for result in each.results if result.cache is not None]
-        spreads = [(each.spread(name), form) for name, (_, form) in figures.items()]
         rows.append(
             (
                 *(str(each.varied.get(name, "")) for name in names),
                 f"{len(each.folders)} of {len(each.outcomes)}",
-                *("" if spread is None else spread.text(form) for spread, form in spreads),
+                *(spread_text(each.results, name, form).replace(" (", "\n(") for name, (_, form) in figures.items()),
                 size(caches[0].device_bytes) if caches else "",
             )
         )

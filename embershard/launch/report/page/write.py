@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from embershard import __version__
 from embershard.launch.report.page.measured import caches, moved, step_time, training
 from embershard.launch.report.page.predicted import predicted
-from embershard.launch.report.page.runs import Run, Section, differences, summary
+from embershard.launch.report.page.runs import Run, Section, settings, summary
 from embershard.launch.report.page.sweep import sweep_section
 from embershard.launch.report.run_folder import RunFolder, is_sweep
 from embershard.launch.sweep.spread import read_configurations
@@ -66,9 +66,7 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
 def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
     if not runs:
         return
-    for make in (summary, differences, training, moved, caches, step_time, predicted):
-        if make is differences and len(runs) == 1:
-            continue
+    for make in (summary, settings, training, moved, caches, step_time, predicted):
         yield make(runs)
 
 
