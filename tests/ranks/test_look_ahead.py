@@ -106,7 +106,7 @@ def test_one_rank(one_rank: RankPool, optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "run"),
     [
-        ("rowwise_adagrad", Run(64, 3, 3, 0, True, worker=False, delays=1)),
+        matrix("rowwise_adagrad", Run(64, 3, 3, 0, True, worker=False, delays=1)),
         matrix("sgd", Run(4, 2, 3)),
         matrix("adagrad", Run(1, 1, 2)),
     ],
@@ -178,6 +178,7 @@ def test_every_transfer_and_a_hashed_map(two_ranks: RankPool, optimizer: str) ->
     _check_all(two_ranks, Case(sharding="row_wise", optimizer=optimizer), runs)
 
 
+@pytest.mark.matrix
 def test_every_policy(two_ranks: RankPool) -> None:
     """And knowing pays: fewer rows come in, the more batches are known."""
     policies = [("lookahead", False), ("lookahead", True), ("frequency", True), ("lfu", False), ("lru", False)]
@@ -229,6 +230,7 @@ def test_a_batch_that_does_not_fit(two_ranks: RankPool, worker: bool) -> None:
 # -- timing
 
 
+@pytest.mark.matrix
 def test_where_planning_runs_decides_nothing(two_ranks: RankPool) -> None:
     """Beside the training, in its thread, or in turns as the trial has it: the same rows are filled and evicted."""
     runs = [Run(8, 1, 3, worker=worker) for worker in (None, True, False)]

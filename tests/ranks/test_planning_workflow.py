@@ -118,6 +118,7 @@ def test_the_report_and_a_recalibrated_machine(folder, capsys):
     embershard("plan", "diff", folder / "plan.json", folder / "again.json")
 
 
+@pytest.mark.matrix
 def test_what_if_and_the_profile_s_views(folder):
     embershard("plan", *inputs(folder), "--ranks", "1,2,4", "--png", folder / "scaling.png")
     embershard("plan", *inputs(folder), "--ratios", "0.01,0.1", "--ranks", 2)

@@ -65,7 +65,7 @@ ON_TWO = {
 }
 
 
-@pytest.mark.parametrize("name", keep(["smaller cache, lru", "resident, table-wise"], ON_TWO))
+@pytest.mark.parametrize("name", keep(["smaller cache, lru"], ON_TWO))
 def test_on_as_many_ranks(two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path, name: str) -> None:
     assert go_on(two_ranks, ON_TWO[name], folder, tmp_path) == ([], whole[SAVED_AT:])
 
@@ -80,7 +80,7 @@ def test_data_parallel_and_back(two_ranks: RankPool, folder: Path, whole: list[f
     assert two_ranks.run(resharding.go_on, Layout(), folder, copy, tmp_path / "b")[0] == whole[SAVED_AT:]
 
 
-@pytest.mark.parametrize("forget", ["states", "position"])
+@pytest.mark.parametrize("forget", keep(["states"], ["states", "position"]))
 def test_what_is_not_loaded_is_noticed(
     two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path, forget: str
 ) -> None:

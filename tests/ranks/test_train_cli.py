@@ -119,6 +119,7 @@ def test_plain_lines_and_a_closing_table_when_not_on_a_terminal(cached: Path) ->
     assert "\x1b" not in text
 
 
+@pytest.mark.matrix
 def test_uncached_run_of_the_same_command_has_the_same_losses(
     cached: Path, settings: list[str], tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def test_machines_that_share_no_folder_are_refused(
     assert "does not see the run's folder" in found[0][1]
 
 
+@pytest.mark.matrix
 def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
     cached: Path, settings: list[str], tmp_path: Path
 ) -> None:
@@ -232,6 +234,7 @@ def test_empty_slices_low_precision_and_the_cross_network(tmp_path: Path) -> Non
     assert not (tmp_path / "r" / "checkpoints").exists()
 
 
+@pytest.mark.matrix
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_named(tmp_path: Path) -> None:
     given = ["dense_optimizer.lr=1e30", "data.synthetic.num_samples=20000", "data.synthetic.scale=0.001"]
     more = [word for text in given for word in ("--set", text)]

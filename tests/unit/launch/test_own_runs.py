@@ -98,6 +98,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_windows(tmp_path_factory.mktemp("log"), users=150, items=300, history=10)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("arch", ["din", matrix("tbsm")])
 def test_a_log_of_events_becomes_scores(arch, windows, tmp_path, capsys):
     overrides = [f"model.arch={arch}", "train.max_steps=8", "train.device=cpu", "data.num_workers=0", "cache.ratio=0.9"]

@@ -63,6 +63,7 @@ def test_every_figure_is_drawn_without_an_error_or_a_request(page: Path, tmp_pat
     assert [title for title, element in _DRAWN.items() if element not in by_title[title]] == []
 
 
+@pytest.mark.matrix
 def test_labels_of_an_axis_differ(tmp_path: Path):
     """Of hit rates between 94.6 % and 94.9 %, all of which round to 95 %."""
     plan = predicted_plan()

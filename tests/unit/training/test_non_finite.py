@@ -72,6 +72,7 @@ def test_a_skipped_batch_trains_nothing(ranks, cache):
     assert any(not torch.equal(values, expected[name]) for name, values in other.items())  # the control
 
 
+@pytest.mark.matrix
 def test_a_run_resumes_exactly_after_a_skipped_batch(ranks, tmp_path):
     whole, expected, _ = run(config_of("look-ahead"), ranks, tmp_path, poisoned={2, 9})
     resumed = Trainer(config_of("look-ahead"), ranks, tmp_path / "again")

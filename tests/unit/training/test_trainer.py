@@ -117,6 +117,7 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, optimizers, cached):
     assert whole[-1].quality == resumed[-1].quality
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lookahead", [matrix(0), 64])
 def test_a_trainer_goes_back_to_a_checkpoint_in_mid_run(ranks, tmp_path, lookahead):
     """With batches ahead, whose rows are on the device."""
@@ -267,6 +268,7 @@ def _without_space(*_: Any, **__: Any) -> None:
     raise FailedSaveError("no space")
 
 
+@pytest.mark.matrix
 def test_training_goes_on_after_a_failed_save_if_asked(ranks, tmp_path, monkeypatch):
     saving = {"every_steps": 6, "on_failed_save": "continue", "at_end": False}
     config = make_config(checkpoint=CheckpointConfig(**saving))

@@ -72,6 +72,7 @@ def accesses(tmp_path_factory: pytest.TempPathFactory, project_dir: Path) -> dic
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_every_kernel_compiles(accesses: dict[str, dict[str, int]]) -> None:
     assert len(accesses) == 26

@@ -245,6 +245,7 @@ def test_threads_end_with_the_stream(kit, ending):
         assert not thread.is_alive()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_interpreter_ends_in_the_middle_of_a_stream():
     program = (
