@@ -162,7 +162,10 @@ def _compared(where: str, case: Case, model: nn.Module, expected: list[dict[str,
 
 def _is_interrupt(error: BaseException) -> bool:
     """Whether it is one, or what CPython makes of one that comes within a call of a compiled function."""
-    return isinstance(error if type(error) is not SystemError else error.__cause__, KeyboardInterrupt)
+    found: BaseException | None = error
+    while type(found) is SystemError:  # one for each call that it passes
+        found = found.__cause__ or found.__context__
+    return isinstance(found, KeyboardInterrupt)
 
 
 def _place(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -190,17 +191,35 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, OverflowError) as error:
         problem = os_problem(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(f"--host {host} --port {port}: {problem}; choose another port, or 0 for any.") from None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    asked_to_end = _note_signals()
     with server:
+        threading.Thread(target=server.serve_forever, name="embershard-serve").start()
         step, (_, port) = predictor.about["step"], server.server_address[:2]
         place = f"http://{host}:{port}: POST /predict, GET /health"
         print(f"Serving {arguments.folder} (step {step}) at {place}. Ctrl-C ends it.", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print("embershard: stopping after the requests in work.", file=sys.stderr)
+        asked_to_end.wait()
+        print("embershard: stopping after the requests in work.", file=sys.stderr)
+        server.shutdown()
     predictor.close()
     return 0
+
+
+def _note_signals() -> threading.Event:
+    """Return what the first Ctrl-C or SIGTERM sets; the second one ends the process at once.
+
+    An exception out of a signal could come anywhere in the server, while it starts a thread for a request, too.
+    """
+    found = threading.Event()
+
+    def note(*_: Any) -> None:
+        found.set()
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    for each in numbers:
+        signal.signal(each, note)
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
