@@ -32,6 +32,7 @@ it, after the requests in work. See docs/serving.md.
   embershard serve exported --port 0 --max-body 64MiB
 """
 _SECONDS_TO_SEND = 10  # for a client that stops in the middle
+_SECONDS_TO_NOTICE = 0.2  # that the server is asked to end
 _FORM = 'needed {"rows": [{...}, ...]}, an object per sample'
 
 
@@ -197,7 +198,8 @@ def main(argv: Sequence[str]) -> int:
         step, (_, port) = predictor.about["step"], server.server_address[:2]
         place = f"http://{host}:{port}: POST /predict, GET /health"
         print(f"Serving {arguments.folder} (step {step}) at {place}. Ctrl-C ends it.", flush=True)
-        asked_to_end.wait()
+        while not asked_to_end.wait(_SECONDS_TO_NOTICE):  # a signal that another thread takes does not wake this one
+            pass
         print("embershard: stopping after the requests in work.", file=sys.stderr)
         server.shutdown()
     predictor.close()
