@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
+import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from embershard.errors import ConfigError, os_problem
 from embershard.launch.arguments import make_parser, whole
+from embershard.launch.ranks.stop_signals import StopAsked, stop_asked
 from embershard.units import parse_bytes
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once
@@ -192,36 +194,22 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, OverflowError) as error:
         problem = os_problem(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(f"--host {host} --port {port}: {problem}; choose another port, or 0 for any.") from None
-    asked_to_end = _note_signals()
-    with server:
+    with stop_asked(_end_at_once) as asked, server:
         threading.Thread(target=server.serve_forever, name="embershard-serve").start()
         step, (_, port) = predictor.about["step"], server.server_address[:2]
         place = f"http://{host}:{port}: POST /predict, GET /health"
         print(f"Serving {arguments.folder} (step {step}) at {place}. Ctrl-C ends it.", flush=True)
-        while not asked_to_end.wait(_SECONDS_TO_NOTICE):  # a signal that another thread takes does not wake this one
-            pass
+        while not asked.number:  # an exception out of a signal could come anywhere in the server
+            time.sleep(_SECONDS_TO_NOTICE)
         print("embershard: stopping after the requests in work.", file=sys.stderr)
         server.shutdown()
     predictor.close()
     return 0
 
 
-def _note_signals() -> threading.Event:
-    """Return what the first Ctrl-C or SIGTERM sets; the second one ends the process at once.
-
-    An exception out of a signal could come anywhere in the server, while it starts a thread for a request, too.
-    """
-    found = threading.Event()
-
-    def note(*_: Any) -> None:
-        found.set()
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
-
-    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
-    for each in numbers:
-        signal.signal(each, note)
-    return found
+def _end_at_once(asked: StopAsked) -> None:
+    if asked.is_at_once:
+        os._exit(128 + asked.number)
 
 
 def _parser() -> argparse.ArgumentParser:
