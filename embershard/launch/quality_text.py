@@ -26,8 +26,6 @@ _METRICS = {
     "calibration": _Metric("calibration", ".3f", "predicted over real clicks: 1 is perfect"),
 }
 _MAIN = ("auc", "rmse")  # by which a label's predictions are judged
-#: Where `held_out_differs`.
-HELD_OUT_DIFFERS = "The held-out sets differ, so figures of held-out samples do not compare"
 _IN_TABLE = ("auc", "rmse", "mae", "r2", "ne", "logloss")
 
 
@@ -103,9 +101,11 @@ def form_of(name: str) -> str:
     return _METRICS[name.partition("/")[0]].form
 
 
-def held_out_differs(results: Iterable[RunResult]) -> bool:
-    """Return whether runs were judged by different samples, as far as their results tell."""
-    return len({result.held_out for result in results if result.eval_samples}) > 1
+def held_out_warning(results: Iterable[RunResult]) -> str:
+    """Return a sentence, without its full stop, where runs were judged by different samples, as far as their results
+    tell; else ""."""
+    differ = len({result.held_out for result in results if result.eval_samples}) > 1
+    return "The held-out sets differ, so figures of held-out samples do not compare" if differ else ""
 
 
 def steady_mark(*results: RunResult) -> str:

@@ -103,12 +103,13 @@ def test_one_rank(one_rank: RankPool, optimizer: str) -> None:
     _check_all(one_rank, Case(sharding="row_wise", optimizer=optimizer), [Run(1, 1, 1), Run(4, 3, 4), Run(64, 2, 3)])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("optimizer", "run"),
     [
-        matrix("rowwise_adagrad", Run(64, 3, 3, 0, True, worker=False, delays=1)),
-        matrix("sgd", Run(4, 2, 3)),
-        matrix("adagrad", Run(1, 1, 2)),
+        ("rowwise_adagrad", Run(64, 3, 3, 0, True, worker=False, delays=1)),
+        ("sgd", Run(4, 2, 3)),
+        ("adagrad", Run(1, 1, 2)),
     ],
     ids=str,
 )

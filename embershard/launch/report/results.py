@@ -52,10 +52,9 @@ def results_text(folders: Sequence[Path], form: str) -> str:
             run = RunFolder.read(folder)
             assert run.result is not None, "it was read"
             rows.append(_Row(folder.resolve().name, {}, (run.result,), 1))
-    if form == "json":
-        return json.dumps(result_rows([row[:3] for row in rows]), indent=2, allow_nan=False)
-    if form == "csv":
-        return _csv(result_rows([row[:3] for row in rows]))
+    if form in ("json", "csv"):
+        values = result_rows([row[:3] for row in rows])
+        return _csv(values) if form == "csv" else json.dumps(values, indent=2, allow_nan=False)
     return (_latex if form == "latex" else _markdown)(*_for_readers(rows))
 
 

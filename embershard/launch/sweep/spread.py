@@ -9,14 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from embershard.decoding import flat, toml
-from embershard.launch.quality_text import (
-    HELD_OUT_DIFFERS,
-    form_of,
-    held_out_differs,
-    main_names,
-    steady_mark,
-    title_of,
-)
+from embershard.launch.quality_text import form_of, held_out_warning, main_names, steady_mark, title_of
 from embershard.launch.sweep.experiments import SEEDS, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.run_result import RunResult
@@ -234,7 +227,7 @@ def best_sentence(configurations: Sequence[Configuration], figure: str | None = 
     of = "" if not spread.deviation else f", mean of {len(spread.values)} runs, 95 % interval"
     # Caches of different sizes train the same weights.
     equals = [each.name for other, each in found if other.mean == spread.mean and each is not best]
-    warning = HELD_OUT_DIFFERS if figure not in _FIGURES and held_out_differs(results) else ""
+    warning = "" if figure in _FIGURES else held_out_warning(results)
     return (
         f"Best by {title}: {best.name}: {spread_text(best.results, figure, form)}{of}. Its best run has "
         f"{value:{form}}: {folder}"

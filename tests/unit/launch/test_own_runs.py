@@ -32,7 +32,6 @@ from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import find_hot_rows
 from embershard.training.trainer import Trainer
-from tests.covering import matrix
 from tests.unit.data.windows import make_windows
 from tests.unit.launch.conftest import score_here
 from tests.unit.launch.test_export import WITHOUT
@@ -99,7 +98,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("arch", ["din", matrix("tbsm")])
+@pytest.mark.parametrize("arch", ["din", "tbsm"])
 def test_a_log_of_events_becomes_scores(arch, windows, tmp_path, capsys):
     overrides = [f"model.arch={arch}", "train.max_steps=8", "train.device=cpu", "data.num_workers=0", "cache.ratio=0.9"]
     train(load_config(RunConfig, windows / "run.toml", overrides), tmp_path / "run")

@@ -12,14 +12,7 @@ import plotly.io
 from plotly.subplots import make_subplots
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.launch.quality_text import (
-    HELD_OUT_DIFFERS,
-    form_of,
-    held_out_differs,
-    main_names,
-    steady_mark,
-    title_of,
-)
+from embershard.launch.quality_text import form_of, held_out_warning, main_names, steady_mark, title_of
 from embershard.launch.report.run_folder import RunFolder
 from embershard.launch.screen import number
 from embershard.run_result import RunCaches, RunResult
@@ -164,8 +157,8 @@ def summary(runs: Sequence[Run]) -> Section:
         note += f" {HITS_DIFFER} " + "; ".join(f"{run.name}: {run.exchange}" for run in runs if run.cache) + "."
     going = [run.name for run in runs if run.result is None]
     text = [f"Not ended, so without a result: {', '.join(going)}."] if going else []
-    if held_out_differs(result for _, result in ended):
-        text.append(f"{HELD_OUT_DIFFERS}.")
+    if warning := held_out_warning(result for _, result in ended):
+        text.append(f"{warning}.")
     text += [
         f"{name}: speed, step ms, hits, sent and the sections of caches are since the resume at step "
         f"{result.resumed_at:,}; dotted lines mark it. The training's {title_of(names[0])} starts anew there."
