@@ -132,7 +132,15 @@ def progress_bar(console: Console, what: str) -> Iterator[Callable[[int, int], N
 
 
 def silence_libraries() -> None:
-    """Drop the warnings of TorchRec and FBGEMM that appear on every start and no user can act on; errors still show."""
+    """Drop the warnings of TorchRec and FBGEMM that appear on every start and no user can act on; errors still show.
+    Warnings of kinds of our own are shown without the place in the code."""
+    shown = warnings.formatwarning
+
+    def format_warning(message: Warning | str, category: type[Warning], *place: Any) -> str:
+        is_ours = category.__module__.startswith("embershard.")
+        return f"embershard: warning: {message}\n" if is_ours else shown(message, category, *place)
+
+    warnings.formatwarning = format_warning  # type: ignore[assignment]  # the place is handed on
     warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu|torch)(\.|$)")
     for name in ("torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)

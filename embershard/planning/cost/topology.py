@@ -129,8 +129,8 @@ class Topology:
         """Return the jitter of so many ranks' times: 0 where their rates were calibrated, which have it in them."""
         return 0.0 if num_ranks in self.rates and self.num_nodes == 1 else self.assumptions.jitter
 
-    def note(self, num_ranks: int | None = None) -> str | None:
-        """Return a reservation about the rates of `num_ranks`; None where they were calibrated."""
+    def note(self, num_ranks: int | None = None) -> str:
+        """Return where the rates of `num_ranks` come from, and how certain they are."""
         num_ranks = num_ranks or self.world_size
         if not self.rates:
             return (
@@ -144,7 +144,7 @@ class Topology:
                 "nodes are taken to be as fast as those within."
             )
         if nearest == num_ranks:
-            return None
+            return f"The speed of {self.name}: {self.source}."
         return f"{self.name} was calibrated for {nearest} ranks, not for {num_ranks}: step times are less certain."
 
     def error_note(self, limit: str) -> str:

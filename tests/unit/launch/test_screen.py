@@ -1,4 +1,4 @@
-"""Output whose reader has ended."""
+"""Output whose reader has ended; and warnings on the screen."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import io
 import os
 import pty
 import sys
+import warnings
 from typing import TextIO
 
 import pytest
 
+from embershard.cache import CacheGrowthWarning
 from embershard.launch.ranks import launcher
-from embershard.launch.screen import plain_console, say
+from embershard.launch.screen import plain_console, say, silence_libraries
 
 
 @pytest.fixture
@@ -61,3 +63,12 @@ def test_output_on_a_full_disk_is_named():
     full = open("/dev/full", "w")  # noqa: SIM115
     with pytest.raises(OSError, match="No space left on device: 'standard output'"):
         say(plain_console(file=full), "one")
+
+
+def test_a_warning_of_our_own_is_one_line(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with warnings.catch_warnings():
+        silence_libraries()
+    place = (str(__file__), 7, "a line of the code")
+    assert warnings.formatwarning("it grows", CacheGrowthWarning, *place) == "embershard: warning: it grows\n"
+    assert "a line of the code" in warnings.formatwarning("others", UserWarning, *place)

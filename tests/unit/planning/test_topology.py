@@ -102,7 +102,10 @@ def test_the_nearest_calibrated_number_of_ranks_is_taken_and_named(wanted, taken
     topology = calibrated(1, 2, 4)
     assert topology.rates_for(wanted).step_overhead_seconds == taken
     note = topology.note(wanted)
-    assert (note is None) if wanted == taken else (f"calibrated for {taken} ranks, not for {wanted}" in note)
+    if wanted == taken:
+        assert note == f"The speed of {topology.name}: {topology.source}.", "also how busy the machine was"
+    else:
+        assert f"calibrated for {taken} ranks, not for {wanted}" in note
 
 
 def test_a_topology_survives_its_file(tmp_path) -> None:
