@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.assumed import AssumedTable, assumed_statistics
 from benchmarks.common import machine, make_parser, report
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.models.dense_size import DenseSize
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan

@@ -23,12 +23,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.assumed import AssumedTable, assumed_statistics
 from benchmarks.common import machine, make_parser, report
 from benchmarks.plan_accuracy import profiled
 from benchmarks.plan_scale import NUM_SAMPLES, model
 from embershard.decoding import decode
 from embershard.frequency import FrequencyProfile
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.launch.plan.calibrate import Measured, measure, reference_setting, summarize
 from embershard.launch.plan.inputs import budget, make_workload
 from embershard.launch.plan.reference_steps import Segments

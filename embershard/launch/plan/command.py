@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # they load torch and TorchRec, and --help must answer at onc
     from embershard.frequency import DataStatistics
     from embershard.planning.cost.topology import Topology
     from embershard.planning.request import PlanRequest
+    from embershard.sharding.sizes import ModelSize
     from embershard.training.config import RunConfig
 
 N = TypeVar("N", int, float)
@@ -27,7 +28,7 @@ N = TypeVar("N", int, float)
 _HELP = """Place tables and size caches; predict memory, hit rates and step time.
 
   embershard plan run.toml --profile profile.npz --ranks 8 --device-memory 72GiB --topology h100x8 -o plan.json
-  embershard plan run.toml --profile profile.npz --ranks 1,2,4,8,16 --topology h200x8 --png scaling.png
+  embershard plan --tables tables.toml --ranks 1,2,4,8,16 --topology h200x8 --png scaling.png
   embershard plan run.toml --profile profile.npz --explain C3
   embershard plan run.toml --profile profile.npz --simulate --ranks 1..4096 --topology h100x8
   embershard plan --calibrate -o machine.toml --ranks 1,2,4
@@ -65,6 +66,8 @@ class _Setup:
     topology: Topology
     arguments: argparse.Namespace
     command: str
+    model: ModelSize | None = None
+    note: str | None = None
 
     def request(self, num_ranks: int, ratio: float | None = None) -> PlanRequest:
         """Return the request for so many ranks; `ratio` overrides the config's share of rows on the device."""
@@ -79,7 +82,7 @@ class _Setup:
         if host_bytes is None:
             host_bytes = topology.host_memory_bytes
         hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
-        notes = (topology.cores_note, topology.note(num_ranks), topology.reserve_note(device_bytes), hot_cold)
+        of_machine = (topology.cores_note, topology.note(num_ranks), topology.reserve_note(device_bytes))
         most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
         return PlanRequest(
             workload=make_workload(
@@ -90,6 +93,7 @@ class _Setup:
                 device=topology.device,
                 cores_per_node=topology.cores_per_node,
                 reserve_bytes=topology.reserve_within(device_bytes),
+                model=self.model,
             ),
             rates=topology.rates_for(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio),
@@ -98,12 +102,17 @@ class _Setup:
             most_ranks_per_node=arguments.ranks_per_node or most_ranks,
             settings=config.predicted_from(topology.device, num_ranks),
             made_from={
-                **{name: str(getattr(arguments, name)) for name in ("config", "profile", "topology")},
+                **{name: str(getattr(arguments, name)) for name in self.files},
                 "command": self.command,
             },
-            notes=[note for note in notes if note is not None],
+            notes=[note for note in (self.note, *of_machine, hot_cold) if note is not None],
             topology=topology,
         )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the arguments that the plan is made from."""
+        return ("config", "profile", "topology") if self.model is None else ("tables", "topology")
 
     def shaped(self, num_ranks: int) -> Topology:
         """Return the machine with so many ranks. A CPU's ranks are all on one node, unless they are simulated."""
@@ -151,10 +160,8 @@ def _plan(arguments: argparse.Namespace, command: str) -> int:
         say(console, f"Drawn to {arguments.png}.")
     if arguments.output is not None:
         plan.save(arguments.output)
-        say(
-            console,
-            f"Written to {arguments.output}. Train with it:  {_train_command(arguments, ranks[0])}",
-        )
+        train = "" if setup.model is not None else f" Train with it:  {_train_command(arguments, ranks[0])}"
+        say(console, f"Written to {arguments.output}.{train}")
     return 0
 
 
@@ -214,6 +221,8 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
     from embershard.launch.config import load_config
     from embershard.training.config import RunConfig
 
+    if arguments.tables is not None:
+        return _of_tables(arguments, command)
     if arguments.config is None or arguments.profile is None:
         raise ConfigError(_missing(arguments))
     config = load_config(RunConfig, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
@@ -224,16 +233,31 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
             "planning needs."
         )
     from embershard.launch.plan.inputs import check_tables  # loads torch: behind the files, which may be wrong
-    from embershard.planning.cost.topology import load_topology
 
     check_tables(config, statistics)
+    return _Setup(config, statistics, _topology(config, arguments), arguments, command)
+
+
+def _of_tables(arguments: argparse.Namespace, command: str) -> _Setup:
+    """Read tables that are given as numbers."""
+    from embershard.launch.plan.tables_file import read_tables
+
+    if arguments.config is not None or arguments.profile is not None:
+        raise ConfigError("--tables is for a plan without data: it takes no CONFIG and no --profile.")
+    config, statistics, model = read_tables(arguments.tables, arguments.overrides, arguments.trust_code)
+    return _Setup(config, statistics, _topology(config, arguments), arguments, command, model, config.note)
+
+
+def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:
+    from embershard.planning.cost.topology import load_topology
+
     topology = load_topology(arguments.topology)
     if config.train.device not in ("auto", topology.device):
         raise ConfigError(
             f"train.device is {config.train.device!r}, and topology {topology.name} is of kind {topology.device!r}; "
             "choose another --topology, or --set train.device=auto."
         )
-    return _Setup(config, statistics, topology, arguments, command)
+    return topology
 
 
 def _missing(arguments: argparse.Namespace) -> str:
@@ -241,7 +265,8 @@ def _missing(arguments: argparse.Namespace) -> str:
     if arguments.config is None:
         return (
             "a plan needs a run's settings and a profile of its data. Give a file of settings or an example, and "
-            "--profile FILE: embershard plan quickstart --profile profile.npz"
+            "--profile FILE: embershard plan quickstart --profile profile.npz. Without data, "
+            "give the numbers of its tables: --tables tables.toml"
         )
     words = ["--config", str(arguments.config), *set_words(arguments.overrides), "-o", "profile.npz"]
     return (
@@ -279,6 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     add_trust(parser)
     add_config_word(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies, of embershard profile")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="tables as numbers, for a plan without data")
     parser.add_argument("--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the topology's)")
@@ -293,7 +319,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="replicate tables of up to N rows; without a cache, the dense optimizer must do what the tables' does",
+        help="replicate tables of up to N rows",
     )
     parser.add_argument("--simulate", action="store_true", help="estimate how training scales, step by step")
     parser.add_argument("--explain", action="append", metavar="TABLE", help="why that table is where it is")

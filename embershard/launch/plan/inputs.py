@@ -8,6 +8,7 @@ from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
 from embershard.planning.request import Budget, Workload
 from embershard.sharding.run_shape import ReplaySettings, RunShape
+from embershard.sharding.sizes import ModelSize
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, table_rows
 
@@ -22,8 +23,12 @@ def make_workload(
     batch_size: int | None = None,
     cores_per_node: int | None = None,
     reserve_bytes: int = 0,
+    model: ModelSize | None = None,
 ) -> Workload:
     """Return the model, data and run of a config on `world_size` ranks.
+
+    Args:
+        model: where the config's data have other tables than the model.
 
     Raises:
         ConfigError: its mode places no tables.
@@ -48,7 +53,8 @@ def make_workload(
         cores_per_node=cores_per_node,
         reserve_bytes=reserve_bytes,
     )
-    return Workload(model_size(config, {name: table.num_rows for name, table in data.tables.items()}), data, shape)
+    rows = {name: table.num_rows for name, table in data.tables.items()}
+    return Workload(model_size(config, rows) if model is None else model, data, shape)
 
 
 def replay_settings(

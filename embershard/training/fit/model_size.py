@@ -74,10 +74,16 @@ def _dense_part(config: RunConfig) -> tuple[float, int, float]:
     """Return operations of a sample, bytes of the parameters, and bytes that a sample's forward keeps."""
     schema = schema_of(config.data)
     if config.model.is_torchrecs:
-        number_bytes = 8 if config.train.precision == "fp64" else 4
-        sizes = schema.num_dense, len(schema.sparse), number_bytes, len(schema.target.labels)
-        dense = DenseSize.of(config.model, *sizes)
-        return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample
+        return torchrec_dense_part(config, schema.num_dense, len(schema.sparse), len(schema.target.labels))
     parameters = num_parameters(config.model, schema)
     kept = sum(table.dim * len(table.features) for table in tables_of_run(config))
     return float(_FLOPS_PER_PARAMETER * parameters), _FLOAT_BYTES * parameters, 4.0 * _FLOAT_BYTES * kept
+
+
+def torchrec_dense_part(
+    config: RunConfig, num_dense: int, num_features: int, num_labels: int = 1
+) -> tuple[float, int, float]:
+    """Return the same for one of TorchRec's models, over so many features."""
+    number_bytes = 8 if config.train.precision == "fp64" else 4
+    dense = DenseSize.of(config.model, num_dense, num_features, number_bytes, num_labels)
+    return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample

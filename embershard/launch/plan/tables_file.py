@@ -1,0 +1,98 @@
+"""`embershard plan --tables FILE`: a model whose tables are numbers, for a plan without data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from embershard.data import schema_of
+from embershard.errors import ConfigError
+from embershard.frequency import DataStatistics
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from embershard.launch.config import load_config
+from embershard.sharding.sizes import ModelSize, TableSize
+from embershard.training.config import RunConfig
+from embershard.training.fit.model_size import torchrec_dense_part
+
+
+@dataclass(frozen=True)
+class TableNumbers:
+    """One table, or several equal ones."""
+
+    rows: int
+    """Rows of the table."""
+    dim: int | None = None
+    """Columns; `model.embedding_dim` if it is not given."""
+    lookups: int = 1
+    """Lookups of a sample."""
+    zipf: float = 1.0
+    """The j-th most popular row gets lookups in proportion to `j ** -zipf`; 0: all rows get equally many."""
+    count: int = 1
+    """So many tables of this kind."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what cannot be; rows, lookups and exponents are checked where they are assumed."""
+        if self.count < 1 or (self.dim is not None and (self.dim < 4 or self.dim % 4)):
+            raise ConfigError(
+                f"got count = {self.count} and dim = {self.dim}; needed at least 1 table, and a multiple of 4 columns."
+            )
+
+
+@dataclass(frozen=True)
+class TablesFile(RunConfig):
+    """Settings of a run, and its tables as numbers in place of data."""
+
+    samples: int = 1_000_000_000
+    """Samples of an epoch."""
+    tables: dict[str, TableNumbers] = field(default_factory=dict)
+    """The tables, by name."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` without tables, or with a model whose dense part is not known without data."""
+        super().__post_init__()
+        if not self.tables or self.samples < 1:
+            raise ConfigError(
+                f"got {len(self.tables)} tables and samples = {self.samples}; needed at least one of each: "
+                "[tables.item] with rows = 400_000_000, for instance."
+            )
+        if not self.model.is_torchrecs:
+            raise ConfigError(
+                f"model.arch: got {self.model.title!r}, needed dlrm, dlrm_dcn or deepfm: others' dense part "
+                "is not known without data. Make a profile of the data, and plan with that."
+            )
+
+    @property
+    def named(self) -> dict[str, TableNumbers]:
+        """All tables by name: of several equal ones, the names have numbers."""
+        return {
+            name if each.count == 1 else f"{name}_{number}": each
+            for name, each in self.tables.items()
+            for number in range(each.count)
+        }
+
+    @property
+    def note(self) -> str:
+        """What is assumed, as sentences."""
+        return (
+            "No data were read: each table's rows are assumed to be looked up by Zipf's law with the exponent in the "
+            "file, independently of other samples. Hit rates and the time of copies follow from that; the memory does "
+            "not. A profile of the data (embershard profile) replaces the assumption."
+        )
+
+
+def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[TablesFile, DataStatistics, ModelSize]:
+    """Return the settings in a file of tables, the assumed frequencies of rows, and the size of the model.
+
+    Raises:
+        ConfigError: the file is wrong.
+    """
+    config = load_config(TablesFile, path, overrides, trust_code=trust_code)
+    assumed = [AssumedTable(name, each.rows, each.zipf, each.lookups) for name, each in config.named.items()]
+    dim, state_bytes = config.model.embedding_dim, config.embedding_optimizer.state_bytes
+    tables = tuple(
+        TableSize(name, each.rows, each.dim or dim, "fp32", *state_bytes) for name, each in config.named.items()
+    )
+    schema = schema_of(config.data)
+    flops, parameters, activations = torchrec_dense_part(config, schema.num_dense, len(tables))
+    dense = flops, parameters, parameters * config.dense_optimizer.num_states, activations
+    return config, assumed_statistics(assumed, config.samples), ModelSize(tables, *dense)

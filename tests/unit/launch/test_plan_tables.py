@@ -1,0 +1,102 @@
+"""`embershard plan --tables`: a plan from numbers of tables, without data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from embershard.errors import ConfigError
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from embershard.launch import cli
+from embershard.launch.plan.tables_file import read_tables
+from embershard.sharding.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+TABLES = """
+samples = 1_000_000
+[tables.item]
+rows = 40_000_000
+dim = 32
+[tables.context]
+count = 3
+rows = 2000
+lookups = 4
+zipf = 0.5
+[model]
+embedding_dim = 16
+dense_arch_layer_sizes = [32, 16]
+over_arch_layer_sizes = [16, 1]
+[train]
+batch_size = 512
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "tables.toml").write_text(TABLES)
+    return tmp_path / "tables.toml"
+
+
+def plan(file: Path, *more: str) -> int:
+    return cli.main(["plan", "--tables", str(file), "--topology", "h200x8", *more])
+
+
+def test_tables_that_are_numbers_are_planned(file, tmp_path, capsys):
+    assert plan(file, "--ranks", "4", "-o", str(tmp_path / "plan.json")) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Note: No data were read" in said
+    assert "Train with it" not in said, "there are no data to train on"
+    made = Plan.load(tmp_path / "plan.json")
+    assert {table.table: (table.rows, table.dim) for table in made.tables} == {
+        "item": (40_000_000, 32),
+        **{f"context_{n}": (2000, 16) for n in range(3)},
+    }
+    assert made.prediction is not None
+    tables = sum(rank.device_bytes["device_tables"] for rank in made.prediction.ranks)
+    assert tables == 40_000_000 * (4 * 32 + 4) + 3 * 2000 * (4 * 16 + 4)
+    assert made.made_from["tables"] == str(file)
+
+
+def test_less_memory_takes_caches(file, capsys):
+    assert plan(file, "--ranks", "1", "--device-memory", "4GiB") == 0
+    assert "cached" in capsys.readouterr().out
+
+
+def test_several_ranks_are_compared(file, capsys):
+    assert plan(file, "--ranks", "1,2,4") == 0
+    assert "ranks" in capsys.readouterr().out
+
+
+def test_frequencies_are_those_of_the_numbers(file):
+    config, data, model = read_tables(file, ["tables.item.zipf=1.2", "train.batch_size=64"], trust_code=False)
+    assert config.train.batch_size == 64
+    assert data.tables["context_2"].num_lookups == 4 * data.num_samples == 4_000_000
+    assumed = assumed_statistics([AssumedTable("item", 40_000_000, 1.2)], 1_000_000)
+    assert data.tables["item"].histogram.counts.tolist() == assumed.tables["item"].histogram.counts.tolist()
+    assert model.dense_parameter_bytes == 4 * (14 * 32 + 33 * 16 + 27 * 16 + 17), "13 dense features, 5 features' pairs"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("samples = 5", "got 0 tables"),
+        ("[tables.a]\ndim = 8", "tables.a.rows"),
+        ("[tables.a]\nrows = 0", "table 'a': got 0 rows"),
+        ("[tables.a]\nrows = 9\nzipf = 9.0", "exponent of 9.0"),
+        ("[tables.a]\nrows = 9\ndim = 6", "dim = 6"),
+        ("[tables.a]\nrows = 9\ncount = 0", "count = 0"),
+        ("[tables.a]\nrow = 9", "unknown key"),
+        ('[tables.a]\nrows = 9\n[model]\nbuild = "mine:make"', "needed dlrm"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, said):
+    (tmp_path / "wrong.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_tables(tmp_path / "wrong.toml", [], trust_code=False)
+
+
+def test_data_beside_numbers_are_refused(file, capsys):
+    assert plan(file, "--profile", "p.npz") == 2
+    assert "takes no CONFIG and no --profile" in capsys.readouterr().err
