@@ -61,10 +61,7 @@ class RankNeed:
 
 @dataclass(frozen=True)
 class LeastNeed:
-    """The placement found that needs the least memory on its fullest rank, and the need of every rank.
-
-    All its tables are cached, or none is.
-    """
+    """The placement found that needs the least memory on its fullest rank, and the need of every rank."""
 
     tables: tuple[TablePlacement, ...]
     ranks: tuple[RankNeed, ...]
@@ -163,7 +160,7 @@ def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
     `by_rows`: look only at the placement that cuts every table by rows, where that is allowed.
     """
     found = _small_placements(request, by_rows) if request.sharded else [[]]
-    needs = [_need(request.workload, placed(request, each)) for each in found]
+    needs = [need_of(request.workload, placed(request, each)) for each in found]
     return min(needs, key=lambda need: (need.excess_rows, need.asked(request.budget), need.host_bytes))
 
 
@@ -171,7 +168,7 @@ def least_need_without_caches(request: PlanRequest) -> LeastNeed | None:
     """Find the placement that needs the least device memory with all rows on the devices: less than `least_need` where
     a batch looks up most rows, as a cache adds its maps to them. None where the budget is one of caches, or FBGEMM
     could train no such placement."""
-    if request.budget.ratio is not None or request.budget.cache_bytes is not None or not request.sharded:
+    if not request.budget.may_mix or not request.sharded:
         return None
     shape = request.workload.shape
     found: list[Sequence[TablePlacement] | None] = [_alike(request)]
@@ -182,8 +179,29 @@ def least_need_without_caches(request: PlanRequest) -> LeastNeed | None:
             found.append(_least_memory(whole, resident=True))
     tried = [tuple(table.without_cache for table in placed(request, each)) for each in found if each is not None]
     ranks_per_node = min(shape.ranks_per_node, shape.world_size)
-    needs = [_need(request.workload, tables) for tables in tried if not no_rows_problem(tables, ranks_per_node)]
+    needs = [need_of(request.workload, tables) for tables in tried if not no_rows_problem(tables, ranks_per_node)]
     return min(needs, key=lambda need: need.asked(request.budget), default=None)
+
+
+def least_need_of_some_caches(request: PlanRequest, need: LeastNeed) -> LeastNeed | None:
+    """Return the need of the same placement without the caches that take more memory than all rows of their table;
+    None where no table may be whole on the devices, or FBGEMM could not train it so."""
+    if not request.budget.may_mix:
+        return None
+    workload = request.workload
+    shards_of: dict[str, list[PlacedShard]] = {}
+    for shard in place_shards(workload.model, need.tables, workload.shape):
+        shards_of.setdefault(shard.table.table, []).append(shard)
+    tables = []
+    for table in need.tables:
+        pools = by_pool(shards_of[table.table]).values()
+        in_caches = sum(
+            memory_model.pool_memory(own, workload.shape).device_bytes(least_slots(workload, own)) for own in pools
+        )
+        whole = sum(shard.rows * shard.row_bytes for own in pools for shard in own)
+        tables.append(table.without_cache if table.kernel == "cached" and whole <= in_caches else table)
+    is_trained = not no_rows_problem(tables, need.ranks_per_node)
+    return need_of(workload, tuple(tables)) if is_trained else None
 
 
 def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence[TablePlacement]]:
@@ -253,7 +271,8 @@ def placed(request: PlanRequest, placements: Sequence[TablePlacement]) -> tuple[
     return tuple(found[size.table] for size in request.workload.model.tables)
 
 
-def _need(workload: Workload, tables: tuple[TablePlacement, ...]) -> LeastNeed:
+def need_of(workload: Workload, tables: tuple[TablePlacement, ...]) -> LeastNeed:
+    """Return the least bytes of every rank with this placement."""
     shards = place_shards(workload.model, tables, workload.shape)
     here = by_rank(shards, workload.shape.world_size)
     ranks = tuple(_rank_need(workload, rank, own) for rank, own in enumerate(here))
@@ -321,8 +340,12 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     else the expected ones and a tenth more. Pinned tables take up to a tenth of the slots (`pinned_tables`)."""
     rows = sum(shard.rows for shard in shards)
     unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
-    needed = max(unique_ids * ROOM, workload.most_unique_ids(shards)) / (1.0 - _STAYING)
-    return memory_model.slots_for(rows, math.ceil(needed))
+    return memory_model.slots_for(rows, math.ceil(needed_slots(unique_ids, workload.most_unique_ids(shards))))
+
+
+def needed_slots(unique_ids: float, most_unique_ids: float = 0.0) -> float:
+    """Return the slots without which a batch may not fit, from its expected distinct rows and the most of a batch."""
+    return max(unique_ids * ROOM, most_unique_ids) / (1.0 - _STAYING)
 
 
 def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:

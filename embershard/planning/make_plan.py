@@ -1,20 +1,31 @@
 """Makes a plan: the placement of every table, the size of every cache, and their prediction.
 
-least need      does it fit at all? if not: the table, the tier, and what would make it fit
-candidates      TorchRec's planner, with costs from the data, under the budget
+candidates      a local search, with costs from the data, under the budget
+least need      where the search finds none: does it fit at all? if not: what would make it fit
 slots           the rest of a rank's budget, divided among its pools
 prediction      quick for every candidate, from counts; of the best one by replaying the trace
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from embershard.errors import ShardingError
-from embershard.planning.budget import LeastNeed, least_need, least_need_without_caches, placed, split_slots
+from embershard.planning.budget import (
+    LeastNeed,
+    least_need,
+    least_need_of_some_caches,
+    least_need_without_caches,
+    need_of,
+    placed,
+    split_slots,
+)
+from embershard.planning.cost_arrays import CostArrays, cost_arrays
 from embershard.planning.exchange import exchange_notes, with_exchange
+from embershard.planning.local_search import local_search
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
 from embershard.planning.shard_costs import ShardCosts, cached
@@ -23,21 +34,35 @@ from embershard.sharding.shards import TablePlacement, no_rows_problem
 from embershard.sharding.sizes import by_pool, place_shards
 from embershard.units import size
 
+if TYPE_CHECKING:
+    from embershard.planning.bound import Bound
+
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
-_MANY_TABLES = 200  # with more, one order must do: each costs seconds
+#: Shares of the memory that the local search may fill, tried in turn.
+_ROOMS = (1.0, 0.97, 0.93, 0.87, 0.8)
+_ITERATIONS, _MORE_ITERATIONS, _MOST_FOUND = 300, 500, 3  # more where memory binds
+_ITERATIONS_PER_TABLE = 40
+#: Memory, relative to what resident tables take on average, with which no table need be cached.
+_MUCH_ROOM = 1.6
 _MOSTLY = 0.5  # of the misses: with more first touches, hit rates say little of a cache's size
 #: A step that is slower by this share is as fast.
 _AS_FAST = 1e-9
+#: So close to the bound a plan is good enough; else TorchRec's planner is asked, too.
+_CLOSE = 0.005
+_MOST_FOR_TORCHREC = 2500  # tables times ranks: about 20 seconds of the processor
+_MOST_BEGINNINGS = 3  # of the fastest placements of all
+_MOST_SHRUNK = 8  # searches for a need that is less, before a refusal
 _SKEWED = 1.5  # a block with more lookups than this, relative to its share of the rows, gets a note
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement with its pools, and its prediction from counts alone."""
+    """A placement with its pools, and its prediction from counts alone; of the best one what no plan is faster than."""
 
     tables: tuple[TablePlacement, ...]
     pools: tuple[PoolPlacement, ...]
     quick: Prediction
+    bound: Bound | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -55,27 +80,55 @@ def make_plan(request: PlanRequest, progress: Callable[[int, int], None] | None 
 
 
 def best_candidate(request: PlanRequest) -> Candidate:
-    """Return the fastest placement that fits, by counts alone; of those that are as fast, the one whose fullest rank
-    has the most device memory left.
+    """Return the fastest placement that fits, by counts alone; of those that are as fast, one without caches, and of
+    these the one whose fullest rank has the most device memory left.
 
     Raises:
         ShardingError: as `make_plan`.
     """
-    need = least_need(request)
-    found = _candidates(request, need)
+    found, bound = _searched(request), best_bound(request)
+    needs: list[LeastNeed] = []
+    if not found or (bound is not None and bound.gap(min(each.step_seconds for each in found)) > _CLOSE):
+        if not found or _is_for_torchrec(request):
+            needs = _least_needs(request)
+            found += all_sized(request, [*(need.tables for need in needs), *by_torchrec(request, needs[0])])
+        if found:
+            fastest = sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
+            found += by_local_search(request, [each.tables for each in fastest])
     if found:
         limit = min(candidate.step_seconds for candidate in found) * (1.0 + _AS_FAST)
         as_fast = [candidate for candidate in found if candidate.step_seconds <= limit]
-        return min(as_fast, key=lambda candidate: (candidate.quick.most_device_bytes, candidate.step_seconds))
-    whole = least_need_without_caches(request)
-    if whole is not None and (candidate := sized(request, whole.tables)) is not None:
-        return candidate
+        best = min(as_fast, key=lambda each: (bool(each.pools), each.quick.most_device_bytes, each.step_seconds))
+        return replace(best, bound=bound)
+    need = needs[0]
     if not need.excess_rows:
-        needs = [need] if whole is None else [need, whole]
-        min(needs, key=lambda each: each.asked(request.budget)).check_device(request)
+        _least_found(request, needs).check_device(request)
     need.check_pools(request)
     need.check_host(request)
     raise ShardingError(_no_room(request, need))
+
+
+def _searched(request: PlanRequest) -> list[Candidate]:
+    return all_sized(request, _plain(request)) + by_local_search(request)
+
+
+def _least_needs(request: PlanRequest) -> list[LeastNeed]:
+    """Return the placements that need the least memory: with caches, without them, and with some."""
+    need = least_need(request)
+    others = (least_need_without_caches(request), least_need_of_some_caches(request, need))
+    return [need, *(other for other in others if other is not None)]
+
+
+def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
+    """Return the least of these needs, or one that the search finds to be less; with a byte less it finds none."""
+    need = min(needs, key=lambda each: each.asked(request.budget))
+    for _ in range(_MOST_SHRUNK if request.budget.rank_bytes is not None else 0):
+        found = _searched(replace(request, budget=request.budget.of_rank(need.asked(request.budget) - 1)))
+        if not found:
+            break
+        less = [need_of(request.workload, each.tables) for each in found]
+        need = min(less, key=lambda each: each.asked(request.budget))
+    return need
 
 
 def _no_room(request: PlanRequest, need: LeastNeed) -> str:
@@ -95,6 +148,11 @@ def _no_room(request: PlanRequest, need: LeastNeed) -> str:
 def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int, int], None] | None = None) -> Plan:
     """Return the plan of a candidate, predicted by replaying the trace where it is long enough."""
     shape = request.workload.shape
+    bound = None
+    if candidate.bound is not None:
+        from embershard.planning.certificate import certificate
+
+        bound = certificate(candidate.quick, candidate.bound, request.rates, shape)
     exact = predict(request.workload, candidate.tables, candidate.pools, request.rates, progress=progress)
     return Plan(
         world_size=shape.world_size,
@@ -109,6 +167,7 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
         notes=(*request.notes, *_advice(request, candidate, exact)),
         prediction=exact,
         made_from=dict(request.made_from),
+        bound=bound,
     )
 
 
@@ -127,91 +186,159 @@ def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate |
     return Candidate(tuple(tables), tuple(pools), quick)
 
 
-def _candidates(request: PlanRequest, need: LeastNeed) -> list[Candidate]:
-    """Return placements that fit, among them the cached one that needs the least memory. First come those without a
-    cache: where all rows fit the devices, nothing need be planned or moved."""
-    may_be_cached = need.excess_rows or need.fits_device(request.budget)
-    searched = _searched(request, need) if may_be_cached else []
-    found = list(dict.fromkeys([*searched, *_round_robin(request), need.tables]))
-    tried = [*_searched(request, need, resident=True), *map(_without_caches, found), *(found if may_be_cached else [])]
-    if _may_be_resident(request) and (balanced := least_need_without_caches(request)) is not None:
-        tried.append(balanced.tables)
+def all_sized(request: PlanRequest, tried: Sequence[tuple[TablePlacement, ...]]) -> list[Candidate]:
+    """Return the placements that fit and that FBGEMM can train."""
     ranks_per_node = min(request.workload.shape.ranks_per_node, request.workload.shape.world_size)
     trained = [tables for tables in dict.fromkeys(tried) if not no_rows_problem(tables, ranks_per_node)]
     candidates = [sized(request, tables) for tables in trained]
     return [candidate for candidate in candidates if candidate is not None]
 
 
-def _round_robin(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
-    """Place table i on rank i mod W, where that is allowed: a plan must not be slower than this."""
-    if not request.allowed or not all("table_wise" in types for types in request.allowed.values()):
+def by_local_search(request: PlanRequest, begin: Sequence[tuple[TablePlacement, ...]] = ()) -> list[Candidate]:
+    """Return the best placements of the local search that fit; first without caches, which only add work.
+
+    Args:
+        begin: placements to begin with; none: it makes its own.
+    """
+    if request.workload.shape.world_size == 1 or not request.sharded:
         return []
-    world_size = request.workload.shape.world_size
-    return [placed(request, [cached(t, "table_wise", [n % world_size]) for n, t in enumerate(request.sharded)])]
+    if _may_be_resident(request):
+        costs = cost_arrays(request, resident=True, cached=False)
+        found = _fitting(request, replace(costs, device_limit=costs.all_bytes), _ITERATIONS, begin)
+        if found:
+            return found
+    costs = cost_arrays(request, resident=request.budget.may_mix, cached=True)
+    return _fitting(request, costs, _MORE_ITERATIONS if request.budget.may_mix else _ITERATIONS, begin)
 
 
-def _searched(request: PlanRequest, need: LeastNeed, resident: bool = False) -> list[tuple[TablePlacement, ...]]:
-    """Return the placements of TorchRec's planner, for two orders of the tables; `resident`: without caches. Every
-    sharding type has collectives of its own, which no table's cost shows: so one type for all is tried, too."""
+def _fitting(
+    request: PlanRequest, costs: CostArrays, iterations: int, begin: Sequence[tuple[TablePlacement, ...]]
+) -> list[Candidate]:
+    """Return the best placements under these costs that fit. Costs are those of the prediction, but for the sizes of
+    caches: where no placement fits after all, the search is repeated with less memory."""
+    iterations = min(iterations, _ITERATIONS_PER_TABLE * len(costs.tables))
+    may_shrink = costs.device_limit is not None and any(o.kernel == "cached" for own in costs.options for o in own)
+    for room in _ROOMS if may_shrink else (1.0,):
+        limit = None if costs.device_limit is None else room * costs.device_limit
+        placements = local_search(replace(costs, device_limit=limit), iterations, begin=begin)[:_MOST_FOUND]
+        found = all_sized(request, [placed(request, each.tables) for each in placements])
+        if found or not placements:
+            return found
+    return []
+
+
+def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacement, ...]]:
+    """Return the placements of TorchRec's planner with these costs, for two orders of the tables, with caches and
+    without. Every sharding type has collectives of its own, which no table's cost shows: so one type for all is tried,
+    too. None for so many tables and ranks that it would take minutes."""
     shape, budget = request.workload.shape, request.budget
-    if shape.world_size == 1 or not request.sharded or (resident and not _may_be_resident(request)):
+    if not _is_for_torchrec(request):
         return []
     from embershard.planning.search import place  # loads TorchRec
 
-    least = None if resident else sized(replace(request, budget=replace(budget, host_bytes=None)), need.tables)
+    least = sized(replace(request, budget=replace(budget, host_bytes=None)), need.tables)
     num_slots = sum(pool.slots for pool in least.pools) if least is not None else 1
-    costs = ShardCosts(request.workload, request.rates, num_slots, resident=resident)
-    local = min(shape.ranks_per_node, shape.world_size)
-    fixed_bytes = _shared(request, min(rank.fixed_bytes for rank in need.ranks))
+    kept, local = _without_tables(request, need), min(shape.ranks_per_node, shape.world_size)
+    kinds, found = {False: need.excess_rows or need.fits_device(budget), True: _may_be_resident(request)}, []
+    for resident in (kind for kind, is_tried in kinds.items() if is_tried):
+        costs = ShardCosts(request.workload, request.rates, num_slots, resident=resident)
+        for order, allowed in itertools.product(_ORDERS, _choices(request)):
+            placements = place(
+                request.sharded,
+                costs,
+                world_size=shape.world_size,
+                ranks_per_node=local,
+                device_bytes=None if budget.device_bytes is None else budget.device_bytes - kept,
+                host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
+                allowed=allowed,
+                sort_by=order,
+                limit_rows=not resident,
+            )
+            if placements is not None:
+                tables = placed(request, placements)
+                found.append(_without_caches(tables) if resident else tables)
+    return found
+
+
+def _is_for_torchrec(request: PlanRequest) -> bool:
+    world_size = request.workload.shape.world_size
+    return world_size > 1 and 0 < len(request.sharded) * world_size <= _MOST_FOR_TORCHREC
+
+
+def _choices(request: PlanRequest) -> list[dict[str, list[str]]]:
+    """Return the sharding types that may be used, and one for all tables, where that is allowed."""
+    allowed = request.allowed
+    one_type: list[dict[str, list[str]]] = [
+        {table: [only] for table in allowed}
+        for only in ("table_wise", "row_wise")
+        if all(only in types for types in allowed.values())
+    ]
+    return [allowed, *(choice for choice in one_type if choice != allowed)]
+
+
+def _without_tables(request: PlanRequest, need: LeastNeed) -> int:
+    """Return the bytes of a rank that no placement changes: the dense model, its activations, and what is kept free."""
+    model, shape = request.workload.model, request.workload.shape
+    dense = model.dense_parameter_bytes + model.dense_state_bytes
+    taken = dense + round(model.activation_bytes_per_sample * shape.batch_size) + shape.reserve_bytes
+    return min(taken, *(rank.fixed_bytes for rank in need.ranks))
+
+
+def _may_be_resident(request: PlanRequest) -> bool:
+    """Return False if all rows cannot be on the devices, whatever the placement."""
+    limit, budget = request.budget.device_bytes, request.budget
+    needed = sum(table.rows * table.row_bytes() for table in request.sharded)
+    return budget.may_mix and limit is not None and needed <= limit * request.workload.shape.world_size
+
+
+def best_bound(request: PlanRequest) -> Bound | None:
+    """Return what no plan can be faster than; None for one rank, or where no plan fits."""
+    if request.workload.shape.world_size == 1 or not request.sharded:
+        return None
+    from embershard.planning.bound import lower_bound  # loads scipy's solvers
+
+    costs = cost_arrays(request, resident=request.budget.may_mix, cached=not request.budget.may_mix, at_best=True)
+    if _fits_easily(costs):  # a cache only adds work: without a limit, none is needed
+        costs = replace(costs, device_limit=None)
+    elif request.budget.may_mix:
+        costs = cost_arrays(request, resident=True, cached=True, at_best=True)
+    try:
+        return lower_bound(costs)
+    except ShardingError:
+        return None
+
+
+def _fits_easily(costs: CostArrays) -> bool:
+    """Return True if all rows fit the devices with much memory left, so that no table need be cached."""
+    if costs.device_limit is None or any(option.kernel == "cached" for options in costs.options for option in options):
+        return False
+    mean = sum((options[0].memory.sum(axis=0) for options in costs.options), costs.base_memory * costs.world_size)
+    mean = mean / costs.world_size
+    with_one = [costs.device_bytes(mean + option.memory.max(axis=0)) for options in costs.options for option in options]
+    return max([_MUCH_ROOM * float(costs.device_bytes(mean)), *map(float, with_one)]) <= costs.device_limit
+
+
+def _plain(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
+    """Place whole tables, where that is allowed, all with caches or without: table i on rank i mod W; and one after the
+    other, those with most bytes of lookups first, each on the rank with the fewest. A plan must not be slower."""
+    if not request.allowed or not all("table_wise" in types for types in request.allowed.values()):
+        return []
+    sizes, world_size = request.sharded, request.workload.shape.world_size
+    weights = [request.workload.lookups_per_sample[size.table] * size.row_bytes() for size in sizes]
+    load, greedy = [0.0] * world_size, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -weights[number]):
+        greedy[number] = min(range(world_size), key=load.__getitem__)
+        load[greedy[number]] += weights[number]
     found = []
-    for order, allowed in _searches(request):
-        placements = place(
-            request.sharded,
-            costs,
-            world_size=shape.world_size,
-            ranks_per_node=local,
-            device_bytes=None if budget.device_bytes is None else budget.device_bytes - fixed_bytes,
-            host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
-            allowed=allowed,
-            sort_by=order,
-            limit_rows=not resident,
-        )
-        if placements is not None:
-            tables = placed(request, placements)
-            found.append(_without_caches(tables) if resident else tables)
+    for ranks in ([number % world_size for number in range(len(sizes))], greedy):
+        pairs = zip(sizes, ranks, strict=True)
+        tables = placed(request, [cached(each, "table_wise", [rank]) for each, rank in pairs])
+        found += [_without_caches(tables), tables]
     return found
 
 
 def _without_caches(tables: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
     return tuple(table.without_cache for table in tables)
-
-
-def _searches(request: PlanRequest) -> list[tuple[Literal["seconds", "device_bytes"], dict[str, list[str]]]]:
-    allowed = request.allowed
-    if len(request.sharded) > _MANY_TABLES:
-        return [("seconds", allowed)]
-    one_type = [
-        {table: [only] for table in allowed}
-        for only in ("table_wise", "row_wise")
-        if all(only in types for types in allowed.values())
-    ]
-    choices = [choice for choice in [allowed, *one_type] if choice is allowed or choice != allowed]
-    return [(order, choice) for choice in choices for order in _ORDERS]
-
-
-def _may_be_resident(request: PlanRequest) -> bool:
-    limit = request.budget.device_bytes
-    needed = sum(table.rows * table.row_bytes() for table in request.sharded)
-    return limit is not None and needed <= limit * request.workload.shape.world_size
-
-
-def _shared(request: PlanRequest, fixed_bytes: int) -> int:
-    """Return the part of a rank's fixed bytes that no placement changes: the dense model, its activations, and what is
-    left free."""
-    model, shape = request.workload.model, request.workload.shape
-    dense = model.dense_parameter_bytes + model.dense_state_bytes
-    activations = round(model.activation_bytes_per_sample * shape.batch_size)
-    return min(dense + activations + shape.reserve_bytes, fixed_bytes)
 
 
 def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:

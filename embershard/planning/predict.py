@@ -125,10 +125,13 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
     )
 
 
-def rank_work(workload: Workload, shards: Sequence[PlacedShard], reports: Sequence[ShardReport]) -> StepWork:
-    """Return the work of a whole rank's step: its shards, its part of the dense model, its samples."""
+def rank_work(
+    workload: Workload, shards: Sequence[PlacedShard], reports: Sequence[ShardReport], num_groups: int
+) -> StepWork:
+    """Return the work of a whole rank's step: its shards, its part of the dense model, its samples, and its part in the
+    exchange of so many groups of tables, wherever these are."""
     shape, model = workload.shape, workload.model
-    num_groups, copies = len(work.exchange_groups(shards)), work.copies_groups(shards)
+    copies = work.copies_groups(shards)
     dense = StepWork(
         dense_flops=model.dense_flops_per_sample * shape.batch_size,
         activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
@@ -188,9 +191,9 @@ def predict(
     steps = 0 if from_counts else workload.steps_to_replay(len(pools))
     simulated, slots = _simulate(workload, shards, pools, steps, not from_counts, progress)
     of_ranks = by_rank(shards, shape.world_size)
-    own_ids = _row_ids(workload, shards)
+    own_ids, num_groups = _row_ids(workload, shards), len(work.exchange_groups(shards))
     works = [
-        replace(rank_work(workload, here, [simulated[id(shard)].report for shard in here]), row_ids=own_ids)
+        replace(rank_work(workload, here, [simulated[id(shard)].report for shard in here], num_groups), row_ids=own_ids)
         for here in of_ranks
     ]
     replayed = replay_steps(works, rates, Pipeline.of_run(shape))

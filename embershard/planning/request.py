@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -109,6 +109,17 @@ class Workload:
                 return float((part.has(rows).sum() / trace.rate + lookups[constant].sum()) / everything)
         return part.num_rows / num_rows
 
+    def block_shares(self, table: str, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the shares of a table's lookups that go to its blocks of rows, [N], from their bounds [N + 1]."""
+        trace = self.data.trace
+        if len(bounds) > 2 and trace is not None and self.data.tables[table].num_lookups:
+            constant = trace.constant_rows.get(table, _NONE), trace.constant_lookups.get(table, _NONE)
+            found = np.histogram(trace.tables[table].rows, bounds)[0] / trace.rate
+            found = found + np.histogram(constant[0], bounds, weights=constant[1])[0]
+            if found.sum():
+                return np.asarray(found / found.sum(), float)
+        return np.diff(bounds) / bounds[-1]
+
     def most_unique_ids(self, shards: Sequence[PlacedShard]) -> int:
         """Return the most distinct rows of a batch, of all rows in these shards together; 0 where the trace does not
         follow all rows."""
@@ -195,6 +206,16 @@ class Budget:
     def rank_bytes(self) -> int | None:
         """Device memory that one rank may use, for everything or for its caches alone; None: not limited."""
         return self.cache_bytes if self.device_bytes is None else self.device_bytes
+
+    @property
+    def may_mix(self) -> bool:
+        """Whether tables may be whole on the devices, too: the budget is not one of caches."""
+        return self.device_bytes is not None and self.ratio is None
+
+    def of_rank(self, count: int) -> Budget:
+        """Return this budget with other `rank_bytes`."""
+        name = "cache_bytes" if self.device_bytes is None else "device_bytes"
+        return replace(self, **{name: count})
 
     def __post_init__(self) -> None:
         given = [name for name in ("device_bytes", "cache_bytes", "ratio") if getattr(self, name) is not None]

@@ -17,8 +17,9 @@ from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool, names_in_
 
 _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp
 _NEXT_USE_BYTES = 8
-_ID_BYTES = 8
-_KNOWN_ID_BYTES = 12  # per distinct row of a known batch, and its link in the chain
+ID_BYTES = 8
+#: Of each id of a known batch: itself, its distinct row, and its link in the chain.
+KEPT_ID_BYTES = ID_BYTES + 12
 _FLOAT_BYTES = 4
 #: Default memory for known batches; `LookAheadPipeline` knows fewer where they would take more.
 MAX_KNOWN_BYTES = 2**30
@@ -210,20 +211,25 @@ def step_bytes(
     for shard, arriving in zip(shards, lookups, strict=True):
         samples = batch if shard.kernel == "replicated" else batch * shape.world_size
         vectors += vector_bytes(shard, samples, arriving)
-    of_batch = sum(lookups) * (_ID_BYTES + _KNOWN_ID_BYTES)
-    known = 1
-    if shape.cache.lookahead:  # the one in training, those that wait to become known, and two that arrive
-        known = shape.cache.lookahead + 2 + known_together(shape.cache.lookahead)
-    window = min(known * of_batch, max(MAX_KNOWN_BYTES, (shape.cache.prefetch + 2) * of_batch))
+    known, waiting = known_batches(shape)
+    of_batch = sum(lookups) * KEPT_ID_BYTES
+    window = min(known * of_batch, max(MAX_KNOWN_BYTES, waiting * of_batch))
     if any(shard.exchange == "rows" for shard in shards):
-        window += known * lookups_per_sample * batch * _ID_BYTES
+        window += known * lookups_per_sample * batch * ID_BYTES
     return {
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
         "activations": round(model.activation_bytes_per_sample * batch),
-        "input_buffers": round(window + 2 * lookups_per_sample * batch * _ID_BYTES + vectors),
+        "input_buffers": round(window + 2 * lookups_per_sample * batch * ID_BYTES + vectors),
         **_hot_rows_bytes(model, shape),
         **({"reserve": shape.reserve_bytes} if shape.reserve_bytes else {}),
     }
+
+
+def known_batches(shape: RunShape) -> tuple[int, int]:
+    """Return how many batches' ids a rank keeps: as many as `MAX_KNOWN_BYTES` allows up to the first number, and at
+    least the second: the one in training, those that wait to become known, and two that arrive."""
+    lookahead = shape.cache.lookahead
+    return lookahead + 2 + known_together(lookahead) if lookahead else 1, shape.cache.prefetch + 2
 
 
 def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:

@@ -29,6 +29,7 @@ from embershard.sharding.shards import (
 
 __all__ = [
     "Plan",
+    "PlanBound",
     "Pool",
     "PoolPlacement",
     "Prediction",
@@ -152,6 +153,37 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class PlanBound:
+    """How far a plan can be from the best one under its cost model; from counts alone.
+
+    >>> print(PlanBound(0.0102, 0.01, 0.004, rank=3, stage="embedding", change="").sentence)
+    Within 2.0 % of the best plan under this cost model (3.3 % of what depends on the tables).
+
+    Attributes:
+        step_seconds: of the plan.
+        least_seconds: no plan of these tables, ranks and sharding types takes less.
+        fixed_seconds: of a step without sharded tables.
+        rank, stage: the slowest rank, and what takes most of its step.
+        change: of the machine, the smallest that makes a step 5 % shorter; empty: none does, or it is not known.
+    """
+
+    step_seconds: float
+    least_seconds: float
+    fixed_seconds: float
+    rank: int
+    stage: str
+    change: str
+
+    @property
+    def sentence(self) -> str:
+        """The gaps, in percent."""
+        over, of_tables = self.step_seconds - self.least_seconds, self.least_seconds - self.fixed_seconds
+        part = f" ({100 * over / of_tables:.1f} % of what depends on the tables)" if of_tables > 0 else ""
+        gap = 100 * over / self.least_seconds if self.least_seconds > 0 else 0.0
+        return f"Within {gap:.1f} % of the best plan under this cost model{part}."
+
+
+@dataclass(frozen=True)
 class Plan:
     """Places of all tables and sizes of all caches, for one number of ranks.
 
@@ -169,6 +201,7 @@ class Plan:
         notes: warnings and advice.
         prediction: None when unknown, or when the plan was edited since.
         made_from: the files and the command.
+        bound: None for one rank, where it is not known, and where the plan was edited.
         format: of the file.
     """
 
@@ -184,6 +217,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     prediction: Prediction | None = None
     made_from: dict[str, str] = dataclasses.field(default_factory=dict)
+    bound: PlanBound | None = None
     format: int = FORMAT
 
     @property
@@ -238,7 +272,7 @@ class Plan:
         if plan.prediction is None or digest == plan.digest:
             return plan
         note = "The prediction was dropped: the plan was edited after it was made. Plan again to predict."
-        return dataclasses.replace(plan, prediction=None, notes=(*plan.notes, note))
+        return dataclasses.replace(plan, prediction=None, bound=None, notes=(*plan.notes, note))
 
     def check_model(self, tables: Mapping[str, tuple[int, int, str]]) -> None:
         """Raise unless the plan is for a model with these tables: name -> rows, dim and dtype ("fp32", "fp16").

@@ -28,6 +28,7 @@ def diff_lines(before: Plan, after: Plan) -> list[str]:
         *_tables(tables, after.tables),
         *_pools(pools, after.pools),
         *_predictions(before.prediction, after.prediction),
+        *_values([("bound", before.bound and before.bound.sentence, after.bound and after.bound.sentence)]),
     ]
 
 

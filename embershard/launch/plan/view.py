@@ -47,7 +47,7 @@ def show(plan: Plan, console: Console, top: int) -> None:
         _tables_table(plan, prediction, top),
     ):
         console.print(table)
-    say(console, _HITS_LEGEND, *_state(plan, prediction), *(f"Note: {note}" for note in plan.notes))
+    say(console, _HITS_LEGEND, *_state(plan, prediction), *_bound(plan), *(f"Note: {note}" for note in plan.notes))
 
 
 def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
@@ -191,6 +191,15 @@ def _state(plan: Plan, prediction: Prediction) -> list[str]:
         f"beside them takes {maps + scores:.1f} bytes: {maps:.1f} in the map to slots (device), {scores:.1f} for its "
         "score (host)."
     ]
+
+
+def _bound(plan: Plan) -> list[str]:
+    """Return how far the plan can be from the best, what its steps wait for, and what would help, as a sentence."""
+    if plan.bound is None:
+        return []
+    binds = f" Steps wait for rank {plan.bound.rank}, most of all for {plan.bound.stage}."
+    change = f" The smallest change that makes a step 5 % shorter: {plan.bound.change}." if plan.bound.change else ""
+    return [plan.bound.sentence + binds + change]
 
 
 def _seconds_table(shown: Sequence[RankPrediction]) -> Table:

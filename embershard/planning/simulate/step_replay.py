@@ -154,9 +154,18 @@ def replay_steps(works: Sequence[StepWork], rates: Rates, pipeline: Pipeline, *,
     factors = np.exp(jitter * noise - jitter**2 / 2)
     if pipeline.device == "cpu":
         return _in_turn(stages, pipeline, factors)
-    parameter_bytes = max(work.update_bytes for work in works)
-    num_buckets = min(_MOST_BUCKETS, max(1, math.ceil(parameter_bytes / _BUCKET_BYTES)))
-    return _Overlapping(stages, pipeline, num_buckets).run(factors)
+    buckets = num_buckets(max(work.update_bytes for work in works))
+    return _Overlapping(stages, pipeline, buckets).run(factors)
+
+
+def num_buckets(parameter_bytes: float) -> int:
+    """Return the parts in which the gradients of so many bytes of dense parameters are added up."""
+    return min(_MOST_BUCKETS, max(1, math.ceil(parameter_bytes / _BUCKET_BYTES)))
+
+
+def stage_seconds(works: Sequence[StepWork], rates: Rates) -> dict[str, Floats]:
+    """Return the seconds [R] of each stage of a step, for ranks with this work."""
+    return {name: np.sum(list(parts.values()), axis=0) for name, parts in _stage_parts(works, rates).items()}
 
 
 def _stage_parts(works: Sequence[StepWork], rates: Rates) -> dict[str, dict[str, Floats]]:

@@ -331,7 +331,7 @@ def _step_verdict(step_seconds: Pair) -> PromiseVerdict:
 
 
 def notes(plan: Plan, run: MeasuredRun, other_settings: Sequence[str] = (), num_checkpoints: int = 0) -> list[str]:
-    """Return the reasons why the plan's prediction and the run may differ.
+    """Return the reasons why the plan's prediction and the run may differ; first, how good the plan can be at most.
 
     Args:
         other_settings: sentences of `Plan.other_settings`.
@@ -339,6 +339,7 @@ def notes(plan: Plan, run: MeasuredRun, other_settings: Sequence[str] = (), num_
     """
     assert plan.prediction is not None, "it was compared"
     return [
+        *([] if plan.bound is None else [f"The plan: {plan.bound.sentence}"]),
         *_which_plan(plan, run),
         *(f"Another setting: {sentence}." for sentence in other_settings),
         *_which_steps(plan.prediction, run),

@@ -74,9 +74,9 @@ def test_the_probe_sees_torch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "is_loaded"), [(1, False), matrix(2, True)])
-def test_a_plan_for_one_rank_needs_no_torchrec(num_ranks, is_loaded, tmp_path):
-    """TorchRec's planner places tables on several ranks."""
+@pytest.mark.parametrize("num_ranks", [1, matrix(2)])
+def test_a_plan_that_is_close_to_the_best_needs_no_torchrec(num_ranks, tmp_path):
+    """Its planner is asked only where the local search may have missed a better placement."""
     pq.write_table(pa.table({"label": [0, 1] * 50, "user": list(range(100)), "x": [0.5] * 100}), tmp_path / "d.parquet")
     settings = 'data.kind = "parquet"\ndata.path = "d.parquet"\ndata.parquet.sparse = ["user"]\n'
     (tmp_path / "run.toml").write_text(settings + 'data.parquet.num_rows = [100]\ndata.parquet.dense = ["x"]\n')
@@ -85,7 +85,7 @@ def test_a_plan_for_one_rank_needs_no_torchrec(num_ranks, is_loaded, tmp_path):
     words = f"plan run.toml --profile profile.npz --set train.batch_size=10 --ranks {num_ranks}".split()
     code = f"import sys; from embershard.launch.cli import main; print(main({words}), 'torchrec' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.stdout.splitlines()[-1:] == [f"0 {is_loaded}"], ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1:] == ["0 False"], ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *(name.split() for name in SUBCOMMANDS)])

@@ -1,0 +1,234 @@
+"""A lower bound of the seconds of a step: no plan of these costs is faster.
+
+A linear program over all options of all tables. It lets go of four things, each of which can only make a plan faster:
+
+* a table may be in parts: 0.3 of it table-wise, 0.7 row-wise;
+* shards need no ranks of their own: the slowest rank of a stage takes at least the mean of all ranks, and at least the
+  largest shard of every table;
+* memory is one: all ranks together, and all nodes, keep to the sum of their limits;
+* a cached table may have any size, and does the work of the next larger of some sizes.
+
+The solver is HiGHS, by scipy (Huangfu and Hall 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from embershard.errors import ShardingError
+from embershard.planning.cost_arrays import MEMORY, STAGES, CostArrays
+
+Floats = NDArray[np.float64]
+
+
+#: Of the solver, relative to the bound: it is given away.
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What no plan can be faster than.
+
+    Attributes:
+        step_seconds: of a step.
+        fixed_seconds: of them, what a step takes without any sharded table.
+    """
+
+    step_seconds: float
+    fixed_seconds: float
+
+    def gap(self, step_seconds: float) -> float:
+        """Return how much longer a step takes, relative to the bound."""
+        return max(0.0, step_seconds / self.step_seconds - 1) if self.step_seconds > 0 else 0.0
+
+    def gap_of_tables(self, step_seconds: float) -> float:
+        """Return the same for what depends on the tables alone."""
+        left = self.step_seconds - self.fixed_seconds
+        return max(0.0, (step_seconds - self.fixed_seconds) / left - 1) if left > 0 else 0.0
+
+
+class _Program:
+    """A linear program of named variables, all at least 0: rows of `sum(coefficients) <= limit`."""
+
+    def __init__(self) -> None:
+        self._num, self._entries, self._limits = 0, ([], [], []), []  # type: ignore[var-annotated]
+        self._equal_entries, self._equals = ([], [], []), []  # type: ignore[var-annotated]
+
+    def variables(self, count: int) -> NDArray[np.int64]:
+        self._num += count
+        return np.arange(self._num - count, self._num)
+
+    def at_most(self, limit: float, *terms: tuple[NDArray[np.int64], Floats | float]) -> None:
+        self._add(self._entries, len(self._limits), terms)
+        self._limits.append(limit)
+
+    def equal(self, value: float, *terms: tuple[NDArray[np.int64], Floats | float]) -> None:
+        self._add(self._equal_entries, len(self._equals), terms)
+        self._equals.append(value)
+
+    @staticmethod
+    def _add(entries, row, terms) -> None:  # type: ignore[no-untyped-def]
+        for where, factors in terms:
+            entries[0].append(np.broadcast_to(np.asarray(factors, float), np.shape(where)))
+            entries[1].append(np.full(np.shape(where), row))
+            entries[2].append(where)
+
+    def least(self, variable: int) -> float:
+        def matrix(entries, rows):  # type: ignore[no-untyped-def]
+            values, row, column = (np.concatenate(each) for each in entries)
+            return csr_array((values, (row, column)), shape=(rows, self._num))
+
+        aim = np.zeros(self._num)
+        aim[variable] = 1.0
+        found = linprog(
+            aim,
+            A_ub=matrix(self._entries, len(self._limits)),
+            b_ub=np.array(self._limits),
+            A_eq=matrix(self._equal_entries, len(self._equals)),
+            b_eq=np.array(self._equals),
+            method="highs",
+        )
+        if found.status == 2:
+            raise ShardingError("no plan fits into the memory of all ranks together")
+        if not found.success:
+            raise ShardingError(f"the bound could not be computed: {found.message}")
+        return float(found.fun)
+
+
+def lower_bound(costs: CostArrays) -> Bound:
+    """Return the bound for these costs, which are made `at_best`.
+
+    Raises:
+        ShardingError: no plan can fit.
+    """
+    formula, base = costs.formula, costs.base_seconds
+    fixed = float(formula.seconds(formula.columns(base), 0))
+    if not costs.tables:
+        return Bound(fixed, fixed)
+    program = _Program()
+    shares = [program.variables(len(options)) for options in costs.options]
+    stages = dict(zip(STAGES, program.variables(len(STAGES)), strict=True))
+    for own in shares:
+        program.equal(1.0, (own, 1.0))
+    _add_memory(program, costs, shares)
+    _add_stages(program, costs, shares, stages)
+    groups = _add_groups(program, costs, shares)
+    step = _add_step(program, costs, shares, stages, groups)
+    return Bound(max(fixed, (1 - _TOLERANCE) * program.least(int(step[0]))), fixed)
+
+
+def _add_memory(program: _Program, costs: CostArrays, shares: list[NDArray[np.int64]]) -> None:
+    """All ranks together have the sum of their limits. An id takes at least as much of it as if all ids came to one
+    rank, which keeps the fewest batches."""
+    nodes, world_size = -(-costs.world_size // costs.ranks_per_node), costs.world_size
+    if costs.host_limit is not None:
+        pairs = zip(shares, costs.options, strict=True)
+        program.at_most(
+            costs.host_limit * nodes, *((own, _sums(o.host_bytes.sum() for o in options)) for own, options in pairs)
+        )
+    if costs.device_limit is None:
+        return
+    ids = MEMORY.index("ids")
+    most = sum(max(float(o.memory[:, ids].sum()) for o in options) for options in costs.options)
+    most += costs.base_memory[ids]
+    per_id = float(costs.window.bytes_of(np.array(most))) / most if most else 0.0
+    for cache in ("needed", "held"):
+        weights = np.array([{"fixed": 1.0, "ids": per_id, cache: 1.0}.get(name, 0.0) for name in MEMORY])
+        left = (costs.device_limit - float(costs.base_memory @ weights)) * world_size
+        pairs = zip(shares, costs.options, strict=True)
+        program.at_most(
+            left, *((own, _sums(o.memory.sum(axis=0) @ weights for o in options)) for own, options in pairs)
+        )
+
+
+def _sums(values: Iterable[float]) -> Floats:
+    return np.fromiter(values, float)
+
+
+def _add_stages(program: _Program, costs: CostArrays, shares: list[NDArray[np.int64]], stages: dict[str, int]) -> None:
+    """Each stage takes the mean over the ranks at least, and each table's largest shard."""
+    for number, name in enumerate(STAGES):
+        _slowest(program, costs, shares, np.array([stages[name]]), [number], float(costs.base_seconds[number]))
+
+
+def _slowest(
+    program: _Program,
+    costs: CostArrays,
+    shares: list[NDArray[np.int64]],
+    variable: NDArray[np.int64],
+    columns: list[int],
+    fixed: float,
+) -> None:
+    """The variable is at least the seconds of the slowest rank in these stages together."""
+    lookup = STAGES.index("lookup") in columns
+    means = []
+    for own, options in zip(shares, costs.options, strict=True):
+        everywhere = np.array([option.row_id_seconds * lookup for option in options])
+        totals = np.array([option.seconds[:, columns].sum() for option in options]) / costs.world_size + everywhere
+        largest = np.array([option.seconds[:, columns].sum(axis=1).max() for option in options]) + everywhere
+        means.append((own, totals))
+        program.at_most(-fixed, (variable, -1.0), (own, largest))
+    program.at_most(-fixed, (variable, -1.0), *means)
+
+
+def _add_groups(program: _Program, costs: CostArrays, shares: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return a variable for each group of tables: 1 where a table is in it."""
+    names = sorted({option.group for options in costs.options for option in options})
+    groups = program.variables(len(names))
+    for own, options in zip(shares, costs.options, strict=True):
+        for group, name in zip(groups, names, strict=True):
+            inside = np.array([float(option.group == name) for option in options])
+            if inside.any():
+                program.at_most(0.0, (own, inside), (np.array([group]), -1.0))
+    return groups
+
+
+def _add_step(
+    program: _Program,
+    costs: CostArrays,
+    shares: list[NDArray[np.int64]],
+    stages: dict[str, int],
+    groups: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return the variable of a step: see `StepFormula.seconds`, whose maxima are rows here."""
+    formula, step = costs.formula, program.variables(1)
+    _, last_bucket, late = map(float, formula.reduction(1))  # at least
+    out, back, sent = map(
+        float, formula.latencies(1)
+    )  # proportional to the groups, as is the all-reduce's: `out` again
+    base = dict(zip(STAGES, map(float, costs.base_seconds), strict=True))
+
+    def of(*names: str) -> tuple[NDArray[np.int64], float]:
+        return np.array([stages[name] for name in names]), 1.0
+
+    def at_least(fixed: float, per_group: float, *terms: tuple[NDArray[np.int64], float]) -> None:
+        program.at_most(-fixed, (step, -1.0), (groups, per_group), *terms)
+
+    dense = formula.forward + formula.backward + formula.optimizer
+    if formula.pipeline.device == "cpu":
+        first = program.variables(1)
+        columns = [STAGES.index(name) for name in ("plan", "copies", "lookup")]
+        _slowest(program, costs, shares, first, columns, sum(base[name] for name in ("plan", "copies", "lookup")))
+        fixed = formula.input + formula.overhead + dense + formula.all_reduce
+        at_least(fixed, 2 * out + back + sent, (first, 1.0), of("embeddings", "gradients", "update", "ids"))
+        return step
+    looked_up, updated = program.variables(1), program.variables(1)
+    both = [STAGES.index(name) for name in ("lookup", "update")]
+    _slowest(program, costs, shares, looked_up, both, base["lookup"] + base["update"])
+    _slowest(program, costs, shares, looked_up, both[:1], base["lookup"] + last_bucket)
+    _slowest(program, costs, shares, updated, both[1:], base["update"])
+    program.at_most(-last_bucket, (updated, -1.0))
+    exchanged = of("embeddings", "gradients")
+    at_least(dense + formula.overhead + late, out + back, (looked_up, 1.0), exchanged)
+    at_least(dense + late, out + back + sent, (updated, 1.0), of("ids"), exchanged)
+    at_least(formula.all_reduce, 2 * out + back + sent, of("ids"), exchanged)
+    at_least(0.0, 0.0, of("copies"))
+    at_least(0.0, 0.0, of("plan"))
+    at_least(formula.input, 0.0)
+    return step

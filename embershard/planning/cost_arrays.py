@@ -1,0 +1,451 @@
+"""The costs of every way to place a table, as arrays: what the local search adds up, and what the bound relaxes.
+
+Costs are those of the functions that predict. The work of a shard is linear in its rows and in its share of the
+lookups, so that three calls of these functions give the costs of all shards of a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embershard.cache.config import LEAST_SLOTS
+from embershard.planning.budget import needed_slots
+from embershard.planning.cost import work
+from embershard.planning.exchange import exchange_of
+from embershard.planning.predict import as_exchanged, counted_reports, rank_work, resident_report, shard_work
+from embershard.planning.request import LEAST_COLUMNS, PlanRequest, Workload
+from embershard.planning.simulate.pool_report import ShardReport
+from embershard.planning.simulate.step_replay import Pipeline, num_buckets, stage_seconds
+from embershard.sharding import memory_model
+from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding
+from embershard.sharding.shards import COLUMN_MULTIPLE, Exchange, Kernel, TablePlacement
+from embershard.sharding.sizes import PlacedShard, TableSize
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+#: Columns of the seconds of shards and ranks: the stages of a step whose work depends on the tables.
+STAGES = ("plan", "copies", "lookup", "embeddings", "gradients", "update", "ids")
+_OF_STAGE = {"copies": ("write_backs", "fills")}
+#: Columns of the device memory of shards and ranks: what is there whatever the caches' sizes, and of pooled rows
+#: without the ids; caches as large as a batch needs; caches as large as the seconds are of; ids that arrive in a step;
+#: shards that exchange rows.
+MEMORY = ("fixed", "needed", "held", "ids", "by_rows")
+#: Share of the memory that caches fill when tables are priced: shards have to be placed, too.
+_FILLED = 0.93
+#: Shares of a table's slots in one cache over all ranks.
+_LEVELS = (1.0, 0.75, 0.55, 0.4, 0.25)
+#: Sizes of caches in the bound, which is lower by what a cache of the next size does better.
+_BEST_LEVELS, _MOST_LEVELS = 6, 2000  # of one table, and of all
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """One way to place a table; N shards, in TorchRec's order.
+
+    Attributes:
+        sharding, kernel, exchange: as in a `TablePlacement`.
+        group: tables of one group are exchanged together.
+        seconds: [N, stages] that each shard adds to its rank's step.
+        memory: [N, columns] of the device.
+        host_bytes: [N].
+        row_id_seconds: that every rank's lookup takes longer, to find the distinct ids of its samples.
+    """
+
+    sharding: Sharding
+    kernel: Kernel
+    exchange: Exchange
+    group: str
+    seconds: Floats
+    memory: Floats
+    host_bytes: Floats
+    row_id_seconds: float
+
+    @property
+    def num_shards(self) -> int:
+        """N."""
+        return len(self.host_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class CostArrays:
+    """All options of all sharded tables; T tables, R ranks.
+
+    Attributes:
+        tables: in the order of the model.
+        options: of each table, at least one.
+        base_seconds: [stages] of a rank without a sharded table.
+        base_memory: [columns] of such a rank.
+        window: bytes of ids from the ids of a step, and of a rank with a table that exchanges rows.
+        world_size, ranks_per_node: R, and those of a node.
+        device_limit: bytes of a rank; None: not limited.
+        host_limit: bytes of a node.
+        formula: of the seconds of a step.
+    """
+
+    tables: tuple[TableSize, ...]
+    options: tuple[tuple[Option, ...], ...]
+    base_seconds: Floats
+    base_memory: Floats
+    window: IdWindow
+    world_size: int
+    ranks_per_node: int
+    device_limit: float | None
+    host_limit: float | None
+    formula: StepFormula
+
+    @cached_property
+    def floor_seconds(self) -> float:
+        """Seconds of a step that no placement is below: every stage has the least work there is, evenly spread."""
+        if not self.tables:
+            return float(self.formula.seconds(self.formula.columns(self.base_seconds), 0))
+        lookup = STAGES.index("lookup")
+        least = self.base_seconds.copy()
+        for options in self.options:
+            mean = np.array([option.seconds.sum(axis=0) for option in options]) / self.world_size
+            mean[:, lookup] += [option.row_id_seconds for option in options]
+            least += mean.min(axis=0)
+        return float(self.formula.seconds(self.formula.columns(least), 1))
+
+    @property
+    def all_bytes(self) -> float:
+        """Bytes of a rank with all tables: a limit that never binds."""
+        most = [np.max([option.memory.sum(axis=0) for option in options], axis=0) for options in self.options]
+        return float(self.device_bytes(sum(most, self.base_memory)))
+
+    def device_bytes(self, memory: Floats) -> Floats:
+        """Return the bytes [...] of ranks with so much in memory, [..., columns]."""
+        fixed, needed, held, ids, by_rows = np.moveaxis(memory, -1, 0)
+        return fixed + np.maximum(needed, held) + self.window.bytes_of(ids) + (by_rows > 0) * self.window.by_rows
+
+    def option_of(self, placed: TablePlacement) -> int | None:
+        """Return the option of a table's placement; None where there is none."""
+        table = next((number for number, size in enumerate(self.tables) if size.table == placed.table), None)
+        is_on_ranks_of_its_own = len(set(placed.ranks)) == len(placed.ranks)
+        kind = (placed.sharding, placed.kernel, len(placed.ranks))
+        own = () if table is None or not is_on_ranks_of_its_own else self.options[table]
+        return next((n for n, each in enumerate(own) if (each.sharding, each.kernel, each.num_shards) == kind), None)
+
+    def placement(self, table: int, option: int, ranks: Sequence[int]) -> TablePlacement:
+        """Return a table's option on these ranks as a `TablePlacement`."""
+        size, chosen = self.tables[table], self.options[table][option]
+        kinds = (chosen.sharding, chosen.kernel, tuple(ranks), chosen.exchange, size.group)
+        return TablePlacement(size.table, size.rows, size.dim, size.dtype, *kinds)
+
+
+@dataclass(frozen=True)
+class IdWindow:
+    """Bytes of the ids that a rank keeps: of a step's id for all batches that it may know, but no more in all than a
+    limit, or the batches that it cannot do without.
+
+    Attributes:
+        most, least: bytes per id of a step.
+        limit: of all ids.
+        by_rows: of a rank with tables that exchange rows.
+    """
+
+    most: float
+    least: float
+    limit: float
+    by_rows: float
+
+    def bytes_of(self, ids: Floats) -> Floats:
+        """Return the bytes of so many ids."""
+        return np.minimum(self.most * ids, np.maximum(self.limit, self.least * ids))
+
+    @classmethod
+    def of(cls, workload: Workload, counted: bool) -> IdWindow:
+        """Return the window of a run; nothing where it is not `counted`."""
+        if not counted:
+            return cls(0.0, 0.0, 0.0, 0.0)
+        known, waiting = memory_model.known_batches(workload.shape)
+        own_ids = sum(workload.lookups_per_sample.values()) * workload.shape.batch_size
+        each = float(memory_model.KEPT_ID_BYTES)
+        return cls(
+            known * each, waiting * each, float(memory_model.MAX_KNOWN_BYTES), known * own_ids * memory_model.ID_BYTES
+        )
+
+
+@dataclass(frozen=True)
+class StepFormula:
+    """Seconds of a step from the ranks' totals, as `replay_steps` has them once steps repeat.
+
+    On a GPU: the training stream waits for the slowest rank at each collective; planning and copies are hidden up to
+    the step; so are all collectives together, on their own stream. On a CPU, stages follow each other, and the slowest
+    rank decides in each segment between two collectives.
+
+    Attributes:
+        pipeline: what overlaps.
+        forward: of the dense part, with the overhead of a step; `backward`, `optimizer`, `input`: of the dense part.
+        all_reduce: of the dense gradients, without tables; in so many `buckets`.
+        latency: of one collective; `group_seconds` of the sizes that are announced per group and step.
+    """
+
+    pipeline: Pipeline
+    overhead: float
+    forward: float
+    backward: float
+    optimizer: float
+    input: float
+    all_reduce: float
+    buckets: int
+    latency: float
+    group_seconds: float
+
+    def latencies(self, num_groups: Floats | int) -> tuple[Floats, Floats, Floats]:
+        """Return what so many groups of tables add to the embeddings, the gradients and the ids of a step."""
+        groups = np.asarray(num_groups, float)
+        each = 5 / 7 * groups * self.latency
+        return each, each, 4 * each + groups * self.group_seconds
+
+    def reduction(self, num_groups: Floats | int) -> tuple[Floats, Floats, Floats]:
+        """Return the seconds of the all-reduce with so many groups of tables: all, the last bucket, which is
+        behind the gradients of the embeddings, and how much the buckets before it delay these."""
+        reduced, count = self.all_reduce + 5 / 7 * np.asarray(num_groups) * self.latency, self.buckets
+        if count == 1:
+            return reduced, reduced, np.zeros_like(reduced)
+        first, last = self.backward + (count - 1) * reduced, (count - 1) * self.backward + reduced
+        return reduced, reduced / count, np.maximum(0.0, np.maximum(first, last) / count - self.backward)
+
+    def columns(self, totals: Floats) -> Floats:
+        """Return what the seconds are maxima of, [..., columns], from totals [..., stages]."""
+        plan, copies, lookup, embeddings, gradients, update, ids = np.moveaxis(totals, -1, 0)
+        if self.pipeline.device == "cpu":
+            first, last = plan + copies + lookup, update
+            return np.stack([first, embeddings, gradients, last, ids, first + last], axis=-1)
+        return np.stack([lookup + update, embeddings, gradients, update, ids, copies, plan, lookup], axis=-1)
+
+    def seconds(self, maxima: Floats, num_groups: Floats | int) -> Floats:
+        """Return the seconds of a step, [...], from the maxima over the ranks of the columns, [..., columns]."""
+        out, back, sent = self.latencies(num_groups)
+        all_reduce, last_bucket, late = self.reduction(num_groups)
+        if self.pipeline.device == "cpu":
+            first, embeddings, gradients, last, ids, _ = np.moveaxis(maxima, -1, 0)
+            fixed = self.input + self.overhead + self.forward + self.backward + all_reduce + self.optimizer
+            return fixed + first + embeddings + out + gradients + back + last + ids + sent
+        both, embeddings, gradients, update, ids, copies, plan, lookup = np.moveaxis(maxima, -1, 0)
+        looked_up, updated = np.maximum(both, last_bucket + lookup), np.maximum(update, last_bucket)
+        train = np.maximum(looked_up + self.overhead, updated + ids + sent) + self.optimizer
+        train = train + embeddings + out + self.forward + self.backward + late + gradients + back
+        link = embeddings + out + gradients + back + ids + sent + all_reduce
+        return np.maximum.reduce([train, link, copies, plan, np.full_like(train, self.input)])
+
+
+def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: bool = False) -> CostArrays:
+    """Return the options of all sharded tables.
+
+    What cached rows cost follows from one cache over all ranks. A table may have a share of the slots that it would get
+    there, too, so that others stay on the device.
+
+    Args:
+        resident, cached: which kinds of tables may be in the plan.
+        at_best: for the bound: no plan costs less. Cached tables then have many sizes, each with the memory of that
+            size and the fills of the next one.
+    """
+    workload, shape = request.workload, request.workload.shape
+    sized, rest = request.sharded, [table for table in request.workload.model.tables if table not in request.sharded]
+    copies = [PlacedShard(t, 0, 0, t.rows, t.dim, "data_parallel", "replicated") for t in rest]
+    base = rank_work(workload, copies, [resident_report(workload, shard) for shard in copies], num_groups=0)
+    stages = {name: float(seconds[0]) for name, seconds in stage_seconds([base], request.rates).items()}
+    slots_only = at_best and request.budget.ratio is not None  # of all pools together, a share of the rows
+    window = IdWindow.of(workload, counted=request.budget.cache_bytes is None and not slots_only)
+    base_memory, limit = _base_memory(workload, copies, window), request.budget.rank_bytes
+    if at_best and request.budget.ratio is not None:
+        limit = math.ceil(request.budget.ratio * sum(t.rows for t in sized) / shape.world_size) + LEAST_SLOTS * len(
+            sized
+        )
+    maker = _Options(request, base_memory, window, at_best)
+    options: list[list[Option]] = [[] for _ in sized]
+    levels = [maker.reports(sized, slots) for slots in (maker.slots(sized) if cached else [1])]
+    for number, reports in enumerate(levels):
+        better = levels[number + 1] if at_best and number + 1 < len(levels) else reports
+        for own, table, report, best in zip(options, sized, reports, better, strict=True):
+            if resident and not number:
+                own += maker.of(table, report, report, "device")
+            if cached:
+                own += maker.of(table, report, best, "cached")
+    return CostArrays(
+        tables=tuple(sized),
+        options=tuple(map(tuple, options)),
+        base_seconds=np.array([sum(stages[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES]),
+        base_memory=base_memory,
+        window=window,
+        world_size=shape.world_size,
+        ranks_per_node=min(shape.ranks_per_node, shape.world_size),
+        device_limit=None if limit is None else float(limit),
+        host_limit=None if request.budget.host_bytes is None else float(request.budget.host_bytes),
+        formula=_formula(request, stages, base.update_bytes),
+    )
+
+
+def _base_memory(workload: Workload, copies: Sequence[PlacedShard], window: IdWindow) -> Floats:
+    if not window.least:  # the budget is for caches alone
+        return np.zeros(len(MEMORY))
+    ids = float(sum(map(workload.lookups_per_step, copies)))
+    taken = float(sum(workload.memory(copies, {}).device.values()))
+    return np.array([taken - float(window.bytes_of(np.array(ids))), 0.0, 0.0, ids, 0.0])
+
+
+def _formula(request: PlanRequest, stages: Mapping[str, float], parameter_bytes: float) -> StepFormula:
+    shape, rates = request.workload.shape, request.rates
+    sizes = work.sizes_bytes(1, shape.world_size) if shape.world_size > 1 else 0.0
+    return StepFormula(
+        pipeline=Pipeline.of_run(shape),
+        overhead=stages["overhead"],
+        forward=stages["forward"],
+        backward=stages["backward"],
+        optimizer=stages["optimizer"],
+        input=stages["input"],
+        all_reduce=stages["all_reduce"],
+        buckets=num_buckets(parameter_bytes),
+        latency=rates.seconds_per_collective if shape.world_size > 1 else 0.0,
+        group_seconds=sizes * rates.seconds_per_all_to_all_byte,
+    )
+
+
+class _Options:
+    """Makes options."""
+
+    def __init__(self, request: PlanRequest, base_memory: Floats, window: IdWindow, at_best: bool) -> None:
+        self._request, self._workload, self._shape = request, request.workload, request.workload.shape
+        self._base_memory, self._window, self._at_best = base_memory, window, at_best
+
+    def slots(self, tables: Sequence[TableSize]) -> list[int]:
+        """Return numbers of slots, of all ranks together: those that fill most of the memory, and shares of them."""
+        budget, rows = self._request.budget, sum(table.rows for table in tables)
+        if self._at_best:
+            count = max(4, min(_BEST_LEVELS, _MOST_LEVELS // max(1, len(tables))))
+            return [1, *np.unique(np.geomspace(max(1, rows // 10**5), rows, count).round().astype(int)).tolist()]
+        if budget.ratio is not None:
+            return [round(budget.ratio * rows)]
+        low, high, left = 0, rows, _FILLED * (budget.rank_bytes or 0)
+        while high - low > max(1, rows // 1000):
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._taken(tables, middle) <= left else (low, middle)
+        return list(dict.fromkeys(max(1, round(low * level)) for level in _LEVELS))
+
+    def _taken(self, tables: Sequence[TableSize], slots: int) -> float:
+        """Return a rank's mean bytes with all tables in one cache of so many slots, and all ids on one rank: it keeps
+        fewer batches of them."""
+        memory = self._base_memory.copy()
+        for table, report in zip(tables, self.reports(tables, slots), strict=True):
+            whole = PlacedShard(table, 0, 0, table.rows, table.dim, "table_wise", "cached")
+            memory += self._memory(whole, report, report, np.ones(1), np.ones(1))[0] / self._shape.world_size
+        fixed, needed, held, ids, _ = memory
+        window = self._window.bytes_of(ids * self._shape.world_size) / self._shape.world_size
+        return float(fixed + max(needed, held) + window)
+
+    def reports(self, tables: Sequence[TableSize], slots: int) -> tuple[ShardReport, ...]:
+        """Return what one cache of so many slots over all ranks does with each table."""
+        whole = [PlacedShard(t, 0, 0, t.rows, t.dim, "table_wise", "cached") for t in tables]
+        return counted_reports(self._workload, whole, max(1, slots)) if tables else ()
+
+    def of(self, table: TableSize, size: ShardReport, done: ShardReport, kernel: Kernel) -> list[Option]:
+        """Return the options of a table, from the reports of one cache over all ranks of its `size`, and of the one
+        that does its work (`done`)."""
+        shape, names = self._shape, self._request.allowed[table.table]
+        if kernel == "device" and not self._at_best:  # FBGEMM cannot train a rank without a row
+            local = min(shape.ranks_per_node, shape.world_size)
+            fit = [name for name in names if not SHARDING_TYPES[name].is_too_small(table.rows, shape.world_size, local)]
+            names = fit or names
+        return [
+            self._option(table, cast(Sharding, name), columns, kernel, size, done)
+            for name in names
+            for columns in self._widths(table, name)
+        ]
+
+    def _widths(self, table: TableSize, sharding: str) -> list[int]:
+        """Return the numbers of columns that the shards of a table may have."""
+        if not SHARDING_TYPES[sharding].cuts_columns:
+            return [table.dim]
+        kind, most, local = SHARDING_TYPES[sharding], self._shape.world_size, self._shape.ranks_per_node
+        if not self._at_best:  # the bound has more shards on a rank, or node, than one, too
+            most = min(local, most) if kind.on_one_node else -(-most // local) if kind.rows_over == "node" else most
+        cuts = [n for n in range(2, most + 1) if table.dim % (n * COLUMN_MULTIPLE) == 0]
+        return [table.dim // cut for cut in cuts if table.dim // cut >= LEAST_COLUMNS] or [table.dim]
+
+    def _option(
+        self, table: TableSize, sharding: Sharding, columns: int, kernel: Kernel, size: ShardReport, done: ShardReport
+    ) -> Option:
+        workload, shape = self._workload, self._shape
+        exchange = exchange_of(workload, table.table, sharding, columns)
+        whole = PlacedShard(table, 0, 0, table.rows, columns, sharding, kernel, exchange)
+        local = min(shape.ranks_per_node, shape.world_size)
+        blocks, cuts = SHARDING_TYPES[sharding].row_blocks(shape.world_size, local), table.dim // columns
+        bounds = np.minimum(np.arange(blocks + 1) * -(-table.rows // blocks), table.rows)
+        shares, parts = workload.block_shares(table.table, bounds), np.diff(bounds) / table.rows
+        arriving = as_exchanged(workload, whole, done)
+        if kernel == "device":
+            arriving = replace(arriving, fills=0.0, write_backs=0.0)
+        if self._at_best and kernel == "cached" and np.ptp(shares - parts):
+            # A batch has fewer distinct rows of blocks that are looked up unevenly, and caches of their own.
+            arriving = replace(arriving, unique_ids=0.0, hits_unique=0.0, fills=0.0, write_backs=0.0)
+        corners = [shard_work(workload, whole, _part(arriving, *part)) for part in ((0, 0), (1, 0), (0, 1))]
+        by_stage = stage_seconds(corners, self._request.rates)
+        none, all_lookups, all_rows = np.stack(
+            [sum(by_stage[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES], axis=-1
+        )
+        seconds = none + np.outer(shares, all_lookups - none) + np.outer(parts, all_rows - none)
+        host = sum(memory_model.host_bytes([whole], shape).values())
+        return Option(
+            sharding,
+            kernel,
+            exchange,
+            group=next(iter(work.exchange_groups([whole]))),
+            seconds=np.tile(seconds, (cuts, 1)),
+            memory=np.tile(self._memory(whole, size, done, shares, parts), (cuts, 1)),
+            host_bytes=np.tile(parts * host, cuts),
+            row_id_seconds=self._row_id_seconds(table) if exchange == "rows" else 0.0,
+        )
+
+    def _row_id_seconds(self, table: TableSize) -> float:
+        ids = self._workload.lookups_per_sample[table.table] * self._shape.batch_size
+        return ids * self._request.rates.seconds_per_row_id
+
+    def _memory(
+        self, whole: PlacedShard, report: ShardReport, done: ShardReport, shares: Floats, parts: Floats
+    ) -> Floats:
+        """Return the memory, [N, columns], of a table's blocks of rows with these shares of lookups and rows.
+
+        The first slot of each shard is a cache's null slot: shards that share a cache need fewer."""
+        workload, shape, budget = self._workload, self._shape, self._request.budget
+        lookups = workload.lookups_per_step(whole)
+        ends = [memory_model.vector_bytes(whole, shape.global_batch_size, part) for part in (0.0, lookups)]
+        found = np.zeros((len(parts), len(MEMORY)))
+        in_slots = self._at_best and budget.ratio is not None
+        if budget.cache_bytes is None and not in_slots:
+            found[:, 0] = ends[0] + shares * (ends[1] - ends[0])
+            found[:, 3:] = np.stack([shares * lookups, np.full(len(parts), float(whole.exchange == "rows"))], axis=-1)
+        if whole.kernel == "device":
+            found[:, 0] += parts * sum(memory_model.resident_bytes([whole]).values())
+            return found
+        memory = memory_model.pool_memory([whole], shape)
+        found[:, 0] += parts * memory.map_bytes + (0.0 if self._at_best else memory.slot_bytes)
+        needed, held = needed_slots(report.unique_ids, workload.most_unique_ids([whole])), report.held_rows
+        if not shape.cache.policy.is_recency:  # rows that do not stay need slots, too, while their batch is trained
+            held += done.unique_ids - done.hits_unique
+        if self._at_best:  # a batch has fewer of the rows of a block that is looked up unevenly
+            needed = 0.0 if np.ptp(shares - parts) else needed_slots(report.unique_ids)
+        if in_slots:
+            found[:, :3] = np.stack(
+                [np.zeros(len(parts)), np.zeros(len(parts)), parts * min(whole.rows, held)], axis=-1
+            )
+            return found
+        if budget.ratio is not None:
+            needed = held = budget.ratio * whole.rows
+        found[:, 1] = np.minimum(parts * whole.rows, parts * needed) * memory.slot_bytes
+        found[:, 2] = np.minimum(parts * whole.rows, parts * held) * memory.slot_bytes
+        return found
+
+
+def _part(report: ShardReport, share: float, rows: float) -> ShardReport:
+    """Return the report of so large a share of a table's lookups and of its rows."""
+    part = report.scaled(rows)
+    return replace(part, lookups=share * report.lookups, hits_lookups=share * report.hits_lookups)

@@ -1,0 +1,402 @@
+"""Local search over placements: takes tables out and puts each where the step becomes shortest, again and again.
+
+Ruin and recreate (Schrimpf et al. 2000): a few tables are taken out, those of the slowest rank among them, and are put
+back one after the other, each with the option and on the ranks that make the step shortest. Moves, swaps, and changes
+of sharding type, width and cache are all such steps. Worse placements are accepted at first, less and less of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embershard.planning.cost_arrays import STAGES, CostArrays, Option
+from embershard.sharding.sharding_types import SHARDING_TYPES
+from embershard.sharding.shards import TablePlacement
+
+Floats = NDArray[np.float64]
+
+#: Tables that are taken out at a time.
+_MOST_OUT = 6
+#: Share of a table's options that an insertion overlooks, so that it does not always end in the same placement (the
+#: "blinks" of Christiaens and Vanden Berghe 2020).
+_OVERLOOKED = 0.15
+#: Weight of the spread over the ranks beside the seconds of a step: it tells equal steps apart.
+_SPREAD = 0.02
+#: Worth of an empty fullest rank: it decides between placements that are as fast.
+_FULLEST_SECONDS = 1e-9
+#: Penalty, in steps, of a rank that needs twice its memory.
+_PENALTY = 100.0
+#: So close to what no placement is faster than, the search ends.
+_AS_GOOD = 1.0005
+#: It ends, too, after so many rounds (at least) in which the step became shorter by less than this share.
+_PATIENCE, _GAIN = 30, 2e-4
+#: Worse placements that are accepted at first: relative to the seconds of a step.
+_TEMPERATURE = 0.01
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The place of one table: its option, and the rank of each shard."""
+
+    option: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement of the sharded tables, and the seconds of a step as the costs tell."""
+
+    tables: tuple[TablePlacement, ...]
+    step_seconds: float
+
+
+def local_search(
+    costs: CostArrays, iterations: int, *, begin: Sequence[Sequence[TablePlacement]] = (), seed: int = 0
+) -> list[Placed]:
+    """Return placements of the sharded tables, the best first, all of them within the memory as far as the costs tell.
+    Deterministic.
+
+    Args:
+        iterations: tables are taken out so often, for each of a few placements to begin with.
+        begin: placements to begin with, in place of those that are made here.
+    """
+    found: dict[tuple[Choice, ...], tuple[float, float]] = {}
+    rng = np.random.default_rng(seed)
+    for state in _beginnings(costs, begin):
+        found.update(_improve(state, iterations, rng))
+    best = sorted(found, key=lambda choices: found[choices])
+    return [
+        Placed(
+            tuple(costs.placement(table, each.option, each.ranks) for table, each in enumerate(choices)),
+            found[choices][1],
+        )
+        for choices in best
+    ]
+
+
+def _beginnings(costs: CostArrays, given: Sequence[Sequence[TablePlacement]]) -> Iterator[_SearchState]:
+    for types in () if given else _first_types(costs):
+        state = _SearchState(costs)
+        for table in state.by_size():
+            state.insert(table, types)
+        yield state
+    numbers = {size.table: number for number, size in enumerate(costs.tables)}
+    for tables in given:
+        own = [(costs.option_of(each), each) for each in tables if each.table in numbers]
+        state = _SearchState(costs)
+        for option, each in own:
+            if option is not None:
+                state.put(numbers[each.table], Choice(option, each.ranks))
+        if all(option is not None for option, _ in own):
+            yield state
+
+
+def _first_types(costs: CostArrays) -> list[frozenset[str]]:
+    """Return the sharding types that placements to begin with are made of: one type for all, where that is allowed,
+    since each type has collectives of its own; and all."""
+    by_table = [{option.sharding for option in options} for options in costs.options]
+    each = [frozenset([name]) for name in ("table_wise", "row_wise") if all(name in names for names in by_table)]
+    return [*each, frozenset().union(*by_table)]
+
+
+def _improve(
+    state: _SearchState, iterations: int, rng: np.random.Generator
+) -> list[tuple[tuple[Choice, ...], tuple[float, float]]]:
+    """Return the best placements on the way, with their value and their seconds: each is better than those before."""
+    kept: list[tuple[tuple[Choice, ...], tuple[float, float]]] = []
+    floor, patience, last = state.floor, max(_PATIENCE, iterations // 4), 0
+    value = state.value()
+    best, lowest = math.inf, math.inf
+    for iteration in range(iterations + 1):
+        if value < (1.0 - _GAIN) * lowest:
+            lowest, last = value, iteration
+        if state.fits and value < best:
+            best = value
+            kept.append((tuple(state.choices()), (value, state.seconds())))
+        is_done = best <= _AS_GOOD * floor or iteration - last > patience
+        if iteration == iterations or not state.num_tables or is_done:
+            break
+        out = state.pick(rng)
+        before = [(table, state.take(table)) for table in out]
+        rng.shuffle(out)
+        for table in out:
+            state.insert(table, rng=rng)
+        changed = state.value()
+        heat = _TEMPERATURE * (1 - iteration / iterations) * abs(value)
+        if changed <= value or (heat and rng.random() < math.exp(-(changed - value) / heat)):
+            value = changed
+            continue
+        for table in out:
+            state.take(table)
+        for table, choice in before:
+            state.put(table, choice)
+    return kept[-3:]
+
+
+class _SearchState:
+    """A placement: the totals of all ranks, and where each table is."""
+
+    def __init__(self, costs: CostArrays) -> None:
+        self._costs, ranks = costs, costs.world_size
+        self._totals = np.tile(costs.base_seconds, (ranks, 1))
+        self._memory = np.tile(costs.base_memory, (ranks, 1))
+        self._host = np.zeros(ranks)
+        self._groups: Counter[str] = Counter()
+        self._choices: dict[int, Choice] = {}
+        self._node_of = np.arange(ranks) // costs.ranks_per_node
+        self._limit = math.inf if costs.device_limit is None else max(1.0, costs.device_limit)
+        self._host_limit = math.inf if costs.host_limit is None else max(1.0, costs.host_limit)
+        self._ways = [_ways(options) for options in costs.options]
+
+    @property
+    def num_tables(self) -> int:
+        return len(self._costs.tables)
+
+    def by_size(self) -> list[int]:
+        """Return the tables, those with most seconds first."""
+        seconds = [max(float(each.seconds.sum()) for each in options) for options in self._costs.options]
+        return sorted(range(self.num_tables), key=lambda table: -seconds[table])
+
+    def choices(self) -> list[Choice]:
+        return [self._choices[table] for table in range(self.num_tables)]
+
+    @property
+    def floor(self) -> float:
+        return self._costs.floor_seconds
+
+    @property
+    def fits(self) -> bool:
+        return not self._excess(self._memory, self._host).any()
+
+    def value(self) -> float:
+        """Return the seconds of a step, with what tells equal ones apart."""
+        return float(self._of_totals(self._totals, self._memory, self._host, len(self._groups)))
+
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        formula = self._costs.formula
+        return float(formula.seconds(formula.columns(self._totals).max(axis=0), len(self._groups)))
+
+    def pick(self, rng: np.random.Generator) -> list[int]:
+        """Return tables to take out: of the slowest rank of a random stage, and others."""
+        columns = self._costs.formula.columns(self._totals)
+        slowest = int(columns[:, rng.integers(columns.shape[1])].argmax())
+        if not self.fits:
+            slowest = int(self._costs.device_bytes(self._memory).argmax())
+        there = [table for table, choice in self._choices.items() if slowest in choice.ranks]
+        count = int(rng.integers(1, min(_MOST_OUT, self.num_tables) + 1))
+        first = [there[int(rng.integers(len(there)))]] if there else []
+        others = rng.permutation(self.num_tables)[:count].tolist()
+        return list(dict.fromkeys([*first, *others]))[:count]
+
+    def take(self, table: int) -> Choice:
+        """Take a table out; return where it was."""
+        choice = self._choices.pop(table)
+        option = self._costs.options[table][choice.option]
+        self._add(option, choice.ranks, -1.0)
+        self._groups[option.group] -= 1
+        if not self._groups[option.group]:
+            del self._groups[option.group]
+        return choice
+
+    def put(self, table: int, choice: Choice) -> None:
+        """Put a table to a place."""
+        option = self._costs.options[table][choice.option]
+        self._add(option, choice.ranks, 1.0)
+        self._groups[option.group] += 1
+        self._choices[table] = choice
+
+    def _add(self, option: Option, ranks: Sequence[int], sign: float) -> None:
+        where = np.asarray(ranks)  # each once
+        self._totals[where] += sign * option.seconds
+        self._memory[where] += sign * option.memory
+        self._host[where] += sign * option.host_bytes
+        if option.row_id_seconds:
+            self._totals[:, STAGES.index("lookup")] += sign * option.row_id_seconds
+
+    def insert(self, table: int, types: Container[str] | None = None, rng: np.random.Generator | None = None) -> None:
+        """Put a table to where the step becomes shortest, with one of these sharding types; with `rng`, some options
+        are overlooked by chance."""
+        best, found = math.inf, Choice(0, ())
+        for way in self._ways[table]:
+            values, ranks = self._priced(way)
+            values[[types is not None and name not in types for name in way.types]] = math.inf
+            if rng is not None:
+                values[rng.random(len(values)) < _OVERLOOKED] = math.inf
+            place = int(values.argmin())
+            if values[place] < best:
+                best, found = float(values[place]), Choice(way.numbers[place], tuple(ranks[place]))
+        if best == math.inf and rng is not None:
+            self.insert(table)
+        else:
+            self.put(table, found)
+
+    def _priced(self, way: _Way) -> tuple[Floats, list[list[int]]]:
+        """Return the value with each of a table's options, [O], and the best ranks for its shards."""
+        groups = np.array([len(self._groups) + (group not in self._groups) for group in way.groups], float)
+        totals = self._totals + way.everywhere[:, None, :]
+        if way.kind == "any":
+            return self._one_by_one(way, totals, groups)
+        return self._block_by_block(way, totals, groups)
+
+    def _block_by_block(self, way: _Way, totals: Floats, groups: Floats) -> tuple[Floats, list[list[int]]]:
+        """Place the blocks of a table's columns one after the other, each on all ranks of a node of its own, or on all
+        ranks of the run."""
+        size = self._costs.world_size
+        per_block = size if way.kind == "all" else self._costs.ranks_per_node
+        count, all_ranks = len(groups), np.arange(size).reshape(-1, per_block)
+        memory, host = np.tile(self._memory, (count, 1, 1)), np.tile(self._host, (count, 1))
+        ranks, taken = [list[int]() for _ in range(count)], np.zeros((count, len(all_ranks)), bool)
+        values = np.full(count, math.inf)
+        for first in range(0, way.seconds.shape[1], per_block):
+            block = slice(first, first + per_block)
+            tried = np.full(taken.shape, math.inf)
+            for node, here in enumerate(all_ranks):
+                then, memory_then, host_then = totals.copy(), memory.copy(), host.copy()
+                then[:, here] += way.seconds[:, block]
+                memory_then[:, here] += way.memory[:, block]
+                host_then[:, here] += way.host_bytes[:, block]
+                found = self._of_totals(then, memory_then, host_then, groups)
+                tried[:, node] = np.where(taken[:, node], math.inf, found)
+            best = tried.argmin(axis=1)
+            values = tried.min(axis=1)
+            for place, node in enumerate(best.tolist()):
+                here = all_ranks[node]
+                ranks[place] += here.tolist()
+                totals[place, here] += way.seconds[place, block]
+                memory[place, here] += way.memory[place, block]
+                host[place, here] += way.host_bytes[place, block]
+                taken[place, node] = True
+        return values, ranks
+
+    def _one_by_one(self, way: _Way, totals: Floats, groups: Floats) -> tuple[Floats, list[list[int]]]:
+        """Place the shards of a table one after the other, each on a rank of its own."""
+        count = len(groups)
+        memory, host = np.tile(self._memory, (count, 1, 1)), np.tile(self._host, (count, 1))
+        taken, ranks, every = np.zeros(host.shape, bool), [list[int]() for _ in range(count)], np.arange(count)
+        for shard in range(way.seconds.shape[1]):
+            cost = (way.seconds[:, shard], way.memory[:, shard], way.host_bytes[:, shard])
+            values = self._with_one(totals, *cost, memory, host, groups[:, None])
+            values[taken] = math.inf
+            best = values.argmin(axis=1)
+            for place, rank in enumerate(best.tolist()):
+                ranks[place].append(rank)
+            taken[every, best] = True
+            if not shard and any(way.on_one_node):
+                taken |= (self._node_of != self._node_of[best][:, None]) & np.array(way.on_one_node)[:, None]
+            totals[every, best] += cost[0]
+            memory[every, best] += cost[1]
+            host[every, best] += cost[2]
+        return values[every, best], ranks
+
+    def _with_one(
+        self,
+        totals: Floats,
+        seconds: Floats,
+        added_memory: Floats,
+        host_bytes: Floats,
+        memory: Floats,
+        host: Floats,
+        groups: Floats,
+    ) -> Floats:
+        """Return the value, [O, R], with one shard of each option on each of the ranks, whose totals are these."""
+        formula = self._costs.formula
+        maxima = np.maximum(
+            formula.columns(totals).max(axis=-2, keepdims=True), formula.columns(totals + seconds[:, None, :])
+        )
+        load, added = totals.sum(axis=-1), seconds.sum(axis=-1)[:, None]
+        spread = np.sqrt((np.square(load).sum(axis=-1, keepdims=True) + 2 * load * added + added**2) / load.shape[-1])
+        value = formula.seconds(maxima, groups) + _SPREAD * spread
+        if self._limit < math.inf:
+            bytes_now = self._costs.device_bytes(memory)
+            bytes_then = self._costs.device_bytes(memory + added_memory[:, None])
+            over, then = (np.maximum(0.0, taken - self._limit) for taken in (bytes_now, bytes_then))
+            excess = (over.sum(axis=1, keepdims=True) + then - over) / self._limit
+            fullest = np.maximum(bytes_now.max(axis=1, keepdims=True), bytes_then) / self._limit
+            value = (value + _FULLEST_SECONDS * fullest) * (1 + _PENALTY * excess)
+        if self._host_limit < math.inf:
+            of_node = self._of_nodes(host)[:, self._node_of]
+            over = np.maximum(0.0, of_node - self._host_limit)
+            then = np.maximum(0.0, of_node + host_bytes[:, None] - self._host_limit)
+            value = value * (1 + _PENALTY * (over.sum(axis=1, keepdims=True) + then - over) / self._host_limit)
+        return np.asarray(value)
+
+    def _of_totals(self, totals: Floats, memory: Floats, host: Floats, groups: Floats | int) -> Floats:
+        """Return the value, [...], of totals [..., R, stages]."""
+        formula = self._costs.formula
+        seconds = formula.seconds(formula.columns(totals).max(axis=-2), groups)
+        spread = np.sqrt(np.square(totals.sum(axis=-1)).mean(axis=-1))
+        if self._limit < math.inf:
+            seconds = seconds + _FULLEST_SECONDS * self._costs.device_bytes(memory).max(axis=-1) / self._limit
+        return np.asarray((seconds + _SPREAD * spread) * (1 + _PENALTY * self._excess(memory, host)))
+
+    def _excess(self, memory: Floats, host: Floats) -> Floats:
+        """Return by how much the ranks are over their memory, and the nodes over theirs, relative to it, [...]."""
+        excess = np.zeros(host.shape[:-1])
+        if self._limit < math.inf:
+            taken = self._costs.device_bytes(memory)
+            excess = excess + np.maximum(0.0, taken - self._limit).sum(axis=-1) / self._limit
+        if self._host_limit < math.inf:
+            excess = excess + np.maximum(0.0, self._of_nodes(host) - self._host_limit).sum(axis=-1) / self._host_limit
+        return np.asarray(excess)
+
+    def _of_nodes(self, host: Floats) -> Floats:
+        """Return the bytes of each node, [..., nodes], from those of the ranks."""
+        return np.asarray(np.add.reduceat(host, np.arange(0, host.shape[-1], self._costs.ranks_per_node), axis=-1))
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """Options of a table with N shards each, which are priced together; O options.
+
+    Attributes:
+        numbers: of the options.
+        kind: where the shards are: each on "any" rank of its own, or one on each rank of a "node" or of "all".
+        seconds: [O, N, stages].
+        memory: [O, N, columns].
+        host_bytes: [O, N].
+        everywhere: [O, stages] on all ranks.
+        types, groups: of the options.
+        on_one_node: the shards need ranks of one node.
+    """
+
+    numbers: tuple[int, ...]
+    kind: str
+    seconds: Floats
+    memory: Floats
+    host_bytes: Floats
+    everywhere: Floats
+    types: tuple[str, ...]
+    groups: tuple[str, ...]
+    on_one_node: tuple[bool, ...]
+
+
+def _ways(options: Sequence[Option]) -> list[_Way]:
+    """Sort a table's options by where their shards are."""
+    kinds: dict[tuple[str, int], list[int]] = {}
+    for number, option in enumerate(options):
+        over = SHARDING_TYPES[option.sharding].rows_over
+        kinds.setdefault(("any" if over == "one" else over, option.num_shards), []).append(number)
+    return [_way(kind, numbers, [options[number] for number in numbers]) for (kind, _), numbers in kinds.items()]
+
+
+def _way(kind: str, numbers: Sequence[int], own: Sequence[Option]) -> _Way:
+    everywhere = np.zeros((len(own), len(STAGES)))
+    everywhere[:, STAGES.index("lookup")] = [option.row_id_seconds for option in own]
+    return _Way(
+        tuple(numbers),
+        kind,
+        np.array([option.seconds for option in own]),
+        np.array([option.memory for option in own]),
+        np.array([option.host_bytes for option in own]),
+        everywhere,
+        tuple(option.sharding for option in own),
+        tuple(option.group for option in own),
+        tuple(SHARDING_TYPES[option.sharding].on_one_node for option in own),
+    )

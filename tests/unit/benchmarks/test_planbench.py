@@ -1,0 +1,29 @@
+"""PlanBench's tasks and its table."""
+
+from __future__ import annotations
+
+from benchmarks.planbench import KINDS, summary, task
+
+
+def test_a_seed_is_a_task():
+    for seed, kind in enumerate(KINDS):
+        drawn, request = task(seed)
+        assert drawn == kind
+        again = task(seed)[1]
+        assert (again.workload.model, again.budget) == (request.workload.model, request.budget)
+        assert 10 <= len(request.sharded) <= 60
+
+
+def test_a_rival_without_a_plan_is_told_and_not_compared():
+    steps = [{"embershard": 1.1, "rival": None}, {"embershard": 1.0, "rival": 1.5}]
+    found = summary(
+        [
+            {"steps": each, "bound": 1.0, "without_tables": 0.5, "cpu_seconds": dict.fromkeys(each, 0.1)}
+            for each in steps
+        ]
+    )
+    ours, rival = found
+    assert ours["gap_percent"] == {"least": 0.0, "median": 5.0, "p90": 10.0, "most": 10.0}
+    assert rival["gap_of_tables_percent"]["median"] == 100.0
+    assert rival["without_a_plan"] == 1
+    assert rival["longer_than_embershard_percent"]["median"] == 50.0
