@@ -188,19 +188,39 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the gap of every planner over its time: medians, and a line to the 90th percentile."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for row in rows:
+        gap, seconds = row["gap_percent"], max(0.01, row["median_cpu_seconds"])
+        (line,) = axes.plot([seconds, seconds], [gap["median"], gap["p90"]], linewidth=1)
+        label = row["planner"] + (f" (no plan: {row['without_a_plan']})" if row["without_a_plan"] else "")
+        axes.plot([seconds], [gap["median"]], "o", color=line.get_color(), label=label)
+    axes.set(xscale="log", yscale="log", xlabel="seconds of the processor, median", ylabel="over the bound, percent")
+    axes.set_title("Steps of plans over what no plan can be faster than: median, and to the 90th percentile")
+    figure.legend(fontsize="small", loc="outside right upper")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="seed of the first task (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=100, help="number of tasks (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, required=True, help="where the JSON goes; written after each task")
+    parser.add_argument("--png", type=Path, help="where the picture goes; with --tasks 0 of what the JSON has")
     options = parser.parse_args()
-    tasks: list[dict[str, Any]] = []
+    tasks: list[dict[str, Any]] = [] if options.tasks else json.loads(options.output.read_text())["tasks"]
     for seed in range(options.first, options.first + options.tasks):
         tasks.append(measure(seed))
         report = {"benchmark": "planbench", "tasks_version": TASKS_VERSION, "summary": summary(tasks), "tasks": tasks}
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(json.dumps(report) + "\n")
         print(json.dumps(tasks[-1]), flush=True)
     print(json.dumps(summary(tasks), indent=1))
+    if options.png is not None:
+        draw(summary(tasks), options.png)
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def _fitting(
 ) -> list[Candidate]:
     """Return the best placements under these costs that fit. Costs are those of the prediction, but for the sizes of
     caches: where no placement fits after all, the search is repeated with less memory."""
-    iterations = min(iterations, _ITERATIONS_PER_TABLE * len(costs.tables))
+    iterations = round(request.effort * min(iterations, _ITERATIONS_PER_TABLE * len(costs.tables)))
     may_shrink = costs.device_limit is not None and any(o.kernel == "cached" for own in costs.options for o in own)
     for room in _ROOMS if may_shrink else (1.0,):
         limit = None if costs.device_limit is None else room * costs.device_limit

@@ -238,6 +238,7 @@ class PlanRequest:
         replicate_rows: tables with at most so many rows are replicated.
         most_ranks_per_node: devices of a node; None: not limited.
         settings, made_from, notes: for the plan's file.
+        effort: the search takes so many times as long.
         topology: the machine, for a note on the error of its predicted speed; None: no note.
     """
 
@@ -252,6 +253,7 @@ class PlanRequest:
     made_from: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     topology: Topology | None = None
+    effort: float = 1.0
 
     @property
     def sharded(self) -> list[TableSize]:

@@ -29,12 +29,11 @@ _HELP = """Place tables and size caches; predict memory, hit rates and step time
 
   embershard plan run.toml --profile profile.npz --ranks 8 --device-memory 72GiB --topology h100x8 -o plan.json
   embershard plan --tables tables.toml --ranks 1,2,4,8,16 --topology h200x8 --png scaling.png
-  embershard plan run.toml --profile profile.npz --explain C3
   embershard plan run.toml --profile profile.npz --simulate --ranks 1..4096 --topology h100x8
   embershard plan --calibrate -o machine.toml --ranks 1,2,4
   embershard plan diff a.json b.json
 """
-_MOST_RANKS = 4096
+_MOST_RANKS, _MOST_EFFORT = 4096, 1000
 #: Settings without effect beside `--plan`, which gives them.
 _OF_PLANNING = ("cache.ratio", "cache.device_bytes", "sharding.exchange", "sharding.plan")
 _HOT_COLD_NOTE = (
@@ -107,6 +106,7 @@ class _Setup:
             },
             notes=[note for note in (self.note, *of_machine, hot_cold) if note is not None],
             topology=topology,
+            effort=arguments.effort,
         )
 
     @property
@@ -321,6 +321,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="replicate tables of up to N rows",
     )
+    parser.add_argument("--effort", type=_effort, default=1.0, metavar="N", help="search N times as long")
     parser.add_argument("--simulate", action="store_true", help="estimate how training scales, step by step")
     parser.add_argument("--explain", action="append", metavar="TABLE", help="why that table is where it is")
     parser.add_argument("--top", type=int, default=12, metavar="N", help="tables to show, the largest first")
@@ -331,13 +332,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _effort(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MOST_EFFORT:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed a number above 0, at most {_MOST_EFFORT}")
+    return value
+
+
 def _numbers(kind: Callable[[str], N]) -> Callable[[str], list[N]]:
     def parse(text: str) -> list[N]:
         try:
             values = [kind(part) for part in text.split(",")]
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"got {text!r}; needed numbers with commas between them") from error
-        if any(value <= 0 for value in values):
+        if any(not value > 0 for value in values):  # NaN is not
             raise argparse.ArgumentTypeError(f"got {text!r}; needed numbers above 0")
         return values
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.planbench import KINDS, summary, task
+from benchmarks.planbench import KINDS, draw, summary, task
 
 
 def test_a_seed_is_a_task():
@@ -14,7 +14,7 @@ def test_a_seed_is_a_task():
         assert 10 <= len(request.sharded) <= 60
 
 
-def test_a_rival_without_a_plan_is_told_and_not_compared():
+def test_a_rival_without_a_plan_is_told_and_not_compared(tmp_path):
     steps = [{"embershard": 1.1, "rival": None}, {"embershard": 1.0, "rival": 1.5}]
     found = summary(
         [
@@ -27,3 +27,5 @@ def test_a_rival_without_a_plan_is_told_and_not_compared():
     assert rival["gap_of_tables_percent"]["median"] == 100.0
     assert rival["without_a_plan"] == 1
     assert rival["longer_than_embershard_percent"]["median"] == 50.0
+    draw(found, tmp_path / "gaps.png")
+    assert (tmp_path / "gaps.png").stat().st_size > 1000

@@ -100,3 +100,21 @@ def test_a_wrong_file_is_refused(tmp_path, text, said):
 def test_data_beside_numbers_are_refused(file, capsys):
     assert plan(file, "--profile", "p.npz") == 2
     assert "takes no CONFIG and no --profile" in capsys.readouterr().err
+
+
+def test_more_effort_finds_no_slower_plan(file, tmp_path):
+    made = []
+    for effort in ("0.1", "3"):
+        assert plan(file, "--ranks", "4", "--effort", effort, "-o", str(tmp_path / effort)) == 0
+        made.append(Plan.load(tmp_path / effort).bound)
+    assert made[0] is not None
+    assert made[1] is not None
+    assert made[1].step_seconds <= made[0].step_seconds
+    assert made[1].least_seconds <= made[0].step_seconds
+
+
+@pytest.mark.parametrize("effort", ["0", "nan", "many", "1e9"])
+def test_an_effort_that_is_none_is_refused(effort, file, capsys):
+    with pytest.raises(SystemExit):
+        plan(file, "--effort", effort)
+    assert "needed a number above 0, at most 1000" in capsys.readouterr().err
