@@ -154,6 +154,7 @@ def test_hash_takes_all_of_a_user_or_nothing_and_the_same_of_every_format(folder
         assert found[0] == [number for number, (user, _) in enumerate(all_rows) if user in chosen]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["random", "hash"])
 def test_chance_takes_its_share_by_a_seed_of_its_own(tmp_path, split):
     files = [[(f"u{number}", None) for number in range(start, start + 3000)] for start in (0, 3000)]

@@ -285,6 +285,7 @@ def test_hit_rates_of_short_data_are_marked(tmp_path, capsys):
     assert not any(cell.endswith("*") for cell in long[-6:-4])
 
 
+@pytest.mark.slow
 def test_the_picture_explains_its_curves(tmp_path, capsys):
     lookups = {name: (rows, skewed(rows, 30_000, seed=rows)) for name, rows in (("t_a", 20_000), ("t_b", 9000))}
     profile = profile_of(lookups)

@@ -341,6 +341,7 @@ def test_a_table_that_cannot_be_written_ends_no_run(
     assert capsys.readouterr().out.count("Warning: the results so far could not be written (IsADirectoryError") == 2
 
 
+@pytest.mark.slow
 def test_seeds_are_repeats_and_the_best_is_named(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def test_manifests_follow_the_published_schema(file: Path) -> None:
         assert kept_by_the_schema(manifest) == manifest
 
 
+@pytest.mark.slow
 def test_the_schema_finds_mistakes(file: Path) -> None:
     manifest = documents(manifests(Sweep.read(file), Path("out")))[0]
     misspelt = {**manifest, "spec": {**manifest["spec"], "numNode": 1}}

@@ -182,6 +182,7 @@ def test_a_rank_that_hangs_is_named_and_its_stack_kept(tmp_path):
     assert '"/app/reader.py", line 2 in read' in second
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named(tmp_path):
     (tmp_path / "a file").touch()
     works = "[tell(BEATS, n) or time.sleep(0.01) for n in range(999)]"
@@ -191,6 +192,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path):
     assert "could not be written" in ended.message
 
 
+@pytest.mark.slow
 def test_ranks_that_may_hang():
     assert run("time.sleep(1.5)", hang_seconds=None) == Ended(0)
     assert run("wait()", hang_seconds=0.5).code == 1
