@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,53 @@ class HeldOutPart:
         return f"{self.how}: {self.samples:,} of {self.all_samples:,} samples"
 
 
+@dataclass(frozen=True)
+class WindowResult:
+    """A window of time, evaluated before it trained.
+
+    Attributes:
+        step: steps that were trained before.
+        window: its number, from 0.
+        start: the time in UTC at which it begins.
+        samples: of it; `late` of them are of earlier windows.
+        quality: figures by name, as those of a run.
+    """
+
+    step: int
+    window: int
+    start: str
+    samples: int
+    late: int
+    quality: dict[str, float | None]
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> WindowResult:
+        """Return the window of a line of metrics.jsonl.
+
+        >>> WindowResult.of({"step": 5, "window": 1, "start": "", "samples": 9, "late": 0, "auc": 0.7}).quality
+        {'auc': 0.7}
+        """
+        values = {name: value for name, value in report.items() if name not in ("kind", "time", "seconds")}
+        own = {each.name: values.pop(each.name) for each in dataclasses.fields(cls) if each.name in values}
+        return decode(cls, {**own, "quality": values})
+
+
+def mean_quality(windows: Sequence[WindowResult]) -> dict[str, float]:
+    """Return the samples of all windows, and the means of their figures by name: a window counts by its samples, where
+    the figure is defined.
+
+    >>> windows = [WindowResult(9, n, "", n, 0, {"auc": n / 4, "ne": None}) for n in (1, 3)]
+    >>> mean_quality(windows)
+    {'samples': 4, 'auc': 0.625}
+    """
+    found: dict[str, float] = {"samples": sum(each.samples for each in windows)}
+    for name in dict.fromkeys(name for each in windows for name in each.quality):
+        pairs = [(each.samples, value) for each in windows if (value := each.quality[name]) is not None]
+        if count := sum(samples for samples, _ in pairs):
+            found[name] = sum(samples * value for samples, value in pairs) / count
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What a run gave.
@@ -188,7 +235,7 @@ class RunResult:
         is_steady: False where the run was too short for such steps alone.
         loss: of training, mean since the last report.
         quality: figures of the held-out samples by name, "auc" or "auc/label"; None where one is undefined. In the
-            file they stand beside the other entries.
+            file they stand beside the other entries. In time order, without `data.eval_path`: means over the windows.
         best: the best evaluation of a run that follows it: that whose checkpoint is kept, if `keeps_best`.
         stopped_early: by `train.early_stopping`.
         bad_rows: None where none is tolerated.
@@ -196,6 +243,7 @@ class RunResult:
         cache: None in a run without caches.
         changes: settings that resumes changed on request.
         held_out: None in files of earlier versions.
+        windows: of a run in time order.
     """
 
     steps: int
@@ -209,6 +257,7 @@ class RunResult:
     quality: dict[str, float | None]
     eval_samples: int
     held_out: HeldOutPart | None = None
+    windows: tuple[WindowResult, ...] = ()
     best: BestEvaluation | None = None
     keeps_best: bool = False
     stopped_early: bool = False

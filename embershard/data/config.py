@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from embershard.data.schema import Pooling, Target, Task
+from embershard.data.time_config import TimeConfig
 from embershard.errors import ConfigError
 from embershard.resume_rules import AsEvalFiles, AsFiles, Free, OfModel, OfTraining
 
@@ -418,6 +419,8 @@ class DataConfig:
     split_seed: OfTraining[int] = 0
     """With `split` "random" and "hash": which samples, or values, chance takes. `seed` has no effect on that: runs that
     differ in it have the same held-out samples."""
+    time: TimeConfig = field(default_factory=TimeConfig)
+    """Training in time order."""
     seed: OfTraining[int] = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
     shuffle: OfTraining[bool] = True
@@ -466,6 +469,7 @@ class DataConfig:
             prefetch_batches=(self.prefetch_batches >= 1, "at least 1"),
         )
         self._check_split()
+        self.time.check_with(self.kind, self.split, self.eval_fraction, EVAL_FRACTION)
         most = _MOST_CHUNKS * self.chunk_rows
         if self.synthetic.num_samples > most:
             raise ConfigError(
@@ -506,6 +510,21 @@ class DataConfig:
                 "an integer in [0, 2**63)" if by_chance else f"0: {no_effect}",
             ),
         )
+
+    @property
+    def is_in_time_order(self) -> bool:
+        """True if samples train window by window."""
+        return self.time.column is not None and self.eval_fraction != 1
+
+    @property
+    def held_out_share(self) -> float:
+        """Share of the samples at `path` that is held out."""
+        return 0.0 if self.is_in_time_order or self.eval_path is not None else self.eval_fraction
+
+    @property
+    def why_nothing(self) -> str:
+        """Why nothing is held out to the end, where nothing is."""
+        return "data.time.column is set" if self.is_in_time_order else "data.eval_fraction is 0"
 
     @property
     def file_patterns(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from embershard.launch.config import METRICS, RUN_CONFIG
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.screen import time_now
 from embershard.launch.versions import git_commit, versions
-from embershard.run_result import RESULT, RunResult
+from embershard.run_result import RESULT, RunResult, WindowResult, mean_quality
 from embershard.sharding.plan import Plan
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.config import RunConfig
@@ -35,6 +35,7 @@ from embershard.training.quality.reports import (
     SkippedBatchReport,
     StopReport,
     TrainReport,
+    WindowReport,
 )
 from embershard.training.trainer import Trainer
 from embershard.whole_file import whole_file
@@ -44,7 +45,7 @@ _WARMUP_STEPS = 10
 _DAMAGED, _BAD_ROWS = "metrics.damaged.jsonl", "bad_rows.jsonl"
 #: Kinds of reports that a resumed run may make again at the step of its checkpoint, as the run before it did; and what,
 #: beside the step, tells one from another.
-_MADE_AGAIN = {"eval": (), "stop": (), "skipped_batch": ("epoch", "sample")}
+_MADE_AGAIN = {"eval": (), "window": ("window",), "stop": (), "skipped_batch": ("epoch", "sample")}
 _Again = tuple[Any, ...]
 #: Lines of bad_rows.jsonl.
 _MOST_BAD_ROWS = 10_000
@@ -98,6 +99,12 @@ class RunRecord:
             self._metrics.flush()
         return True
 
+    def windows(self) -> tuple[WindowResult, ...]:
+        """Return the windows of time that the whole run evaluated, those before a resume included."""
+        with naming_file(self._metrics.name):
+            lines = map(json.loads, Path(self._metrics.name).read_bytes().splitlines())
+            return tuple(WindowResult.of(line) for line in lines if line["kind"] == "window")
+
     def close(self) -> None:
         """Close the files."""
         with naming_file(self._metrics.name):
@@ -144,14 +151,19 @@ def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequenc
 
 
 def make_result(
-    trainer: Trainer, loss: float | None, evaluation: EvalReport | None, totals: Mapping[str, Any]
+    trainer: Trainer,
+    loss: float | None,
+    evaluation: EvalReport | None,
+    totals: Mapping[str, Any],
+    windows: Sequence[WindowResult] = (),
 ) -> RunResult:
     """Return the result of a run that ended; speed and `step_ms` are of the steps that `steady_steps` chooses.
 
     Args:
+        evaluation: the last one; without one, the quality is that of the `windows`.
         totals: of all ranks: the entries cache, look_ahead and sent_bytes.
     """
-    quality = {} if evaluation is None else quality_values(evaluation.quality)
+    quality = mean_quality(windows) if evaluation is None else quality_values(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
@@ -169,6 +181,7 @@ def make_result(
         **{name: quality.get(name) for name in metric_names(trainer.target)},
         "eval_samples": quality.get("samples", 0),
         "held_out": _held_out(trainer),
+        "windows": [dataclasses.asdict(window) for window in windows],
         **_best(trainer),
         "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
         "world_size": ranks.world_size,
@@ -191,10 +204,13 @@ def report_line(report: Report) -> dict[str, Any]:
 def _held_out(trainer: Trainer) -> dict[str, Any]:
     source, data = trainer.source, trainer.config.data
     held_out, rest = (source.chunks(split).num_samples for split in ("eval", "train"))
+    in_windows = 0
+    if data.eval_path is None and (windows := source.held_out.windows) is not None:
+        in_windows = rest - int(windows.firsts[1])
     return {
         "split": data.split if data.eval_path is None else "eval_path",
         "how": source.held_out.how,
-        "samples": held_out,
+        "samples": held_out + in_windows,
         "all_samples": held_out + rest,
     }
 
@@ -219,6 +235,10 @@ def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
         return "train", {**values, **{f"sent_bytes_{kind}": count for kind, count in sent.items()}}
     if isinstance(report, EvalReport):
         return "eval", {"step": report.step, **quality_values(report.quality), "seconds": report.seconds}
+    if isinstance(report, WindowReport):
+        values = dataclasses.asdict(report) | quality_values(report.quality)
+        del values["quality"]
+        return "window", values
     if isinstance(report, FailedSaveReport):
         return "failed_checkpoint", dataclasses.asdict(report)
     if isinstance(report, BadRowsReport):

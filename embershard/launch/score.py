@@ -206,7 +206,7 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
     if arguments.data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_path=None, eval_fraction=1.0))
     if needs_samples and not config.holds_out:
-        raise ConfigError("The run holds nothing out (data.eval_fraction is 0). Give the samples: --data PATH.")
+        raise ConfigError(f"The run holds nothing out ({config.data.why_nothing}). Give the samples: --data PATH.")
     return config
 
 

@@ -200,6 +200,11 @@ class RunConfig:
             )
         if self.sharding.mode == "hot_cold":
             self._check_hot_cold()
+        if self.data.is_in_time_order and (self.train.epochs or 1) > 1:
+            raise ConfigError(
+                f"train.epochs: got {self.train.epochs}, needed 1 in time order (data.time.column): a second pass has "
+                "no window that was not trained on before."
+            )
         self._check_model()
 
     def _check_evaluations(self) -> None:
@@ -207,7 +212,7 @@ class RunConfig:
             ("train", "eval_every"), ("train", "early_stopping"), ("train", "metric"), ("checkpoint", "keep_best")
         ):  # fmt: skip
             if getattr(getattr(self, section), name) and not self.holds_out:
-                raise ConfigError(f"{section}.{name} has no effect: nothing is held out (data.eval_fraction is 0).")
+                raise ConfigError(f"{section}.{name} has no effect: nothing is held out ({self.data.why_nothing}).")
         if self.train.metric is None:
             return
         if not self.judges:
@@ -232,6 +237,12 @@ class RunConfig:
                 )
 
     def _check_hot_cold(self) -> None:
+        if self.data.is_in_time_order:
+            raise ConfigError(
+                'sharding.mode: got "hot_cold" with data.time.column, and each has an order of its own. Remove one of '
+                "them: --set sharding.mode=sharded --set sharding.hot_bytes=none, or --set data.time.column=none --set "
+                "data.time.window=none."
+            )
         ahead, most = self.lookahead + self.data.prefetch_batches, READ_AHEAD - _IN_WORK
         if ahead > most:
             raise ConfigError(
@@ -250,7 +261,7 @@ class RunConfig:
     @property
     def holds_out(self) -> bool:
         """True if there is a held-out part to evaluate on."""
-        return self.data.eval_path is not None or self.data.eval_fraction > 0
+        return self.data.eval_path is not None or self.data.held_out_share > 0
 
     @property
     def keeps_best(self) -> bool:

@@ -53,7 +53,7 @@ def open_stream(
         rank=ranks.rank,
         world_size=ranks.world_size,
         split="eval" if state is None else "train",
-        epochs=1 if state is None else config.train.num_epochs,
+        epochs=1 if state is None or config.data.is_in_time_order else config.train.num_epochs,
         config=config.data,
         state=state,
         pin_memory=ranks.device.type == "cuda",

@@ -10,9 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from embershard.data import Batch, BatchStream, StreamState, Target, open_source
+from embershard.data import Batch, BatchStream, Source, StreamState, Target, open_source
+from embershard.data.sources.source import WindowSource
 from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
 from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.distributed.traffic import counted_as_other
@@ -36,6 +38,7 @@ from embershard.training.quality.best import BestModel
 from embershard.training.quality.counters import StepMetrics
 from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64
 from embershard.training.quality.metrics import Predicted, PredictionBuffer, autocast, predicted_of, until_stopped
+from embershard.training.quality.quality import AnyQuality
 from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
@@ -45,6 +48,7 @@ from embershard.training.quality.reports import (
     SkippedBatchReport,
     StopReport,
     TrainReport,
+    WindowReport,
 )
 from embershard.training.steps import BadRowCount, InputFailure, Steps, open_stream
 
@@ -80,6 +84,7 @@ class Trainer:
         self.steps = self.samples = 0
         self._first_step = 0  # of this process: it may go on from a checkpoint
         self._evaluated: int | None = None  # the step of the last evaluation of this process
+        self._next_window = 1  # that this process may have to evaluate
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         self._upcoming: Steps | None = None
         if checkpoints is not None:
@@ -137,6 +142,9 @@ class Trainer:
         if judges and not self.is_over and self.best.progress.step != self.steps:
             yield from self._evaluate_if_due()  # the run before was stopped in this evaluation
         while not self.is_over and not self.supervision.must_stop:
+            yield from self._evaluate_windows()
+            if self.supervision.must_stop:
+                break
             started = time.perf_counter()
             try:
                 upcoming = self.upcoming.next()
@@ -181,6 +189,23 @@ class Trainer:
             self.best.note_save(self.steps)
         yield replace(report, is_best=is_best and self.config.judges)
 
+    def _evaluate_windows(self) -> Iterator[WindowReport]:
+        """In time order, evaluate the windows whose first sample is in the next global batch, none of which has
+        trained; those that are left where a rank was asked to stop are evaluated by the run that goes on."""
+        if (windows := self.source.held_out.windows) is None:
+            return
+        position = self.position.global_sample
+        size = global_batch(self.config, self.ranks.world_size)
+        first, last = np.searchsorted(windows.firsts, [position, position + size]).tolist()
+        for window in range(max(self._next_window, first), last):
+            started = time.perf_counter()
+            if (quality := self._quality_of(WindowSource(self.source, window))) is None:
+                return
+            self._next_window = window + 1
+            seconds = time.perf_counter() - started
+            late = int(windows.late[window])
+            yield WindowReport(self.steps, window, windows.name(window), late, quality, seconds)
+
     @property
     def _must_save(self) -> bool:
         is_due = self._saves.is_due(self.steps) or self.best.awaits(self.steps)
@@ -209,6 +234,8 @@ class Trainer:
             yield self.save()
 
     def _evaluate_at_end(self) -> Iterator[Report]:
+        if not self.supervision.must_stop:
+            yield from self._evaluate_windows()
         if self.config.holds_out and self._evaluated != self.steps:
             yield from self._evaluate()
         yield from self._count_bad_rows()
@@ -278,23 +305,27 @@ class Trainer:
             learning_rate_factor=self.optimizers.factor or 1.0,
         )
 
-    @counted_as_other()
     def evaluate(self) -> EvalReport | None:
         """Return the quality on the held-out part: each sample counts once, with any number of ranks.
 
         None: a rank was asked to stop meanwhile.
         """
         started = time.perf_counter()
-        with self._open_stream(None) as stream:
+        quality = self._quality_of(self.source)
+        return None if quality is None else EvalReport(self.steps, quality, time.perf_counter() - started)
+
+    @counted_as_other()
+    def _quality_of(self, source: Source) -> AnyQuality | None:
+        """Return the quality on the held-out samples of a source; None: a rank was asked to stop meanwhile."""
+        with open_stream(self.config, source, self.ranks, None, None) as stream:
             batches = self._input_failure.watch(shortest(stream, self.ranks.device))
             batches = until_stopped(batches, self.supervision, self.ranks)
             predictions = PredictionBuffer(self.target)
             for predicted in predicted_of(self.model, batches, self.ranks.device, self._autocast):
                 predictions.add(predicted)
-            self.bad_rows.add(stream, "eval")
-        if self.supervision.agree(self.ranks):
-            return None
-        return EvalReport(self.steps, predictions.quality(self.ranks), time.perf_counter() - started)
+            if source is self.source:  # bad rows of windows count when they train
+                self.bad_rows.add(stream, "eval")
+        return None if self.supervision.agree(self.ranks) else predictions.quality(self.ranks)
 
     def save(self) -> SaveReport:
         """Write a checkpoint of all state that the rest of the run depends on, and wait until it is complete.
@@ -340,7 +371,7 @@ class Trainer:
         self.config = comparison.config
         self.steps = self._first_step = saved.step
         self.samples = saved.samples
-        self._evaluated = None
+        self._evaluated, self._next_window = None, 1
         is_same_data = not any(change.key.startswith("data.") for change in comparison.changes)
         self.best.resume(saved.evaluations, saved.step, is_same_data=is_same_data)
         self.loss_monitor = self._make_loss_monitor()
@@ -358,8 +389,8 @@ class Trainer:
             self._upcoming.close()
         self._saves.forget()
 
-    def _open_stream(self, state: StreamState | None) -> BatchStream:
-        """Open the training stream at `state`, or with None the held-out part."""
+    def _open_stream(self, state: StreamState) -> BatchStream:
+        """Open the training stream at `state`."""
         return open_stream(self.config, self.source, self.ranks, state, self.hot)
 
     def _make_loss_monitor(self) -> LossMonitor:

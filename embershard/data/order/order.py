@@ -2,7 +2,7 @@
 
 Files come in a seeded order; each is a sequence of chunks; the order of chunks is mixed inside windows of a few dozen
 chunks; the rows of a chunk are mixed with each other. So the chunks of the positions [start, stop) of an epoch are
-known without reading any other chunk.
+known without reading any other chunk. In time order all this is done inside of each window of time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ _FILES, _CHUNKS, _ROWS = 1, 2, 3
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """The chunks of one split; the chunks of a file are adjacent and in the file's order.
+    """The chunks of one split; the chunks of a file are adjacent and in the file's order, or, in time order, those of a
+    window are, and each is of one window.
 
     Attributes:
         file: int64 [C], the number of each chunk's file.
         rows: int64 [C], the number of each chunk's rows, at least 1.
+        window: int64 [C], in time order the number of each chunk's window, from 0, never falling; else None.
     """
 
     file: NDArray[np.int64]
     rows: NDArray[np.int64]
+    window: NDArray[np.int64] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -86,10 +89,14 @@ def _chunk_permutation(key: int, chunk: int, size: int) -> NDArray[np.int64]:
 
 
 def _chunk_order(chunks: ChunkTable, key: int, window: int) -> NDArray[np.int64]:
-    """Return the seeded order of files, then of the chunks inside every window of `window` chunks."""
+    """Return the seeded order of files, then of the chunks inside every `window` chunks; in time order, of those of a
+    window of time."""
     num_files = int(chunks.file.max()) + 1 if len(chunks.file) else 0
-    place_of_file = permutation(make_key(key, _FILES), num_files)
-    order = np.argsort(place_of_file[chunks.file], kind="stable")
+    place_of_file = permutation(make_key(key, _FILES), num_files)[chunks.file]
+    time = np.zeros_like(chunks.file) if chunks.window is None else chunks.window
+    order = np.lexsort(
+        (place_of_file, time)
+    )  # equal ones stay in their order; `time` stays as it is, which never falls
     numbers = np.arange(len(order))
     within = unit_floats(random_words(make_key(key, _CHUNKS), numbers))
-    return order[np.lexsort((within, numbers // window))]
+    return order[np.lexsort((within, (numbers - np.searchsorted(time, time)) // window, time))]

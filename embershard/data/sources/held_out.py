@@ -13,6 +13,7 @@ import numpy as np
 
 from embershard.data.config import DataConfig
 from embershard.data.hashing import make_key, random_words, unit_floats
+from embershard.data.order.time_windows import TimeWindows
 from embershard.data.sample_bits import SampleBits
 
 _RANDOM = 10  # a stream of random words of its own
@@ -26,10 +27,12 @@ class HeldOut:
     Attributes:
         how: what they are, in words.
         samples: their bits are 1; None: every file has a share of them, at its end.
+        windows: of the others, in time order: each is held out until it trains.
     """
 
     how: str
     samples: SampleBits | None = None
+    windows: TimeWindows | None = None
 
     def sentence(self, num_held_out: int, num_samples: int) -> str:
         """Return a sentence for the user, with how many samples are held out of all."""
@@ -56,6 +59,9 @@ def hold_out(
         by_column: makes that pass where columns decide.
     """
     fraction = config.eval_fraction
+    if config.is_in_time_order:
+        assert by_column is not None, "only tables have a column of times"
+        return share(by_column)
     if config.eval_path is not None:
         return HeldOut(f"all of {config.eval_path}")
     if fraction in (0, 1):

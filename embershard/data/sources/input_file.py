@@ -142,8 +142,7 @@ def files_of(config: DataConfig) -> tuple[list[InputFile], list[InputFile]]:
 def list_files(config: DataConfig) -> tuple[list[InputFile], list[float]]:
     """Return all data files of a config, and the share of each that is held out, at its end; see `files_of`."""
     files, held_out = files_of(config)
-    share = config.eval_fraction if config.eval_path is None else 0.0
-    return files + held_out, [share] * len(files) + [1.0] * len(held_out)
+    return files + held_out, [config.held_out_share] * len(files) + [1.0] * len(held_out)
 
 
 class FileIdentity(NamedTuple):

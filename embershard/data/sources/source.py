@@ -21,7 +21,8 @@ from embershard.data.schema import Schema
 from embershard.data.sources.held_out import HeldOut
 from embershard.errors import DataError
 
-Split = Literal["train", "eval"]
+#: Samples to train on, and held-out ones. "ahead": those to train on, evaluated before their training, in time order.
+Split = Literal["train", "eval", "ahead"]
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 #: Chunks of which the rows of a split are remembered: neighbouring batches of a rank often share a chunk.
@@ -100,7 +101,9 @@ class FileSource(ABC):
 
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:
         physical, members = self._split.place(split, chunk)
-        return self._parsed.get(physical).take(members[rows], members, replaces=split == "train")
+        parsed, replaces = self._parsed.get(physical), split == "train"
+        among = self._split.replacements(chunk) if replaces and parsed.bad else members
+        return parsed.take(members[rows], among, replaces=replaces)
 
     def _parse_checked(self, number: int) -> ParsedChunk:
         parsed = self.parse(number, self._most_bad)
@@ -113,7 +116,8 @@ class FileSource(ABC):
 class SplitChunks:
     """Assigns the rows of physical chunks, which are parsed as a whole, to the train or the eval split.
 
-    A physical chunk with rows of both is a chunk of both.
+    A physical chunk with rows of both is a chunk of both; in time order, one with rows of several windows is a chunk of
+    each of them.
 
     Args:
         file: the file of every physical chunk.
@@ -138,16 +142,19 @@ class SplitChunks:
             if held_out.samples.num_samples != size.sum():
                 raise DataError(f"the split is of {held_out.samples.num_samples} samples, and there are {size.sum()}")
             num_eval = np.array([self.is_held_out(number).sum() for number in range(len(size))], np.int64)
-        self._parts = {"train": _part(owner, size - num_eval), "eval": _part(owner, num_eval)}
+        windows = held_out.windows
+        train = _part(owner, size - num_eval) if windows is None else (windows.table(owner), windows.part_chunk)
+        self._parts = {"train": train, "eval": _part(owner, num_eval), "ahead": train}
         self._members = RecentlyUsed(self._find_members, _KEPT_MEMBERS)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know: which samples are held out, unless that is none or all."""
         num_eval, num_samples = self.table("eval").num_samples, int(self._size.sum())
+        windows = () if self.held_out.windows is None else (self.held_out.windows.sentence(),)
         if self.held_out.samples is None and num_eval in (0, num_samples):
-            return ()
-        return (self.held_out.sentence(num_eval, num_samples),)
+            return windows
+        return (self.held_out.sentence(num_eval, num_samples), *windows)
 
     def is_held_out(self, number: int) -> Flags:
         """Return for each row of a physical chunk whether it is held out."""
@@ -161,12 +168,49 @@ class SplitChunks:
 
     def place(self, split: Split, chunk: int) -> tuple[int, Ids]:
         """Return the physical chunk of a split's chunk, and the rows of it that are the chunk's rows, in order."""
-        physical = int(self._parts[split][1][chunk])
-        return physical, self._members.get((physical, split == "eval"))
+        table, physicals = self._parts[split]
+        physical, window = int(physicals[chunk]), None if table.window is None else int(table.window[chunk])
+        return physical, self._members.get((physical, split == "eval", window))
 
-    def _find_members(self, place: tuple[int, bool]) -> Ids:
-        number, held_out = place
-        return np.flatnonzero(self.is_held_out(number) == held_out)
+    def replacements(self, chunk: int) -> Ids:
+        """Return the rows, in order, that may take a bad one's place in a chunk to train on: in time order, those of
+        earlier windows, too, since of its own there may be none."""
+        physical, members = self.place("train", chunk)
+        windows, table = self.held_out.windows, self.table("train")
+        if windows is None or table.window is None:
+            return members
+        is_earlier = windows.of_rows[physical] <= table.window[chunk]
+        return np.flatnonzero(np.broadcast_to(is_earlier, self._size[physical]))
+
+    def _find_members(self, place: tuple[int, bool, int | None]) -> Ids:
+        number, held_out, window = place
+        is_member = self.is_held_out(number) == held_out
+        if self.held_out.windows is not None and window is not None:
+            is_member &= self.held_out.windows.of_rows[number] == window
+        return np.flatnonzero(is_member)
+
+
+class WindowSource:
+    """The samples of a window of time, before they train: all of them are "held out".
+
+    Args:
+        source: in time order.
+    """
+
+    def __init__(self, source: Source, window: int) -> None:
+        self._source, chunks = source, source.chunks("train")
+        assert chunks.window is not None, "the samples are in time order"
+        first, last = np.searchsorted(chunks.window, [window, window + 1]).tolist()
+        self._first, self._chunks = first, ChunkTable(chunks.file[first:last], chunks.rows[first:last])
+        self.schema, self.notes, self.held_out = source.schema, source.notes, source.held_out
+
+    def chunks(self, split: Split) -> ChunkTable:
+        assert split == "eval"
+        return self._chunks
+
+    def read(self, split: Split, chunk: int, rows: Ids) -> Block:
+        assert split == "eval"
+        return self._source.read("ahead", self._first + chunk, rows)
 
 
 def _part(owner: Ids, rows: Ids) -> tuple[ChunkTable, Ids]:

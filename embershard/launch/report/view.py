@@ -12,11 +12,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from embershard.launch.quality_text import figures
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.train.progress import closing_table
 from embershard.planning.recalibrate import Recalibration
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, Traffic
-from embershard.run_result import CacheTotals, RunResult
+from embershard.run_result import CacheTotals, RunResult, WindowResult
 from embershard.units import size
 
 _MOST_RANKS = 16
@@ -25,6 +26,8 @@ _MOST_RANKS = 16
 def show_run(folder: Path, result: RunResult, console: Console, top: int) -> None:
     """Print quality, speed and the caches' counts of a run, without looking at a plan."""
     tables = [closing_table(result, str(folder))]
+    if result.windows:
+        tables.append(_window_table(result.windows, top))
     if (cache := result.cache) is not None:
         ranks = [(str(caches.rank), caches) for caches in cache.ranks[:_MOST_RANKS]]
         by_misses = sorted(cache.tables.items(), key=lambda item: item[1].hits_lookups - item[1].lookups)
@@ -38,6 +41,19 @@ def show_run(folder: Path, result: RunResult, console: Console, top: int) -> Non
     tables[0].title = "embershard: what the run gave"
     for table in tables:
         console.print(table)
+
+
+def _window_table(windows: Sequence[WindowResult], top: int) -> Table:
+    """Return the newest windows of time."""
+    shown = windows[-top:]
+    title = "Windows" if len(shown) == len(windows) else f"The newest {len(shown)} of {len(windows)} windows"
+    names = [f"{each.title} {each.label}".strip() for each in figures(shown[0].quality)]
+    table = _wide_table(title, ("from (UTC)",), ("step", "samples", "late", *names))
+    for window in shown:
+        counts = (f"{window.step:,}", f"{window.samples:,}", f"{window.late:,}")
+        table.add_row(window.start, *counts, *(each.value for each in figures(window.quality)))
+    table.caption = "quality on all samples of a window before any of them trained; step: those trained by then"
+    return table
 
 
 def _cache_table(title: str, what: str, rows: Sequence[tuple[str, CacheTotals]], steps: int) -> Table:

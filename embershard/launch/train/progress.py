@@ -26,6 +26,7 @@ from embershard.training.quality.reports import (
     SkippedBatchReport,
     StopReport,
     TrainReport,
+    WindowReport,
 )
 from embershard.units import size
 
@@ -70,6 +71,11 @@ class ProgressDisplay:
                 say(self._console, f"{line}  ETA {per_step * (self._total - report.step):.0f} s")
         elif isinstance(report, EvalReport):
             say(self._console, f"step {report.step}: {eval_line(report)}")
+        elif isinstance(report, WindowReport):
+            values = quality_values(report.quality)
+            late = f", {report.late:,} late" if report.late else ""
+            counts = f"{values['samples']:,} samples{late}, {report.seconds:.1f} s"
+            say(self._console, f"step {report.step}: window {report.start}  {quality_line(values)}  ({counts})")
         elif isinstance(report, FailedSaveReport):
             goes_on = "" if report.run_ends else " Training goes on (checkpoint.on_failed_save)."
             say(self._console, f"{report.reason}{goes_on}")
@@ -132,6 +138,11 @@ def closing_table(result: RunResult, what: str) -> Table:
         bad = f"; {result.eval_samples:,} of them judged: bad rows are left out" if left else ""
         how = f"of {held_out.all_samples:,}: {held_out.how}{bad}"
         table.add_row("held out", f"{held_out.samples:,} samples", how)
+    if windows := result.windows:
+        late = sum(window.late for window in windows)
+        means = "; figures are means, by samples" if result.eval_samples else ""
+        what = f"{windows[0].start} to {windows[-1].start}, evaluated before they trained{means}; {late:,} samples late"
+        table.add_row("windows", f"{len(windows):,}", what)
     for row in _best_rows(result):
         table.add_row(*row)
     p50, p95 = (number(milliseconds, ".1f") for milliseconds in (result.step_ms.p50, result.step_ms.p95))

@@ -164,7 +164,7 @@ class _Outputs:
 
     def finish(self, totals: Mapping[str, Any], same_run: str) -> None:
         self._display.close()
-        result = make_result(self._trainer, self._loss, self._evaluation, totals)
+        result = make_result(self._trainer, self._loss, self._evaluation, totals, self._record.windows())
         result.write(self._folder)
         self._trackers.finish(result.to_dict())
         if isinstance(self._console, JsonLines):

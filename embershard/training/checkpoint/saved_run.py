@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from embershard.data import Source, StreamState
+from embershard.data.time_config import TimeConfig
 from embershard.decoding import decode, field_types
 from embershard.distributed import damaged_scalars, read_scalars, step_of
 from embershard.errors import CheckpointError, DataError
@@ -31,6 +32,8 @@ from embershard.training.checkpoint.identity import (
 from embershard.training.config import RunConfig
 from embershard.training.quality.best import EvaluationProgress
 
+#: Of checkpoints of earlier versions, which had no other order.
+_EARLIER = {ORDER: PLAIN, **{f"data.time.{each.name}": each.default for each in fields(TimeConfig)}}
 #: Parts of a position that every checkpoint has.
 _POSITION = ("epoch", "global_sample", "seed")
 
@@ -175,7 +178,7 @@ def compare(
             global batch cannot be shared evenly by the ranks.
     """
     saved.check_tables(checkpoint, tables_of(config, source.schema))
-    was = {ORDER: PLAIN, **saved.identity}  # earlier versions had no other
+    was = {**_EARLIER, **saved.identity}
     kept = config
     if BATCH not in allowed:
         kept = _with_global_batch(checkpoint, config, was.get(BATCH), saved, world_size)

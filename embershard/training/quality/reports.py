@@ -47,6 +47,25 @@ class EvalReport:
 
 
 @dataclass(frozen=True)
+class WindowReport:
+    """Quality on a window of time, before any sample of it trained.
+
+    Attributes:
+        step: steps that were trained before.
+        window: its number, from 0.
+        start: the time in UTC at which it begins.
+        late: samples of it that are late: they are of earlier windows.
+    """
+
+    step: int
+    window: int
+    start: str
+    late: int
+    quality: AnyQuality
+    seconds: float
+
+
+@dataclass(frozen=True)
 class SaveReport:
     """A completed checkpoint of `step`; `stall_seconds` of its `seconds` no step was trained."""
 
@@ -102,4 +121,13 @@ class StopReport:
     path: Path | None
 
 
-Report = TrainReport | EvalReport | SaveReport | FailedSaveReport | BadRowsReport | SkippedBatchReport | StopReport
+Report = (
+    TrainReport
+    | EvalReport
+    | WindowReport
+    | SaveReport
+    | FailedSaveReport
+    | BadRowsReport
+    | SkippedBatchReport
+    | StopReport
+)

@@ -17,7 +17,7 @@ from embershard.data.sources.source import FileSource, SplitChunks
 from embershard.data.sources.table.decode import ChunkDecoder, labels_and_weights
 from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet, first_rows, parquet_schema
 from embershard.data.sources.table.raw import RawChunk, TableFiles, check_columns, check_types
-from embershard.data.sources.table.split import check_split, hold_out_by_column
+from embershard.data.sources.table.split import check_split, hold_out_by_column, in_windows
 from embershard.data.sources.table.text_files import TextTables, columns_of, first_bytes
 from embershard.errors import DataError
 
@@ -41,6 +41,10 @@ class TableSource(FileSource):
         self._files = _open(inputs, self._settings, config, needs_labels)
         self._has_bags = self._files.has_lists or any(each.separator is not None for each in self._sparse.values())
         chunk_rows, by_column = self._files.chunk_rows, partial(hold_out_by_column, config, self._files)
+        if config.is_in_time_order:
+            by_column = partial(
+                in_windows, config, self._files, np.flatnonzero(np.less(ends, 1)[self._files.chunk_file])
+            )
         held_out = hold_out(config, int(chunk_rows.sum()), share, by_column)
         split = SplitChunks(self._files.chunk_file, chunk_rows, ends, held_out)
         super().__init__(schema, split, num_kept=2 + config.num_workers, tolerates_bad_rows=config.bad_rows != "stop")

@@ -1,7 +1,8 @@
-"""Samples that are held out by the values of columns: one pass over these columns, in bounded memory.
+"""Samples that are held out, or put in time order, by the values of columns: one pass over these columns, in bounded
+memory.
 
 Memory: a bit per sample, 24 bytes per distinct value of `data.split_column` (about four times as many while values are
-sorted), and 64 MiB or so for times.
+sorted), and 64 MiB or so for times. In time order, that of `TimeWindows`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from embershard.data.config import DataConfig, TableConfig, TableFeature
 from embershard.data.hashing import Ids, make_key, random_words, unit_floats
+from embershard.data.order.time_windows import TimeWindows
 from embershard.data.sample_bits import Flags, SampleBits
 from embershard.data.sources.held_out import HeldOut
 from embershard.data.sources.source import in_threads
@@ -57,6 +59,46 @@ def hold_out_by_column(config: DataConfig, files: TableFiles) -> HeldOut:
     return HeldOut(how, samples)
 
 
+def in_windows(config: DataConfig, files: TableFiles, chunks: Ids) -> HeldOut:
+    """Return the windows of the samples of some `chunks`, the others of which are held out.
+
+    A bad row without a time is in the window of the row before it: the place of a bad row is that of another sample.
+
+    Raises:
+        DataError: as `hold_out_by_column`; or there are too few windows, or too many.
+    """
+    columns, time = _SplitColumns(config, files, chunks), config.time
+    assert time.column is not None, "samples are in time order"
+    assert time.window is not None, "it was checked"
+    numbers = _filled((found, np.floor(found.seconds / time.window).astype(np.int64)) for found in columns.chunks())
+    in_turn = time.files == "in_turn"
+    how = f"every window of {time.window:,} s by {time.column}, but the first, until it trains"
+    if config.eval_path is not None:
+        how = f"all of {config.eval_path}"
+    windows = TimeWindows.of(chunks.tolist(), files.chunk_file[chunks], numbers, time.window, in_turn=in_turn)
+    return HeldOut(how, windows=windows)
+
+
+def _filled(chunks: Iterator[tuple[_Values, Ids]]) -> Iterator[Ids]:
+    """Yield the numbers of all rows of each chunk from those of the rows that have one: the others have that of the row
+    before them, and at the start that of the first one that has it."""
+    waiting, last = list[int](), None
+    for found, numbers in chunks:
+        if not len(numbers):
+            if last is None:
+                waiting.append(found.num_rows)
+            else:
+                yield np.full(found.num_rows, last)
+            continue
+        yield from (np.full(num_rows, numbers[0]) for num_rows in waiting)
+        waiting, last = [], numbers[-1]
+        if len(numbers) == found.num_rows:
+            yield numbers
+            continue
+        places = np.searchsorted(found.rows, np.arange(found.num_rows), side="right") - 1
+        yield numbers[np.maximum(places, 0)]
+
+
 def check_split(config: DataConfig, path: Path, names: Sequence[str], schema: pa.Schema | None = None) -> None:
     """Raise `DataError` where a file has not the columns that decide what is held out.
 
@@ -68,14 +110,20 @@ def check_split(config: DataConfig, path: Path, names: Sequence[str], schema: pa
     if schema is None:
         return
     features = {name: TableFeature("sparse", num_rows=2) for name in columns}
-    if config.split_time in columns:
-        features[config.split_time] = TableFeature("sparse", mapping="hour")
+    if (time := _time_column(config)) in columns:
+        features[time] = TableFeature("sparse", mapping="hour")
     check_types(path, pa.schema([schema.field(name) for name in columns]), TableConfig(features))
     if config.split_column in columns and is_list(kind := schema.field(config.split_column).type):
         raise DataError(f"{path}: column {config.split_column!r} is of type {kind}; needed one value in each row")
 
 
+def _time_column(config: DataConfig) -> str | None:
+    return config.time.column if config.is_in_time_order else config.split_time
+
+
 def _columns(config: DataConfig) -> list[str]:
+    if config.time.column is not None and config.is_in_time_order:
+        return [config.time.column]
     decides = config.eval_fraction not in (0, 1)  # else nothing is held out, or all is
     names = dict.fromkeys((config.split_column, config.split_time))
     return [name for name in names if name is not None and decides]
@@ -109,32 +157,38 @@ class _Values:
 class _SplitColumns:
     """The columns that decide.
 
+    Args:
+        chunks: those to read; None: all.
+
     Attributes:
         num_without: rows without a value, bad ones included, of the chunks that were yielded.
     """
 
-    def __init__(self, config: DataConfig, files: TableFiles) -> None:
+    def __init__(self, config: DataConfig, files: TableFiles, chunks: Ids | None = None) -> None:
         self.config, self._files, self._columns = config, files, _columns(config)
+        self._chunks = np.arange(len(files.chunk_rows)) if chunks is None else chunks
+        self._time = _time_column(config)
         files.need(self._columns)
-        self.sizes, self.num_samples = files.chunk_rows, int(files.chunk_rows.sum())
+        self.sizes, self.num_samples = files.chunk_rows, int(files.chunk_rows[self._chunks].sum())
         self.num_threads = len(os.sched_getaffinity(0))  # other ranks wait
         self.num_without = 0
 
     def chunks(self) -> Iterator[_Values]:
         """Yield the values of all chunks, in order; threads read ahead."""
         num_bad, allowed = 0, self.config.bad_rows
-        for found in in_threads(self.read, range(len(self.sizes)), self.num_threads):
+        names = ("data.time", "data.time.column") if self.config.is_in_time_order else ("data.split", "data.split_time")
+        for found in in_threads(self.read, self._chunks.tolist(), self.num_threads):
             self.num_without += found.num_rows - len(found.rows)
             num_bad += found.num_bad
             yield found
-        if num_bad == self.num_samples > 0 and self.config.split_time in self._columns:
+        if num_bad == self.num_samples > 0 and self._time in self._columns:
             raise DataError(
-                f"data.split_time = {self.config.split_time!r}: no row has a time there. Needed a column of times, or "
-                "of numbers that rise with time"
+                f"{names[1]} = {self._time!r}: no row has a time there. Needed a column of times, or of numbers that "
+                "rise with time"
             )
         if not isinstance(allowed, str) and num_bad > allowed * self.num_samples:
             raise DataError(
-                f"data.split: {num_bad:,} of {self.num_samples:,} rows have no {' and '.join(self._columns)} that can "
+                f"{names[0]}: {num_bad:,} of {self.num_samples:,} rows have no {' and '.join(self._columns)} that can "
                 f"be read; data.bad_rows = {allowed:g} allows {allowed:.2%}"
             )
 
@@ -149,11 +203,14 @@ class _SplitColumns:
             feature = TableFeature("sparse", config.split_column, num_rows=_NUM_HASHES)
             hashes, _ = decoder.bags(feature, (1, ""))
             has_value &= hashes != 0
-        if config.split_time is not None:
-            seconds = decoder.seconds(config.split_time)
+        if self._time is not None:
+            seconds = decoder.seconds(self._time)
             is_missing = np.isnan(seconds)
+            if config.is_in_time_order:
+                needed = "needed a time in every row, by data.time.column"
+                decoder.note(is_missing & decoder.is_sample, self._time, np.full(count, "nothing"), needed)
             seconds = np.where(is_missing, -np.inf, seconds)
-            has_value &= ~is_missing if config.split == "time" else True
+            has_value &= ~is_missing if config.split == "time" or config.is_in_time_order else True
         if decoder.bad:
             if config.bad_rows == "stop":
                 bad = decoder.bad[min(decoder.bad)]

@@ -58,6 +58,33 @@ def training(runs: Sequence[Run]) -> Section:
     return Section("Training", parts)
 
 
+def windows(runs: Sequence[Run]) -> Section:
+    """Return the section of runs in time order: the quality of each window before it trained."""
+    ordered = [run for run in runs if run.folder.reports("window")]
+    reports = [report for run in ordered for report in run.folder.reports("window")]
+    parts = []
+    for name in main_names(reports, "ne", "calibration") if reports else ():
+        figure = new_figure()
+        figure.update_layout(showlegend=len(runs) > 1)
+        figure.update_xaxes(title="window, UTC").update_yaxes(title=title_of(name))
+        for run in ordered:
+            of_run = run.folder.reports("window")
+            line = go.Scatter(
+                x=[report["start"] for report in of_run],
+                y=[report.get(name) for report in of_run],
+                customdata=[[report["step"], report["samples"], report["late"]] for report in of_run],
+                hovertemplate="%{y:.5~g}; %{customdata[1]:,} samples, %{customdata[2]:,} late; step %{customdata[0]:,}",
+                name=text(run.name),
+                mode="lines+markers",
+                line=look(run.number),
+            )
+            figure.add_trace(line)
+        parts.append(
+            PageFigure(f"{title_of(name)} by window", figure, "Of all samples of a window, before they train.")
+        )
+    return Section("Windows of time", parts)
+
+
 def moved(runs: Sequence[Run]) -> Section:
     """Return the section of hit rates, rows moved, and bytes between ranks by kind, over the training."""
     parts, missing = [], []

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from embershard import __version__
-from embershard.launch.report.page.measured import caches, moved, step_time, training
+from embershard.launch.report.page.measured import caches, moved, step_time, training, windows
 from embershard.launch.report.page.predicted import predicted
 from embershard.launch.report.page.runs import Run, Section, settings, summary
 from embershard.launch.report.page.sweep import sweep_section
@@ -66,7 +66,7 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
 def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
     if not runs:
         return
-    for make in (summary, settings, training, moved, caches, step_time, predicted):
+    for make in (summary, settings, training, windows, moved, caches, step_time, predicted):
         yield make(runs)
 
 

@@ -1,0 +1,65 @@
+"""`TimeConfig`: the settings of training in time order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from embershard.errors import ConfigError
+from embershard.resume_rules import OfTraining
+
+TimeFiles = Literal["together", "in_turn"]
+
+
+@dataclass(frozen=True)
+class TimeConfig:
+    """Training in time order, window by window (docs/data.md). Of kinds "table" and "parquet".
+
+    >>> TimeConfig(column="clicked_at", window=3600).files
+    'together'
+    """
+
+    column: OfTraining[str | None] = None
+    """Name of a column of times, seconds since 1970, or texts that are times: samples train window by window. Each
+    window but the first is evaluated before it trains, and nothing else of `path` is held out."""
+    window: OfTraining[int | None] = None
+    """Seconds of a window: 3600 is an hour, 86400 a day. Hours and days begin as in UTC."""
+    files: OfTraining[TimeFiles] = "together"
+    """"together": the rows of all files are put in order, and none is late. "in_turn": files come one after another, in
+    the order of their names. A row is late where an earlier file has a row of a later window: it trains, and is
+    evaluated, with the newest window so far."""
+
+    def __post_init__(self) -> None:
+        if self.files not in get_args(TimeFiles):
+            raise ConfigError(f"data.time.files = {self.files!r}; needed one of {get_args(TimeFiles)}")
+        if self.column is None:
+            for name, value, default in (("window", self.window, None), ("files", self.files, "together")):
+                if value != default:
+                    raise ConfigError(
+                        f"data.time.{name} = {value!r}; needed nothing: it has no effect without data.time.column"
+                    )
+            return
+        if not self.column:
+            raise ConfigError("data.time.column = ''; needed the name of a column")
+        if self.window is None or self.window < 1:
+            given = "is not set" if self.window is None else f"= {self.window}"
+            raise ConfigError(
+                f"data.time.window {given}; needed a number of seconds, at least 1; 3600 is an hour, 86400 a day"
+            )
+
+    def check_with(self, kind: str, split: str, eval_fraction: float, usual_fraction: float) -> None:
+        """Raise `ConfigError` where other settings of the data contradict time order, or have no effect in it."""
+        if self.column is None:
+            return
+        until = "each window is held out until it trains (data.time.column)"
+        if kind not in ("table", "parquet"):
+            raise ConfigError(
+                f'data.kind = "{kind}"; needed "table" or "parquet" in time order: their columns have names'
+            )
+        if split != "tail":
+            raise ConfigError(f'data.split = "{split}"; needed "tail", the default: {until}')
+        if eval_fraction not in (0, usual_fraction, 1):
+            raise ConfigError(
+                f"data.eval_fraction = {eval_fraction}; needed {usual_fraction}, the default, or 0: {until}. For "
+                "held-out samples beside the windows, set data.eval_path"
+            )
