@@ -33,7 +33,8 @@ def make_base(folder: Path, seq: int | None = None) -> Publication:
         seq: None: of the newest delta.
 
     Raises:
-        PublicationError: a base or a delta is missing, damaged, or does not follow the one before.
+        PublicationError: a base or a delta is missing, damaged, or does not follow the one before; or the new base is
+            there already.
         OSError: the base could not be written; nothing of it is left.
     """
     numbers = [found for found, _ in published(folder, "delta")]
@@ -41,6 +42,8 @@ def make_base(folder: Path, seq: int | None = None) -> Publication:
     bases = [path for found, path in published(folder, "base") if found < last]
     if not numbers or not bases:
         raise PublicationError(f"{folder}: no base with deltas after it")
+    if (folder / f"base_{last}").exists():
+        raise PublicationError(f"{folder}: base_{last} is there already")
     have = verify(bases[-1])  # nothing that is damaged gets a new checksum
     partial = folder / f"base_{last}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)

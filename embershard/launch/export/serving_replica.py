@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,15 +108,24 @@ class Replica:
             check_next(publication, self.have, path.parent)
             files = read_files(path, publication)
             self._check(path, publication, files.get(DENSE, {}))
-            stores = [table.get_buffer("stored").numpy() for table in self._model.tables]
-            tables = dict(zip(table_names(self._model.inputs), stores, strict=True))
+            rows = list(self._rows(publication, files))
+            for table, place, _ in rows:  # the same bits again: pages become this process's own before answers wait
+                table[place] = table[place]
             with self._lock:
-                for part in publication.parts:
-                    keys, rows = (files[part.file][f"{part.place}.{name}"] for name in ("keys", "rows"))
-                    columns = slice(part.first_column, part.first_column + part.num_columns)
-                    tables[part.table][keys.numpy(), columns] = rows.numpy()
+                for table, place, new in rows:
+                    table[place] = new
                 set_weights(self._model.dense, files[DENSE])
                 self.have = publication
+
+    def _rows(
+        self, publication: Publication, files: dict[str, dict[str, Tensor]]
+    ) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, slice], np.ndarray]]:
+        """Yield for each part of a delta the table, the place in it, and the new rows."""
+        stores = [table.get_buffer("stored").numpy() for table in self._model.tables]
+        tables = dict(zip(table_names(self._model.inputs), stores, strict=True))
+        for part in publication.parts:
+            keys, rows = (files[part.file][f"{part.place}.{name}"].numpy() for name in ("keys", "rows"))
+            yield tables[part.table], (keys, slice(part.first_column, part.first_column + part.num_columns)), rows
 
     def _check(self, path: Path, publication: Publication, dense: dict[str, Tensor]) -> None:
         """Raise unless the model has the tables and the weights of a verified delta."""
