@@ -197,13 +197,13 @@ def prune(folder: Path, keep_bases: int, needed_from: int | None) -> list[str]:
     """Remove all bases but the newest `keep_bases`, and the deltas up to the oldest of these; return their names.
 
     Args:
-        needed_from: deltas after this number stay, for resumes; None: there is no checkpoint.
+        needed_from: the delta of this number and later ones stay, for resumes; None: there is no checkpoint.
     """
     bases = published(folder, "base")
     going = [path for _, path in bases[:-keep_bases]]
     if bases:
         oldest = bases[-keep_bases:][0][0]
-        last = oldest if needed_from is None else min(oldest, needed_from)
+        last = oldest if needed_from is None else min(oldest, needed_from - 1)
         going += [path for seq, path in published(folder, "delta") if seq <= last]
     for path in going:
         leaving = path.with_name(path.name + PARTIAL)

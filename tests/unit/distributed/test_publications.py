@@ -151,7 +151,8 @@ def test_pruning_keeps_what_replicas_and_resumes_need(tmp_path):
         found.append(run.delta(found[-1]))
     compact.make_base(tmp_path)
     assert write.prune(tmp_path, keep_bases=3, needed_from=None) == []
-    assert write.prune(tmp_path, keep_bases=2, needed_from=1) == ["base_0", "delta_1"]
+    assert write.prune(tmp_path, keep_bases=2, needed_from=2) == ["base_0", "delta_1"]
+    assert write.touched_since(tmp_path, found[2].token), "a resume from there goes on"
     assert write.prune(tmp_path, keep_bases=1, needed_from=None) == ["base_2", "delta_2", "delta_3", "delta_4"]
     assert [path.name for path in tmp_path.iterdir()] == ["base_4"]
 
