@@ -29,9 +29,9 @@ def _settings(chance: random.Random, folder: Path) -> list[str]:
     """The same training, by another cache."""
     given = [text for text in SETTINGS if not text.startswith(("train.batch_size", "look_ahead"))]
     return [
-        *given, "train.global_batch_size=128", "cache.ratio=0.3", f"publish.folder={folder / 'published'}",
-        "publish.every_steps=3", "publish.base_every=4", f"cache.policy={chance.choice(['lru', 'lfu', 'lookahead'])}",
-        f"look_ahead.lookahead={chance.choice([0, 8])}",
+        *given, "train.global_batch_size=128", "train.batch_size=none", "cache.ratio=0.3",
+        f"publish.folder={folder / 'published'}", "publish.every_steps=3", "publish.base_every=4",
+        f"cache.policy={chance.choice(['lru', 'lfu', 'lookahead'])}", f"look_ahead.lookahead={chance.choice([0, 8])}",
     ]  # fmt: skip
 
 

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.covering import matrix
+from tests.faults import published_trainings
 
 pytestmark = pytest.mark.slow  # processes that are killed
+
+
+@pytest.mark.matrix
+def test_whole_trainings_that_are_killed(tmp_path: Path):
+    """`python -m tests.faults.published_trainings` has more of them."""
+    assert published_trainings.try_run(0, tmp_path) == ""
 
 
 def _schedules(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from embershard.distributed import PublishConfig
 from embershard.distributed.publish import write
 from embershard.distributed.publish.published import published, read_publication
 from embershard.errors import ConfigError
@@ -66,6 +67,21 @@ def test_a_state_is_published_once(tmp_path, layers):
     ready()
     assert second == {"seq": 1, "token": read_publication(tmp_path / "published" / "delta_1").token}
     list(life.publisher.end())
+
+
+def test_publications_by_the_clock(tmp_path, layers, monkeypatch):
+    life = Life(tmp_path, None, False, 1, layers)
+    life.publisher._config = PublishConfig("x", every_seconds=10.0)
+    now = [life.publisher._cut_at]
+    monkeypatch.setattr(publisher_module.time, "monotonic", lambda: now[0])
+    due = []
+    for step in range(1, 31):
+        now[0] += 1
+        if life.publisher.is_due(step):
+            life.publisher.cut(step)
+            due.append(step)
+    list(life.publisher.end())
+    assert due == [10, 20, 30]
 
 
 def test_the_folder_of_another_run_is_refused(tmp_path, layers):
