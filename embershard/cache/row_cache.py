@@ -22,6 +22,7 @@ from embershard.cache.policies import make_scores
 from embershard.cache.rows.choose_transfer import transfer_maker
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
+from embershard.cache.rows.touched import TouchedKeys
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.slot_state import CacheContents, SlotState
 from embershard.cache.statistics import CacheCounters, Counter, TableStats, table_stats
@@ -53,6 +54,7 @@ class RowCache:
         name: of the pool, for messages.
         state: rows, scores and next uses of the slots, for inspection.
         next_use_index: part of `state`; None if the policy does not look ahead.
+        touched: rows that updates trained; None: they are not tracked (`track_updates`).
 
     >>> host = HostStore([6], dim=2, dtype=torch.float32, states=[])
     >>> def slots(count):
@@ -113,6 +115,7 @@ class RowCache:
         self._host_version, self._weights_version = host.version, host.weights_version
         self._guard, self._updates = ChangeGuard(self.name), UpdateGate(self.name)
         self._lock, self._stream_order = threading.RLock(), StreamOrder(device)
+        self.touched: TouchedKeys | None = None
 
     # -- training
 
@@ -178,7 +181,7 @@ class RowCache:
         self.counters.seconds += seconds
         if critical_path:
             self.counters.stall_seconds += seconds
-        ticket = Ticket(plan.batch, plan.slots, filled=filled)
+        ticket = Ticket(plan.batch, plan.slots, filled=filled, keys=None if self.touched is None else keys)
         self._in_flight.add(ticket, None if known is None else known.num_rows)
         return ticket
 
@@ -198,6 +201,9 @@ class RowCache:
         """Begin the update of a batch's rows in its backward; `release` ends it."""
         self._updates.begin(ticket)
         self._has_updates = True
+        if self.touched is not None:  # now: an update that fails may have trained some
+            assert ticket.keys is not None, "prepared before updates were tracked"
+            self.touched.add(ticket.keys)
 
     def release(self, ticket: Ticket) -> None:
         """Unpin the slots of a batch that has trained. A second call does nothing."""
@@ -219,6 +225,10 @@ class RowCache:
         if self.next_use_index is not None and not self._guard.is_broken:
             with self._guard.change("skipping a known batch"):
                 self.next_use_index.skip(known, keys)
+
+    def track_updates(self) -> None:
+        """Note in `touched`, from now on, which rows are trained. Call it first before any batch is prepared."""
+        self.touched = TouchedKeys(self.num_rows, self._map.device)
 
     def watch_pins(self) -> PinWatch:
         """Count from now on how often pins mattered. Plans take longer: for checks."""

@@ -22,6 +22,7 @@ class Ticket:
         released: the batch was released or cancelled.
         forwarded: a forward has read the slots, and its backward will update them.
         filled: on a GPU, the end of the batch's fills.
+        keys: int64 [N], the batch's ids in the pool; None where updates are not tracked.
 
     >>> in_flight = InFlight()
     >>> ticket = Ticket(in_flight.next_batch(), slots=torch.tensor([2, 1, 2]))
@@ -38,6 +39,7 @@ class Ticket:
     released: bool = False
     forwarded: bool = False
     filled: torch.cuda.Event | None = field(default=None, repr=False)
+    keys: Tensor | None = field(default=None, repr=False)
     _unpin: weakref.finalize | None = field(default=None, repr=False)
 
     def cancel(self) -> None:

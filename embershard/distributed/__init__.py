@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from embershard.distributed.checkpoint.manifest import Manifest
     from embershard.distributed.checkpoint.save import rng_state, save_checkpoint, set_rng_state, without_empty
-    from embershard.distributed.config import CheckpointConfig
+    from embershard.distributed.config import CheckpointConfig, PublishConfig
     from embershard.distributed.ranks import Ranks, is_lost_connection, process_group
     from embershard.distributed.supervision import Supervision
 else:
@@ -29,6 +29,7 @@ else:
 __all__ = [
     "CheckpointConfig",
     "Manifest",
+    "PublishConfig",
     "Ranks",
     "Supervision",
     "TensorBlocks",

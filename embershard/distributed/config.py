@@ -1,4 +1,4 @@
-"""Settings of checkpoints."""
+"""Settings of checkpoints and publications."""
 
 from __future__ import annotations
 
@@ -72,3 +72,50 @@ class CheckpointConfig:
         """
         every = self.every_steps or steps + 1
         return steps // every + (self.at_end and steps % every > 0)
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    """Settings of publications: where replicas that serve find what training has learned, and how often.
+
+    >>> PublishConfig(folder="published", every_steps=1000).keep_bases
+    2
+    """
+
+    folder: Free[str | None] = None
+    """Folder of the publications, of this run alone, shared by all ranks; none are made when absent. See
+    docs/online.md."""
+
+    every_steps: Free[int | None] = None
+    """Steps between publications. Each checkpoint and the end of training publish, too."""
+
+    every_seconds: Free[float | None] = None
+    """Seconds between publications, in place of `every_steps`."""
+
+    base_every: Free[int | None] = None
+    """Publications between bases, which are made of the base before and its deltas; none after the first when absent,
+    and no delta is ever removed."""
+
+    keep_bases: Free[int] = 2
+    """Bases to keep; older ones are removed, and the deltas up to the oldest of them that no checkpoint needs."""
+
+    dtype: Free[Literal["fp32", "fp16"]] = "fp32"
+    """Number type of the tables' rows."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every_steps", 1), ("base_every", 1), ("keep_bases", 1), ("every_seconds", 0.001)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"publish.{name}: got {value}, needed at least {least}.")
+        if self.dtype not in ("fp32", "fp16"):
+            raise ConfigError(f"publish.dtype: got {self.dtype!r}, needed 'fp32' or 'fp16'.")
+        if self.every_steps is not None and self.every_seconds is not None:
+            raise ConfigError("publish.every_steps and publish.every_seconds are both set. Remove one of them.")
+        default = type(self).__dataclass_fields__
+        changed = [name for name in default if getattr(self, name) != default[name].default]
+        if self.folder is None and changed:
+            raise ConfigError(f"publish.{changed[0]} has no effect without publish.folder.")
+        if self.folder is not None and self.every_steps is None and self.every_seconds is None:
+            raise ConfigError("publish.folder needs publish.every_steps or publish.every_seconds.")
+        if self.base_every is None and "keep_bases" in changed:
+            raise ConfigError("publish.keep_bases has no effect without publish.base_every.")

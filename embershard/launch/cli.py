@@ -33,6 +33,7 @@ _COMMANDS = (
         "export.command",
         "write tables, a plain torch module and the mapping of ids, to serve without embershard",
     ),
+    ("publish", "export.publish", "list and verify what a run publishes for replicas, or make a base of deltas"),
     ("serve", "export.serve", "serve an exported model over HTTP: JSON in, scores out"),
     ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),

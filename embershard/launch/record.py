@@ -30,6 +30,7 @@ from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,
+    PublicationReport,
     Report,
     SaveReport,
     SkippedBatchReport,
@@ -247,6 +248,8 @@ def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
         return "stop", {"step": report.step, "path": report.path and report.path.name}
     if isinstance(report, SkippedBatchReport):
         return "skipped_batch", dataclasses.asdict(report)
+    if isinstance(report, PublicationReport):
+        return "publication", dataclasses.asdict(report)
     assert isinstance(report, SaveReport)
     return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
 

@@ -10,7 +10,7 @@ from embershard.cache import CacheConfig
 from embershard.data import DataConfig, Target
 from embershard.data.config import columns_of_files
 from embershard.data.order.segments import READ_AHEAD
-from embershard.distributed import CheckpointConfig
+from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
@@ -188,6 +188,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
@@ -206,6 +207,11 @@ class RunConfig:
                 "no window that was not trained on before."
             )
         self._check_model()
+        if self.publish.folder is not None and self.sharding.mode != "sharded":
+            raise ConfigError(
+                f'publish.folder: got sharding.mode = "{self.sharding.mode}", needed "sharded": rows that modes copy '
+                "are not tracked."
+            )
 
     def _check_evaluations(self) -> None:
         for section, name in (

@@ -32,8 +32,10 @@ from embershard.training.config import RunConfig
 from embershard.training.fit.machine_limits import check_disk_for_run
 from embershard.training.fit.machines import check_machines
 from embershard.training.fit.memory_check import check_memory_for_run
+from embershard.training.fit.model_size import tables_of_run
 from embershard.training.hot_cold import find_hot_set
 from embershard.training.optimizers import Optimizers
+from embershard.training.publisher import Export, Publisher
 from embershard.training.quality.best import BestModel
 from embershard.training.quality.counters import StepMetrics
 from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64
@@ -43,6 +45,7 @@ from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,
+    PublicationReport,
     Report,
     SaveReport,
     SkippedBatchReport,
@@ -64,13 +67,19 @@ class Trainer:
     Args:
         checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
         supervision: asks for the end of the training, and is told of each step.
+        export: writes the base of publications; needed with `publish.folder`.
 
     Raises:
         ConfigError: a machine lacks memory (`memory_warning`: what may not fit later), or differs in settings or files.
     """
 
     def __init__(
-        self, config: RunConfig, ranks: Ranks, checkpoints: Path | None = None, supervision: Supervision | None = None
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        checkpoints: Path | None = None,
+        supervision: Supervision | None = None,
+        export: Export | None = None,
     ) -> None:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
         self.supervision = supervision or Supervision()
@@ -93,6 +102,10 @@ class Trainer:
         self.optimizers = Optimizers(self.model, config.embedding_optimizer, config.dense_optimizer, config.schedule)
         self.state = RunState(config, self.source, self.model, self.optimizers, ranks, self.hot)
         self._saves = Saves(config.checkpoint, ranks)
+        self.publisher: Publisher | None = None
+        if config.publish.folder is not None:
+            where = (ranks, checkpoints, export)
+            self.publisher = Publisher(config.publish, self.model, tables_of_run(config), *where)
         self._input_failure = InputFailure()
         self.bad_rows = BadRowCount(config.data.bad_rows, ranks)
         self.loss_monitor = self._make_loss_monitor()
@@ -128,7 +141,7 @@ class Trainer:
         first = self.steps
         with self._saves:
             try:
-                for report in chain(self._train_steps(), self._end()):
+                for report in chain(self._begin_publishing(), self._train_steps(), self._end()):
                     if isinstance(report, SaveReport | FailedSaveReport):
                         self.best.note_save(report.step, is_complete=isinstance(report, SaveReport))
                     yield report
@@ -164,6 +177,7 @@ class Trainer:
             if is_last or self.steps % self.config.train.log_every == 0:
                 yield self.report()
                 yield from self._count_bad_rows()
+            yield from self._publish_if_due()
             if judges:  # the checkpoint of this step has what the evaluation shows
                 yield from self._evaluate_if_due()
             if self._must_save and not is_last:
@@ -172,6 +186,22 @@ class Trainer:
             if not judges:  # the save first: in an evaluation a rank may die
                 yield from self._evaluate_if_due()
             yield from self._saves.finished()
+
+    def _begin_publishing(self) -> Iterator[PublicationReport]:
+        if self.publisher is not None:
+
+            def prepare(folder: Path) -> PreparedSave:
+                done = (self.steps, self.samples, self.position, self.best.progress)
+                return self.state.prepare_save(folder, *done, copy_bytes=0)
+
+            self.state.run_id = self.publisher.begin(self.state.run_id, self.steps, prepare)
+            yield from self.publisher.reports()
+
+    def _publish_if_due(self) -> Iterator[PublicationReport]:
+        if self.publisher is not None:
+            if self.publisher.is_due(self.steps):
+                self.publisher.cut(self.steps)
+            yield from self.publisher.reports()
 
     def _evaluate_if_due(self) -> Iterator[EvalReport]:
         every = self.config.train.eval_every
@@ -213,6 +243,9 @@ class Trainer:
 
     def _end(self) -> Iterator[Report]:
         """Report, save and evaluate the last step, as far as that was not done."""
+        if self.publisher is not None:
+            self.publisher.cut(self.steps)
+            yield from self.publisher.end()
         yield from self._saves.last()
         if self.metrics.has_unreported:
             yield self.report()
@@ -342,7 +375,10 @@ class Trainer:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
         self.loss_monitor.check_before_save(self.steps, self.optimizers.dense_parameters)
         done = (self.steps, self.samples, self.position, self.best.progress)
-        return self.state.prepare_save(self.checkpoints, *done, copy_bytes)
+        if self.publisher is None:
+            return self.state.prepare_save(self.checkpoints, *done, copy_bytes)
+        published, ready = self.publisher.before_save(self.steps)
+        return replace(self.state.prepare_save(self.checkpoints, *done, copy_bytes, published), ready=ready)
 
     def resume(
         self, checkpoint: Path, *, allow_unverified: bool = False, allow_changes: Collection[str] = ()
@@ -380,6 +416,8 @@ class Trainer:
         self.stream = self._open_stream(comparison.stream)
         if manifest is not None:
             self.state.run_id = manifest.run_id
+        if self.publisher is not None:
+            self.publisher.resume((saved.published or {}).get("token"), is_changed=bool(comparison.changes))
         return manifest is not None, comparison
 
     def close(self) -> None:
@@ -388,6 +426,8 @@ class Trainer:
         if self._upcoming is not None:
             self._upcoming.close()
         self._saves.forget()
+        if self.publisher is not None:
+            self.publisher.wait()
 
     def _open_stream(self, state: StreamState) -> BatchStream:
         """Open the training stream at `state`."""

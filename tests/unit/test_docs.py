@@ -83,6 +83,7 @@ def check_make(words: list[str]) -> None:
 PARSED = (
     *("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export"),
     "serve",
+    "publish",
     "completion",
 )
 

@@ -118,8 +118,11 @@ def damaged_scalars(checkpoint: Path, problem: str) -> InvalidCheckpointError:
     return InvalidCheckpointError(f"{checkpoint}: {SCALARS}: {problem}")
 
 
-def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
-    """Fill `tensors` in place from a checkpoint; any number of ranks may have written it. Verify it first.
+def load_tensors(checkpoint: Path, tensors: dict[str, Any], *, alone: bool = False) -> None:
+    """Fill `tensors` in place from a checkpoint; any number of ranks may have written it. Verify it first. Collective.
+
+    Args:
+        alone: only this rank calls it.
 
     Raises:
         InvalidCheckpointError: its `.metadata` is damaged, or would run code.
@@ -137,7 +140,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
     reader = _Reader(checkpoint)
     try:
         with without_known_warnings():
-            dcp.load(tensors, storage_reader=reader)
+            dcp.load(tensors, storage_reader=reader, no_dist=alone)
     except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
         raise CheckpointError(
             f"{checkpoint} cannot be loaded: {_first_line(error)}. It is damaged, or of another model: "

@@ -131,7 +131,7 @@ def dense_layers(config: ModelConfig, schema: Schema, checkpoint: Path) -> Dense
         CheckpointError: the checkpoint is of another model.
     """
     layers = DenseLayers(build_model(config, schema, torch.device("cpu"))).eval()
-    load_tensors(checkpoint, {"model": layers.model.state_dict()})
+    load_tensors(checkpoint, {"model": layers.model.state_dict()}, alone=True)
     return layers
 
 

@@ -23,7 +23,10 @@ from torch import Tensor, nn
 from embershard.launch.export.serving_values import plain, rows_of, scaled, types_of
 
 _INT8_TAIL, _INT4_TAIL = 8, 4  # bytes of scale and offset at the end of a row: two float32, or two float16
-_TYPES = {"F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 def load(folder: str | Path) -> Model:
@@ -39,7 +42,21 @@ def load(folder: str | Path) -> Model:
     paths = {name: root / "tables" / f"{name}.safetensors" for name in table_names(inputs)}
     tables = [StoredTable(read_tensor(path), about["dtype"]) for path in paths.values()]
     dense = torch.export.load(root / "dense.pt2").module()
+    if (newer := root / "dense.safetensors").exists():  # of a base that was made of deltas
+        set_weights(dense, read_tensors(newer))
     return Model(tables, dense, inputs)
+
+
+def weights_of(dense: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of the layers around the tables, by their names in training."""
+    return {name.removeprefix("model."): weight for name, weight in dense.state_dict().items()}
+
+
+def set_weights(dense: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights, by name, into the layers around the tables."""
+    with torch.no_grad():
+        for name, weight in weights_of(dense).items():
+            weight.copy_(weights[name])
 
 
 class StoredTable(nn.Module):
@@ -172,9 +189,19 @@ class Model(nn.Module):
 
 def read_tensor(path: str | Path) -> Tensor:
     """Return the tensor "rows" of a safetensors file, mapped into memory; changes of it stay in this process."""
+    return read_tensors(path)["rows"]
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, mapped into memory; changes of them stay in this process."""
     with open(path, "rb") as file:
         size = struct.unpack("<Q", file.read(8))[0]
-        entry = json.loads(file.read(size))["rows"]
-    start, stop = (8 + size + place for place in entry["data_offsets"])
-    data = torch.from_file(str(path), shared=False, size=stop, dtype=torch.uint8)
-    return data[start:stop].view(_TYPES[entry["dtype"]]).view(entry["shape"])
+        entries = json.loads(file.read(size))
+    found, first = {}, 8 + size
+    data = torch.from_file(str(path), shared=False, size=Path(path).stat().st_size, dtype=torch.uint8)[first:]
+    for name, entry in entries.items():
+        start, stop = entry["data_offsets"]
+        part, dtype = data[start:stop], _TYPES[entry["dtype"]]
+        part = part if (first + start) % dtype.itemsize == 0 else part.clone()
+        found[name] = part.view(dtype).view(entry["shape"])
+    return found

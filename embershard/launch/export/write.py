@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -22,12 +23,14 @@ from embershard.data.order.stream import SampleReader
 from embershard.data.sources.kinds import schema_of, serving_inputs
 from embershard.distributed import process_group
 from embershard.distributed.checkpoint.load import saved_rows
+from embershard.distributed.publish import published
 from embershard.errors import naming_file
-from embershard.launch.export import serving_model, serving_values
+from embershard.launch.export import serving_model, serving_replica, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_layers, dense_program
 from embershard.launch.export.serving_model import Model, StoredTable, table_names
 from embershard.launch.versions import versions
 from embershard.models import ModelTable
+from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.quality.metrics import Predicted, judge
@@ -45,7 +48,7 @@ class ExportRequest:
         step: of the checkpoint, as for `open_trained`.
         is_module: write the module; False: the tables alone, as Parquet.
         dtype: number type of the module's tables.
-        num_samples: most samples to measure the error on; none are read for fp32.
+        num_samples: most samples to measure the error on, 0 for none; none are read for fp32.
     """
 
     config: RunConfig
@@ -83,6 +86,37 @@ def write_export(request: ExportRequest, folder: Path) -> Iterator[str]:
         )
 
 
+def export_base(config: RunConfig, checkpoint: Path, dtype: TableDtype, folder: Path) -> None:
+    """Write an export of a checkpoint of the run `config` to the new folder `folder`, with the program of a replica.
+    One rank calls it; random numbers stay as they are.
+
+    Raises:
+        ConfigError: torch.export cannot record the model.
+    """
+    request = ExportRequest(config, checkpoint.parent, None, is_module=True, dtype=dtype, num_samples=0)
+    (folder / "tables").mkdir(parents=True)
+    with torch.random.fork_rng():
+        _write(request, TrainedRun(config, checkpoint, SavedRun.read(checkpoint)), folder)
+    _ship(published, folder / "published.py")
+    _ship(serving_replica, folder / "replica.py")
+
+
+#: Names of modules in this package, and beside an exported model.
+_SHIPPED = {
+    serving_values.__name__: "model_values",
+    serving_model.__name__: "model",
+    published.__name__: "published",
+}
+
+
+def _ship(module: ModuleType, path: Path) -> None:
+    """Copy a module into an export, so that it needs no embershard."""
+    program = Path(str(module.__file__)).read_text(encoding="utf-8")
+    for name, new in _SHIPPED.items():
+        program = program.replace(f"from {name} import", f"from {new} import")
+    path.write_text(program, encoding="utf-8")
+
+
 def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[str, Any] | None:
     """Write all files; return the error of the tables' rounding, None for none."""
     config, schema = request.config, schema_of(request.config.data)
@@ -112,9 +146,8 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
     layers = dense_layers(config.model, schema, trained.checkpoint)
     with naming_file(folder / "dense.pt2"):
         torch.export.save(dense_program(layers, schema.num_dense), folder / "dense.pt2")
-    program = Path(str(serving_model.__file__)).read_text(encoding="utf-8")
-    (folder / "model.py").write_text(program.replace(serving_values.__name__, "model_values"), encoding="utf-8")
-    shutil.copyfile(str(serving_values.__file__), folder / "model_values.py")
+    _ship(serving_model, folder / "model.py")
+    _ship(serving_values, folder / "model_values.py")
     error = _write_tables(request, trained.checkpoint, folder, inputs, tables, layers)
     _write_json(folder / "export.json", {**about, "error": error})
     return error
@@ -130,7 +163,7 @@ def _write_tables(
 ) -> dict[str, Any] | None:
     """Write the module's tables; return their error on samples, None for none."""
     sample = None
-    if request.dtype != "fp32":
+    if request.dtype != "fp32" and request.num_samples:
         sample = RoundingSample(request.config.data, request.num_samples, inputs)
     for table in tables:
         blocks = saved_rows(checkpoint, _tensor(table))

@@ -21,6 +21,7 @@ from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,
+    PublicationReport,
     Report,
     SaveReport,
     SkippedBatchReport,
@@ -89,6 +90,8 @@ class ProgressDisplay:
             say(self._console, f"step {report.step}: stopped by a signal; {saved}")
         elif isinstance(report, SkippedBatchReport):
             say(self._console, f"{report.reason} It trains nothing (train.on_non_finite).")
+        elif isinstance(report, PublicationReport):
+            say(self._console, f"step {report.step}: {publication_line(report)}")
         else:
             assert isinstance(report, SaveReport)
             waited = f"; training waited {report.stall_seconds:.1f} s" if report.stall_seconds < report.seconds else ""
@@ -113,6 +116,15 @@ def _bar_line(report: TrainReport) -> str:
     hits = "" if report.hit_rate_lookups is None else f" hit {report.hit_rate_lookups:.1%}"
     main, *_ = figures(main_values(report.quality))  # of the first label
     return f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} {main.title} {main.value}{hits}"
+
+
+def publication_line(report: PublicationReport) -> str:
+    """Return what was published, or why not, in one line."""
+    if report.problem:
+        return report.problem
+    rows = f"{report.rows:,} rows, " if report.name.startswith("delta") else ""
+    waited = f"; training waited {report.stall_seconds:.3f} s" if report.stall_seconds else ""
+    return f"published {report.name} ({rows}{size(report.num_bytes)}, {report.seconds:.1f} s{waited})"
 
 
 def eval_line(report: EvalReport) -> str:

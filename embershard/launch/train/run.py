@@ -66,7 +66,7 @@ def train_run(
     wanted = None if resume == NEWEST else resume
     ranks.from_first(lambda: _take_run_dir(run_dir, is_resumed=resume is not None, step=wanted))
     console = (JsonLines if log_format == "json" else plain_console)(quiet=not ranks.is_first)
-    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision)
+    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision, export=partial(_export, config))
     resumed_at = None if resume is None else _resume(trainer, console, wanted, unverified, changes)
     if resume is not None:
         ranks.from_first(lambda: note_resume(run_dir))
@@ -89,6 +89,13 @@ def train_run(
         _finish(trainer, outputs, same_run)
     if failed_save is not None:
         raise failed_save
+
+
+def _export(config: RunConfig, *given: Any) -> None:
+    """Write the base of publications."""
+    from embershard.launch.export.write import export_base
+
+    export_base(config, *given)
 
 
 def _has_result(run_dir: Path, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,11 +28,12 @@ from embershard.cache.rows.host_store import HostStore
 from embershard.cache.slot_state import CacheContents
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
+from embershard.distributed.publish.write import TouchedRows
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
 from embershard.sharding.torchrec.slots import SlotTable
-from embershard.sharding.torchrec.spec import CacheSpec, first_row, take_spec
+from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row, take_spec
 
 
 class CopiesOfRows(Protocol):
@@ -218,6 +220,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.cache = self._make_cache(spec, config)
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
         self._shards = [(table.name, first_row(table)) for table in tables]  # a table may have several, by columns
+        self._first_columns = [first_column(table) for table in tables]
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
         self._announcer: object = None
@@ -383,13 +386,40 @@ class CachedTableBatchedEmbeddings(HostTables):
             table: its name.
             rows: int64 [K] row numbers in the whole table; those outside of this shard are ignored. None: all rows.
         """
+        self.cache.host_rows_changed(self._keys_of(table, rows))
+
+    def _keys_of(self, table: str, rows: Tensor | None) -> Tensor:
         keys = [torch.empty(0, dtype=torch.int64)]
         shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
         for (name, start), num_rows, first_key in shards:
             if name == table:
                 shard = torch.arange(num_rows) if rows is None else rows.flatten().long().cpu() - start
                 keys.append(shard[(shard >= 0) & (shard < num_rows)] + first_key)
-        self.cache.host_rows_changed(torch.cat(keys).to(self._device))
+        return torch.cat(keys).to(self._device)
+
+    def touch(self, table: str, rows: Tensor) -> None:
+        """Count rows (int64 [K], numbered in the whole table; others are ignored) as trained."""
+        assert self.cache.touched is not None, "updates are not tracked"
+        self.cache.touched.add(self._keys_of(table, rows))
+
+    def forget_touched(self) -> None:
+        """Track updates from now on."""
+        self.cache.track_updates()
+
+    def take_touched(self) -> list[TouchedRows]:
+        """Return the rows that updates trained since the last call, as they are now, in host memory, by table shard.
+
+        Call it between steps.
+        """
+        assert self.cache.touched is not None, "updates are not tracked"
+        keys = self.cache.touched.take()
+        rows, keys = self.cache.read(keys).cpu(), keys.cpu()
+        bounds = torch.searchsorted(keys, torch.tensor([*self.host.row_offsets, self.host.num_rows])).tolist()
+        shards = zip(self._shards, self._first_columns, self.host.row_offsets, itertools.pairwise(bounds), strict=True)
+        return [
+            TouchedRows(name, column, keys[start:stop] - first_key + first, rows[start:stop])
+            for (name, first), column, first_key, (start, stop) in shards
+        ]
 
     def contents(self) -> Iterator[tuple[str, CacheContents]]:
         """Yield the name of every table shard, and its cached rows (this rank's own), numbered in the whole table."""

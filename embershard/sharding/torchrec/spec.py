@@ -176,6 +176,11 @@ def first_row(table: ShardedEmbeddingTable) -> int:
     return table.local_metadata.shard_offsets[0] if table.local_metadata else 0
 
 
+def first_column(table: ShardedEmbeddingTable) -> int:
+    """Return the first column of this rank's shard in the whole table."""
+    return table.local_metadata.shard_offsets[1] if table.local_metadata else 0
+
+
 def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]]:
     """Return the spec in a group's `fused_params`, and the rest of them."""
     fused_params = dict(config.fused_params or {})

@@ -39,7 +39,11 @@ _STATES, _CACHE = "embedding_optimizer", "cache"
 
 @dataclass
 class PreparedSave:
-    """A checkpoint that was not written yet. The rows of cached tables are frozen until it is written or closed."""
+    """A checkpoint that was not written yet. The rows of cached tables are frozen until it is written or closed.
+
+    Attributes:
+        ready: waits for what must be there before the checkpoint is.
+    """
 
     folder: Path
     step: int
@@ -48,6 +52,7 @@ class PreparedSave:
     scalars: dict[str, Any]
     keep_last: int
     run_id: str
+    ready: Callable[[], None] = lambda: None
 
     def write(self, ranks: Ranks, before_block: Callable[[], None] = lambda: None) -> Path:
         """Write the checkpoint and return it. All ranks call it together.
@@ -61,6 +66,7 @@ class PreparedSave:
         """
         self.tensors.before_block = before_block
         try:
+            self.ready()
             return save_checkpoint(
                 self.folder, self.step, self.tensors, self.scalars, ranks, keep_last=self.keep_last, run_id=self.run_id
             )
@@ -110,11 +116,13 @@ class RunState:
         position: StreamState,
         evaluations: EvaluationProgress,
         copy_bytes: int,
+        published: dict[str, Any] | None = None,
     ) -> PreparedSave:
         """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
 
         Args:
             copy_bytes: most bytes to copy of what changes in place.
+            published: number and token of the publication of this state; None: there is none.
         """
         scalars = {
             "samples": samples,
@@ -127,6 +135,8 @@ class RunState:
             "rank_batch_size": self._rank_batch_size,
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
+        if published is not None:
+            scalars["published"] = published
         frozen = freeze(self.model)
         with ExitStack() as on_error:
             for rows in frozen:

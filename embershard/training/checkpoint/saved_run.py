@@ -53,6 +53,7 @@ class SavedRun:
         rank_batch_size: samples per rank and step that the settings asked for, though resumes on other ranks may have
             kept the samples per step; None where they gave these, and in earlier versions.
         evaluations: what those up to this step have shown; None in earlier versions.
+        published: number and token of the publication of this state; None where there was none.
 
     Raises:
         CheckpointError: a number is out of its range, or a generator's state is missing or damaged.
@@ -68,6 +69,7 @@ class SavedRun:
     changes: tuple[Change, ...] = ()
     rank_batch_size: int | None = None
     evaluations: EvaluationProgress | None = None
+    published: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         numbers = {"step": self.step, "samples": self.samples, "world_size": self.world_size}

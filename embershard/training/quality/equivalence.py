@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.cache import CacheGrowthWarning
-from embershard.distributed import Ranks
+from embershard.distributed import PublishConfig, Ranks
 from embershard.errors import ConfigError
 from embershard.sharding.plan import Plan, TablePlacement
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
@@ -124,7 +124,7 @@ class _Runs:
         self._ranks, self._folder = ranks, folder
         self._steps = min(steps, config.train.max_steps or steps)
         train = dataclasses.replace(config.train, max_steps=self._steps, eval_every=None)
-        self._config = dataclasses.replace(config, train=train)
+        self._config = dataclasses.replace(config, train=train, publish=PublishConfig())
         self._caches: list[CachedRun] = []
         self._num_tensors = 0
         self._stock: tuple[Any, list[float], _Tensors] | None = None  # of the last comparison, and of what it was

@@ -114,6 +114,25 @@ class SkippedBatchReport:
 
 
 @dataclass(frozen=True)
+class PublicationReport:
+    """A publication of `step`; `stall_seconds` of its `seconds` no step was trained.
+
+    Attributes:
+        name: of its folder; empty where it failed.
+        rows: of a delta, in all tables.
+        problem: what the user should know.
+    """
+
+    step: int
+    name: str
+    rows: int
+    num_bytes: int
+    seconds: float
+    stall_seconds: float
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class StopReport:
     """The training ended early, because a signal asked for it; `path` is the checkpoint of its last step, if any."""
 
@@ -129,5 +148,6 @@ Report = (
     | FailedSaveReport
     | BadRowsReport
     | SkippedBatchReport
+    | PublicationReport
     | StopReport
 )

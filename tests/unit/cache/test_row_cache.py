@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import CacheGrowthWarning
-from embershard.cache.config import Policy
+from embershard.cache.config import CachePolicy, Policy
+from embershard.cache.row_cache import RowCache
+from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, CacheOverflowError
@@ -695,3 +697,27 @@ def test_a_read_sees_rows_that_are_on_their_way():
     pool.prepare([4, 5, 6, 7])
     assert pool.cache._copies.transfer._landing, "nothing was on its way"
     pool.read([0, 1, 2, 3])
+
+
+def test_updates_alone_touch_rows():
+    """Not what is prepared, read, evicted or cancelled."""
+    host = HostStore([9], dim=2, dtype=torch.float32, states=[])
+    cache = RowCache(
+        ["t"], host, lambda count: [torch.zeros(count + 1, 2)], 4, [0], CachePolicy("lru"), torch.device("cpu")
+    )
+    cache.track_updates()
+    assert cache.touched is not None
+    ends = [cache.prepare(torch.tensor(keys), torch.tensor([len(keys)])) for keys in ([1, 2, 1], [3])]
+    cache.read(torch.tensor([7]))
+    assert cache.touched.take().tolist() == []
+    first, second = ends
+    assert first is not None
+    assert second is not None
+    cache.begin_update(first)
+    cache.release(first)
+    second.cancel()
+    third = cache.prepare(torch.tensor([5, 6, 7, 8]), torch.tensor([4]))  # evicts all others
+    assert third is not None
+    assert cache.touched.take().tolist() == [1, 2]
+    cache.begin_update(third)  # and then fails
+    assert cache.touched.take().tolist() == [5, 6, 7, 8]

@@ -173,6 +173,9 @@ def test_a_run_reads_back_with_every_section_changed(load):
     max_steps = 3
     [checkpoint]
     at_end = false
+    [publish]
+    folder = "published"
+    every_seconds = 60.0
     """
     config = load(text, cls=RunConfig)
     assert load(to_toml(config), cls=RunConfig) == config

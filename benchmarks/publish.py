@@ -1,0 +1,177 @@
+"""Cost of publications: bytes, what training waits, what tracking costs, and what an apply holds up.
+
+    python -m benchmarks.publish
+
+One rank of `embershard train` (its trainer, without the launcher) on generated clicks of Criteo's shape, with the
+quickstart's model, and a cache with look-ahead. It publishes whenever about a hundredth of the rows was trained.
+
+    bytes      of a delta's rows over the touched rows' own bytes, without and with the keys
+    wait_ms    for which training stood still per publication, beside the median step
+    tracking   median step with tracking over that without, in blocks of 20 steps by turns in one run
+    lock_ms    for which an apply kept answers waiting, and `apply_ms`, all of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.common import machine, make_parser, report, settings_of
+
+_CRITEO_ROWS = 33_762_577
+_WARMUP_STEPS, _BLOCK = 20, 20
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--ratio", type=float, default=0.015)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--every", type=int, default=25, help="steps from publication to publication")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="publish_", dir=options.folder))
+    try:
+        found = run(options, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    settings = {name: value for name, value in settings_of(options).items() if name != "folder"}
+    report({"benchmark": "publish", "settings": settings, **found, "machine": machine()}, options.output)
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure in this process."""
+    from embershard.distributed import process_group
+    from embershard.launch.export.serving_replica import Replica
+    from embershard.launch.export.write import export_base
+    from embershard.launch.screen import silence_libraries
+    from embershard.training.trainer import Trainer
+
+    silence_libraries()
+    config = _config(options, folder / "published")
+    with process_group("cpu") as ranks:
+        trainer = Trainer(config, ranks, export=partial(export_base, config))
+        training = trainer.train()
+        reports = [next(training)]  # the base
+        replica = Replica(folder / "published")
+        found = train(trainer, training, reports)
+        trainer.close()
+    return {**found, **bytes_of(folder / "published", options.dim), **apply(replica)}
+
+
+def train(trainer: Any, training: Any, reports: list[Any]) -> dict[str, Any]:
+    """Train to the end, with tracking and without by turns; rows without are not published."""
+    from embershard.cache.rows.touched import TouchedKeys
+    from embershard.training.quality.reports import PublicationReport
+
+    add, is_tracked = TouchedKeys.add, [True]
+
+    def switched(self: TouchedKeys, keys: Any) -> None:
+        if is_tracked[0]:
+            add(self, keys)
+
+    with mock.patch.object(TouchedKeys, "add", switched):
+        for each in training:  # a report per step, at least
+            is_tracked[0] = trainer.steps // _BLOCK % 2 == 0
+            if isinstance(each, PublicationReport):
+                reports.append(each)
+    steps: dict[bool, list[float]] = {True: [], False: []}
+    for step, seconds in enumerate(trainer.step_seconds):
+        if step >= _WARMUP_STEPS and step % _BLOCK:  # the step behind a switch may have both
+            steps[step // _BLOCK % 2 == 0].append(seconds * 1e3)
+    median = {is_on: statistics.median(values) for is_on, values in steps.items()}
+    deltas = [each for each in reports if each.name.startswith("delta")]
+    waits = [each.stall_seconds * 1e3 for each in deltas]
+    return {
+        "step_ms": {"tracked": round(median[True], 2), "not": round(median[False], 2)},
+        "tracking": round(median[True] / median[False], 3),
+        "rows": [each.rows for each in deltas],
+        "wait_ms": [round(wait, 1) for wait in waits],
+        "wait_over_step": round(statistics.median(waits) / median[False], 2),
+        "write_ms": [round(each.seconds * 1e3) for each in deltas],
+        "base_seconds": round(reports[0].seconds, 1),
+    }
+
+
+def bytes_of(folder: Path, dim: int) -> dict[str, Any]:
+    """Return the bytes of rows in deltas over those of the touched rows; dense weights are counted apart."""
+    from embershard.distributed.publish.published import DENSE, published, read_publication
+
+    rows = num_bytes = dense = 0
+    for _, path in published(folder, "delta"):
+        delta = read_publication(path)
+        rows, dense = rows + delta.num_rows, dense + delta.files[DENSE][0]
+        num_bytes += delta.num_bytes - delta.files[DENSE][0]
+    own = rows * dim * 4
+    return {"bytes": {"rows": own, "over_rows": round(num_bytes / own, 3),
+                      "beyond_keys": round((num_bytes - 8 * rows) / own, 3), "dense": dense}}  # fmt: skip
+
+
+class _Timed:
+    """A lock that notes for how long it was held."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self.held = lock, list[float]()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.held.append(time.perf_counter() - self._since)
+        self._lock.release()
+
+
+def apply(replica: Any) -> dict[str, Any]:
+    """Apply all deltas to a replica of the base."""
+    timed = replica._lock = _Timed(replica._lock)
+    taken = []
+    while (path := replica.folder / f"delta_{replica.have.seq + 1}").exists():
+        started = time.perf_counter()
+        replica.apply(path)
+        taken.append(time.perf_counter() - started)
+    return {
+        "apply_ms": [round(seconds * 1e3) for seconds in taken],
+        "lock_ms": [round(seconds * 1e3, 1) for seconds in timed.held],
+    }
+
+
+def _config(options: argparse.Namespace, folder: Path) -> Any:
+    from embershard.decoding import decode
+    from embershard.training.config import RunConfig
+
+    values = {
+        "data": {
+            "kind": "synthetic",
+            "synthetic": {"num_samples": 10_000_000, "scale": options.rows / _CRITEO_ROWS},
+            "eval_fraction": 0.0,
+        },
+        "model": {
+            "embedding_dim": options.dim,
+            "dense_arch_layer_sizes": [64, 32, options.dim],
+            "over_arch_layer_sizes": [128, 64, 1],
+        },
+        "cache": {"ratio": options.ratio},
+        "look_ahead": {"lookahead": 64},
+        "embedding_optimizer": {"kind": "rowwise_adagrad", "lr": 0.05},
+        "checkpoint": {"at_end": False},
+        "publish": {"folder": str(folder), "every_steps": options.every},
+        "train": {
+            "batch_size": options.batch_size, "max_steps": options.steps, "log_every": 1, "device": "cpu"
+        },
+    }  # fmt: skip
+    return decode(RunConfig, values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""`TouchedKeys`: which rows of a pool updates have trained since somebody asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class TouchedKeys:
+    """A mark per row. Lookups, fills and evictions leave them alone: only updates mark rows.
+
+    >>> touched = TouchedKeys(5, torch.device("cpu"))
+    >>> touched.add(torch.tensor([3, 1, 3]))
+    >>> touched.take().tolist(), touched.take().tolist()
+    ([1, 3], [])
+
+    Args:
+        num_rows: of the pool.
+        device: on which its batches are planned.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._marks = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    def add(self, keys: Tensor) -> None:
+        """Mark rows (int64 [N]; a row may be there several times)."""
+        if keys.is_cpu:
+            self._marks.numpy()[keys.numpy()] = True  # a tenth of the time that torch takes
+        else:
+            self._marks.index_fill_(0, keys, True)
+
+    def take(self) -> Tensor:
+        """Return the marked rows, int64 [M] ascending, and remove the marks."""
+        marks = self._marks
+        keys = torch.from_numpy(np.flatnonzero(marks.numpy())) if marks.is_cpu else marks.nonzero().flatten()
+        marks[keys] = False
+        return keys

@@ -1,0 +1,325 @@
+"""Lives of a run that publishes, each killed (SIGKILL) at a file operation, or between two; then the replicas must have
+the weights of the last life, bit for bit. `python -m tests.faults.publications [--schedules N] [--seed S] [--without
+correction|touches]`.
+
+The publisher, the files and the replicas are the real ones. In place of a training, rows are changed by random numbers,
+other ones in each life: no resume trains the same bits again. tests/ranks/test_publications.py has real trainings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor
+
+from embershard.cache.rows.touched import TouchedKeys
+from embershard.distributed import PublishConfig
+from embershard.distributed.publish import write
+from embershard.distributed.publish.published import PublicationError, safetensors, tensors_in
+from embershard.launch.export.serving_model import table_names, weights_of
+from embershard.launch.export.serving_replica import Replica
+from embershard.training import publisher as publisher_module
+from embershard.training.publisher import Publisher
+from embershard.whole_file import whole_file
+from tests.unit.distributed.publications import INPUTS, TABLES, Layers, OneRank
+
+STEPS, PUBLISH_EVERY, SAVE_EVERY = 14, 2, 5
+_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree"}
+
+
+@dataclass
+class _Kill:
+    """Counts file operations in `folder`, and kills this process at number `at`."""
+
+    folder: str = ""
+    at: int = -1
+    count: int = 0
+
+
+_KILL = _Kill()
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if _KILL.at < 0 or event not in _OPERATIONS or not str(arguments[0]).startswith(_KILL.folder):
+        return
+    _KILL.count += 1
+    if _KILL.count > _KILL.at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def program() -> bytes:
+    """Return the layers around the tables, as a base has them."""
+    rows, file = {0: torch.export.Dim.DYNAMIC}, io.BytesIO()
+    example = torch.zeros(4, 0), [torch.zeros(4, 4), torch.zeros(4, 4)]
+    torch.export.save(torch.export.export(Layers(), example, dynamic_shapes=(rows, [rows, rows])), file)
+    return file.getvalue()
+
+
+class _Pool:
+    """A pool of one table whose rows all change in place. A bit of a row is stamped by preparation alone."""
+
+    def __init__(self, table: str, rows: Tensor) -> None:
+        self.table, self.rows = table, rows
+        self.cache = SimpleNamespace(tables=[table], touched=None)
+
+    def forget_touched(self) -> None:
+        self.cache.touched = TouchedKeys(len(self.rows), torch.device("cpu"))
+
+    def touch(self, table: str, rows: Tensor) -> None:
+        if table == self.table:
+            self.cache.touched.add(rows)
+
+    def take_touched(self) -> list[write.TouchedRows]:
+        keys = self.cache.touched.take()
+        return [write.TouchedRows(self.table, 0, keys, self.rows[keys])]
+
+
+@dataclass
+class _Saved:
+    """What stands in for a checkpoint: written whole."""
+
+    path: Path
+    content: dict[str, Tensor]
+    scalars: dict[str, Any]
+    ready: Callable[[], None]
+
+    def write(self, _: Any) -> Path:
+        self.ready()
+        partial = self.path.with_name(self.path.name + ".tmp")
+        partial.mkdir(parents=True)
+        (partial / "tensors").write_bytes(b"".join(safetensors(self.content)))
+        (partial / "scalars.json").write_text(json.dumps(self.scalars))
+        partial.rename(self.path)
+        return self.path
+
+
+class Life:
+    """A life of the run: from a checkpoint, or from the beginning, to its last step or its death.
+
+    Args:
+        root: of the run; `published` and `checkpoints` are in it.
+        start: the checkpoint to go on from; None: from the beginning.
+        starts_again: there was one, and it is gone.
+        seed: of its updates.
+    """
+
+    def __init__(self, root: Path, start: Path | None, starts_again: bool, seed: int, layers: bytes) -> None:
+        self._root, self._layers = root, layers
+        self._random = torch.Generator().manual_seed(seed)
+        first = torch.Generator().manual_seed(0)
+        self.tables = {name: torch.randn(shape, generator=first) for name, shape in TABLES.items()}
+        self.dense = {"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}
+        self.step, run_id, token = 0, f"run{seed}", None
+        if start is not None:
+            saved, scalars = (
+                tensors_in((start / "tensors").read_bytes()),
+                json.loads((start / "scalars.json").read_text()),
+            )
+            self.tables = {name: saved[name] for name in TABLES}
+            self.dense = {name: saved[name] for name in self.dense}
+            self.step, run_id, token = scalars["step"], scalars["run_id"], scalars["published"]["token"]
+        self._pools = [_Pool(name, rows) for name, rows in self.tables.items()]
+        publisher_module.cached_embeddings = lambda _: self._pools
+        config = PublishConfig(str(root / "published"), every_steps=PUBLISH_EVERY, base_every=3, keep_bases=2)
+        tables = tuple(SimpleNamespace(name=name, num_rows=r, dim=c, tensor="") for name, (r, c) in TABLES.items())
+        self.publisher = Publisher(config, None, tables, _OneRank(), root / "checkpoints", self._export)
+        self.publisher._state = dict
+        self.publisher._dense = lambda: {name: weight.clone() for name, weight in self.dense.items()}
+        self.publisher.starts_again = starts_again
+        if start is not None:
+            self.publisher.resume(token, is_changed=False)
+        self.run_id = self.publisher.begin(run_id, self.step, self._prepare)
+
+    def run(self) -> None:
+        """Train, publish and save, to the last step."""
+        while self.step < STEPS:
+            self._train()
+            self.step += 1
+            if self.publisher.is_due(self.step):
+                self.publisher.cut(self.step)
+            list(self.publisher.reports())
+            if self.step % SAVE_EVERY == 0:
+                published, ready = self.publisher.before_save(self.step)
+                self._prepare(self._root / "checkpoints", published, ready).write(None)
+        self.publisher.cut(self.step)
+        list(self.publisher.end())
+
+    def _train(self) -> None:
+        for pool in self._pools:
+            keys = torch.randint(len(pool.rows), (3,), generator=self._random)
+            pool.cache.touched.add(keys)
+            pool.rows[keys] = torch.randn(3, pool.rows.shape[1], generator=self._random)
+        self.dense["weight"] += torch.randn(1, 8, generator=self._random)
+
+    def _prepare(self, folder: Path, published: Any = None, ready: Callable[[], None] = lambda: None) -> Any:
+        content = {name: tensor.clone() for name, tensor in {**self.tables, **self.dense}.items()}
+        scalars = {"step": self.step, "run_id": getattr(self, "run_id", ""), "published": published}
+        return _Saved(folder / f"step_{self.step}", content, scalars, ready)
+
+    def _export(self, checkpoint: Path, dtype: str, folder: Path) -> None:
+        saved = tensors_in((checkpoint / "tensors").read_bytes())
+        (folder / "tables").mkdir(parents=True)
+        for name in TABLES:
+            (folder / "tables" / f"{name}.safetensors").write_bytes(b"".join(safetensors({"rows": saved[name]})))
+        weights = {name: saved[name] for name in self.dense}
+        (folder / "dense.safetensors").write_bytes(b"".join(safetensors(weights)))
+        (folder / "dense.pt2").write_bytes(self._layers)
+        (folder / "inputs.json").write_text(json.dumps(INPUTS))
+        (folder / "export.json").write_text(json.dumps({"dtype": dtype, "step": self.step}))
+
+
+class _OneRank(OneRank):
+    def with_own_group(self) -> Any:
+        return self
+
+
+def _in_child(root: Path, *given: Any, kill_at: int = -1) -> tuple[int, int]:
+    """Run a life in a process of its own; return its exit status and the file operations that it made."""
+    count = root / "count"
+    count.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            sys.addaudithook(_watch)
+            _KILL.folder, _KILL.count = str(root / "published"), 0
+            _KILL.at = kill_at if kill_at >= 0 else 1 << 60
+            life = Life(root, *given)
+            life.run()
+            operations, _KILL.at = _KILL.count, -1
+            content = {**life.tables, **life.dense}
+            with whole_file(root / "last") as partial:
+                partial.write_bytes(b"".join(safetensors(content)))
+            count.write_text(str(operations))
+            status = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return status, int(count.read_text()) if count.exists() else 0
+
+
+def try_schedule(seed: int, layers: bytes, operations: int) -> str:
+    """Let a run live several times, killed at operations by chance; return what is wrong, or nothing.
+
+    Args:
+        operations: file operations of a whole life.
+    """
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        root, follower, kills = Path(folder), None, 0
+        for life in range(1 + chance.randint(1, 3)):
+            start = _start(root, chance)
+            is_last = life == 3 or (life > 0 and chance.random() < 0.3)
+            kill_at = -1 if is_last else chance.randrange(operations)
+            starts_again = life > 0 and start is None
+            status, _ = _in_child(root, start, starts_again, 1000 * seed + life, layers, kill_at=kill_at)
+            if status == signal.SIGKILL:
+                kills += 1
+            elif status:
+                return f"schedule {seed}, life {life}: it failed ({status})"
+            follower, problem = _follow(root, follower)
+            if problem:
+                return f"schedule {seed}, life {life}: {problem}"
+        if status:
+            start = _start(root, chance)
+            status, _ = _in_child(root, start, start is None, 1000 * seed + 99, layers)
+            if status:
+                return f"schedule {seed}: the last life failed ({status})"
+        follower, problem = _follow(root, follower)
+        fresh = Replica(root / "published")
+        last = tensors_in((root / "last").read_bytes())
+        for who, replica in (("a follower", follower), ("a new replica", fresh)):
+            if problem or replica is None or (different := _differs(replica, last)):
+                return f"schedule {seed} ({kills} kills): {who} differs from the trainer: {problem or different}"
+    return ""
+
+
+def _start(root: Path, chance: random.Random) -> Path | None:
+    """Choose the checkpoint to go on from: the newest; at times an older one, or none. Later ones are removed."""
+    for left in root.glob("checkpoints/*.tmp"):
+        shutil.rmtree(left)
+    found = sorted(root.glob("checkpoints/step_*"), key=lambda path: int(path.name[5:]))
+    kept = len(found) if chance.random() < 0.6 else chance.randint(0, len(found))
+    for path in found[kept:]:
+        shutil.rmtree(path)
+    return found[kept - 1] if kept else None
+
+
+def _follow(root: Path, follower: Replica | None) -> tuple[Replica | None, str]:
+    """Let a replica that lives through all of it take what is there."""
+    if follower is None and not list((root / "published").glob("base_*[0-9]")):
+        return None, ""
+    try:
+        follower = follower or Replica(root / "published")
+        follower.update()
+    except PublicationError as error:
+        return follower, str(error)
+    return follower, ""
+
+
+def _differs(replica: Replica, last: dict[str, Tensor]) -> str:
+    with replica.state() as (model, have):
+        found = dict(zip(table_names(INPUTS), (table.stored for table in model.tables), strict=True))
+        found |= weights_of(model.dense)
+        different = [name for name, tensor in found.items() if not torch.equal(tensor, last[name])]
+        return f"{', '.join(different)} at {have.name}" if different else ""
+
+
+def whole_life(layers: bytes) -> int:
+    """Return the file operations of a life that is not killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        status, operations = _in_child(Path(folder), None, False, 1, layers)
+        assert status == 0, "a life without a kill"
+        return operations
+
+
+def break_code(what: str | None) -> None:
+    """Leave something out, which the schedules must notice."""
+    if what == "correction":
+        publisher_module.write.touched_since = lambda *_: {}
+    if what == "touches":  # as dirtiness: what was written back is clean
+        add = TouchedKeys.add
+        TouchedKeys.add = lambda self, keys: add(self, keys[::2])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.publications", description=__doc__)
+    parser.add_argument("--schedules", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--without", choices=["correction", "touches"], help="a negative control")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    break_code(arguments.without)
+    layers, started, problems = program(), time.perf_counter(), []
+    operations = whole_life(layers)
+    for seed in range(arguments.seed, arguments.seed + arguments.schedules):
+        if problem := try_schedule(seed, layers, operations):
+            problems.append(problem)
+            print(problem, flush=True)
+    seconds = time.perf_counter() - started
+    print(f"{arguments.schedules} schedules of lives with {operations} file operations in {seconds:.0f} s: "
+          f"{len(problems)} wrong")  # fmt: skip
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

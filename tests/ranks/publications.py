@@ -1,0 +1,177 @@
+"""Trainings that publish, and replicas of what they published, on several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from embershard.cache import CacheConfig
+from embershard.cache.row_cache import RowCache
+from embershard.cache.tickets import Ticket
+from embershard.distributed import CheckpointConfig, PublishConfig
+from embershard.distributed.publish import write
+from embershard.distributed.publish.published import published, read_files, read_publication
+from embershard.launch.export.serving_model import table_names, weights_of
+from embershard.launch.export.serving_replica import Replica
+from embershard.launch.export.write import export_base
+from embershard.pipeline.config import LookAheadConfig
+from embershard.sharding.torchrec import cache_stats
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.training.config import RunConfig
+from embershard.training.quality.reports import PublicationReport
+from embershard.training.trainer import Trainer
+from tests.ranks.planned import here, make_config
+
+
+@dataclass
+class Life:
+    """What a life of a run gave.
+
+    Attributes:
+        different: weights of this rank, by name, in which a follower or a new replica differs from the trainer.
+        evictions: of this rank.
+        names: of publications, in their order.
+        followed: state that the follower had in the end.
+    """
+
+    different: list[str]
+    evictions: int
+    names: list[str]
+    problems: list[str]
+    followed: str
+
+
+def _config(
+    folder: Path,
+    plan: Path | None,
+    lookahead: int,
+    steps: int,
+    dtype: str,
+    policy: str,
+    batch: int,
+    every: int,
+    ratio: float,
+) -> RunConfig:
+    config = make_config(
+        plan,
+        cache=CacheConfig(ratio=ratio, policy=policy),
+        look_ahead=LookAheadConfig(lookahead),
+        publish=PublishConfig(str(folder / "published"), every_steps=every, base_every=2, dtype=dtype),
+        checkpoint=CheckpointConfig(every_steps=4, at_end=False, keep_last=9),
+    )
+    return dataclasses.replace(
+        config, train=dataclasses.replace(config.train, batch_size=batch, max_steps=steps, eval_every=3)
+    )
+
+
+def live(
+    folder: Path,
+    lookahead: int = 8,
+    steps: int = 12,
+    start: int | None = None,
+    plan: Path | None = None,
+    broken: str = "",
+    dtype: str = "fp32",
+    policy: str = "lookahead",
+    batch: int = 50,
+    every: int = 2,
+    ratio: float = 0.3,
+) -> Life:
+    """Train, publish and follow, from the checkpoint of step `start` on; with something `broken`."""
+    ranks, config = here(), _config(folder, plan, lookahead, steps, dtype, policy, batch, every, ratio)
+    with _broken(broken):
+        trainer = Trainer(config, ranks, folder / "checkpoints", export=partial(export_base, config))
+        if start is not None:
+            trainer.resume(folder / "checkpoints" / f"step_{start}")
+        before = Replica(folder / "published") if start is not None else None  # it has what the life before published
+        names, problems, follower = [], [], before
+        for report in trainer.train():
+            if isinstance(report, PublicationReport) and ranks.is_first:
+                names += [report.name] if report.name else []
+                problems += [report.problem] if report.problem else []
+                follower = follower or Replica(folder / "published")
+                follower.update()
+        ranks.barrier()
+        follower = follower or Replica(folder / "published")
+        follower.update()
+        state = trainer.model.state_dict()
+        different = [f"{name} ({who.have.name})" for who in (follower, Replica(folder / "published"))
+                     for name in differences(state, who)]  # fmt: skip
+        evictions = sum(stats.evictions for stats in cache_stats(trainer.model))
+        ranks.barrier()
+        trainer.close()
+    return Life(different, evictions, names, problems, follower.have.name)
+
+
+def differences(state: dict[str, Any], replica: Replica) -> list[str]:
+    """Names of this rank's weights in which a replica differs."""
+    found = []
+    with replica.state() as (model, _):
+        tables = dict(zip(table_names(model.inputs), model.tables, strict=True))
+        dense = weights_of(model.dense)
+    for name, weights in state.items():
+        if name in dense:
+            found += [] if torch.equal(weights, dense[name]) else [name]
+            continue
+        stored = tables[name.split(".")[-2]].stored
+        shards = [((0, 0), weights)]
+        if isinstance(weights, ShardedTensor):
+            shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in weights.local_shards()]
+        for (row, column), rows in shards:
+            part = stored[row : row + rows.shape[0], column : column + rows.shape[1]]
+            found += [] if torch.equal(rows.to(stored.dtype), part) else [name]
+    return found
+
+
+def keys_of_deltas(folder: Path) -> dict[str, dict[str, set[int]]]:
+    """The rows of each table in each delta."""
+    found: dict[str, dict[str, set[int]]] = {}
+    for _, path in published(folder / "published", "delta"):
+        delta = read_publication(path)
+        files = read_files(path, delta)
+        for part in delta.parts:
+            keys = files[part.file][f"{part.place}.keys"].tolist()
+            found.setdefault(delta.name, {}).setdefault(part.table, set()).update(keys)
+    return found
+
+
+@contextmanager
+def _broken(what: str) -> Iterator[None]:
+    """Do something wrong, which must be noticed."""
+    if not what:
+        yield
+    elif what == "no correction":
+        with mock.patch.object(write, "touched_since", return_value={}):
+            yield
+    elif what == "dirtiness":
+        take = CachedTableBatchedEmbeddings.take_touched
+
+        def of_dirty(self: CachedTableBatchedEmbeddings) -> list[write.TouchedRows]:
+            cache = self.cache
+            used = cache._map.used_slots()
+            cache.touched.take()
+            cache.touched.add(cache._map.keys(used[cache.state.is_dirty(used)]))
+            return take(self)
+
+        with mock.patch.object(CachedTableBatchedEmbeddings, "take_touched", of_dirty):
+            yield
+    elif what == "slots":
+        begin = RowCache.begin_update
+
+        def by_slots(self: RowCache, ticket: Ticket) -> None:
+            ticket.keys = ticket.slots.clamp(0, self.num_rows - 1)
+            begin(self, ticket)
+
+        with mock.patch.object(RowCache, "begin_update", by_slots):
+            yield
+    else:
+        raise ValueError(what)

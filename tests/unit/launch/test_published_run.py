@@ -1,0 +1,111 @@
+"""A run that publishes, by its commands: the folder, the record, the commands, and a server without embershard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from embershard.cache import CacheConfig
+from embershard.data import DataConfig, ParquetConfig
+from embershard.distributed import PublishConfig, Supervision, process_group
+from embershard.errors import CheckpointError, ConfigError
+from embershard.launch import cli
+from embershard.launch.arguments import NEWEST
+from embershard.launch.export import publish, serving_model
+from embershard.launch.train.run import train_run
+from embershard.models import ModelConfig
+from embershard.training.config import RunConfig, TrainConfig
+from tests.unit.launch.conftest import clicks
+from tests.unit.launch.test_export import WITHOUT
+
+pytestmark = pytest.mark.slow  # whole training runs
+
+GIVEN = {"unverified": False, "changes": (), "same_run": "", "go_on": ""}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 9 steps that was resumed to 12, whose folder has publications."""
+    folder = tmp_path_factory.mktemp("published_run")
+    pq.write_table(clicks(), folder / "clicks.parquet")
+    columns = ParquetConfig(
+        dense=("age",), sparse=("user", "items"), num_rows=(40, 70), label="click",
+        id_mapping="hash", dense_transform="log1p",
+    )  # fmt: skip
+    config = RunConfig(
+        data=DataConfig("parquet", str(folder / "clicks.parquet"), eval_fraction=0.2, num_workers=0, parquet=columns),
+        model=ModelConfig(embedding_dim=8, dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(16, 1)),
+        cache=CacheConfig(ratio=0.9),
+        train=TrainConfig(batch_size=64, max_steps=9),
+        publish=PublishConfig(str(folder / "published"), every_steps=4),
+    )
+    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=12))
+    with process_group("cpu") as ranks:
+        train_run(config, ranks, folder / "run", supervision=Supervision(), resume=None, **GIVEN)
+        shutil.copytree(folder / "run", folder / "longer")  # this process has the lock of the other
+        train_run(longer, ranks, folder / "longer", supervision=Supervision(), resume=NEWEST, **GIVEN)
+    return folder / "longer"
+
+
+def test_the_record_has_the_publications(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = {line["name"]: line["step"] for line in lines if line["kind"] == "publication"}
+    assert found == {"base_0": 0, "delta_1": 4, "delta_2": 8, "delta_3": 9, "delta_4": 12}
+
+
+def test_it_is_served_without_embershard(run_dir, tmp_path, project_dir):
+    """By the example, in a process that cannot import embershard: the scores are those of an export of the run."""
+    samples = clicks(40, seed=1).drop_columns("click").to_pylist()
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program, folder = str(project_dir / "examples" / "serve.py"), str(run_dir.parent / "published")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, program, folder, "samples.json"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    step, _, scores = done.stdout.partition(": ")
+    assert step == "step 12"
+    assert cli.main(["export", str(run_dir), "-o", str(tmp_path / "exported"), "--step", "last"]) == 0
+    model = serving_model.load(tmp_path / "exported")
+    expected = model(*model.encode(samples)).sigmoid().tolist()
+    assert json.loads(scores) == expected
+
+
+def test_the_commands(run_dir, tmp_path, capsys):
+    folder = run_dir.parent / "published"
+    assert publish.main(["ls", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("base_0", "delta_1", "delta_4"))
+    assert publish.main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out.count("valid") == 5
+    assert publish.main(["base", str(folder)]) == 0
+    assert "base_4" in capsys.readouterr().out
+    model = serving_model.load(folder / "base_4")
+    assert model.columns == ["age", "user", "items"]
+    damaged = folder / "delta_2" / "dense.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1])
+    assert publish.main(["verify", str(folder)]) == 1
+    assert "INVALID" in capsys.readouterr().out
+    damaged.write_bytes(whole)
+    with pytest.raises(CheckpointError):
+        publish.main(["base", str(folder)])  # nothing is newer than base_4
+    with pytest.raises(ConfigError, match="no publications there"):
+        publish.main(["ls", str(tmp_path)])
+
+
+def test_another_run_does_not_publish_there(run_dir, tmp_path):
+    from embershard.launch.config import RUN_CONFIG, load_config
+
+    config = load_config(RunConfig, run_dir / RUN_CONFIG)
+    with process_group("cpu") as ranks, pytest.raises(ConfigError, match="publications of another run"):
+        train_run(config, ranks, tmp_path / "other", supervision=Supervision(), resume=None, **GIVEN)

@@ -1,0 +1,141 @@
+"""The publisher of a run whose rows change by chance: failed writes, other runs, runs that start again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from embershard.distributed import PublishConfig
+from embershard.distributed.publish import write
+from embershard.distributed.publish.published import published, read_publication
+from embershard.errors import ConfigError
+from embershard.launch.export.serving_replica import Replica
+from embershard.training import publisher as publisher_module
+from embershard.training.compared_table import ComparedTable
+from tests.faults import publications
+from tests.faults.publications import Life
+
+
+@pytest.fixture(scope="module")
+def layers() -> bytes:
+    return publications.program()
+
+
+@pytest.fixture(autouse=True)
+def _own_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "cached_embeddings", None)  # each life sets its own
+
+
+def differs(folder: Path, life: Life) -> str:
+    return publications._differs(Replica(folder / "published"), {**life.tables, **life.dense})
+
+
+def test_rows_of_a_delta_that_failed_are_in_the_next(tmp_path, layers, monkeypatch):
+    life = Life(tmp_path, None, False, 1, layers)
+    writes = write._write_tensors
+    failing = [True]
+
+    def fail(path: Path, tensors: object) -> object:
+        if failing[0]:
+            raise OSError(28, "No space left on device", str(path))
+        return writes(path, tensors)
+
+    monkeypatch.setattr(write, "_write_tensors", fail)
+    life._train()
+    life.publisher.cut(2)
+    problems = [report.problem for report in life.publisher.end()]
+    assert "delta_1 could not be written" in problems[-1]
+    assert "No space left" in problems[-1]
+    assert differs(tmp_path, life), "the base alone"
+    failing[0] = False
+    life._train()
+    life.publisher.cut(4)
+    assert [report.name for report in life.publisher.end()] == ["delta_1"]
+    assert not differs(tmp_path, life)
+
+
+def test_a_state_is_published_once(tmp_path, layers):
+    life = Life(tmp_path, None, False, 1, layers)
+    first, _ = life.publisher.before_save(0)
+    assert first["seq"] == 0  # the base has it
+    life._train()
+    life.publisher.cut(2)
+    second, ready = life.publisher.before_save(2)
+    ready()
+    assert second == {"seq": 1, "token": read_publication(tmp_path / "published" / "delta_1").token}
+    list(life.publisher.end())
+
+
+def test_publications_by_the_clock(tmp_path, layers, monkeypatch):
+    life = Life(tmp_path, None, False, 1, layers)
+    life.publisher._config = PublishConfig("x", every_seconds=10.0)
+    now = [life.publisher._cut_at]
+    monkeypatch.setattr(publisher_module.time, "monotonic", lambda: now[0])
+    due = []
+    for step in range(1, 31):
+        now[0] += 1
+        if life.publisher.is_due(step):
+            life.publisher.cut(step)
+            due.append(step)
+    list(life.publisher.end())
+    assert due == [10, 20, 30]
+
+
+def test_the_folder_of_another_run_is_refused(tmp_path, layers):
+    Life(tmp_path, None, False, 1, layers).run()
+    with pytest.raises(ConfigError, match="publications of another run"):
+        Life(tmp_path, None, False, 2, layers)
+    (tmp_path / "publishes.json").unlink()
+    with pytest.raises(ConfigError, match="publications of another run"):
+        Life(tmp_path, None, True, 2, layers)
+
+
+def test_a_run_whose_checkpoints_are_gone_goes_on_in_its_folder(tmp_path, layers):
+    first = Life(tmp_path, None, False, 1, layers)
+    first.run()
+    replica = Replica(tmp_path / "published")
+    shutil.rmtree(tmp_path / "checkpoints")
+    second = Life(tmp_path, None, True, 2, layers)
+    second.run()
+    assert second.run_id == first.run_id
+    replica.update()
+    assert not publications._differs(replica, {**second.tables, **second.dense})
+    assert replica.have.life == 1
+
+
+def test_settings_that_were_changed_lead_to_a_base(tmp_path, layers):
+    Life(tmp_path, None, False, 1, layers).run()
+    before = len(published(tmp_path / "published", "base"))
+    life = Life.__new__(Life)
+    resume = publisher_module.Publisher.resume
+
+    def changed(self: publisher_module.Publisher, token: str | None, is_changed: bool) -> None:
+        resume(self, token, is_changed=True)
+
+    publisher_module.Publisher.resume = changed
+    try:
+        life.__init__(tmp_path, tmp_path / "checkpoints" / "step_10", False, 2, layers)
+    finally:
+        publisher_module.Publisher.resume = resume
+    (_, path) = published(tmp_path / "published", "base")[-1]
+    assert len(published(tmp_path / "published", "base")) == before + 1
+    assert read_publication(path).state == ""
+    assert not differs(tmp_path, life)
+
+
+def test_a_table_outside_of_caches_has_the_rows_that_changed():
+    rows = torch.zeros(6, 2)
+    table = ComparedTable("t", [(10, 4, rows)])
+    rows[[1, 3]] = torch.tensor([[0.0, -0.0], [0.0, float("nan")]])
+    (found,) = table.take_touched()
+    assert (found.keys.tolist(), found.first_column) == ([11, 13], 4)  # by their bits
+    assert table.take_touched()[0].keys.tolist() == []
+    table.touch("t", torch.tensor([9, 10, 15, 16]))
+    table.touch("other", torch.tensor([12]))
+    assert table.take_touched()[0].keys.tolist() == [10, 15]
+    rows += 1
+    table.forget_touched()
+    assert table.take_touched()[0].keys.tolist() == []
