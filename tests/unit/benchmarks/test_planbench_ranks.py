@@ -1,0 +1,55 @@
+"""Tasks of `planbench_ranks`, and its summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.planbench import RIVALS
+from benchmarks.planbench_ranks import OURS, TORCHREC, profiled, summary, write_task
+from embershard.decoding import decode
+from embershard.training.config import RunConfig
+from embershard.training.fit.model_size import tables_of_run
+
+
+def plan(name: str, predicted: float, wall: float, cpu: float, ours: float = 20.0) -> dict[str, Any]:
+    measured = {"wall": wall, "scaled": wall, "cpu": cpu}
+    times = {f"{kind}_ms": each for kind, each in measured.items()}
+    return {
+        "plan": name,
+        "predicted_ms": predicted,
+        **times,
+        **{f"{k}_over_ours": v / ours for k, v in measured.items()},
+    }
+
+
+def test_a_task_has_data_and_a_model_of_its_tables(tmp_path):
+    values = write_task(3, 2, tmp_path, lookups=20_000)
+    config = decode(RunConfig, values)
+    tables, statistics = tables_of_run(config), profiled(config)
+    assert 8 <= len(tables) <= 16
+    assert [table.dim for table in tables] == values["model"]["options"]["dims"]
+    samples = pq.read_metadata(tmp_path / "samples.parquet").num_rows
+    assert statistics.num_samples == samples
+    assert 15_000 < sum(table.num_lookups for table in statistics.tables.values()) <= 20_000
+    assert write_task(3, 2, tmp_path, lookups=20_000) == values
+
+
+def test_orders_are_told_over_all_plans_and_within_tasks():
+    """In the second task two of three plans are not in the order of the prediction, by wall time alone."""
+    rival = next(iter(RIVALS))
+    first = [plan(OURS, 20, 20, 20), plan(TORCHREC, 21, 22, 22), plan(rival, 30, 26, 26)]
+    second = [plan(OURS, 50, 20, 20), plan(TORCHREC, 60, 18, 24), plan(rival, 80, 25, 30)]
+    found = summary([{"plans": first}, {"plans": second}, {"plans": [plan(OURS, 40, 20, 20)]}])
+    assert found["wall"]["spearman_of_tasks"] == [1.0, 0.5]
+    assert found["wall"]["spearman_mean_of_tasks"] == 0.75
+    assert found["cpu"]["spearman_of_tasks"] == [1.0, 1.0]
+    assert found["wall"]["torchrec_over_ours"] == {"tasks": 2, "median": 1.0, "all": [1.1, 0.9]}
+    assert found["cpu"]["best_rival_over_ours"]["all"] == [1.3, 1.5]
+    pairs = found["wall"]["pairs_told_right"]
+    assert pairs["predicted 5 to 10 % apart"] == [1, 1]  # ours and TorchRec's in the first task
+    assert pairs["predicted 10 to 30 % apart"] == [0, 1]
+    assert sum(right for right, _ in pairs.values()) == 5
+    assert found["wall"]["spearman_all_plans"] == pytest.approx(0.0, abs=0.4)
