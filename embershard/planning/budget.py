@@ -11,6 +11,7 @@ from embershard.cache.config import MOST_POOL_ROWS
 from embershard.cache.statistics import apportion
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates
+from embershard.planning.exchange import with_exchange
 from embershard.planning.predict import counted_reports
 from embershard.planning.request import Budget, PlanRequest, Workload
 from embershard.planning.shard_costs import ROOM, ShardCosts, cached
@@ -273,6 +274,7 @@ def placed(request: PlanRequest, placements: Sequence[TablePlacement]) -> tuple[
 
 def need_of(workload: Workload, tables: tuple[TablePlacement, ...]) -> LeastNeed:
     """Return the least bytes of every rank with this placement."""
+    tables = tuple(with_exchange(workload, table) for table in tables)
     shards = place_shards(workload.model, tables, workload.shape)
     here = by_rank(shards, workload.shape.world_size)
     ranks = tuple(_rank_need(workload, rank, own) for rank, own in enumerate(here))

@@ -102,7 +102,10 @@ def best_candidate(request: PlanRequest) -> Candidate:
         return replace(best, bound=bound)
     need = needs[0]
     if not need.excess_rows:
-        _least_found(request, needs).check_device(request)
+        least = _least_found(request, needs)
+        least.check_device(request)
+        if (fitting := sized(request, least.tables)) is not None:
+            return replace(fitting, bound=bound)
     need.check_pools(request)
     need.check_host(request)
     raise ShardingError(_no_room(request, need))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from embershard.planning.make_plan import make_plan
 from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan, RankPrediction
 from embershard.training.config import RunConfig
-from tests.covering import covering
+from tests.covering import matrix
 from tests.ranks import memory_limits
 from tests.ranks.memory_limits import Taken
 from tests.ranks.workers import RankPool
@@ -96,18 +97,6 @@ def smallest(request: PlanRequest) -> int:
     return int(told[1])
 
 
-def accepted(request: PlanRequest, least: int) -> int:
-    """The smallest memory, from this on, that planning accepts; at most 5 % more."""
-    for hundredths in range(100, 106):
-        limit = least * hundredths // 100
-        try:
-            make_plan(with_memory(request, limit))
-        except ShardingError:
-            continue
-        return limit
-    raise AssertionError(f"refused with 5 % more than the {least} bytes that were asked for")
-
-
 def check(predicted: RankPrediction, taken: Taken, limit: int) -> None:
     """What a CPU can count is as predicted; with the rest as predicted, it fits."""
     parts: Mapping[str, int] = predicted.device_bytes
@@ -121,26 +110,17 @@ def check(predicted: RankPrediction, taken: Taken, limit: int) -> None:
     assert taken.growths == 0
 
 
-def cases() -> list[Any]:
-    """Of tables that exchange rows, planning asks for less than it takes: the need that it tells is that of pooled
-    exchange."""
-    found = []
-    for case in covering(list(MODELS), (2, 1, 4)):
-        values, marks = getattr(case, "values", case), list(getattr(case, "marks", []))
-        if values[0] == "distinct rows" and values[1] > 1:
-            marks.append(pytest.mark.xfail(strict=True, reason="the least need of tables that exchange rows is wrong"))
-        found.append(pytest.param(*values, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize(("name", "ranks"), cases())
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("dlrm", 2), *(matrix(*case) for case in itertools.product(MODELS, (1, 2, 4)) if case != ("dlrm", 2))],
+)
 def test_a_plan_at_its_limit_trains_within_it(
     name: str, ranks: int, data: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Models with caches whose rows are evicted: nothing that starts takes more, and what is refused would."""
     pool: RankPool = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[ranks])
     config, asked = request_of(name, ranks, data)
-    least = accepted(asked, smallest(asked))
+    least = smallest(asked)
     for limit in (least, int(1.3 * least)):
         plan: Plan = make_plan(with_memory(asked, limit))
         plan.save(tmp_path / f"{limit}.json")
@@ -154,10 +134,7 @@ def test_a_plan_at_its_limit_trains_within_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ranks",
-    [1, pytest.param(2, marks=pytest.mark.xfail(strict=True, reason="planning refuses what its refusal asks for"))],
-)
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_memory_that_a_refusal_names_is_accepted(ranks: int, data: dict[str, Any]) -> None:
     """And a byte less is not."""
     _, asked = request_of("dlrm", ranks, data)
