@@ -55,6 +55,11 @@ class TablesFile(RunConfig):
                 f"got {len(self.tables)} tables and samples = {self.samples}; needed at least one of each: "
                 "[tables.item] with rows = 400_000_000, for instance."
             )
+        if len(self.named) < sum(each.count for each in self.tables.values()):
+            raise ConfigError(
+                f"tables: got {', '.join(self.tables)}, of which two come to the same name once `count` numbers them "
+                "(item with count = 2 is item_0 and item_1); needed other names."
+            )
         if not self.model.is_torchrecs:
             raise ConfigError(
                 f"model.arch: got {self.model.title!r}, needed dlrm, dlrm_dcn or deepfm: others' dense part "

@@ -88,6 +88,7 @@ def test_frequencies_are_those_of_the_numbers(file):
         ("[tables.a]\nrows = 9\ndim = 6", "dim = 6"),
         ("[tables.a]\nrows = 9\ncount = 0", "count = 0"),
         ("[tables.a]\nrow = 9", "unknown key"),
+        ("[tables.a]\nrows = 9\ncount = 2\n[tables.a_1]\nrows = 9", "two come to the same name"),
         ('[tables.a]\nrows = 9\n[model]\nbuild = "mine:make"', "needed dlrm"),
     ],
 )
