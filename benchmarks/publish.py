@@ -14,39 +14,30 @@ quickstart's model, and a cache with look-ahead. It publishes whenever about a h
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from benchmarks.common import machine, make_parser, report, settings_of
+from benchmarks.common import make_parser, report
+from benchmarks.one_rank import add_run_options, measured, run_config
 
-_CRITEO_ROWS = 33_762_577
+if TYPE_CHECKING:
+    from embershard.training.config import RunConfig
+
 _WARMUP_STEPS, _BLOCK = 20, 20
 
 
 def main() -> None:
     """Measure and print."""
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--batch-size", type=int, default=1024)
-    parser.add_argument("--ratio", type=float, default=0.015)
+    add_run_options(parser)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=25, help="steps from publication to publication")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="publish_", dir=options.folder))
-    try:
-        found = run(options, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    settings = {name: value for name, value in settings_of(options).items() if name != "folder"}
-    report({"benchmark": "publish", "settings": settings, **found, "machine": machine()}, options.output)
+    report(measured("publish", options, run), options.output)
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -146,31 +137,13 @@ def apply(replica: Any) -> dict[str, Any]:
     }
 
 
-def _config(options: argparse.Namespace, folder: Path) -> Any:
-    from embershard.decoding import decode
-    from embershard.training.config import RunConfig
-
-    values = {
-        "data": {
-            "kind": "synthetic",
-            "synthetic": {"num_samples": 10_000_000, "scale": options.rows / _CRITEO_ROWS},
-            "eval_fraction": 0.0,
-        },
-        "model": {
-            "embedding_dim": options.dim,
-            "dense_arch_layer_sizes": [64, 32, options.dim],
-            "over_arch_layer_sizes": [128, 64, 1],
-        },
-        "cache": {"ratio": options.ratio},
-        "look_ahead": {"lookahead": 64},
-        "embedding_optimizer": {"kind": "rowwise_adagrad", "lr": 0.05},
-        "checkpoint": {"at_end": False},
-        "publish": {"folder": str(folder), "every_steps": options.every},
-        "train": {
-            "batch_size": options.batch_size, "max_steps": options.steps, "log_every": 1, "device": "cpu"
-        },
-    }  # fmt: skip
-    return decode(RunConfig, values)
+def _config(options: argparse.Namespace, folder: Path) -> RunConfig:
+    return run_config(
+        options,
+        {"max_steps": options.steps, "log_every": 1},
+        checkpoint={"at_end": False},
+        publish={"folder": str(folder), "every_steps": options.every},
+    )
 
 
 if __name__ == "__main__":

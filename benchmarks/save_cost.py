@@ -22,39 +22,31 @@ import ctypes
 import mmap
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.common import machine, make_parser, report, settings_of
+from benchmarks.common import make_parser, report
+from benchmarks.one_rank import add_run_options, measured, run_config
 
-_CRITEO_ROWS = 33_762_577
+if TYPE_CHECKING:
+    from embershard.training.config import RunConfig
+
 _WARMUP_STEPS = 20
 
 
 def main() -> None:
     """Measure and print."""
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--batch-size", type=int, default=1024)
-    parser.add_argument("--ratio", type=float, default=0.015)
+    add_run_options(parser)
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--every", type=int, default=300, help="steps from save to save")
     parser.add_argument("--rounds", type=int, default=3, help="of the saves without training")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="save_cost_", dir=options.folder))
-    try:
-        found = run(options, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    settings = {name: value for name, value in settings_of(options).items() if name != "folder"}
-    report({"benchmark": "save_cost", "settings": settings, **found, "machine": machine()}, options.output)
+    report(measured("save_cost", options, run), options.output)
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -117,7 +109,9 @@ def alone(trainer: Any, folder: Path, rounds: int) -> dict[str, Any]:
     state, ranks = trainer.state, trainer.ranks
 
     def ours(path: Path) -> None:
-        state.prepare_save(path, trainer.steps, 0, trainer.upcoming.state, 0).write(ranks)
+        state.prepare_save(path, trainer.steps, 0, trainer.upcoming.state, trainer.best.progress, copy_bytes=0).write(
+            ranks
+        )
 
     def theirs(path: Path) -> None:
         tensors = {
@@ -153,25 +147,12 @@ def _quantiles(values: list[float]) -> dict[str, float]:
     return {f"p{q}": round(values[min(len(values) - 1, len(values) * q // 100)], 1) for q in (50, 95, 99)}
 
 
-def _config(options: argparse.Namespace) -> Any:
-    from embershard.decoding import decode
-    from embershard.training.config import RunConfig
-
-    scale, steps = options.rows / _CRITEO_ROWS, options.every * (options.saves + 1)
-    values = {
-        "data": {"kind": "synthetic", "synthetic": {"num_samples": 10_000_000, "scale": scale}, "eval_fraction": 0.0},
-        "model": {
-            "embedding_dim": options.dim,
-            "dense_arch_layer_sizes": [64, 32, options.dim],
-            "over_arch_layer_sizes": [128, 64, 1],
-        },
-        "cache": {"ratio": options.ratio},
-        "look_ahead": {"lookahead": 64},
-        "embedding_optimizer": {"kind": "rowwise_adagrad", "lr": 0.05},
-        "checkpoint": {"every_steps": options.every, "keep_last": 1, "at_end": False},
-        "train": {"batch_size": options.batch_size, "max_steps": steps, "log_every": 20, "device": "cpu"},
-    }
-    return decode(RunConfig, values)
+def _config(options: argparse.Namespace) -> RunConfig:
+    return run_config(
+        options,
+        {"max_steps": options.every * (options.saves + 1), "log_every": 20},
+        checkpoint={"every_steps": options.every, "keep_last": 1, "at_end": False},
+    )
 
 
 def _largest_mb(growth: Iterable[tuple[int, int, int]]) -> dict[str, int]:
