@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import machine
 from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
@@ -215,7 +216,8 @@ def main() -> None:
     tasks: list[dict[str, Any]] = [] if options.tasks else json.loads(options.output.read_text())["tasks"]
     for seed in range(options.first, options.first + options.tasks):
         tasks.append(measure(seed))
-        report = {"benchmark": "planbench", "tasks_version": TASKS_VERSION, "summary": summary(tasks), "tasks": tasks}
+        report = {"benchmark": "planbench", "tasks_version": TASKS_VERSION, "summary": summary(tasks)}
+        report |= {"tasks": tasks, "machine": machine()}
         options.output.write_text(json.dumps(report) + "\n")
         print(json.dumps(tasks[-1]), flush=True)
     print(json.dumps(summary(tasks), indent=1))
