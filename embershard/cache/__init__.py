@@ -8,6 +8,7 @@ from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.cache.config import CacheConfig
+    from embershard.cache.ids.births import Births
     from embershard.cache.next_use import KnownBatch, NextUseIndex
     from embershard.cache.planner import CacheGrowthWarning, CachePlan, CachePlanner
     from embershard.cache.policies import SlotScores, make_scores
@@ -21,6 +22,7 @@ else:
     __getattr__ = lazy_names(__name__)
 
 __all__ = [
+    "Births",
     "CacheConfig",
     "CacheGrowthWarning",
     "CachePlan",

@@ -66,6 +66,11 @@ class CachePlan:
     first_hits: Tensor
     missed: Tensor
 
+    @property
+    def digest(self) -> int:
+        """Number that tells plans apart. Write-backs are left out: a rank that flushed alone has fewer."""
+        return int((self.fill_keys * self.fill_slots).sum() - self.evicted_keys.sum())
+
 
 @dataclass(frozen=True, eq=False)
 class Shortage:
@@ -120,9 +125,15 @@ class Planner(ABC):
             self.state.evict(plan.evicted_keys, plan.evicted_slots)
 
     def removal(self, slots: Tensor) -> CachePlan:
-        """Return a plan of no batch, which evicts `slots` (int64 [M]) and fills none: `evict`, then `cancel_fill`."""
+        """Return a plan of no batch, which evicts `slots` (int64 [M], distinct) and fills none, for `remove`."""
         none, keys, dirty = slots[:0], self._map.keys(slots), self.state.is_dirty(slots)
         return CachePlan(0, none, none, none, keys, slots, keys[dirty], slots[dirty], dirty[:0], none)
+
+    def remove(self, plan: CachePlan) -> None:
+        """Empty the slots of a `removal`, whose rows are in the host tier or not needed any more."""
+        self.evict(plan)
+        self.cancel_fill(plan)
+        self.state.passing = self.state.passing[self._map.keys(self.state.passing) >= 0]
 
     def cancel_fill(self, plan: CachePlan) -> None:
         """Free the victims' slots, after `evict` and in place of `admit`: the rows could not be filled."""

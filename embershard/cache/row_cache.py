@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
 from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
+from embershard.cache.ids.births import Births
 from embershard.cache.next_use import KnownBatch, OtherTables
 from embershard.cache.own_policy import own_scores
 from embershard.cache.planner import CachePlan, PinWatch, Shortage, grown_slots
@@ -148,6 +149,7 @@ class RowCache:
         critical_path: bool = True,
         known: KnownBatch | None = None,
         if_it_fits: bool = False,
+        births: Births | None = None,
     ) -> Ticket | None:
         """Fill slots with the missing rows of a batch, and pin all of its rows.
 
@@ -159,6 +161,7 @@ class RowCache:
             if_it_fits: do nothing if the batch does not fit beside the batches in flight. Do nothing, either, for a
                 known batch if two others are in flight and the three would take more than half of the slots: rows
                 pinned that early cost more fills than they save time (docs/decisions/0011).
+            births: rows that begin anew with this batch; see `begin_anew`.
 
         Returns:
             The batch's ticket; None if it does not fit before another batch is released.
@@ -173,6 +176,8 @@ class RowCache:
         other_slots = self.num_slots - self.state.num_pinned
         if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, other_slots):
             return None
+        if births is not None:
+            self.begin_anew(births)
         plan = self._plan(keys, if_it_fits)
         if plan is None:
             return None
@@ -184,6 +189,25 @@ class RowCache:
         ticket = Ticket(plan.batch, plan.slots, filled=filled, keys=None if self.touched is None else keys)
         self._in_flight.add(ticket, None if known is None else known.num_rows)
         return ticket
+
+    @one_at_a_time
+    def begin_anew(self, births: Births) -> None:
+        """Give rows to other ids: initial weights by id, states and scores of 0. What their slots hold is dropped.
+
+        `prepare` does it for its batch; call it for a batch that is skipped. Nothing else changes, and a call that
+        fails, or whose batch is not prepared after all, is repeated with the batch. See `births.py`.
+
+        Raises:
+            CacheError: a batch in flight uses such a row, or the host tier draws no weights.
+        """
+        self._check()
+        emptied = self._planner.removal(births.slots_to_empty(self.state, self._in_flight, self.name))
+        self._copies.finish()  # no earlier content lands later
+        self.host.begin_anew(births.keys, births.ids)
+        with self._guard.change("emptying the slots of rows that begin anew"):
+            self._planner.remove(emptied)
+            self.counters.add_rows(Counter.EVICTIONS, emptied.evicted_keys)
+        self._scores.restore(births.keys, torch.zeros(births.keys.numel()))
 
     def wait(self, ticket: Ticket) -> None:
         """Make the current stream wait until the batch's rows are in their slots."""
@@ -301,7 +325,7 @@ class RowCache:
         plan = self._own_write_backs(plan)
         self._copies.write_back_evicted(plan)
         if self.host.is_shared:
-            self.host.meet(self.name, _digest(plan))
+            self.host.meet(self.name, plan.digest)
         with self._guard.change(f"filling the rows of batch {plan.batch}"):
             self._planner.evict(plan)
             try:
@@ -332,10 +356,8 @@ class RowCache:
         plan = self._own_write_backs(self._planner.removal(passing[leaving]))  # the next plan's meeting orders them
         self._copies.write_back_evicted(plan)
         with self._guard.change("removing rows from a static cache"):
-            self._planner.evict(plan)
-            self._planner.cancel_fill(plan)
+            self._planner.remove(plan)
             self._note_evicted(plan)
-            self.state.passing = passing[~leaving]
 
     def _note_evicted(self, plan: CachePlan) -> None:
         self.counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
@@ -570,11 +592,6 @@ class RowCache:
             host_bytes=self.host_bytes,
             row_bytes=self.host.row_bytes,
         )
-
-
-def _digest(plan: CachePlan) -> int:
-    """Return a number that tells plans apart. Write-backs are left out: a rank that flushed alone has fewer."""
-    return int((plan.fill_keys * plan.fill_slots).sum() - plan.evicted_keys.sum())
 
 
 def _most_frequent(counts: RowCounts, pinned_keys: Tensor, num_rows: int) -> Tensor:

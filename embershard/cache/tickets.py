@@ -95,6 +95,14 @@ class InFlight:
         ticket._unpin.atexit = False
         self._batches[ticket.batch] = weakref.ref(ticket)
 
+    def use_of(self, slots: Tensor) -> tuple[int, int] | None:
+        """Return one of `slots` (int64 [M]) that a batch in flight uses, and the batch; None if none uses any."""
+        for ticket in self.tickets:
+            used = slots[torch.isin(slots, ticket.slots)]
+            if used.numel():
+                return int(used[0]), ticket.batch
+        return None
+
     def freeze(self) -> None:
         """Keep the present batches pinned until `unfreeze`, released or not: plans made in another thread must not
         depend on how far training is."""

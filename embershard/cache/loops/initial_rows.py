@@ -40,6 +40,17 @@ def half_bits(weight):  # type: ignore[no-untyped-def]
     return np.uint16(sign | ((size + np.uint32(0xFFF) + odd - np.uint32(0x38000000)) >> np.uint32(13)))
 
 
+@compiled_when_called(inline="always")
+def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
+    """Return the four words of a counter."""
+    for _ in range(10):
+        p0, p1 = _M0 * np.uint64(c0), _M1 * np.uint64(c2)
+        c0, c1 = np.uint32(p1 >> _HALF_WORD) ^ c1 ^ k0, np.uint32(p1)
+        c2, c3 = np.uint32(p0 >> _HALF_WORD) ^ c3 ^ k1, np.uint32(p0)
+        k0, k1 = np.uint32(k0 + _W0), np.uint32(k1 + _W1)
+    return c0, c1, c2, c3
+
+
 @compiled_when_called(error_model="numpy")
 def write_rows(out, at, row, stop, ends, firsts, widths, keys, lows, spans, groups):  # type: ignore[no-untyped-def]
     """Write rows [row, stop) of a pool to `out` [4 * groups * rows], from element `at` on.
@@ -72,16 +83,31 @@ def write_run(out, at, counter, num, key0, key1, low, span):  # type: ignore[no-
     for number in range(num):
         n = np.uint64(counter) + np.uint64(number)
         c0, c1, c2, c3 = np.uint32(n), np.uint32(n >> _HALF_WORD), np.uint32(0), np.uint32(0)
-        k0, k1 = key0, key1
-        for _ in range(10):
-            p0, p1 = _M0 * np.uint64(c0), _M1 * np.uint64(c2)
-            c0, c1 = np.uint32(p1 >> _HALF_WORD) ^ c1 ^ k0, np.uint32(p1)
-            c2, c3 = np.uint32(p0 >> _HALF_WORD) ^ c3 ^ k1, np.uint32(p0)
-            k0, k1 = np.uint32(k0 + _W0), np.uint32(k1 + _W1)
+        c0, c1, c2, c3 = philox(c0, c1, c2, c3, key0, key1)
         here[4 * number] = stored(out, low + span * (np.float32(c0 >> _LOW_BITS) * _UNIT))
         here[4 * number + 1] = stored(out, low + span * (np.float32(c1 >> _LOW_BITS) * _UNIT))
         here[4 * number + 2] = stored(out, low + span * (np.float32(c2 >> _LOW_BITS) * _UNIT))
         here[4 * number + 3] = stored(out, low + span * (np.float32(c3 >> _LOW_BITS) * _UNIT))
+
+
+@compiled_when_called(error_model="numpy")
+def write_rows_of_ids(rows, ids, out, ends, firsts, widths, keys, lows, spans, groups):  # type: ignore[no-untyped-def]
+    """Write the weights of `ids` [M] to `rows` [M] of a pool, in `out` [4 * groups * R].
+
+    The words of a counter are two of the id, the group of columns in the whole table, and 1: those of rows end with 0.
+    """
+    for place in range(rows.size):
+        row, n = rows[place], np.uint64(ids[place])
+        table = np.searchsorted(ends, row, side="right") - 1
+        first_group, key0, key1 = firsts[table] % widths[table], keys[table, 0], keys[table, 1]
+        low, span, here = lows[table], spans[table], out[4 * groups * row : 4 * groups * (row + 1)]
+        for number in range(groups):
+            c0, c1, c2, c3 = np.uint32(n), np.uint32(n >> _HALF_WORD), np.uint32(first_group + number), np.uint32(1)
+            c0, c1, c2, c3 = philox(c0, c1, c2, c3, key0, key1)
+            here[4 * number] = stored(out, low + span * (np.float32(c0 >> _LOW_BITS) * _UNIT))
+            here[4 * number + 1] = stored(out, low + span * (np.float32(c1 >> _LOW_BITS) * _UNIT))
+            here[4 * number + 2] = stored(out, low + span * (np.float32(c2 >> _LOW_BITS) * _UNIT))
+            here[4 * number + 3] = stored(out, low + span * (np.float32(c3 >> _LOW_BITS) * _UNIT))
 
 
 @compiled_when_called()

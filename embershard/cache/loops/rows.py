@@ -20,12 +20,13 @@ _WORDS = (numba.uint8, numba.int16, numba.int32, numba.int64)
 
 @compiled
 def are_rows(ids: Int64s, lengths: Int64s, limits: Int64s) -> bool:
-    """True if all `ids` [N] are in [0, limit) of their feature; feature f has `lengths[f]` of them."""
+    """True if all `ids` [N] are in [0, limit) of their feature; feature f has `lengths[f]` of them. A limit of 0 is
+    none."""
     signs, position = 0, 0
     for feature in range(lengths.size):
         end = min(position + lengths[feature], ids.size)
         last = limits[feature] - 1
-        for place in range(position, end):  # without a branch, several ids at a time
+        for place in range(position, end if last >= 0 else position):  # without a branch, several ids at a time
             signs |= ids[place] | (last - ids[place])
         position = end
     return signs >= 0

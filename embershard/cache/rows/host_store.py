@@ -163,6 +163,22 @@ class HostStore:
         self._is_read_ahead = True
         self._lazy.make_later(keys)
 
+    def begin_anew(self, keys: Tensor, ids: Tensor) -> None:
+        """Give rows `keys` to `ids` (both int64 [M]): initial weights of the ids (`ShardWeights`), and states of 0.
+
+        Raises:
+            CacheError: the rows have no initial weights from a counter, or other ranks map them.
+        """
+        if self._lazy is None:
+            raise CacheError(
+                "rows begin anew with weights from a counter, in memory of one rank: give init_seed, and share no rows"
+            )
+        self.make(keys)  # first: a block that is made later would undo the change
+        self.before_write(keys)
+        self._lazy.begin_anew(keys, ids)
+        for state in self.states.values():
+            state.data.index_fill_(0, keys, 0)
+
     def _grow_pages(self) -> None:
         if self._has_small_pages:
             self._has_small_pages = False

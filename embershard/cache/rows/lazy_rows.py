@@ -107,6 +107,10 @@ class LazyRows:
                 self._pool.groups,
             )
 
+    def begin_anew(self, keys: Tensor, ids: Tensor) -> None:
+        """Write the initial weights of `ids` to rows `keys` (both int64 [M], in host memory), whose blocks are made."""
+        loops.write_rows_of_ids(keys.numpy(), ids.numpy(), self._out, *self._pool.arrays, self._pool.groups)
+
     def make_later(self, keys: Tensor) -> None:
         """Make the rows `keys`, as `make` does, in a thread of the lowest priority."""
         with self._lock:

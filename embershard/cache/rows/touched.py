@@ -16,8 +16,8 @@ class TouchedKeys:
     ([1, 3], [])
 
     Args:
-        num_rows: of the pool.
-        device: on which its batches are planned.
+        num_rows: of the pool, or of copies of rows.
+        device: of the keys.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -30,9 +30,10 @@ class TouchedKeys:
         else:
             self._marks.index_fill_(0, keys, True)
 
-    def take(self) -> Tensor:
-        """Return the marked rows, int64 [M] ascending, and remove the marks."""
-        marks = self._marks
+    def take(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the marked rows among `start` to `stop`, counted from `start`, int64 [M] ascending; remove their
+        marks."""
+        marks = self._marks[start:stop]
         keys = torch.from_numpy(np.flatnonzero(marks.numpy())) if marks.is_cpu else marks.nonzero().flatten()
         marks[keys] = False
         return keys

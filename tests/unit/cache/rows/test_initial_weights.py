@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from embershard.cache.loops.initial_rows import half_bits, write_run
 from embershard.cache.rows.initial_weights import ShardWeights
+from embershard.cache.rows.lazy_rows import LazyRows
 
 _MASK = 2**32 - 1
 
@@ -23,6 +24,17 @@ def philox(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return [c0, c1, c2, c3]
+
+
+def weights_of_id(table: ShardWeights, number: int) -> torch.Tensor:
+    """Weights of an id in a table, by the definition: [D]."""
+    words = [
+        word >> 8
+        for group in range(-(-table.dim // 4))
+        for word in philox((number & _MASK, (number >> 32) & _MASK, group, 1), table.key)
+    ]
+    low, span = np.float32(table.low), np.float32(table.high) - np.float32(table.low)
+    return torch.from_numpy(low + span * (np.array(words[: table.dim], np.float32) * np.float32(2.0**-24)))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +60,37 @@ def test_the_compiled_loop_equals_the_reference(counter, key):
     write_run(out, 4, counter, 9, np.uint32(key[0]), np.uint32(key[1]), np.float32(0), np.float32(1))
     expected = [word >> 8 for n in range(counter, counter + 9) for word in philox((n & _MASK, n >> 32, 0, 0), key)]
     assert (out[4:].astype(np.float64) * 2**24).astype(np.int64).tolist() == expected
+
+
+_IDS = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.lists(_IDS, min_size=1, max_size=9, unique=True), st.sampled_from([torch.float32, torch.float16]))
+def test_weights_of_ids_are_those_of_the_reference_in_any_row_and_shard(ids, dtype):
+    """Whole tables and one cut by columns, in one pool."""
+    tables = [ShardWeights("clicks", 3, 8, -2.0, 5.0), ShardWeights("users", 3, 8, 0.0, 1.0, 7)]
+    tables.append(ShardWeights("users", 3, 24, 0.0, 1.0, 7, first_column=12))
+    rows = torch.full((3, 10, 8), -9.0, dtype=dtype)
+    lazy = LazyRows(rows.view(30, 8), [10, 10, 10], tables)
+    for table, first in enumerate((0, 10, 20)):
+        lazy.begin_anew(torch.arange(first, first + len(ids)).flip(0), torch.tensor(ids))
+        expected = torch.stack([weights_of_id(tables[table], each) for each in reversed(ids)])
+        column = tables[table].first_column
+        assert torch.equal(rows[table, : len(ids)], expected[:, column : column + 8].to(dtype))
+    assert (rows[:, len(ids) :] == -9.0).all()
+
+
+def test_the_weights_of_an_id_never_change_and_are_not_those_of_a_row():
+    rows = torch.zeros(3, 4)
+    LazyRows(rows, [3], [ShardWeights("t_C1", 0, 4, -1.0, 1.0)]).begin_anew(torch.arange(3), torch.tensor([0, 1, -1]))
+    assert [[round(w * 2**23) for w in row] for row in rows.tolist()] == [
+        [286842, -6063492, -5506209, 686604],
+        [1775315, 5273095, -6520146, -7885862],
+        [8205822, 6336370, -7464556, -3426947],
+    ]
+    of_rows = torch.empty(1000, 4)
+    ShardWeights("t_C1", 0, 4, -1.0, 1.0).write(of_rows)
+    assert not torch.isin(rows, of_rows).any()
 
 
 @given(st.integers(1, 40), st.integers(1, 13), st.data())

@@ -1,0 +1,1 @@
+"""Models of what the package promises, as plainly as it can be said: slow, and obviously right."""
