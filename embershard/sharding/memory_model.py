@@ -32,7 +32,7 @@ class RankMemory:
     Attributes:
         device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; with copies of
             hot rows also "hot_rows", and "reserve" where some is left free.
-        host: "rows" and "scores" of cached tables.
+        host: "rows" and "scores" of cached tables, and "id_maps" of those that take any id.
     """
 
     device: dict[str, int]
@@ -179,10 +179,15 @@ def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKi
 
 
 def host_bytes(shards: Sequence[PlacedShard], shape: RunShape) -> dict[str, int]:
-    """Return the host memory of a rank's cached shards: "rows" and "scores"."""
+    """Return the host memory of a rank's cached shards: "rows" and "scores", and "id_maps" where there are some."""
     cached = [shard for shard in shards if shard.kernel == "cached"]
     rows = sum(shard.rows for shard in cached)
-    return {"rows": sum(s.rows * s.row_bytes for s in cached), "scores": shape.cache.policy.score_bytes * rows}
+    id_maps = sum(shard.rows * shard.table.id_map_bytes for shard in cached)
+    return {
+        "rows": sum(s.rows * s.row_bytes for s in cached),
+        "scores": shape.cache.policy.score_bytes * rows,
+        **({"id_maps": id_maps} if id_maps else {}),
+    }
 
 
 def resident_bytes(shards: Sequence[PlacedShard]) -> dict[str, int]:

@@ -321,7 +321,10 @@ class Plan:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    """Return a setting as JSON reads it."""
+    if dataclasses.is_dataclass(value):
+        return {name: _plain(each) for name, each in vars(value).items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _shape(shape: tuple[int, int, str]) -> str:

@@ -114,21 +114,23 @@ class Pool:
         return PoolPlacement(self.rank, self.tables, self.sharding, self.dim, slots)
 
 
-def groups_of(places: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """Return the group of each table: TorchRec gives tables of two modules, or of two poolings, no common kernel.
+def groups_of(places: Mapping[str, tuple[str, str, bool]]) -> dict[str, str]:
+    """Return the group of each table: TorchRec gives tables of two modules, or of two poolings, no common kernel; and
+    we give none to tables of ids and of rows.
 
     Args:
-        places: by table, the path of its module in the model, and its pooling ("" for sequences).
+        places: by table, the path of its module in the model, its pooling ("" for sequences), and whether it takes any
+            id.
 
-    >>> groups_of({"t0": ("bags", "sum"), "t1": ("bags", "sum")})
+    >>> groups_of({"t0": ("bags", "sum", False), "t1": ("bags", "sum", False)})
     {'t0': '', 't1': ''}
-    >>> groups_of({"t0": ("bags", "sum"), "t1": ("sequences", "")})
-    {'t0': 'bags (sum)', 't1': 'sequences'}
+    >>> groups_of({"t0": ("bags", "sum", False), "t1": ("bags", "sum", True), "t2": ("sequences", "", False)})
+    {'t0': 'bags (sum)', 't1': 'bags (sum, ids)', 't2': 'sequences'}
     """
-    is_one = len(set(places.values())) < 2
-    return {
-        table: "" if is_one else f"{path} ({pooling})" if pooling else path for table, (path, pooling) in places.items()
-    }
+    if len(set(places.values())) < 2:
+        return dict.fromkeys(places, "")
+    kinds = {place: ", ".join(filter(None, (place[1], "ids" if place[2] else ""))) for place in places.values()}
+    return {table: f"{place[0]} ({kinds[place]})" if kinds[place] else place[0] for table, place in places.items()}
 
 
 def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:

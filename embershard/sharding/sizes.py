@@ -22,6 +22,8 @@ class TableSize:
         group: tables of different groups share no cache: see `groups_of`.
         is_sequence: of an EmbeddingCollection: every lookup's row travels, and fewer sharding types can hold it.
         num_features: that share the table: each has its own bags.
+        buckets: of a table that takes any id, of which a shard has whole ones; 0: of rows.
+        id_map_bytes: host memory of the map from ids to rows, per row.
     """
 
     table: str
@@ -33,6 +35,8 @@ class TableSize:
     group: str = ""
     is_sequence: bool = False
     num_features: int = 1
+    buckets: int = 0
+    id_map_bytes: int = 0
 
     def weight_bytes(self, columns: int | None = None) -> int:
         """Return the bytes of a row's weights, with so many columns (default: all)."""

@@ -9,6 +9,7 @@ from embershard.sharding.torchrec.inspection import (
     flush,
     freeze,
     host_rows_changed,
+    id_counts,
     pools_by_module,
     without_flushes,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "flush",
     "freeze",
     "host_rows_changed",
+    "id_counts",
     "plan_sharding",
     "pools_by_module",
     "without_flushes",

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,10 +29,11 @@ from embershard.cache.rows.host_store import HostStore
 from embershard.cache.slot_state import CacheContents
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
-from embershard.distributed.publish.write import TouchedRows
+from embershard.distributed.publish.write import BehindRows, TouchedRows
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
+from embershard.sharding.torchrec.id_tables import KnownIds, PoolIdMaps
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row, take_spec
 
@@ -41,6 +43,16 @@ class CopiesOfRows(Protocol):
 
     def write_to(self, host: HostStore) -> None:
         """Write what the copies of rows of this host tier learned."""
+
+    def forget_touched(self) -> None:
+        """Track updates of the copies from now on."""
+
+    def touch(self, host: HostStore, table: str, rows: Tensor) -> Tensor:
+        """Count those of the rows (int64 [K], numbered in the whole table) that have copies as trained, if they are in
+        this host tier; return the rows without copies."""
+
+    def take_touched(self, host: HostStore) -> list[TouchedRows]:
+        """Return the copies of rows of this host tier that were trained since the last call, as they are now."""
 
 
 class HostTables(nn.Module):
@@ -176,7 +188,12 @@ class CachedTableBatchedEmbeddings(HostTables):
     A forward with gradients makes its rows resident, reads them from their slots, and releases them after its backward.
     Rows can be brought in before: by TorchRec's hook :meth:`prefetch`, or by a pipeline that keeps the tickets
     (:meth:`know`, :meth:`prefetch_if_it_fits`, :meth:`hand`).
+
+    Attributes:
+        ids: maps from ids without a bound to rows, if the tables have such ids; None: ids are row numbers.
     """
+
+    ids: PoolIdMaps | None = None
 
     def __init__(
         self,
@@ -224,11 +241,16 @@ class CachedTableBatchedEmbeddings(HostTables):
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
         self._announcer: object = None
+        if spec.has_ids(tables):
+            assert spec.counter_init is not None, "rows that begin anew draw from a counter"
+            seed, feature_tables = spec.counter_init.seed, self._table_of_feature
+            self.ids = PoolIdMaps.of_tables(spec.ids, seed, tables, self.host.row_offsets, feature_tables, self.cache)
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
         num_slots = spec.num_slots(tables, self.host.row_bytes)
-        pinned_of_table = pinned_tables(self.host.rows_per_table, num_slots)
+        has_ids = spec.has_ids(tables)  # a row that begins anew leaves its slot
+        pinned_of_table = {} if has_ids else pinned_tables(self.host.rows_per_table, num_slots)
         self._pinned_of_feature = self.slots.set_pinned_slots(pinned_of_table)
         pinned_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in pinned_of_table.items()]
         return RowCache(
@@ -265,12 +287,14 @@ class CachedTableBatchedEmbeddings(HostTables):
             assert ticket is not None
             self._prefetched.append((ticket, indices))
 
-    def know(self, features: KeyedJaggedTensor) -> KnownBatch | None:
+    def know(self, features: KeyedJaggedTensor) -> KnownBatch | KnownIds | None:
         """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`."""
+        if self.ids is not None:
+            return self.ids.know(*self._ids_and_lengths(PoolIds.of(features)))
         return self.cache.know(*self.feature_keys.of(PoolIds.of(features))) if self.cache.looks_ahead else None
 
     def prefetch_if_it_fits(
-        self, features: KeyedJaggedTensor, known: KnownBatch | None, critical_path: bool
+        self, features: KeyedJaggedTensor, known: KnownBatch | KnownIds | None, critical_path: bool
     ) -> Ticket | None:
         """Make a batch resident; return None if it does not fit beside those in flight.
 
@@ -288,16 +312,22 @@ class CachedTableBatchedEmbeddings(HostTables):
         """Give the next forward with gradients its ticket; None: its batch has none."""
         self._handed[:] = (ticket,)
 
-    def skip(self, features: KeyedJaggedTensor, known: KnownBatch | None) -> None:
+    def skip(self, features: KeyedJaggedTensor, known: KnownBatch | KnownIds | None) -> None:
         """Take back the announcement of the next known batch; None: it was taken back or became resident."""
-        if known is not None:
+        if isinstance(known, KnownIds):
+            assert self.ids is not None
+            self.ids.skip(known)
+        elif known is not None:
             self.cache.skip(self.feature_keys.of(PoolIds.of(features))[0], known)
 
-    def look_ahead_for(self, owner: object) -> None:
-        """Let `owner` announce the batches from now on; drop what another owner announced."""
-        if self._announcer is not owner:
-            self.forget_ahead()
-            self._announcer = owner
+    def look_ahead_for(self, owner: object) -> bool:
+        """Let `owner` announce the batches from now on; drop what another owner announced. Return True if what `owner`
+        announced was dropped before, if anything."""
+        if self._announcer is owner:
+            return False
+        self.forget_ahead()
+        self._announcer = owner
+        return True
 
     def end_ahead_of(self, owner: object) -> None:
         """Drop what `owner` announced, unless another owner has taken over."""
@@ -310,15 +340,40 @@ class CachedTableBatchedEmbeddings(HostTables):
         self._prefetched.clear()
         self.cache.cancel(forwarded=False)
         self.cache.forget()
+        if self.ids is not None:
+            self.ids.forget()
+            self._announcer = None
+
+    def forget_ids_ahead(self) -> None:
+        """Drop the batches that are known or prefetched, if they gave rows to ids: new rows come, and these would be
+        lost. Who announced the batches does so again."""
+        if self.ids is not None:
+            self.forget_ahead()
+
+    def reset_cache_states(self) -> None:
+        """As :class:`HostTables`, after new rows came."""
+        super().reset_cache_states()
+        self.forget_ids_ahead()
 
     def _prepare(
-        self, ids: PoolIds, critical_path: bool, known: KnownBatch | None = None, if_it_fits: bool = False
+        self,
+        ids: PoolIds,
+        critical_path: bool,
+        known: KnownBatch | KnownIds | None = None,
+        if_it_fits: bool = False,
     ) -> Ticket | None:
+        if self.ids is not None:
+            assert known is None or isinstance(known, KnownIds)
+            return self.ids.prepare(*self._ids_and_lengths(ids), critical_path, known, if_it_fits)
+        assert not isinstance(known, KnownIds)
         keys, lengths = self.feature_keys.of(ids)
         ticket = self.cache.prepare(keys, lengths, critical_path, known, if_it_fits)
         if ticket is not None and self._pinned_of_feature is not None:
             ticket.slots = add_per_feature(ticket.slots, -self._pinned_of_feature, lengths)
         return ticket
+
+    def _ids_and_lengths(self, ids: PoolIds) -> tuple[Tensor, Tensor]:
+        return ids.indices, self.feature_keys.of(ids)[1]
 
     # -- the step
 
@@ -347,15 +402,23 @@ class CachedTableBatchedEmbeddings(HostTables):
         if not torch.is_grad_enabled():
             if self._prefetched and _is(indices, self._prefetched[0][1]):
                 self._prefetched.popleft()  # prefetched for training, but evaluated: release its pins
-            unique, inverse = self.feature_keys.of(ids)[0].unique(return_inverse=True)
-            return self.slots.read(self.cache.read(unique), inverse, offsets.long(), **arguments)
+            return self._read(ids, offsets, arguments)
         self.slots.end_reading()
         ticket = self._next_ticket(ids)
+        has_zeros = self.ids is not None and self.ids.begin(ticket)
         self.cache.wait(ticket)
         output = self.slots(ticket.slots, offsets.long(), **arguments)
         self.cache.read_by_forward(ticket)
-        _release_after_backward(self.cache, ticket, output)
+        _release_after_backward(self.cache, ticket, output, self.slots if has_zeros else None)
         return output
+
+    def _read(self, ids: PoolIds, offsets: Tensor, arguments: dict[str, Any]) -> Tensor:
+        keys = self.feature_keys.of(ids)[0] if self.ids is None else self.ids.find(*self._ids_and_lengths(ids))
+        unique, inverse = keys.unique(return_inverse=True)
+        rows = self.cache.read(unique.clamp(min=0))
+        if self.ids is not None:
+            rows[unique < 0] = 0
+        return self.slots.read(rows, inverse, offsets.long(), **arguments)
 
     def _next_ticket(self, ids: PoolIds) -> Ticket:
         ticket = self._handed.pop() if self._handed else None
@@ -397,29 +460,58 @@ class CachedTableBatchedEmbeddings(HostTables):
                 keys.append(shard[(shard >= 0) & (shard < num_rows)] + first_key)
         return torch.cat(keys).to(self._device)
 
-    def touch(self, table: str, rows: Tensor) -> None:
-        """Count rows (int64 [K], numbered in the whole table; others are ignored) as trained."""
+    def touch(self, table: str, behind: BehindRows) -> None:
+        """Count rows of a table, numbered in the whole of it, as trained, and as had by these ids until now; others
+        are ignored."""
         assert self.cache.touched is not None, "updates are not tracked"
+        rows = behind.keys
+        if self.ids is not None:
+            for name, first in self._shards:
+                if name == table:
+                    self.ids.touch(table, first, behind.id_rows, behind.ids)
+        if self.copies is not None:
+            rows = self.copies.touch(self.host, table, rows)
         self.cache.touched.add(self._keys_of(table, rows))
 
     def forget_touched(self) -> None:
         """Track updates from now on."""
         self.cache.track_updates()
+        if self.ids is not None:
+            self.ids.note_changes()
+        if self.copies is not None:
+            self.copies.forget_touched()
 
     def take_touched(self) -> list[TouchedRows]:
         """Return the rows that updates trained since the last call, as they are now, in host memory, by table shard.
 
-        Call it between steps.
+        Call it between steps. Of rows that ranks share, each returns those that it writes back.
+
+        Raises:
+            CacheError: rows of which other ranks have copies, and a backward that did not end on this rank.
         """
         assert self.cache.touched is not None, "updates are not tracked"
+        if self.copies_guard is not None:
+            self.copies_guard.check()
         keys = self.cache.touched.take()
+        if (is_own := self.host.is_own(keys)) is not None:
+            keys = keys[is_own]
+        changes = None
+        if self.ids is not None:
+            keys, changes = self.ids.take_changes(keys)
         rows, keys = self.cache.read(keys).cpu(), keys.cpu()
         bounds = torch.searchsorted(keys, torch.tensor([*self.host.row_offsets, self.host.num_rows])).tolist()
         shards = zip(self._shards, self._first_columns, self.host.row_offsets, itertools.pairwise(bounds), strict=True)
-        return [
+        found = [
             TouchedRows(name, column, keys[start:stop] - first_key + first, rows[start:stop])
             for (name, first), column, first_key, (start, stop) in shards
         ]
+        if changes is not None:
+            firsts = [first for _, first in self._shards]
+            found = [
+                replace(part, changed=replace(ids, rows=ids.rows + first))
+                for part, ids, first in zip(found, changes, firsts, strict=True)
+            ]
+        return found if self.copies is None else [*found, *self.copies.take_touched(self.host)]
 
     def contents(self) -> Iterator[tuple[str, CacheContents]]:
         """Yield the name of every table shard, and its cached rows (this rank's own), numbered in the whole table."""
@@ -455,8 +547,8 @@ def _is(ids: Tensor, others: Tensor) -> bool:
     return ids is others or (ids.numel() > 0 and ids.shape == others.shape and ids.data_ptr() == others.data_ptr())
 
 
-def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor) -> None:
-    """Release the batch once FBGEMM's backward, which also trains the rows, has run.
+def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor, zeros: SlotTable | None) -> None:
+    """Release the batch once FBGEMM's backward, which also trains the rows, has run; before, clear slot 0 of `zeros`.
 
     The hooks are on the autograd node: a hook on the tensor fires before the update. The node holds the ticket, so a
     node that is freed without a backward frees the pins.
@@ -474,8 +566,13 @@ def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor) -> 
             )
         cache.begin_update(ticket)
 
+    def end(*_: Any) -> None:
+        if zeros is not None:
+            zeros.clear_zeros()
+        cache.release(ticket)
+
     node.register_prehook(begin)
-    node.register_hook(lambda *_: cache.release(ticket))
+    node.register_hook(end)
 
 
 def _check_rows(config: GroupedEmbeddingConfig, rank: int) -> None:

@@ -13,6 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache.ids.id_map import IdCounts
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
@@ -158,6 +159,15 @@ def cache_stats(model: nn.Module) -> list[TableStats]:
             place = (stats.table, module)
             found[place] = found[place] + stats if place in found else dataclasses.replace(stats, module=module)
     return [found[place] for place in sorted(found)]
+
+
+def id_counts(model: nn.Module) -> dict[str, IdCounts]:
+    """Return what became of the ids of this rank's shards, in the batches that trained, by table.
+
+    >>> id_counts(model)  # a sharded model, without tables of ids
+    {}
+    """
+    return {each.table: each.counts for pool in cached_embeddings(model) if pool.ids for each in pool.ids.maps}
 
 
 def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor | None = None) -> None:

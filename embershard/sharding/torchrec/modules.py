@@ -7,6 +7,7 @@ as some row.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -24,9 +25,11 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
-from embershard.errors import IdOutOfRangeError
+from embershard.cache.ids.id_map import RESERVED_ID, mixed
+from embershard.errors import ConfigError, IdOutOfRangeError
 from embershard.sharding.torchrec.compat import as_keyed_jagged, lookups_of, supported
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.id_states import IdStates
 from embershard.sharding.torchrec.lookups import (
     PERMUTED_SHARDINGS,
     POOLED_SHARDINGS,
@@ -37,7 +40,6 @@ from embershard.sharding.torchrec.lookups import (
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
 from embershard.sharding.torchrec.table_arguments import check_table_arguments
 
-_UNCHECKED = 2**62
 ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
 
 
@@ -90,6 +92,8 @@ class CachedModule:
     """What both sharded modules have in common: overrides of TorchRec's."""
 
     _rows_by_feature: dict[str, tuple[str, int]]
+    _table_of_ids: Mapping[str, str] = {}
+    _id_states: IdStates | None = None
     _ids_are_checked = False
     _has_counter_init = False
 
@@ -115,11 +119,33 @@ class CachedModule:
         """Check the ids, then run TorchRec's input all-to-all."""
         if not self._ids_are_checked:
             self.check_ids(features)
+        if self._table_of_ids:
+            features = mixed_ids(as_keyed_jagged(features), self._table_of_ids)
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
     def check_ids(self, features: Any) -> None:
         """Raise `IdOutOfRangeError` for an out-of-range id. Not collective."""
         check_bounds(as_keyed_jagged(features), self._rows_by_feature)
+        if self._table_of_ids:
+            check_any_ids(as_keyed_jagged(features), self._table_of_ids)
+
+    def _note_features(self, configs: Sequence[_TableConfig], spec: Any) -> None:
+        """Note which features have row numbers of which table, and which have any ids."""
+        self._rows_by_feature = rows_by_feature([config for config in configs if config.name not in spec.ids])
+        with_rules = [(config, spec.ids[config.name]) for config in configs if config.name in spec.ids]
+        self._table_of_ids = {name: config.name for config, _ in with_rules for name in config.feature_names}
+        tables = {c.name: (rules, rules.buckets_of(c.name, c.num_embeddings)) for c, rules in with_rules}
+        if tables:
+            holder = "embedding_bags" if hasattr(self, "embedding_bags") else "embeddings"
+            self._id_states = states = IdStates(self, holder, pools_of_module(self), tables)
+            self._register_state_dict_hook(lambda _, found, prefix, *__: states.add_to(found, prefix))  # type: ignore[attr-defined]
+        both = sorted(self._table_of_ids.keys() & self._rows_by_feature.keys())
+        if both:
+            raise ConfigError(
+                f"feature {both[0]!r}: table {self._table_of_ids[both[0]]!r} takes any id, and table "
+                f"{self._rows_by_feature[both[0]][0]!r} row numbers; needed tables of one kind. Give one of them a "
+                "feature of its own, or name both tables in ids"
+            )
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
         """Move or convert all but the cached tables' rows, which stay in host memory.
@@ -141,6 +167,8 @@ class CachedModule:
         """Flush first: tables that the state dict leaves out keep what they learned."""
         for lookup in lookups_of(module):
             lookup.flush()
+        if module._id_states is not None:
+            module._id_states.take_from(state_dict, prefix)
         super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
 
     def in_batch(self, batch: Any) -> AbstractContextManager[None]:
@@ -207,11 +235,12 @@ class CachedShardedEmbeddingBagCollection(CachedModule, ShardedEmbeddingBagColle
     """A `ShardedEmbeddingBagCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._has_counter_init = kwargs["fused_params"][SPEC_KEY].counter_init is not None
+        spec = kwargs["fused_params"][SPEC_KEY]
+        self._has_counter_init = spec.counter_init is not None
         super().__init__(*args, **kwargs)
         self.register_load_state_dict_post_hook(type(self)._fetch_shared_rows)
         self._fetch_shared_rows()  # every rank has written its initial weights
-        self._rows_by_feature = rows_by_feature(self._embedding_bag_configs)
+        self._note_features(self._embedding_bag_configs, spec)
         groups = self.sharding_type_to_sharding_infos.values()
         self._sharding_types = [infos[0].param_sharding.sharding_type for infos in groups]
 
@@ -268,16 +297,20 @@ class CachedShardedEmbeddingCollection(CachedModule, ShardedEmbeddingCollection)
     """A `ShardedEmbeddingCollection` whose cached tables are in host memory behind device caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._has_counter_init = kwargs["fused_params"][SPEC_KEY].counter_init is not None
+        spec = kwargs["fused_params"][SPEC_KEY]
+        self._has_counter_init = spec.counter_init is not None
         super().__init__(*args, **kwargs)
-        self._rows_by_feature = rows_by_feature(self._embedding_configs)
+        self._note_features(self._embedding_configs, spec)
 
     @classmethod
     def create_grouped_sharding_infos(
         cls, module: Any, params: Any, fused_params: dict[str, Any] | None, *rest: Any
     ) -> ShardingInfos:
         fused_params, spec = _without_spec(fused_params)
-        return _mark_cached(super().create_grouped_sharding_infos(module, params, fused_params, *rest), spec)
+        infos = _mark_cached(super().create_grouped_sharding_infos(module, params, fused_params, *rest), spec)
+        for group in spec.groupings:
+            infos = group(infos, spec)
+        return infos
 
     @classmethod
     def create_embedding_sharding(
@@ -288,6 +321,8 @@ class CachedShardedEmbeddingCollection(CachedModule, ShardedEmbeddingCollection)
         device: torch.device | None = None,
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding:
+        if isinstance(sharding_infos[0], OwnShardingInfo):
+            return sharding_infos[0].make_sharding(sharding_infos, env, device, qcomm_codecs_registry)
         if not any(has_spec(info.fused_params) for info in sharding_infos):
             return super().create_embedding_sharding(sharding_type, sharding_infos, env, device, qcomm_codecs_registry)
         return SEQUENCE_SHARDINGS[sharding_type](
@@ -325,7 +360,7 @@ def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
     values = features.values()
     if values.numel() == 0:
         return
-    limits = [rows[key][1] if key in rows else _UNCHECKED for key in features.keys()]  # noqa: SIM118
+    limits = [rows[key][1] if key in rows else 0 for key in features.keys()]  # noqa: SIM118
     lengths = features.length_per_key()
     if values.is_cpu:
         counts, ends = np.array(lengths, np.int64), np.array(limits, np.int64)
@@ -333,7 +368,7 @@ def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
     else:
         lengths = torch.tensor(lengths, device=values.device)
         limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(lengths, output_size=values.numel())
-        inside = not bool(((values < 0) | (values >= limit_of_id)).any())
+        inside = not bool((((values < 0) | (values >= limit_of_id)) & (limit_of_id > 0)).any())
     if not inside:
         _raise_first(features, rows)
 
@@ -358,6 +393,42 @@ def _raise_first(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
                 f"of the batch (sample {sample}) is not in [0, {num_rows}){others}. "
                 "Map ids to rows when reading (modulo or hash), or give the table more rows"
             )
+
+
+def check_any_ids(features: KeyedJaggedTensor, tables: Mapping[str, str]) -> None:
+    """Check the features of tables that take any id.
+
+    >>> missing = KeyedJaggedTensor(["user"], torch.tensor([-5, -(2**63)]), lengths=torch.tensor([1, 1]))
+    >>> check_any_ids(missing, {"user": "users"})
+    Traceback (most recent call last):
+    embershard.errors.IdOutOfRangeError: table 'users', feature 'user': id -9223372036854775808 at position 1 of the...
+
+    Raises:
+        IdOutOfRangeError: the one id that is reserved.
+    """
+    start, is_reserved = 0, features.values() == RESERVED_ID
+    if not bool(is_reserved.any()):
+        return
+    for key, length in zip(features.keys(), features.length_per_key(), strict=True):
+        if key in tables and bool(is_reserved[start : start + length].any()):
+            position = int(is_reserved[start : start + length].nonzero()[0])
+            raise IdOutOfRangeError(
+                f"table {tables[key]!r}, feature {key!r}: id {RESERVED_ID} at position {position} of the batch: this "
+                "id is reserved for missing values. Leave it out of the sample, or map missing values to another id"
+            )
+        start += length
+
+
+def mixed_ids(features: KeyedJaggedTensor, tables: Mapping[str, str]) -> KeyedJaggedTensor:
+    """Return features whose ids are mixed where their table takes any id (`tables` by feature)."""
+    values, start = features.values().long().clone(), 0
+    for key, length in zip(features.keys(), features.length_per_key(), strict=True):
+        if key in tables:
+            values[start : start + length] = torch.from_numpy(mixed(values[start : start + length].numpy()))
+        start += length
+    found = copy.copy(features)
+    found._values, found._jt_dict = values, None
+    return found
 
 
 def new_sharded_module(cls: type, module: Any, params: Any, env: Any, device: Any, **arguments: Any) -> Any:

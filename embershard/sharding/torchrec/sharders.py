@@ -20,6 +20,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from embershard.cache.config import CacheConfig
+from embershard.cache.ids.config import IdTable
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.config import ShardingConfig, check_no_size
@@ -31,6 +32,7 @@ from embershard.sharding.torchrec.inspection import write_initial_weights
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.modes.data_parallel import group_data_parallel, whole_tables
 from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection
+from embershard.sharding.torchrec.modes.id_shardings import group_ids, group_sequence_ids
 from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
 from embershard.sharding.torchrec.modes.rows_exchange import group_rows
 from embershard.sharding.torchrec.modules import (
@@ -42,7 +44,8 @@ from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL, 
 
 # The modes of `modes/` that shard tables in their own way. With hot rows, the module is of another class, too:
 # `sharded_module_type`.
-_SHARDED_GROUPINGS = (group_rows, group_replicated)
+_SHARDED_GROUPINGS = (group_rows, group_replicated, group_ids)
+_SEQUENCE_GROUPINGS = (group_sequence_ids,)
 _DATA_PARALLEL_GROUPINGS = (group_data_parallel,)
 POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
@@ -75,9 +78,16 @@ class _Cached:
     _init_seed: int | None
     _is_data_parallel = False
     _hot_rows: Mapping[str, Tensor] | None = None
+    _ids: Mapping[str, IdTable]
+    _groupings: ClassVar[tuple[Any, ...]]
 
     def _configure(
-        self, cache: CacheConfig | None, profile: FrequencyProfile | None, plan: Plan | None, init_seed: int | None
+        self,
+        cache: CacheConfig | None,
+        profile: FrequencyProfile | None,
+        plan: Plan | None,
+        init_seed: int | None,
+        ids: Mapping[str, IdTable] | None,
     ) -> None:
         if cache is not None and not isinstance(cache, CacheConfig):
             raise ConfigError(f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)")
@@ -88,11 +98,33 @@ class _Cached:
         if plan is not None:
             check_no_size(self._cache)
         self._cache.policy_for(profile is not None)  # raises here rather than in the middle of sharding
+        self._ids = dict(ids or {})
+        if self._ids:
+            self._check_ids()
+
+    def _check_ids(self) -> None:
+        for table, rules in self._ids.items():
+            if not isinstance(rules, IdTable):
+                raise ConfigError(f"ids of table {table!r}: got {rules!r}, needed an IdTable; write IdTable(...)")
+        if self._init_seed is None:
+            raise ConfigError(
+                "ids without init_seed: a row that gets another id draws its weights by seed and id. Set it"
+            )
+        if self._profile is not None:
+            raise ConfigError(
+                "ids with a profile, which is about rows: those of ids that come and go have no counts yet. Remove one "
+                "of the two"
+            )
 
     @property
     def cache(self) -> CacheConfig:
         """The cache's settings."""
         return self._cache
+
+    @property
+    def ids(self) -> Mapping[str, IdTable]:
+        """Rules of the tables that take any id, by name."""
+        return self._ids
 
     @property
     def fills_host_memory(self) -> bool:
@@ -127,6 +159,8 @@ class _Cached:
         is_data_parallel = self._is_data_parallel and env.world_size > 1
         rows_tables = self._rows_tables(params) if env.world_size > 1 else frozenset()  # one rank exchanges nothing
         check_groups(module, params, torch.device(device or "cpu").type, rows_tables)
+        if self._ids:
+            _check_ids_of(module, device)
         self._warn_without_cache(params)
         init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
         spec = CacheSpec.make(
@@ -139,8 +173,9 @@ class _Cached:
             init,
             rows_tables,
             self._hot_rows,
-            groupings=_DATA_PARALLEL_GROUPINGS if is_data_parallel else _SHARDED_GROUPINGS,
+            groupings=_DATA_PARALLEL_GROUPINGS if is_data_parallel else self._groupings,
             whole_tables=whole_tables if is_data_parallel else None,
+            ids=self._ids,
         )
         fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
         params = {name: _on_host(param) for name, param in params.items()}
@@ -193,6 +228,8 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
             tables once. On the CPU only, without a plan.
         hot_rows: rows (int64, distinct) by table that every rank gets copies of, for the whole run; the others are in
             their shards. The device memory of the copies is added to the caches'. All tables must be cached.
+        ids: rules by table of those that take any 64-bit id, whose `num_embeddings` is the most ids that they have at a
+            time; see docs/ids.md. They need `init_seed`, are table-wise or row-wise, and on a CPU.
 
     >>> sharder = CachedEmbeddingBagCollectionSharder(cache=CacheConfig(ratio=0.015))
     >>> sharder.cache.ratio
@@ -201,6 +238,7 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
 
     _STOCK = "StockEmbeddingBagCollectionSharder"
     _REPLICATED_KERNELS: ClassVar[list[str]] = [EmbeddingComputeKernel.DENSE.value, REPLICATED_KERNEL]
+    _groupings = _SHARDED_GROUPINGS
 
     def __init__(
         self,
@@ -213,9 +251,10 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         exchange: Exchange = "pooled",
         mode: Literal["sharded", "data_parallel"] = "sharded",
         hot_rows: Mapping[str, Tensor] | None = None,
+        ids: Mapping[str, IdTable] | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._configure(cache, profile, plan, init_seed)
+        self._configure(cache, profile, plan, init_seed, ids)
         if exchange not in get_args(Exchange):  # such as "auto", which needs a plan
             raise ConfigError(
                 f"exchange: got {exchange!r}, needed one of {', '.join(get_args(Exchange))}. To choose per table, make "
@@ -232,6 +271,17 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
             raise ConfigError(
                 f'mode="data_parallel" with {given}: no row travels, so there is nothing to place or '
                 "exchange. Remove one of the two"
+            )
+        if self._ids and (exchange != "pooled" or self._is_data_parallel or hot_rows is not None):
+            given = (
+                f"exchange={exchange!r}"
+                if exchange != "pooled"
+                else "hot_rows"
+                if hot_rows is not None
+                else f"mode={mode!r}"
+            )
+            raise ConfigError(
+                f"ids with {given}: which row an id has is known to its owner alone. Remove one of the two"
             )
         if hot_rows is not None:
             self._hot_rows = {table: _ascending(table, rows) for table, rows in hot_rows.items()}
@@ -276,6 +326,7 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
     """
 
     _STOCK = "TorchRec's EmbeddingCollectionSharder"
+    _groupings = _SEQUENCE_GROUPINGS
 
     def __init__(
         self,
@@ -286,13 +337,14 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
         use_index_dedup: bool = False,
         plan: Plan | None = None,
         init_seed: int | None = None,
+        ids: Mapping[str, IdTable] | None = None,
     ) -> None:
         super().__init__(
             fused_params=fused_params,
             qcomm_codecs_registry=qcomm_codecs_registry,
             use_index_dedup=use_index_dedup,
         )
-        self._configure(cache, profile, plan, init_seed)
+        self._configure(cache, profile, plan, init_seed, ids)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return TorchRec's types for sequences."""
@@ -331,6 +383,15 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
     def sharded_module_type(self) -> type[CachedShardedEmbeddingCollection]:
         """Type of the sharded module."""
         return CachedShardedEmbeddingCollection
+
+
+def _check_ids_of(module: Any, device: Any) -> None:
+    if getattr(module, "need_indices", lambda: False)():
+        raise ConfigError(
+            "ids with need_indices=True: the ids that come back would be mixed ones. Remove one of the two"
+        )
+    if torch.device(device or "cpu").type != "cpu":
+        raise ConfigError(f"ids on {device}: tables of ids are cached on a CPU only so far. Remove ids, or use a CPU")
 
 
 def _ascending(table: str, rows: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ _UNCOUNTED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD)
 
 
 class SlotTable(nn.Module):
-    """One physical table of S + 1 slots that all features of a pool look into. Slot 0 is never used.
+    """One physical table of S + 1 slots that all features of a pool look into. Slot 0 has the zeros of unadmitted ids.
 
     Args:
         dim: D.
@@ -97,6 +97,11 @@ class SlotTable(nn.Module):
     def payload(self) -> list[Tensor]:
         """Weights [S + 1, D], then every per-row optimizer state [S + 1, ...]."""
         return _payload(self.tbe)
+
+    def clear_zeros(self) -> None:
+        """Make slot 0 zeros again, after a backward that trained it."""
+        for rows in self.payload:
+            rows.data[0] = 0
 
     def state_specs(self) -> list[tuple[str, torch.Size, torch.dtype]]:
         """Return name, trailing shape and dtype of every per-row optimizer state."""

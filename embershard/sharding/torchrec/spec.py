@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torchrec.distributed.embedding_types import (
 from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache.config import CacheConfig, CachePolicy
+from embershard.cache.ids.config import IdTable
 from embershard.cache.key_map import map_kind
 from embershard.cache.rows.host_store import NodeShare
 from embershard.errors import ConfigError, ShardingError
@@ -64,6 +65,7 @@ class CacheSpec:
         whole_tables: a machine's ranks share one host copy, and each caches rows of the whole tables; it writes those
             of its shard. None: a rank has its shards.
         hot_rows: int64 ascending by table: rows with copies on every rank, which no cache needs; None: no such mode.
+        ids: rules of the tables that take any id, by name.
     """
 
     config: CacheConfig
@@ -78,6 +80,7 @@ class CacheSpec:
     hot_rows: Mapping[str, Tensor] | None = None
     groupings: tuple[Grouping, ...] = ()
     whole_tables: WholeTables | None = None
+    ids: Mapping[str, IdTable] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -93,6 +96,7 @@ class CacheSpec:
         hot_rows: Mapping[str, Tensor] | None = None,
         groupings: tuple[Grouping, ...] = (),
         whole_tables: WholeTables | None = None,
+        ids: Mapping[str, IdTable] | None = None,
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
@@ -111,11 +115,16 @@ class CacheSpec:
             hot_rows=hot_rows,
             groupings=groupings,
             whole_tables=whole_tables,
+            ids=ids or {},
         )
+
+    def has_ids(self, tables: Sequence[ShardedEmbeddingTable]) -> bool:
+        """Return True for a group of tables that take any id; they are in groups of their own."""
+        return tables[0].name in self.ids
 
     def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> RowCounts | None:
         """Return the profile's counts of the tables' rows on this rank; None without a profile."""
-        profile = None if self.profile is None else self.profile()
+        profile = None if self.profile is None or self.has_ids(tables) else self.profile()
         if profile is None:
             return None
         shards = (

@@ -17,7 +17,13 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, CachedEmbeddingCollectionSharder, plan_sharding
+from embershard import (
+    CacheConfig,
+    CachedEmbeddingBagCollectionSharder,
+    CachedEmbeddingCollectionSharder,
+    IdTable,
+    plan_sharding,
+)
 from embershard.errors import ShardingError
 from embershard.sharding.plan import Plan, TablePlacement, pools_of, shards_of
 from embershard.sharding.shards import no_rows_problem
@@ -228,3 +234,32 @@ def test_a_group_is_in_a_plan_s_file_only_where_there_are_several(tmp_path):
 
 
 _ANY = ("table_wise", "cached", (0,))
+
+
+@pytest.mark.parametrize(
+    ("place", "is_refused"),
+    [
+        (("table_wise", "cached", (1,)), False),
+        (("row_wise", "cached", (0, 1)), False),
+        (("column_wise", "cached", (0, 1)), True),
+        (("table_wise", "device", (1,)), True),
+        (("data_parallel", "replicated", ()), True),
+        (("row_wise", "cached", (0, 1), "rows"), True),
+    ],
+)
+def test_tables_of_ids_are_placed_whole_or_by_rows_in_caches(place, is_refused):
+    tables = tuple(
+        TablePlacement(name, 240, 16, "fp32", *kind, group=f"tables ({group})")  # type: ignore[arg-type]
+        for name, kind, group in (("t0", place, "sum, ids"), ("t1", ("row_wise", "cached", (0, 1)), "sum"))
+    )
+    plan = make_plan(tables, 2, 2)
+    sharder = CachedEmbeddingBagCollectionSharder(plan=plan, init_seed=1, ids={"t0": IdTable()})
+    if is_refused:
+        with pytest.raises(ShardingError, match=r"table 't0' takes any id, and the plan has it .*; needed table_wise"):
+            torchrec_plan(plan, model_of(tables), [sharder], "cpu")
+    else:
+        placed = torchrec_plan(plan, model_of(tables), [sharder], "cpu").plan["tables"]
+        assert placed["t0"].sharding_type == place[0]
+    of_rows = CachedEmbeddingBagCollectionSharder(plan=plan, init_seed=1)
+    with pytest.raises(ShardingError, match=r"of ids and of rows share no cache"):
+        torchrec_plan(plan, model_of(tables), [of_rows], "cpu")

@@ -18,6 +18,8 @@ from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_typ
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.rows.host_store import HostStore
+from embershard.cache.rows.touched import TouchedKeys
+from embershard.distributed.publish.write import TouchedRows
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.feature_keys import add_per_feature
@@ -56,6 +58,7 @@ class HotShard(NamedTuple):
         host: the host tier that has the shard.
         keys: int64 [K], the rows in it.
         table: its name.
+        column: its first column.
         numbers: int64 [K], the rows in the whole table.
         rows: the group that has their copies.
         start: the copies are start to start + K.
@@ -64,6 +67,7 @@ class HotShard(NamedTuple):
     host: HostStore
     keys: Tensor
     table: str
+    column: int
     numbers: Tensor
     rows: ReplicatedRows
     start: int
@@ -184,7 +188,7 @@ class HotTables:
         group = next(group for group in self._groups if (table, column) in group.first)
         start = group.first[table, column] + low
         numbers = hot[low:high]
-        self._shards.append(HotShard(host, numbers - rows[0] + first_key, table, numbers, group.rows, start))
+        self._shards.append(HotShard(host, numbers - rows[0] + first_key, table, column, numbers, group.rows, start))
 
     @torch.no_grad()
     def write_to(self, host: HostStore) -> None:
@@ -205,6 +209,45 @@ class HotTables:
                 host.before_write(shard.keys)
                 for copies, rows in zip(shard.rows.payload, host.payload, strict=True):
                     rows.data[shard.keys] = copies[shard.start : shard.start + len(shard.keys)].to(rows.device)
+
+    def forget_touched(self) -> None:
+        """Track updates of the copies from now on."""
+        for group in self._groups:
+            group.rows.track_updates()
+
+    def touch(self, host: HostStore, table: str, rows: Tensor) -> Tensor:
+        """Count those of the rows (int64 [K], numbered in the whole table) that are hot as trained, if they are in this
+        host tier; return the others."""
+        for shard in self._shards:
+            if shard.host is host and shard.table == table:
+                places = torch.isin(shard.numbers, rows).nonzero().flatten() + shard.start
+                self._touched(shard).add(places.to(shard.rows.payload[0].device))
+        return rows[~torch.isin(rows, self.tables[table].hot)] if table in self.tables else rows
+
+    def take_touched(self, host: HostStore) -> list[TouchedRows]:
+        """Return the hot rows of this host tier that were trained since the last call, as they are now.
+
+        Raises:
+            CacheError: a backward did not end on this rank.
+        """
+        found = []
+        for shard in self._shards:
+            if shard.host is host:
+                shard.rows.guard.check()
+                places = self._touched(shard).take(shard.start, shard.start + len(shard.keys))
+                numbers, keys = shard.numbers[places.cpu()], shard.keys[places.cpu()]
+                if self._is_behind:  # no batch has taken the rows since they were loaded
+                    host.make(keys)
+                    rows = host.weights.detach()[keys]
+                else:
+                    rows = shard.rows.payload[0][shard.start + places].cpu()
+                found.append(TouchedRows(shard.table, shard.column, numbers, rows))
+        return found
+
+    @staticmethod
+    def _touched(shard: HotShard) -> TouchedKeys:
+        assert shard.rows.touched is not None, "updates are not tracked"
+        return shard.rows.touched
 
     def host_was_loaded(self) -> None:
         """Let the next batch take its rows from the host tiers. All ranks call it."""

@@ -32,8 +32,9 @@ from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, gro
 from embershard.sharding.torchrec.compat import lookups_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import CachedEmbedding, CachedEmbeddingBag
+from embershard.sharding.torchrec.modes.id_shardings import ID_SHARDINGS
 from embershard.sharding.torchrec.planner.torchrec_planner import shardable_tables
-from embershard.sharding.torchrec.sharders import has_cache
+from embershard.sharding.torchrec.sharders import has_cache, inner_sharder
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL
 
 #: Rows, columns and dtype of a table.
@@ -74,7 +75,20 @@ def model_groups(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[st
         if hasattr(module, "embedding_bag_configs"):
             poolings[path] = {config.name: config.pooling.value.lower() for config in module.embedding_bag_configs()}
     tables = shardable_tables(model, sharders)
-    return groups_of({table.name: (table.path, poolings.get(table.path, {}).get(table.name, "")) for table in tables})
+    return groups_of(
+        {
+            table.name: (
+                table.path,
+                poolings.get(table.path, {}).get(table.name, ""),
+                _takes_ids(table.name, table.sharder),
+            )
+            for table in tables
+        }
+    )
+
+
+def _takes_ids(table: str, sharder: ModuleSharder) -> bool:
+    return has_cache(sharder) and table in inner_sharder(sharder).ids
 
 
 def _check_groups(plan: Plan, groups: Mapping[str, str]) -> None:
@@ -83,8 +97,8 @@ def _check_groups(plan: Plan, groups: Mapping[str, str]) -> None:
         table = different[0]
         raise ShardingError(
             f"table {table.table!r}: the plan has it in the group {table.group!r}, and the model in "
-            f"{groups[table.table]!r}: tables of two modules, or of two poolings, share no cache. Plan again with this "
-            "run's config and data"
+            f"{groups[table.table]!r}: tables of two modules, of two poolings, or of ids and of rows share no cache. "
+            "Plan again with this run's config and data"
         )
 
 
@@ -235,6 +249,12 @@ def _check_sharder(placement: TablePlacement, sharder: ModuleSharder, device_typ
         raise ShardingError(
             f"table {placement.table!r} is cached in the plan, which needs one of embershard's cached sharders; its "
             f"sharder is {type(sharder).__name__}"
+        )
+    place = placement.sharding, placement.kernel, placement.exchange
+    if _takes_ids(placement.table, sharder) and place not in [(kind, "cached", "pooled") for kind in ID_SHARDINGS]:
+        raise ShardingError(
+            f"table {placement.table!r} takes any id, and the plan has it {', '.join(place)}; needed "
+            f"{' or '.join(ID_SHARDINGS)}, cached, pooled. Plan again with this run's config and data"
         )
 
 

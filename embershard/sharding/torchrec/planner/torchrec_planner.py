@@ -38,6 +38,7 @@ from embershard.frequency.curves import BatchMisses
 from embershard.machine import host_memory
 from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import rows_problem
+from embershard.sharding.torchrec.modes.id_shardings import ID_SHARDINGS
 from embershard.sharding.torchrec.sharders import bags_of, check_groups, has_cache, inner_sharder
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 from embershard.units import size
@@ -111,7 +112,8 @@ def _refuse_managed_collisions(sharders: Sequence[ModuleSharder]) -> None:
             raise ShardingError(
                 f"{type(sharder).__name__} with {type(sharder._e_sharder).__name__}: zero-collision hashing gives rows "
                 "to other ids and resets them on the device, where a cached table has only a part of its rows. Give it "
-                "TorchRec's own sharder"
+                "TorchRec's own sharder; or put the tables into a plain collection, with num_embeddings as their "
+                "capacity, and give the cached sharder ids={table: IdTable()}"
             )
 
 
@@ -274,6 +276,8 @@ def _constraint(given: ParameterConstraints | None, table: ShardableTable, devic
     if constraint.sharding_types is None:
         types = table.sharder.sharding_types(device_type)
         constraint.sharding_types = [t for t in types if t not in _ONLY_ON_REQUEST]
+        if has_cache(table.sharder) and table.name in inner_sharder(table.sharder).ids:
+            constraint.sharding_types = [t for t in constraint.sharding_types if t in ID_SHARDINGS]
     caches = has_cache(table.sharder)
     if caches and constraint.compute_kernels is None:
         constraint.compute_kernels = [_DENSE] if replicated else [CACHED_KERNEL]

@@ -1,0 +1,289 @@
+"""Tables of ids without a bound in a pool: from the ids of a batch to keys, and to rows that begin anew.
+
+A batch's ids are resolved once, when it becomes known, in the order in which batches train. What was found is kept with
+the batch: a second answer would be another one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+
+from embershard.cache.ids.births import Births
+from embershard.cache.ids.changed_ids import ChangedIds
+from embershard.cache.ids.config import IdTable
+from embershard.cache.ids.id_map import IdGuard, IdMap
+from embershard.cache.next_use import KnownBatch
+from embershard.cache.row_cache import RowCache
+from embershard.cache.tickets import Ticket
+from embershard.distributed.publish.published_ids import ChangedRows
+from embershard.errors import CacheError
+from embershard.sharding.torchrec.spec import first_row
+
+
+@dataclass(eq=False)
+class KnownIds:
+    """A batch whose ids were resolved.
+
+    Attributes:
+        keys: int64 [N] of the pool; -1 for an id whose embedding is zero.
+        lengths: int64 [F], ids per feature.
+        births: rows that begin anew with the batch.
+        evicted_in: the newest batch that evicted one of them from another id.
+        generation: of the maps that resolved it: they were not taken back since.
+        log_bytes: memory of what the maps note to take it back.
+        known: the batch in the index of next uses, if there is one; None once it is prepared.
+        has_begun: its births were given to the cache.
+        ticket: number of the cache's batch that it was last prepared as.
+    """
+
+    keys: Tensor
+    lengths: Tensor
+    births: Births | None
+    evicted_in: int
+    generation: int
+    log_bytes: int
+    known: KnownBatch | None = None
+    has_begun: bool = False
+    ticket: int = -1
+    is_row: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_row = self.keys >= 0
+        self.is_row = None if bool(is_row.all()) else is_row
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, in bytes."""
+        return self.keys.nbytes + self.log_bytes + (0 if self.known is None else self.known.num_bytes)
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return what the cache takes: keys of rows, without zeros, and their number per feature."""
+        if self.is_row is None:
+            return self.keys, self.lengths
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), self.is_row.cumsum(0)])[self.lengths.cumsum(0)]
+        return self.keys[self.is_row], ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+
+
+class PoolIdMaps:
+    """The maps of a pool's tables, and its batches that are resolved and have not trained.
+
+    Args:
+        maps: of each table.
+        row_offsets: first key of each table.
+        table_of_feature: number of each feature's table, ascending.
+        cache: of the pool.
+    """
+
+    def __init__(
+        self, maps: Sequence[IdMap], row_offsets: Sequence[int], table_of_feature: Sequence[int], cache: RowCache
+    ) -> None:
+        self._maps, self._guard = list(maps), IdGuard(cache.name)  # all maps are at the same batch
+        self._offsets, self._cache = list(row_offsets), cache
+        self._features = np.bincount(table_of_feature, minlength=len(self._maps)).tolist()
+        self._ahead: deque[KnownIds] = deque()
+        self._generation = 0
+        self._lock = threading.RLock()  # a worker prepares batches while the next one's forward begins
+
+    @classmethod
+    def of_tables(
+        cls,
+        rules: Mapping[str, IdTable],
+        seed: int,
+        tables: Sequence[ShardedEmbeddingTable],
+        row_offsets: Sequence[int],
+        table_of_feature: Sequence[int],
+        cache: RowCache,
+    ) -> PoolIdMaps:
+        """Make the maps of table shards, whose rules are `rules` by name."""
+        maps = []
+        for table in tables:
+            buckets = rules[table.name].buckets_of(table.name, table.num_embeddings)
+            first, number = first_row(table) // buckets.rows, table.local_rows // buckets.rows
+            maps.append(IdMap(table.name, rules[table.name], buckets, seed, first, number))
+        return cls(maps, row_offsets, table_of_feature, cache)
+
+    @property
+    def maps(self) -> list[IdMap]:
+        """The map of each table."""
+        self._guard.check()
+        return self._maps
+
+    def know(self, ids: Tensor, lengths: Tensor) -> KnownIds:
+        """Resolve a batch that trains after all batches resolved so far.
+
+        Args:
+            ids: int64 [N], mixed.
+            lengths: int64 [F], ids per feature.
+        """
+        with self._lock:
+            with self._guard.change("resolving the ids of a batch"):
+                known = self._resolve(ids, lengths)
+            if self._cache.looks_ahead:
+                known.known = self._cache.know(*known.rows())
+            return known
+
+    def _resolve(self, ids: Tensor, lengths: Tensor) -> KnownIds:
+        keys, born, born_ids = np.empty(ids.numel(), np.int64), list[np.ndarray](), list[np.ndarray]()
+        evicted_in, log_bytes = 0, 0
+        for ids_map, offset, start, stop in self._parts(lengths):
+            found = ids_map.resolve(ids[start:stop].numpy())
+            keys[start:stop] = np.where(found.rows >= 0, found.rows + offset, -1)
+            born.append(found.born + offset)
+            born_ids.append(found.ids)
+            evicted_in, log_bytes = max(evicted_in, found.evicted_in), log_bytes + found.log_bytes
+        rows = np.concatenate(born)
+        births = Births(torch.from_numpy(rows), torch.from_numpy(np.concatenate(born_ids))) if len(rows) else None
+        known = KnownIds(torch.from_numpy(keys), lengths, births, evicted_in, self._generation, log_bytes)
+        self._ahead.append(known)
+        return known
+
+    def _parts(self, lengths: Tensor) -> list[tuple[IdMap, int, int, int]]:
+        """Return each table's map, first key, and the bounds of its ids among those of a batch."""
+        ends, found, feature, start = lengths.cumsum(0).tolist(), [], 0, 0
+        for ids_map, offset, features in zip(self._maps, self._offsets, self._features, strict=True):
+            feature += features
+            stop = ends[feature - 1]
+            found.append((ids_map, offset, start, stop))
+            start = stop
+        return found
+
+    def find(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return the keys [N] of ids after the newest batch that trained; -1 for zeros. Nothing is counted."""
+        keys = np.empty(ids.numel(), np.int64)
+        with self._lock:
+            self._guard.check()
+            for ids_map, offset, start, stop in self._parts(lengths):
+                rows = ids_map.find(ids[start:stop].numpy())
+                keys[start:stop] = np.where(rows >= 0, rows + offset, -1)
+        return torch.from_numpy(keys)
+
+    def prepare(
+        self, ids: Tensor, lengths: Tensor, critical_path: bool, known: KnownIds | None, if_it_fits: bool
+    ) -> Ticket | None:
+        """Do what `RowCache.prepare` does for a batch. Its births, and those of earlier batches that were never
+        prepared, begin anew.
+
+        Returns:
+            The ticket; None, too, if a row of these was evicted in a batch that has not begun to train: until then,
+            that row's old content is the present state.
+        """
+        with self._lock:
+            if known is None or known.generation != self._generation:
+                known = self.know(ids, lengths)
+            due = self._due(known)
+            evicted_in = max((batch.evicted_in for batch in due), default=0)
+            if evicted_in > self._maps[0].committed:
+                if if_it_fits and not critical_path:
+                    return None
+                if not critical_path:
+                    raise CacheError(
+                        f"{self._cache.name}: a batch that is prefetched gives away a row that was taken from another "
+                        "id in a batch that has not trained yet. Give IdTable a longer quarantine: at least one more "
+                        "than batches are prefetched"
+                    )
+                self._commit(evicted_in)  # those before this batch that did not train are over
+        for batch in due:
+            if batch is not known and batch.births is not None:
+                self._cache.begin_anew(batch.births)
+            batch.has_begun = batch is not known
+        births = None if known.has_begun else known.births
+        ticket = self._cache.prepare(*known.rows(), critical_path, known.known, if_it_fits, births)
+        if ticket is None:
+            return None
+        known.has_begun, known.known, known.ticket = True, None, ticket.batch
+        if known.is_row is not None:
+            slots = torch.zeros(known.keys.numel(), dtype=ticket.slots.dtype)
+            slots[known.is_row] = ticket.slots
+            ticket.slots = slots
+        return ticket
+
+    def _due(self, known: KnownIds) -> list[KnownIds]:
+        """Return the batches up to `known` whose births are not in the cache."""
+        found = []
+        for batch in self._ahead:
+            if not batch.has_begun:
+                found.append(batch)
+            if batch is known:
+                break
+        return found
+
+    def skip(self, known: KnownIds) -> None:
+        """Take back the announcement of a batch's rows. Its ids stay counted if a later batch trains."""
+        if known.known is not None:
+            self._cache.skip(known.rows()[0], known.known)
+            known.known = None
+
+    def begin(self, ticket: Ticket) -> bool:
+        """Note that a prepared batch begins to train: the state is now the one behind it. Return True if ids of it have
+        zeros."""
+        with self._lock:
+            for number, known in enumerate(self._ahead, self._maps[0].committed + 1):
+                if known.ticket == ticket.batch:
+                    self._commit(number)
+                    return known.is_row is not None
+        raise CacheError(
+            f"{self._cache.name}: the ids of this batch were taken back since it was prepared (another pipeline took "
+            "over, or a state was loaded), or a later batch has trained. Forward batches in the order in which they "
+            "became known"
+        )
+
+    def _commit(self, through: int) -> None:
+        with self._guard.change(f"noting that batch {through} trains"):
+            while self._maps[0].committed < through:
+                for ids_map in self._maps:
+                    ids_map.commit()
+                self._ahead.popleft()
+
+    def forget(self) -> None:
+        """Take back all batches that have not begun to train: they are resolved again when they come again."""
+        with self._lock:
+            if self._ahead:
+                with self._guard.change("taking back resolved batches"):
+                    for ids_map in self._maps:
+                        ids_map.undo()
+                    self._ahead.clear()
+                    self._generation += 1
+
+    # -- what is published
+
+    def note_changes(self) -> None:
+        """Note from now on which rows change hands."""
+        for ids_map in self._maps:
+            ids_map.changed = ChangedIds(ids_map.num_rows)
+
+    def take_changes(self, keys: Tensor) -> tuple[Tensor, list[ChangedRows]]:
+        """Return, of rows whose weights were trained and of those that changed hands since the last call, the keys of
+        those that somebody has; and of each table those that changed hands, numbered in its shard.
+
+        Args:
+            keys: int64 [N] of the pool, ascending.
+        """
+        found, changes = list[np.ndarray](), list[ChangedRows]()
+        with self._lock:
+            for ids_map, offset in zip(self._maps, self._offsets, strict=True):
+                assert ids_map.changed is not None, "changes are not noted"
+                rows, old = ids_map.changed.take()
+                bounds = np.searchsorted(keys.numpy(), (offset, offset + ids_map.num_rows))
+                touched = np.union1d(keys[bounds[0] : bounds[1]].numpy() - offset, rows)
+                found.append(touched[ids_map.is_used(touched)] + offset)
+                new = ids_map.owners(rows)
+                parts = [torch.from_numpy(part[new != old]) for part in (rows, old, new)]
+                changes.append(ChangedRows(parts[0], parts[1], parts[2], ids_map.counts.live))
+        return torch.from_numpy(np.concatenate(found)), changes
+
+    def touch(self, table: str, first_row: int, rows: Tensor, ids: Tensor) -> None:
+        """Note that replicas have these rows (int64 [K], numbered in the whole table) with these ids; rows outside of
+        the shard that begins with `first_row` are ignored."""
+        for ids_map in self._maps:
+            if ids_map.table == table:
+                assert ids_map.changed is not None, "changes are not noted"
+                own = (rows >= first_row) & (rows < first_row + ids_map.num_rows)
+                ids_map.changed.add(rows[own].numpy() - first_row, ids[own].numpy(), at_first=True)

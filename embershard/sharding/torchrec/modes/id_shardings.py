@@ -1,0 +1,132 @@
+"""Shardings of tables of ids without a bound: a rank has whole buckets, and gets the ids of these.
+
+Table-wise tables are exchanged as ever. Of row-wise ones, TorchRec's input all-to-all takes the bucket of an id in
+place of its row, and keeps the id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import ShardingType
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+
+from embershard.errors import ConfigError, ShardingError
+from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS, OwnShardingInfo
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, CacheSpec
+
+#: TorchRec's types that give a rank whole buckets.
+ID_SHARDINGS = (ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
+
+
+class _ByBuckets:
+    """Override of TorchRec's row-wise shardings: ids go to the ranks of their buckets."""
+
+    _is_sequence = False
+
+    def create_input_dist(self, device: torch.device | None = None) -> RwSparseFeaturesDist:
+        spec: CacheSpec = self._spec  # type: ignore[attr-defined]
+        buckets = [
+            spec.ids[table.name].buckets_of(table.name, table.num_embeddings).num_buckets
+            for table in self.embedding_tables()  # type: ignore[attr-defined]
+            for _ in table.feature_names
+        ]
+        return RwSparseFeaturesDist(
+            pg=self._pg,  # type: ignore[attr-defined]
+            num_features=len(buckets),
+            feature_hash_sizes=[0] * len(buckets),  # a block of 0 rows: any id
+            feature_total_num_buckets=buckets,
+            device=device if device is not None else self._device,  # type: ignore[attr-defined]
+            is_sequence=self._is_sequence,
+            has_feature_processor=self._has_feature_processor,  # type: ignore[attr-defined]
+            need_pos=self._need_pos,  # type: ignore[attr-defined]
+            keep_original_indices=True,
+        )
+
+
+def _by_buckets(cls: type, is_sequence: bool) -> type:
+    return type(f"{cls.__name__.lstrip('_')}ByBuckets", (_ByBuckets, cls), {"_is_sequence": is_sequence})
+
+
+_ROW_WISE = _by_buckets(POOLED_SHARDINGS[ShardingType.ROW_WISE.value], is_sequence=False)
+_ROW_WISE_SEQUENCE = _by_buckets(SEQUENCE_SHARDINGS[ShardingType.ROW_WISE.value], is_sequence=True)
+
+
+class IdShardingInfo(OwnShardingInfo):
+    """A table of ids without a bound."""
+
+    spec: CacheSpec
+    is_sequence: bool
+
+    @staticmethod
+    def make_sharding(
+        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
+    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+        """Return the sharding of one of the groups that :func:`group_ids` made."""
+        info = infos[0]
+        assert isinstance(info, IdShardingInfo)
+        kind = info.param_sharding.sharding_type
+        shardings = SEQUENCE_SHARDINGS if info.is_sequence else POOLED_SHARDINGS
+        cls = shardings[kind]
+        if kind == ShardingType.ROW_WISE.value:
+            cls = _ROW_WISE_SEQUENCE if info.is_sequence else _ROW_WISE
+        sharding = cls(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs)
+        sharding._spec = info.spec
+        return sharding  # type: ignore[no-any-return]
+
+
+def group_sequence_ids(
+    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec
+) -> dict[str, list[EmbeddingShardingInfo]]:
+    """Do what :func:`group_ids` does, in a module of sequences."""
+    return group_ids(infos, spec, is_sequence=True)
+
+
+def group_ids(
+    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec, is_sequence: bool = False
+) -> dict[str, list[EmbeddingShardingInfo]]:
+    """Take the tables of `spec.ids` out of the groups by sharding type, into groups of their own.
+
+    Raises:
+        ConfigError: a table is sharded in another way, has no cache, or shares a feature with a table of rows.
+        ShardingError: a shard has no whole buckets.
+    """
+    grouped: dict[str, list[EmbeddingShardingInfo]] = {}
+    for kind, members in infos.items():
+        for info in members:
+            if info.embedding_config.name not in spec.ids:
+                grouped.setdefault(kind, []).append(info)
+                continue
+            _check(info, spec)
+            own = IdShardingInfo(**vars(info))
+            own.spec, own.is_sequence = spec, is_sequence
+            grouped.setdefault(f"{kind}, ids", []).append(own)
+    return grouped
+
+
+def _check(info: EmbeddingShardingInfo, spec: CacheSpec) -> None:
+    name, param = info.embedding_config.name, info.param_sharding
+    if param.sharding_type not in ID_SHARDINGS:
+        raise ConfigError(
+            f"table {name!r} takes any id and is sharded {param.sharding_type}; needed one of "
+            f"{', '.join(ID_SHARDINGS)}. Give it one of these: ParameterConstraints(sharding_types=[...])"
+        )
+    if param.compute_kernel != CACHED_KERNEL:
+        raise ConfigError(
+            f"table {name!r} takes any id and has the compute kernel {param.compute_kernel!r}; needed a cache, which "
+            f"is {CACHED_KERNEL!r}: make the plan with embershard.plan_sharding"
+        )
+    buckets = spec.ids[name].buckets_of(name, info.embedding_config.num_embeddings)
+    sharding_spec: Any = param.sharding_spec
+    starts = [shard.shard_offsets[0] for shard in sharding_spec.shards]
+    if param.sharding_type == ShardingType.ROW_WISE.value and (
+        buckets.num_buckets % len(starts) or any(start % buckets.rows for start in starts)
+    ):
+        fitting = [ranks for ranks in range(1, buckets.num_buckets + 1) if buckets.num_buckets % ranks == 0]
+        raise ShardingError(
+            f"table {name!r} has {buckets.num_buckets} buckets of {buckets.rows} rows, and {len(starts)} ranks; needed "
+            f"as many whole buckets on every rank. Use {', '.join(map(str, fitting[:16]))} ranks, place it table_wise, "
+            "or start anew with another number of buckets (IdTable(buckets=...))"
+        )
