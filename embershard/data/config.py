@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from embershard.data.config_fields import check_fields, freeze_lists
+from embershard.data.label_needs import label_needs
 from embershard.data.schema import Pooling, Target, Task
 from embershard.data.time_config import TimeConfig
 from embershard.errors import ConfigError
@@ -12,7 +14,7 @@ from embershard.resume_rules import AsEvalFiles, AsFiles, Free, OfModel, OfTrain
 
 DataKind = Literal["synthetic", "criteo", "avazu", "parquet", "table"]
 SplitKind = Literal["tail", "random", "hash", "time", "last"]
-IdMapping = Literal["text", "hash", "modulo", "none", "hour", "weekday"]
+IdMapping = Literal["text", "hash", "modulo", "none", "hour", "weekday", "ids", "text_ids"]
 EVAL_FRACTION = 0.1  # by default
 NUM_CRITEO_DENSE = 13
 NUM_CRITEO_SPARSE = 26
@@ -22,6 +24,8 @@ _MOST_CHUNKS = 10_000_000  # of generated samples: each takes 50 bytes or so
 CONSTANT = "constant"
 #: Rows of the tables of hours and of weekdays: row 0 is that of a missing time.
 TIME_ROWS = {"hour": 25, "weekday": 8}
+#: Mappings of features whose table takes any id of 64 bits.
+ID_MAPPINGS = ("ids", "text_ids")
 _LEAST_QUANTILES = 2
 _ONE_PATTERN = 'at least one pattern ("*" takes every file)'
 
@@ -57,11 +61,16 @@ class SyntheticConfig:
     """Standard deviation of the hidden model's logit: the larger, the higher the AUC that can be reached."""
     click_rate: OfTraining[float] = 0.224
     """Share of samples with label 1."""
+    id_rows: OfModel[int | None] = None
+    """Capacity of tables that take any id: those with more rows than this by `scale`, which says how many ids are alive
+    at a time. Their ids are any of 64 bits. Default: ids are rows."""
+    id_turnover: OfTraining[float] = 0.0
+    """With `id_rows`: how often each id is replaced by a new one in the course of an epoch, on average."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
+        freeze_lists(self)
         is_bags = len(self.bag_sizes) in (0, 1, NUM_CRITEO_SPARSE) and all(size >= 1 for size in self.bag_sizes)
-        _check_fields(
+        check_fields(
             self,
             "synthetic.",
             num_samples=(self.num_samples >= 1, "at least 1"),
@@ -77,6 +86,11 @@ class SyntheticConfig:
             ),
             signal=(0 < self.signal <= 10, "a number in (0, 10]"),
             click_rate=(0 < self.click_rate < 1, "a number in (0, 1)"),
+            id_rows=(self.id_rows is None or self.id_rows >= 1, "at least 1, or nothing"),
+            id_turnover=(
+                self.id_turnover == 0 or (self.id_turnover > 0 and self.id_rows is not None),
+                "0 without synthetic.id_rows, else at least 0",
+            ),
         )
 
 
@@ -98,9 +112,9 @@ class CriteoConfig:
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
+        freeze_lists(self)
         num_rows = _row_need(self.rows_per_table, NUM_CRITEO_SPARSE)
-        _check_fields(self, "criteo.", num_rows=num_rows, files=(len(self.files) > 0, _ONE_PATTERN))
+        check_fields(self, "criteo.", num_rows=num_rows, files=(len(self.files) > 0, _ONE_PATTERN))
 
     @property
     def rows_per_table(self) -> tuple[int, ...]:
@@ -123,9 +137,9 @@ class AvazuConfig:
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
+        freeze_lists(self)
         num_rows = _row_need(self.rows_per_table, NUM_AVAZU_HASHED)
-        _check_fields(self, "avazu.", num_rows=num_rows, files=(len(self.files) > 0, _ONE_PATTERN))
+        check_fields(self, "avazu.", num_rows=num_rows, files=(len(self.files) > 0, _ONE_PATTERN))
 
     @property
     def rows_per_table(self) -> tuple[int, ...]:
@@ -160,11 +174,11 @@ class ParquetConfig:
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
+        freeze_lists(self)
         least = 1 if self.id_mapping == "none" else 2
         needed = f"{len(self.sparse)} numbers, one for each of data.parquet.sparse, each at least {least}"
         is_rows = len(self.num_rows) == len(self.sparse) and all(n >= least for n in self.num_rows)
-        _check_fields(
+        check_fields(
             self,
             "parquet.",
             num_rows=(is_rows, needed),
@@ -209,11 +223,12 @@ class TableFeature:
     quantiles: tuple[float, ...] = ()
     """For scale = "quantile": rising numbers. The first becomes 0, the last 1."""
     num_rows: int | None = None
-    """Rows of a sparse feature's table, the reserved row 0 included: at least 2, with mapping "none" 1. Not for "hour"
-    and "weekday"."""
+    """Rows of a sparse feature's table, the reserved row 0 included: at least 2, with mapping "none" 1. With "ids" and
+    "text_ids" the table's capacity (docs/ids.md). Not for "hour" and "weekday"."""
     mapping: IdMapping = "text"
     """Row of a sparse value. "text": by the 64-bit hash of the value as text. Of integers: "hash" by a 64-bit mix,
-    "modulo" by the remainder, "none": they are rows. Of a time, in UTC: "hour" and "weekday"."""
+    "modulo" by the remainder, "none": they are rows. Of a time, in UTC: "hour" and "weekday". Tables that take any id:
+    "ids" takes integers as they are, "text_ids" the 64-bit hash of text."""
     table: str | None = None
     """Name of a sparse feature's embedding table: features with the same name share one, and need the same `num_rows`,
     `mapping` and `pooling`. Default: the feature's name."""
@@ -223,7 +238,7 @@ class TableFeature:
     """Between the values of a cell of text: the cell is a bag of them then, in their order."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
+        freeze_lists(self)
 
     def check(self, name: str) -> None:
         """Raise `ConfigError` where a setting of the feature `name` is missing, wrong, or has no effect."""
@@ -237,7 +252,7 @@ class TableFeature:
         has_std = self.scale in ("standardize", "days")
         only = f'a number where scale = "standardize" or "days" ({found_by}), and nothing otherwise'
         no_effect = f"nothing: it has no effect on a {self.kind} feature"
-        _check_fields(
+        check_fields(
             self,
             at,
             column=(self.column != "", "the name of a column"),
@@ -271,6 +286,11 @@ class TableFeature:
         """Rows of a sparse feature's table."""
         return TIME_ROWS.get(self.mapping) or self.num_rows or 0
 
+    @property
+    def takes_ids(self) -> bool:
+        """True if its table takes any id of 64 bits."""
+        return self.mapping in ID_MAPPINGS
+
 
 @dataclass(frozen=True)
 class TableConfig:
@@ -285,15 +305,21 @@ class TableConfig:
     label: OfTraining[str | tuple[str, ...]] = "label"
     """Name of the column of labels; or names: the model then has an output for each. 0 or 1; any number with
     `label_at_least` or task = "regression"."""
-    task: OfModel[Task] = "binary"
+    task: OfModel[Task | tuple[Task, ...]] = "binary"
     """"binary": scores are probabilities of label 1. "regression": scores are numbers, near the labels in the mean of
-    the squared distance."""
+    the squared distance. Of several labels, one for all or one each."""
     label_at_least: OfTraining[float | tuple[float, ...] | None] = None
-    """A label is 1 where the column's number is at least this, else 0; of several labels, one number for all or a
+    """A binary label is 1 where the column's number is at least this, else 0; of several, one number for all or a
     number each. Default: the columns have 0 and 1."""
     label_mean: OfTraining[float | tuple[float, ...] | None] = None
-    """With task = "regression": where the model's outputs start, about the mean label; of several labels, a number
+    """With task = "regression": where the model's outputs start, about the mean label; of several such labels, a number
     each. `embershard data inspect` finds it. Default: 0."""
+    label_masks: OfTraining[tuple[str, ...]] = ()
+    """Of several labels, for each the label before it, or column of numbers, that is 0 where a sample has not this
+    label, as ["", "click"]; "": all samples have it. It then trains nothing there, and counts in no figure."""
+    missing_labels: OfTraining[Literal["bad_row", "masked"]] = "bad_row"
+    """Of several labels: what a missing cell of one is. "bad_row": no sample; "masked": the sample has not this
+    label."""
     label_weights: OfTraining[tuple[float, ...]] = ()
     """Of several labels: the factor of each label's loss, above 0. Default: 1 each."""
     weight: OfTraining[str | None] = None
@@ -315,11 +341,20 @@ class TableConfig:
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
-        _freeze_lists(self)
-        self._check_target()
-        _check_fields(
+        freeze_lists(self)
+        check_fields(
             self,
             "table.",
+            **label_needs(
+                self.labels,
+                task=self.task,
+                least=self.label_at_least,
+                mean=self.label_mean,
+                weights=self.label_weights,
+                masks=self.label_masks,
+                missing=self.missing_labels,
+            ),
+            weight=(self.weight != "", "the name of a column"),
             separator=(len(self.separator.encode()) == 1, 'one character, for instance "\\t"'),
             columns=(len(set(self.columns)) == len(self.columns), "every name once"),
             max_bag_size=(self.max_bag_size >= 1, "at least 1"),
@@ -336,53 +371,29 @@ class TableConfig:
                         f"has mapping {feature.mapping!r}: one value would have two rows. Give both the same."
                     )
 
-    def _check_target(self) -> None:
-        labels, least = self.labels, self.label_at_least
-        num_given = len(least) if isinstance(least, tuple) else len(labels)
-        means = self.target.label_means
-        _check_fields(
-            self,
-            "table.",
-            label=(
-                len(labels) > 0 and all(labels) and len(set(labels)) == len(labels),
-                "the name of a column, or names, each once",
-            ),
-            label_at_least=(
-                num_given == len(labels) and (least is None or self.task == "binary"),
-                f"one number, or {len(labels)}, one for each label"
-                if self.task == "binary"
-                else 'nothing: with task = "regression", labels are numbers as they are',
-            ),
-            label_mean=(
-                not means or (self.task == "regression" and len(means) == len(labels)),
-                f'{len(labels)} numbers with task = "regression", and nothing otherwise',
-            ),
-            label_weights=(
-                not self.label_weights
-                or (1 < len(labels) == len(self.label_weights) and all(each > 0 for each in self.label_weights)),
-                f"{len(labels)} numbers above 0, one for each label"
-                if len(labels) > 1
-                else "nothing: there is one label",
-            ),
-            weight=(self.weight != "", "the name of a column"),
-        )
-
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of the columns of labels."""
         return (self.label,) if isinstance(self.label, str) else self.label
 
     @property
+    def judging_columns(self) -> list[str]:
+        """Columns of labels, their masks and the samples' weights, each once."""
+        return list(dict.fromkeys([*self.labels, *filter(None, (*self.label_masks, self.weight))]))
+
+    @property
     def target(self) -> Target:
         """What is predicted of a sample."""
         mean = self.label_mean
         means = mean if isinstance(mean, tuple) else () if mean is None else (mean,)
-        return Target(self.labels, self.task, self.label_weights, self.weight, means)
+        may_be_missing = any(self.label_masks) or self.missing_labels == "masked"
+        return Target(self.labels, self.task, self.label_weights, self.weight, means, may_be_missing)
 
     def thresholds(self) -> tuple[float | None, ...]:
-        """Return from which number on each label is 1; None: it has 0 and 1."""
-        least = self.label_at_least
-        return least if isinstance(least, tuple) else (least,) * len(self.labels)
+        """Return from which number on each label is 1; None: it has 0 and 1, or is no binary one."""
+        least, tasks = self.label_at_least, self.target.tasks
+        each = iter(least if isinstance(least, tuple) else (least,) * len(tasks))
+        return tuple(next(each) if task == "binary" else None for task in tasks)
 
     def of_kind(self, kind: Literal["dense", "sparse"]) -> dict[str, TableFeature]:
         """Return the features of a kind by name, in order, with their columns."""
@@ -421,6 +432,11 @@ class DataConfig:
     differ in it have the same held-out samples."""
     time: TimeConfig = field(default_factory=TimeConfig)
     """Training in time order."""
+    follow: OfTraining[bool] = False
+    """The folder `path` grows while training goes on: new files train as they come, in time order, and no run ends for
+    want of them. See docs/data.md. Files come in turn, as with data.time.files = "in_turn"."""
+    idle_seconds: Free[float | None] = None
+    """With `follow`: the run ends, as if the data ended, when no new file came for so long. Default: it waits on."""
     seed: OfTraining[int] = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
     shuffle: OfTraining[bool] = True
@@ -452,7 +468,7 @@ class DataConfig:
         reads_files = self.kind != "synthetic"
         is_share = not isinstance(self.bad_rows, str) and 0 < self.bad_rows < 1
         no_effect = 'nothing: kind "synthetic" reads no file (set data.kind to use it)'
-        _check_fields(
+        check_fields(
             self,
             "",
             path=(reads_files or self.path is None, no_effect),
@@ -470,6 +486,7 @@ class DataConfig:
         )
         self._check_split()
         self.time.check_with(self.kind, self.split, self.eval_fraction, EVAL_FRACTION)
+        self.time.check_following(self.follow, self.idle_seconds)
         most = _MOST_CHUNKS * self.chunk_rows
         if self.synthetic.num_samples > most:
             raise ConfigError(
@@ -482,7 +499,7 @@ class DataConfig:
         is_usual, has_names = split in ("tail", "random"), self.kind in ("table", "parquet")
         by_value, by_time, by_chance = split in ("hash", "last"), split in ("time", "last"), split in ("random", "hash")
         no_effect, a_name = f'it has no effect with data.split = "{split}"', "the name of a column"
-        _check_fields(
+        check_fields(
             self,
             "",
             split=(
@@ -512,9 +529,26 @@ class DataConfig:
         )
 
     @property
+    def has_ids(self) -> bool:
+        """True if a feature's table takes any id of 64 bits."""
+        if self.kind == "synthetic":
+            return self.synthetic.id_rows is not None
+        return self.kind == "table" and any(feature.takes_ids for feature in self.table.features.values())
+
+    @property
     def is_in_time_order(self) -> bool:
         """True if samples train window by window."""
         return self.time.column is not None and self.eval_fraction != 1
+
+    @property
+    def comes_in_turn(self) -> bool:
+        """True if files are read in the natural order of their names, and a row may be late."""
+        return self.is_in_time_order and (self.follow or self.time.files == "in_turn")
+
+    def unfollowed(self) -> DataConfig:
+        """Return settings that read what a folder that is followed has now."""
+        time = replace(self.time, files="in_turn") if self.follow else self.time
+        return replace(self, time=time, follow=False, idle_seconds=None)
 
     @property
     def held_out_share(self) -> float:
@@ -554,30 +588,3 @@ def _row_need(rows: tuple[int, ...], num_tables: int) -> tuple[bool, str]:
     """Return whether there are as many row counts as tables, and the words for what is needed."""
     is_met = len(rows) == num_tables and all(n >= 1 for n in rows)
     return is_met, f"one number or {num_tables} numbers, each at least 1"
-
-
-def _freeze_lists(owner: Any) -> None:
-    """Turn lists, which TOML gives, into tuples, so that a frozen config cannot be edited."""
-    for each in fields(owner):
-        value = getattr(owner, each.name)
-        if isinstance(value, list):
-            object.__setattr__(owner, each.name, tuple(value))
-
-
-def _check_fields(owner: object, section: str, **needs: tuple[bool, str]) -> None:
-    """Raise where a field has no value of its `Literal`, or does not meet its need: (is it met, the words for it).
-
-    Args:
-        section: below `data`, with a dot at its end.
-
-    Raises:
-        ConfigError: with the setting, its value and what is needed.
-    """
-    hints = get_type_hints(type(owner))
-    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-    among = {name: (getattr(owner, name) in values, f"one of {values}") for name, values in choices.items()}
-    for name, (is_met, needed) in (among | needs).items():
-        if not is_met:
-            value = getattr(owner, name)
-            given = "is not set" if value is None else f"= {value!r}"
-            raise ConfigError(f"data.{section}{name} {given}; needed {needed}")

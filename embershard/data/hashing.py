@@ -16,6 +16,9 @@ Ids = NDArray[np.int64]
 _MASK = 2**64 - 1
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 """Odd, 2**64 / golden ratio: consecutive counters become far-apart inputs of the mixer."""
+#: The one number of 64 bits that no table takes as an id, and the id of missing values in tables that take any other.
+RESERVED_ID = -(2**63)
+MISSING_ID = RESERVED_ID + 1
 
 
 def mix64(words: Words) -> Words:
@@ -37,7 +40,7 @@ def make_key(*parts: int) -> int:
     """Return one 64-bit key of several integers, for example (seed, epoch, chunk)."""
     key = np.zeros(1, np.uint64)
     for part in parts:
-        key = _add_part(key, np.full(1, part & _MASK, np.uint64))
+        key = add_part(key, np.full(1, part & _MASK, np.uint64))
     return int(key[0])
 
 
@@ -59,9 +62,9 @@ def text_keys(text: NDArray[np.uint8], lengths: NDArray[np.int32]) -> Words:
     padded = np.zeros((len(lengths), width), np.uint8)
     padded[np.arange(width) < lengths[:, None]] = text
     words = padded.view("<u8")
-    keys = _add_part(np.zeros(len(lengths), np.uint64), lengths.astype(np.uint64))
+    keys = add_part(np.zeros(len(lengths), np.uint64), lengths.astype(np.uint64))
     for number in range(words.shape[1]):
-        keys = np.where(lengths > 8 * number, _add_part(keys, words[:, number]), keys)
+        keys = np.where(lengths > 8 * number, add_part(keys, words[:, number]), keys)
     return keys
 
 
@@ -73,7 +76,12 @@ def cell_bytes(column: pa.BinaryArray) -> tuple[NDArray[np.uint8], NDArray[np.in
     return text[borders[0] : borders[-1]], np.diff(borders)
 
 
-def _add_part(keys: Words, parts: Words) -> Words:
+def add_part(keys: Words, parts: Words) -> Words:
+    """Return one 64-bit key of each key and one more integer: `make_key` adds its integers in this way.
+
+    >>> int(add_part(np.array([make_key(5)], np.uint64), np.array([7], np.uint64))[0]) == make_key(5, 7)
+    True
+    """
     return mix64((keys + parts + np.uint64(1)) * _STEP)
 
 

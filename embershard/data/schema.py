@@ -20,29 +20,37 @@ class Target:
 
     Attributes:
         labels: names of their columns.
-        task: "binary": labels are 0 or 1; "regression": any numbers.
+        task: "binary": labels are 0 or 1; "regression": any numbers. One for all labels, or one each.
         label_weights: factor of each label's loss; empty: 1 each.
         weight: column of the samples' weights; None: 1 each.
-        label_means: of a regression, where a model's outputs start; empty: at 0.
+        label_means: of each regression, where a model's outputs start; empty: at 0.
+        may_be_missing: a sample's labels that are NaN are missing: they train nothing, and count in no figure.
     """
 
     labels: tuple[str, ...] = ("label",)
-    task: Task = "binary"
+    task: Task | tuple[Task, ...] = "binary"
     label_weights: tuple[float, ...] = ()
     weight: str | None = None
     label_means: tuple[float, ...] = ()
+    may_be_missing: bool = False
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The task of each label."""
+        return self.task if isinstance(self.task, tuple) else (self.task,) * len(self.labels)
 
 
 @dataclass(frozen=True)
 class SparseFeature:
     """One categorical column and the rows of its embedding table, of which row 0 stands for a missing value.
 
-    A table of one row has no other: all its ids are row 0.
+    A table of one row has no other: all its ids are row 0. One that takes any id has no such row.
 
     Attributes:
-        num_rows: of the table.
+        num_rows: of the table; its capacity, where it takes any id.
         table: name of the table, which features share that name the same; None: the feature's name.
         pooling: what a bag's rows give: their sum, or their mean.
+        takes_ids: values are any ids of 64 bits, not rows, and a missing one is `MISSING_ID`.
 
     >>> SparseFeature("user", num_rows=1000).name
     'user'
@@ -52,6 +60,7 @@ class SparseFeature:
     num_rows: int
     table: str | None = None
     pooling: Pooling = "sum"
+    takes_ids: bool = False
 
     def __post_init__(self) -> None:
         for name, what, of in ((self.name, "sparse feature", "the column"), (self.table or self.name, "table", "it")):

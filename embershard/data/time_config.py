@@ -26,7 +26,7 @@ class TimeConfig:
     """Seconds of a window: 3600 is an hour, 86400 a day. Hours and days begin as in UTC."""
     files: OfTraining[TimeFiles] = "together"
     """"together": the rows of all files are put in order, and none is late. "in_turn": files come one after another, in
-    the order of their names. A row is late where an earlier file has a row of a later window: it trains, and is
+    the natural order of their names. A row is late where an earlier file has a row of a later window: it trains, and is
     evaluated, with the newest window so far."""
 
     def __post_init__(self) -> None:
@@ -63,3 +63,17 @@ class TimeConfig:
                 f"data.eval_fraction = {eval_fraction}; needed {usual_fraction}, the default, or 0: {until}. For "
                 "held-out samples beside the windows, set data.eval_path"
             )
+
+    def check_following(self, follow: bool, idle_seconds: float | None) -> None:
+        """Raise `ConfigError` where a folder cannot be followed, or a setting of that has no effect."""
+        if not follow and idle_seconds is not None:
+            raise ConfigError(
+                f"data.idle_seconds = {idle_seconds}; needed nothing: no folder is followed (data.follow)"
+            )
+        if follow and self.column is None:
+            raise ConfigError(
+                "data.follow = true; needed data.time.column and data.time.window, too: a folder is followed in time "
+                "order (docs/data.md)"
+            )
+        if idle_seconds is not None and idle_seconds <= 0:
+            raise ConfigError(f"data.idle_seconds = {idle_seconds}; needed more than 0 seconds")

@@ -19,7 +19,7 @@ from embershard.data.order.hot_samples import HotChunks, HotSamples, PackedOrder
 from embershard.data.order.order import EpochOrder
 from embershard.data.order.segments import PackedState, Ranges, SegmentSchedule, batches_of_epoch, part_of
 from embershard.data.schema import Schema
-from embershard.data.sources.source import RecentlyUsed, Source, Split, in_threads
+from embershard.data.sources.source import GrowingSource, RecentlyUsed, Source, Split, in_threads
 from embershard.errors import ConfigError, DataError
 from embershard.stages import is_stage
 
@@ -64,7 +64,9 @@ class SampleReader:
         ranges = ((first, min(first + size, stop)) for first in range(start, stop, size))
         yield from in_threads(lambda each: self.read(0, [each]), ranges, max(1, self._config.num_workers))
 
-    def _make_order(self, epoch: int) -> EpochOrder | PackedOrder:
+    def _make_order(self, epoch: int) -> EpochOrder | PackedOrder | GrowingSource:
+        if isinstance(self._source, GrowingSource) and self._split == "train":
+            return self._source
         config, chunks = self._config, self._source.chunks(self._split)
         shuffle = config.shuffle and self._split == "train"
         order = EpochOrder(chunks, seed=config.seed, epoch=epoch, shuffle=shuffle, window=config.shuffle_window)
@@ -131,7 +133,11 @@ class BatchStream:
         hot: the hot samples of the training data: they get batches of their own, and so do the others. `observe` must
             then get the loss of each batch, `segments.READ_AHEAD` batches late at most. None: one order of all samples.
 
+    Of a `GrowingSource`, training gives all batches that are whole by now, then raises `StopIteration`; asked again, it
+    goes on with samples that came meanwhile.
+
     Attributes:
+        waits: more samples may come after `StopIteration`.
         bad_rows: counts the bad rows of the batches that this stream gave.
         schedule: of hot and cold batches; None without `hot`.
 
@@ -156,7 +162,9 @@ class BatchStream:
         hot: HotSamples | None = None,
     ) -> None:
         self.schema: Schema = source.schema
-        self.num_samples = source.chunks(split).num_samples
+        self._growing = source if isinstance(source, GrowingSource) and split == "train" else None
+        self.waits = self._growing is not None
+        self._num_samples = 0 if self._growing else source.chunks(split).num_samples
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._global_size = batch_size * world_size
         self._split, self._epochs, self._seed = split, epochs, config.seed
@@ -166,7 +174,7 @@ class BatchStream:
         samples = SampleReader(source, split, config, hot)
         self.schedule: SegmentSchedule | None = None
         if hot is None:
-            self._steps = self._plan(self._state)
+            self._steps: Iterator[_GlobalBatch | None] = self._plan(self._state)
         else:
             first = self._start_packed(samples, hot.digest)
             self.schedule = SegmentSchedule(first)
@@ -181,6 +189,11 @@ class BatchStream:
             start = None if device is None else partial(torch.cuda.set_device, device)
             self._pool = ThreadPoolExecutor(config.num_workers, "embershard-data", initializer=start)
             weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch; of a source that grows, so far."""
+        return self._num_samples if self._growing is None else self._growing.num_samples
 
     @property
     def state(self) -> StreamState:
@@ -239,7 +252,8 @@ class BatchStream:
         while len(self._ahead) < self._depth and (step := next(self._steps, None)) is not None:
             self._ahead.append((step, self._begin(step)))
         if not self._ahead:
-            self.close()
+            if not self.waits:
+                self.close()
             raise StopIteration
         step, finish = self._ahead.popleft()
         try:
@@ -280,24 +294,28 @@ class BatchStream:
             raise ConfigError("pin_memory needs a CUDA device, and there is none; leave it out on CPU")
         if self._split == "eval" and self.num_samples == 0:
             raise ConfigError("nothing is held out to evaluate on; set data.eval_fraction (say 0.1) or data.eval_path")
-        if self._split == "train" and self.num_samples < self._global_size:
+        if self._split == "train" and self.num_samples < self._global_size and not self.waits:
             raise DataError(
                 f"the training data have {self.num_samples} samples, less than one global batch: "
                 f"{self._batch_size} samples x {self._world_size} ranks = {self._global_size}; "
                 "use a smaller batch size or more data"
             )
 
-    def _plan(self, state: StreamState) -> Iterator[_GlobalBatch]:
+    def _plan(self, state: StreamState) -> Iterator[_GlobalBatch | None]:
+        """Yield the batches; None where none is whole yet."""
         epoch, start = state.epoch, state.global_sample
-        size, total = self._global_size, self.num_samples
-        first = self._rank * self._batch_size
-        limit = total - size + 1 if self._split == "train" else total
+        size, first = self._global_size, self._rank * self._batch_size
         while self._epochs is None or epoch < self._epochs:
+            total = self.num_samples
+            limit = total - size + 1 if self._split == "train" else total
             while start < limit:
                 begin, end = min(start + first, total), min(start + first + self._batch_size, total)
                 yield _GlobalBatch(StreamState(epoch, min(start + size, total), self._seed), ((begin, end),))
                 start += size
-            epoch, start = epoch + 1, 0
+            if self.waits:
+                yield None
+            else:
+                epoch, start = epoch + 1, 0
 
     def _start_packed(self, samples: SampleReader, digest: str) -> PackedState:
         """Return the position to start from. A schedule of other global batches begins anew. A position without a

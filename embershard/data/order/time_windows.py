@@ -17,6 +17,8 @@ from embershard.errors import DataError
 
 #: So a row's window takes two bytes.
 MOST_WINDOWS = 1 << 16
+#: A number before that of every window.
+NEVER = int(np.iinfo(np.int64).min)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,14 @@ class TimeWindows:
 
     @classmethod
     def of(
-        cls, chunks: Iterable[int], files: Ids, numbers: Iterable[Ids], seconds: int, *, in_turn: bool = False
+        cls,
+        chunks: Iterable[int],
+        files: Ids,
+        numbers: Iterable[Ids],
+        seconds: int,
+        *,
+        in_turn: bool = False,
+        newest: int | None = None,
     ) -> TimeWindows:
         """Find the windows of rows.
 
@@ -56,20 +65,24 @@ class TimeWindows:
             files: the file of each, never falling.
             numbers: of each chunk, the number of each row's window.
             in_turn: rows are late where an earlier file has a later window; else none is.
+            newest: of files before these, the newest window: rows of an earlier one are late, too. There may be one
+                window then, or none.
 
         Raises:
             DataError: there is one window, or there are more than `MOST_WINDOWS`.
         """
         chunks, found = list(chunks), [_distinct(each) for each in numbers]
-        newest = np.array([values[-1] for values, _, _ in found], np.int64)
-        before = np.full(len(files), np.iinfo(np.int64).min)  # the newest window of earlier files
+        last = np.array([values[-1] for values, _, _ in found], np.int64)
+        least = NEVER if newest is None else newest
+        before = np.full(len(files), least)  # the newest window of earlier files
         if in_turn:
             first = np.searchsorted(files, files)
-            before[first > 0] = np.maximum.accumulate(newest)[first[first > 0] - 1]
-        taken = [np.maximum(values, least) for (values, _, _), least in zip(found, before, strict=True)]
+            before[first > 0] = np.maximum(np.maximum.accumulate(last)[first[first > 0] - 1], least)
+        taken = [np.maximum(values, closed) for (values, _, _), closed in zip(found, before, strict=True)]
         distinct = np.unique(np.concatenate([np.empty(0, np.int64), *taken]))
-        _check(len(distinct), seconds)
-        late, parts, of_rows = np.zeros(len(distinct), np.int64), list[NDArray[Any]](), dict[int, NDArray[np.uint16]]()
+        _check(len(distinct), seconds, least=2 if newest is None else 0)
+        late, of_rows = np.zeros(len(distinct), np.int64), dict[int, NDArray[np.uint16]]()
+        parts = [np.empty((3, 0), np.int64)]
         for chunk, (values, codes, counts), each in zip(chunks, found, taken, strict=True):
             windows = np.searchsorted(distinct, each)
             np.add.at(late, windows, np.where(values < each, counts, 0))
@@ -119,8 +132,8 @@ def _distinct(numbers: Ids) -> tuple[Ids, NDArray[Any], Ids]:
     return values, codes.astype(np.min_scalar_type(len(values) - 1)), counts
 
 
-def _check(num_windows: int, seconds: int) -> None:
-    if num_windows < 2:
+def _check(num_windows: int, seconds: int, least: int) -> None:
+    if num_windows < least:
         raise DataError(
             f"data.time.window = {seconds}: got {num_windows} window of samples; needed two or more, since each is "
             "evaluated when the one before it has trained. Set a shorter one, in seconds"

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from embershard.data.config import DataConfig
-from embershard.data.sources.input_file import list_files, need_path
+from embershard.data.sources.input_file import list_files, need_path, next_file
 
 
-def check_data(config: DataConfig) -> None:
+def check_data(config: DataConfig, of_metrics: Sequence[str] = ()) -> None:
     """Check that the files are there; of "parquet" and "table" that every column is, with a type and, in the first
     rows, values that its feature takes.
 
+    Args:
+        of_metrics: columns that evaluations need, too.
+
     Raises:
-        ConfigError: a setting that this kind of data needs is missing.
+        ConfigError: a setting that this kind of data needs is missing; or one of `of_metrics` is, or has lists.
         DataError: a file is missing, empty or damaged, a column is missing or of another type, or a value does not fit.
     """
     need_path(config)
+    if config.follow and next_file(Path(str(config.path)).expanduser(), config.file_patterns, ()) is None:
+        return
     files, _ = list_files(config)
     if config.kind in ("parquet", "table"):
         from embershard.data.sources.table.source import check_table  # it loads pyarrow
 
-        check_table(config, files)
+        check_table(config, files, of_metrics)

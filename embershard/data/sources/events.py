@@ -25,6 +25,8 @@ from embershard.errors import ConfigError, DataError, naming_file
 
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
 SPARSE = ("user", "item", "category", "hist_item", "hist_category", "hist_behaviour")
+#: In the files, for models that look at times: when the item is scored, and when each event of its history was.
+TIMES = ("time", "hist_time")
 DENSE = ("history_length", "hours_since_last")
 _COLUMNS = ("user", "item", "category", "behaviour", "time")
 _USER, _ITEM, _CATEGORY, _BEHAVIOUR, _TIME = range(5)
@@ -121,7 +123,7 @@ def write_windows(log: Path, folder: Path, options: WindowOptions) -> Windows:
         counts = {"train": 0, "eval": 0}
         num_events = num_users = 0
         with ExitStack() as stack:
-            writers = {name: stack.enter_context(_Writer(folder / f"{name}.parquet")) for name in counts}
+            writers = {name: stack.enter_context(SampleWriter(folder / f"{name}.parquet", _SCHEMA)) for name in counts}
             for path in parts:
                 events = np.fromfile(path, np.int64).reshape(-1, len(_COLUMNS)) if path.exists() else _NONE
                 events = events[np.lexsort((events[:, _TIME], events[:, _USER]))]
@@ -141,7 +143,7 @@ _NO_ITEMS: Events = np.empty((0, 3), np.int64)
 _LIST = pa.list_(pa.int64())
 _SCHEMA = pa.schema(
     [
-        *((name, _LIST if name.startswith("hist_") else pa.int64()) for name in SPARSE),
+        *((name, _LIST if name.startswith("hist_") else pa.int64()) for name in (*SPARSE, *TIMES)),
         *((name, pa.float32()) for name in DENSE),
         ("label", pa.int8()),
     ]
@@ -271,6 +273,8 @@ def _table(events: Events, starts: Ids, scored: Ids, items: _Items, options: Win
         item,
         category,
         *(pa.ListArray.from_arrays(offsets, events[past, column]) for column in (_ITEM, _CATEGORY, _BEHAVIOUR)),
+        events[scored, _TIME],
+        pa.ListArray.from_arrays(offsets, events[past, _TIME]),
         lengths.astype(np.float32),
         hours.astype(np.float32),
         (~is_other).astype(np.int8),
@@ -278,15 +282,19 @@ def _table(events: Events, starts: Ids, scored: Ids, items: _Items, options: Win
     return pa.table(columns, schema=_SCHEMA)
 
 
-class _Writer:
-    """A Parquet file that samples are appended to, a row group at a time."""
+class SampleWriter:
+    """A Parquet file that samples are appended to, a row group at a time.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    >>> with SampleWriter(Path("samples.parquet"), pa.schema([("item", pa.int64())])) as writer:
+    ...     writer.write(pa.table({"item": [7, 8]}))
+    """
 
-    def __enter__(self) -> _Writer:
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._path, self._schema = path, schema
+
+    def __enter__(self) -> SampleWriter:
         with naming_file(self._path):
-            self._writer = pq.ParquetWriter(self._path, _SCHEMA, write_page_checksum=True)
+            self._writer = pq.ParquetWriter(self._path, self._schema, write_page_checksum=True)
         return self
 
     def write(self, samples: pa.Table) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import logging
 import os
+import re
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,8 @@ from embershard.errors import ConfigError, DataError, os_problem
 _GZIP_MAGIC = b"\x1f\x8b"
 _NUM_SAMPLED = 16
 _SAMPLED_BYTES = 1 << 14
+#: Endings of the names of files that are being written.
+_UNFINISHED = (".tmp", ".partial")
 _log = logging.getLogger(__name__)
 
 
@@ -102,8 +106,46 @@ class InputFile:
         )
 
 
-def files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[InputFile]:
-    """Return the file at `path`, or the folder's files that match a pattern, by name."""
+def natural_order(name: str) -> tuple[list[str | int], str]:
+    """Return by what names of files are sorted as people do.
+
+    >>> sorted(["part_10", "part_2"], key=natural_order)
+    ['part_2', 'part_10']
+    """
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)], name
+
+
+def next_file(folder: Path, patterns: tuple[str, ...], known: Container[str]) -> Path | None:
+    """Return that file of a folder whose name, in natural order, is the first one that is not known; None if there is
+    none. Names that begin with "." or "_" or end in ".tmp" or ".partial", and empty files, do not count: somebody
+    writes them.
+
+    >>> next_file(Path("."), ("*.csv",), known=()) is None
+    True
+
+    Raises:
+        DataError: the folder cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [each.name for each in entries if each.name not in known and _may_be_taken(each, patterns)]
+    except OSError as error:
+        raise DataError(os_problem(error, folder)) from error
+    return folder / min(names, key=natural_order) if names else None
+
+
+def _may_be_taken(entry: os.DirEntry[str], patterns: tuple[str, ...]) -> bool:
+    name = entry.name
+    if name.startswith((".", "_")) or name.endswith(_UNFINISHED):
+        return False
+    with contextlib.suppress(FileNotFoundError):  # its writer moved it
+        return any(fnmatch.fnmatch(name, each) for each in patterns) and entry.is_file() and entry.stat().st_size > 0
+    return False
+
+
+def files_at(path: str, patterns: tuple[str, ...], kind: str, *, in_turn: bool = False) -> list[InputFile]:
+    """Return the file at `path`, or the folder's files that match a pattern, by name; files that come `in_turn`, in
+    natural order, without those that are being written."""
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path")
@@ -111,6 +153,9 @@ def files_at(path: str, patterns: tuple[str, ...], kind: str) -> list[InputFile]
     if root.is_dir():
         there = sorted(p for p in root.iterdir() if p.is_file() and not p.name.startswith((".", "_")))
         files = [p for p in there if any(fnmatch.fnmatch(p.name, pattern) for pattern in patterns)]
+        if in_turn:
+            files = [p for p in files if not p.name.endswith(_UNFINISHED)]
+            files.sort(key=lambda p: natural_order(p.name))
         skipped = [p.name for p in there if p not in files]
         if not files:
             raise DataError(
@@ -134,8 +179,8 @@ def files_of(config: DataConfig) -> tuple[list[InputFile], list[InputFile]]:
     Raises:
         DataError: there is nothing at a path, no file of a folder matches, or a file is empty or cannot be read.
     """
-    pairs = (config.path, config.eval_path)
-    found = [[] if path is None else files_at(path, config.file_patterns, config.kind) for path in pairs]
+    pairs, patterns = ((config.path, config.comes_in_turn), (config.eval_path, False)), config.file_patterns
+    found = [[] if path is None else files_at(path, patterns, config.kind, in_turn=turn) for path, turn in pairs]
     return found[0], found[1]
 
 
@@ -171,7 +216,8 @@ class FileIdentity(NamedTuple):
 
 
 def identify_files(config: DataConfig) -> dict[str, list[FileIdentity]]:
-    """Return the files of `data.path` and of `data.eval_path` as `files` and `eval_files`, in the order of reading.
+    """Return the files of `data.path` and of `data.eval_path` as `files` and `eval_files`, in the order of reading. Of
+    a folder that is followed, the journal has the files.
 
     >>> identify_files(DataConfig())
     {'files': [], 'eval_files': []}
@@ -179,5 +225,7 @@ def identify_files(config: DataConfig) -> dict[str, list[FileIdentity]]:
     Raises:
         DataError: there is nothing at a path, no file of a folder matches, or a file is empty.
     """
+    if config.follow:
+        config = replace(config, path=None)
     files, held_out = ([FileIdentity.of(file.path) for file in files] for files in files_of(config))
     return {"files": files, "eval_files": held_out}

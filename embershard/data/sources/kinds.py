@@ -82,7 +82,8 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
     Of a dense feature, `scale` is as in `TableFeature`, with its numbers; or "constant": 1 in every sample. Of a sparse
     one, `id_base` is 16 where ids are hexadecimal texts, and `mapping` is as in `TableFeature`, or "avazu": as
     `AvazuSource` makes rows of texts. `separator` is that of the values in a text, and `null_values` are texts that
-    are missing values. A missing id is row 0, a missing number 0 after scaling, and 0.5 after "quantile".
+    are missing values. A missing id is row 0, a missing number 0 after scaling, and 0.5 after "quantile". Where a table
+    takes any id, `mapping` is "ids" or "text_ids", and a missing id is `MISSING_ID`.
 
     >>> serving_inputs(DataConfig(kind="criteo"))["sparse"][0]
     {'name': 'C1', 'column': 'C1', 'num_rows': 100000, 'mapping': 'modulo', 'id_base': 16}
@@ -113,7 +114,13 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
     return {
         "dense": [{"name": name, "column": name, "scale": scale} for name in schema.dense],
         "sparse": [
-            {"name": name, "column": name, "num_rows": num_rows, "mapping": mapping, "id_base": id_base}
-            for name, num_rows in rows.items()
+            {
+                "name": feature.name,
+                "column": feature.name,
+                "num_rows": feature.num_rows,
+                "mapping": "ids" if feature.takes_ids else mapping,
+                "id_base": id_base,
+            }
+            for feature in schema.sparse
         ],
     }

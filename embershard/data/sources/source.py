@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import Lock
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,6 +21,9 @@ from embershard.data.sample_bits import Flags
 from embershard.data.schema import Schema
 from embershard.data.sources.held_out import HeldOut
 from embershard.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 #: Samples to train on, and held-out ones. "ahead": those to train on, evaluated before their training, in time order.
 Split = Literal["train", "eval", "ahead"]
@@ -65,6 +69,27 @@ class Source(Protocol):
             DataError: a file is damaged, or has changed; or a row is no sample, and none is tolerated. File, row and
                 column are named.
         """
+
+
+@runtime_checkable
+class ColumnSource(Protocol):
+    """A source whose samples have columns with names."""
+
+    def held_out_columns(self, names: list[str]) -> Iterator[pa.Table]:
+        """Return columns of the held-out samples, as `TableSource.columns`, in the order of the chunks."""
+
+
+class GrowingSource(ABC):
+    """Base of sources that get more samples to train on. Positions count the samples of all time, in one order."""
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Samples so far."""
+
+    @abstractmethod
+    def locate(self, start: int, stop: int) -> list[tuple[int, Ids]]:
+        """Return the places of the samples at positions [start, stop), as `EpochOrder.locate` does."""
 
 
 class FileSource(ABC):
@@ -190,6 +215,38 @@ class SplitChunks:
         return np.flatnonzero(is_member)
 
 
+@dataclass(frozen=True)
+class WindowAhead:
+    """A window of time that has not begun to train.
+
+    Attributes:
+        number: of the window, from 0.
+        start: the time in UTC at which it begins.
+        late: samples of it that are late.
+        source: of its samples, as held-out ones.
+    """
+
+    number: int
+    start: str
+    late: int
+    source: WindowSource
+
+
+def windows_between(source: Source, start: int, stop: int, first_number: int = 0) -> Iterator[WindowAhead]:
+    """Yield the windows whose first sample is at one of the positions [start, stop) of the order; none without time
+    order.
+
+    Args:
+        first_number: of the first window of the source.
+    """
+    if (windows := source.held_out.windows) is None:
+        return
+    first, last = np.searchsorted(windows.firsts, [start, stop]).tolist()
+    for window in range(first, last):
+        late, of_window = int(windows.late[window]), WindowSource(source, window)
+        yield WindowAhead(first_number + window, windows.name(window), late, of_window)
+
+
 class WindowSource:
     """The samples of a window of time, before they train: all of them are "held out".
 
@@ -211,6 +268,10 @@ class WindowSource:
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:
         assert split == "eval"
         return self._source.read("ahead", self._first + chunk, rows)
+
+    def held_out_columns(self, names: list[str]) -> Iterator[pa.Table]:
+        chunks = range(self._first, self._first + len(self._chunks.rows))
+        return self._source.columns("ahead", chunks, names)  # type: ignore[attr-defined,no-any-return]  # a table
 
 
 def _part(owner: Ids, rows: Ids) -> tuple[ChunkTable, Ids]:

@@ -23,7 +23,7 @@ from embershard.data.sources.source import Split, SplitChunks
 MLPERF_BAG_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 """Ids per sample and table of MLPerf's DLRM-DCNv2 benchmark: 214 lookups a sample."""
 
-_TABLE, _DENSE, _LABEL, _WEIGHT, _PAIR, _BAG, _SCATTER, _RARITY = range(1, 9)
+_TABLE, _DENSE, _LABEL, _WEIGHT, _PAIR, _BAG, _SCATTER, _RARITY, _ID, _RENEWAL = range(1, 11)
 _NUM_PROBES = 8192
 _DENSE_SHARE = 0.25
 """Share of the hidden logit's variance that the dense features carry."""
@@ -38,7 +38,8 @@ _LEAST_TAIL = 0.0003
 class SyntheticSource:
     """Generated samples; see `SyntheticConfig`.
 
-    Tables are called C1..C26 and use their rows 1..num_rows-1: no cell is missing, so row 0 does not occur.
+    Tables are called C1..C26 and use their rows 1..num_rows-1: no cell is missing, so row 0 does not occur. Those that
+    take any id get words of 64 bits in place of rows.
     """
 
     def __init__(self, config: DataConfig, *, share: Share = alone) -> None:
@@ -57,8 +58,13 @@ class SyntheticSource:
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
-        rows = [scaled_rows(table, config.synthetic) for table in CRITEO_KAGGLE]
-        sparse = tuple(SparseFeature(f"C{i + 1}", num_rows) for i, num_rows in enumerate(rows))
+        rows, most = [scaled_rows(table, config.synthetic) for table in CRITEO_KAGGLE], config.synthetic.id_rows
+        sparse = tuple(
+            SparseFeature(f"C{i + 1}", num_rows)
+            if most is None or num_rows <= most
+            else SparseFeature(f"C{i + 1}", most, takes_ids=True)
+            for i, num_rows in enumerate(rows)
+        )
         return Schema(tuple(f"I{i + 1}" for i in range(config.synthetic.num_dense)), sparse)
 
     @property
@@ -116,6 +122,9 @@ class SyntheticTable:
         self._draw_key = make_key(seed, _TABLE, number)
         self._pair_key = make_key(seed, _PAIR, number)
         self._bag_key = make_key(seed, _BAG, number)
+        self._id_key, self._renewal_key = make_key(seed, _ID, number), make_key(seed, _RENEWAL, number)
+        self._takes_ids = settings.id_rows is not None and self.num_rows > settings.id_rows
+        self._renewals_per_sample = settings.id_turnover / settings.num_samples
         self._swaps_per_sample = settings.drift / settings.num_samples
         self._step, self._shift = scatter(make_key(seed, _SCATTER, number), self.num_rows - 1)
 
@@ -125,7 +134,8 @@ class SyntheticTable:
         if rarity is not None:
             uniform = correlated(uniform, rarity, self._correlation)
         ranks = self._ranks(uniform) if self._locality < 1 else self.popularity.ranks(uniform)
-        return self.rows_of_ranks(self.drifted(ranks, numbers) if self._swaps_per_sample else ranks)
+        rows = self.rows_of_ranks(self.drifted(ranks, numbers) if self._swaps_per_sample else ranks)
+        return self.ids_of_rows(rows, numbers) if self._takes_ids else rows
 
     def _ranks(self, uniform: Floats) -> Ids:
         """Return the ranks of uniform numbers: a share by popularity, the others among all ranks alike."""
@@ -148,12 +158,23 @@ class SyntheticTable:
         moments = unit_floats(random_words(self._pair_key, np.minimum(ranks, others)))
         return np.where(moments < numbers * self._swaps_per_sample, others, ranks)
 
+    def ids_of_rows(self, rows: Ids, numbers: Ids) -> Ids:
+        """Return the ids that rows stand for at these samples: odd words of 64 bits, which `RESERVED_ID` is not. A row
+        gets its first new id at a moment of its own, and the others as regularly as the settings say."""
+        moments = unit_floats(random_words(self._renewal_key, rows))
+        renewals = (moments + numbers * self._renewals_per_sample).astype(np.int64)
+        words = random_words(self._id_key, rows + renewals * self.num_rows)
+        return (words | np.uint64(1)).view(np.int64)
+
     def bags(self, ids: Ids, size: int) -> Ids:
-        """Return bags [n * size]: the id itself, then `size - 1` uniform rows that are a function of it."""
+        """Return bags [n * size]: the id itself, then `size - 1` uniform rows, or ids, that are a function of it."""
         if size == 1:
             return ids
         words = random_words(self._bag_key, ids[:, None] * size + np.arange(size))
-        bags = (words % np.uint64(self.num_rows - 1)).astype(np.int64) + 1
+        if self._takes_ids:
+            bags = (words | np.uint64(1)).view(np.int64)
+        else:
+            bags = (words % np.uint64(self.num_rows - 1)).astype(np.int64) + 1
         bags[:, 0] = ids
         return bags.ravel()
 

@@ -27,7 +27,7 @@ from embershard.data.schema import Schema
 from embershard.data.sources.held_out import Share, hold_out
 from embershard.data.sources.input_file import InputFile, list_files
 from embershard.data.sources.source import FileSource, RecentlyUsed, SplitChunks
-from embershard.errors import DataError
+from embershard.errors import DataError, NoRowsError
 
 if TYPE_CHECKING:
     from zlib import _Decompress
@@ -190,7 +190,7 @@ class TextFiles:
         for path, (_, rows) in zip(self._paths, scanned, strict=True):
             if not len(rows):
                 what = "no line behind its header" if has_header else "no line in it"
-                raise DataError(f"{path}: {what}; remove it, or fetch it again")
+                raise NoRowsError(f"{path}: {what}; remove it, or fetch it again")
         self.headers = [bytes(header) for header in found]
         self._borders = np.concatenate([np.stack([b[:-1], b[1:]], axis=1) for b, _ in scanned])
         self.rows = np.concatenate([rows for _, rows in scanned])

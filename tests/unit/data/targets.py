@@ -34,6 +34,12 @@ TARGETS: dict[str, dict[str, Any]] = {
     "weighted": {"label": "click", "weight": "weight"},
     "several": {"label": ("click", "buy"), "label_weights": (1.0, 0.5), "weight": "weight"},
     "several numbers": {"label": ("stars", "price"), "task": "regression"},
+    "tasks": {
+        "label": ("click", "bought", "rated"),
+        "task": ("binary", "binary", "regression"),
+        "label_masks": ("", "click", ""),
+        "missing_labels": "masked",
+    },
 }
 
 
@@ -57,6 +63,11 @@ def write_targets(path: Path, rows: int = ROWS) -> Path:
             "tags": [[f"t{n}" for n in draw.integers(0, 40, draw.integers(1, 3))] for _ in range(rows)],
         }
     )
+    # Bought is missing without a click, or by chance; rated in every other sixteen rows.
+    rows_of = np.arange(rows)
+    is_bought = (table["click"].to_numpy() == 1) & (rows_of % 7 > 0)
+    for name, source, is_there in (("bought", "buy", is_bought), ("rated", "stars", rows_of // 16 % 2 == 1)):
+        table = table.append_column(name, pa.array(table[source].to_numpy(), mask=~is_there))
     pq.write_table(table, path, row_group_size=100, write_page_checksum=True)
     return path
 

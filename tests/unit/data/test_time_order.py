@@ -58,6 +58,17 @@ def numbers_of(config: DataConfig, window: int | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv"])
+def test_columns_of_a_window_go_along_with_its_samples(tmp_path, form):
+    config = config_of(write(tmp_path, [[2.5, 0.1, 1.0, 0.9, 2.0, None], [0.5, 3.9, 2.2]], form), bad_rows=0.5)
+    source, found = open_source(config), []
+    for window in range(4):
+        columns = pa.concat_tables(WindowSource(source, window).held_out_columns(["number"]))
+        found.append([int(number) for number in columns["number"].to_pylist()])
+        assert found[-1] == numbers_of(config, window)
+    assert sorted(number for window in found for number in window) == list(range(9))
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv"])
 def test_files_train_window_by_window(tmp_path, form):
     path = write(tmp_path, [[2.5, 0.1, 1.0, 0.9, 2.0, 1.5], [0.5, 3.9, 2.2]], form)
     together = [1, 3, 6, 2, 5, 0, 4, 8, 7]
@@ -73,6 +84,16 @@ def test_files_train_window_by_window(tmp_path, form):
     assert "Late samples: 1." in said
     mixed = numbers_of(replace(config_of(path), shuffle=True, seed=5))
     assert [sorted(part) for part in (mixed[:3], mixed[3:5], mixed[5:8])] == [[1, 3, 6], [2, 5], [0, 4, 8]]
+
+
+def test_files_come_in_turn_in_the_natural_order_of_their_names(tmp_path):
+    path = write(tmp_path, [[0.1, 1.0], [1.1, 2.0]])
+    (tmp_path / "0.parquet").rename(tmp_path / "part_10.parquet")
+    (tmp_path / "1.parquet").rename(tmp_path / "part_9.parquet")
+    (tmp_path / "part_1.parquet.tmp").write_text("somebody writes it")
+    assert numbers_of(config_of(path, files="in_turn")) == [2, 3, 0, 1], "all rows of the second file are late"
+    (tmp_path / "part_1.parquet.tmp").unlink()
+    assert numbers_of(config_of(path)) == [0, 1, 2, 3]
 
 
 def test_texts_and_times_are_times(tmp_path):

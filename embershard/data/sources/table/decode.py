@@ -6,7 +6,7 @@ What a value becomes does not depend on the file's format: of Parquet's 7, 7.0 a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from pyarrow import types
 
 from embershard.data.block import BadRow, short
 from embershard.data.config import TIME_ROWS, TableConfig, TableFeature
-from embershard.data.hashing import Ids, Words, cell_bytes, map_ids, text_keys
+from embershard.data.hashing import MISSING_ID, RESERVED_ID, Ids, Words, cell_bytes, map_ids, text_keys
 from embershard.data.sample_bits import Flags
 from embershard.data.schema import Task
 from embershard.data.sources.table.cells import (
@@ -101,7 +101,7 @@ class ChunkDecoder:
         return found
 
     def bags(self, feature: TableFeature, most: tuple[int, str]) -> tuple[Ids, NDArray[np.int32]]:
-        """Return the rows of a sparse feature's bags, and the size [n] of each. A single value is a bag of one.
+        """Return the rows, or ids, of a feature's bags, and the size [n] of each. A single value is a bag of one.
 
         Args:
             feature: with its column.
@@ -122,7 +122,7 @@ class ChunkDecoder:
         rows = self._rows(column.flatten(), name, feature, lengths)
         if column.null_count:
             missing = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
-            rows = np.insert(rows, np.cumsum(lengths)[missing], 0)
+            rows = np.insert(rows, np.cumsum(lengths)[missing], MISSING_ID if feature.takes_ids else 0)
             lengths[missing] = 1
         return rows, lengths
 
@@ -147,13 +147,15 @@ class ChunkDecoder:
             note(row, place)
 
     def _rows(self, values: pa.Array, name: str, feature: TableFeature, lengths: NDArray[np.int32]) -> Ids:
-        """Return the rows of values in bags of these lengths; a missing one is row 0."""
-        if feature.mapping == "text":
+        """Return the rows of values in bags of these lengths, of which a missing one is row 0; or ids."""
+        if feature.mapping in ("text", "text_ids"):
             return self._text_rows(values, name, feature, lengths)
         values = _decoded(values)
         if is_text(values.type):
             forms = INTEGERS if feature.mapping == "none" else INTEGER_WORDS
             values = self._read(values, forms, name, "needed an integer, or nothing", lengths)
+        if feature.mapping == "ids":
+            return self._ids(values, name, lengths)
         num_rows = feature.table_rows
         raw = values.fill_null(0).to_numpy(zero_copy_only=False)
         if feature.mapping == "none":
@@ -168,6 +170,16 @@ class ChunkDecoder:
         rows = map_ids(raw, num_rows, feature.mapping)
         rows[values.is_null().to_numpy(zero_copy_only=False)] = 0
         return rows
+
+    def _ids(self, values: pa.Array, name: str, lengths: NDArray[np.int32]) -> Ids:
+        """Return integers as they are, and `MISSING_ID` for a missing one."""
+        ids = values.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        needed = f"needed another integer of 64 bits, or nothing: {RESERVED_ID} is reserved"
+        self._note_values(
+            ids == RESERVED_ID, lengths, lambda row, at: self._note_row(row, name, f"{name}={values[at]}: {needed}")
+        )
+        ids[values.is_null().to_numpy(zero_copy_only=False)] = MISSING_ID
+        return ids
 
     def _text_rows(self, values: pa.Array, name: str, feature: TableFeature, lengths: NDArray[np.int32]) -> Ids:
         if types.is_floating(values.type):  # integers with missing ones, as pandas writes them
@@ -186,6 +198,8 @@ class ChunkDecoder:
         self._note_values(
             too_long, lengths, lambda row, at: self._note_row(row, name, f"{name} has {sizes[at]:,} bytes: {needed}")
         )
+        if feature.mapping == "text_ids":
+            return np.where(is_missing, MISSING_ID, np.maximum(keys.view(np.int64), MISSING_ID))
         rows = map_ids(keys.view(np.int64), feature.table_rows, "modulo")
         rows[is_missing] = 0
         return rows
@@ -325,21 +339,44 @@ def labels_and_weights(
     """
     there = chunk.table.column_names
     missing = np.full(chunk.table.num_rows, np.nan, np.float32)
-    pairs = zip(settings.labels, settings.thresholds(), strict=True)
-    columns = [_label(decoder, name, settings.task, least) if name in there else missing for name, least in pairs]
+    masks = settings.label_masks or ("",) * len(settings.labels)
+    each = zip(settings.labels, settings.target.tasks, settings.thresholds(), masks, strict=True)
+    found: dict[str, Float32s] = {}
+    for name, task, least, mask in each:
+        found[name] = missing
+        if name in there and (not mask or mask in there):
+            is_masked = _is_masked(decoder, mask, found)
+            if settings.missing_labels == "masked":
+                is_masked |= np.isnan(decoder.numbers(name))
+            found[name] = _label(decoder, name, task, least, is_masked)
+    columns = list(found.values())
     labels = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
     if settings.weight is None:
         return labels, None
     return labels, _weights(decoder, settings.weight) if settings.weight in there else missing
 
 
-def _label(decoder: ChunkDecoder, name: str, task: Task, least: float | None) -> Float32s:
+def _is_masked(decoder: ChunkDecoder, mask: str, labels: Mapping[str, Float32s]) -> NDArray[np.bool_]:
+    """Return which samples have not a label, by its mask: one of the labels before it, or a column; "" for none."""
+    if not mask:
+        return np.zeros(len(decoder.is_sample), np.bool_)
+    if mask in labels:
+        return np.asarray((labels[mask] == 0) | np.isnan(labels[mask]), np.bool_)
+    numbers = decoder.numbers(mask)
+    decoder.note(np.isnan(numbers), mask, numbers, "a mask must be a number")
+    return np.asarray(numbers == 0, np.bool_)
+
+
+def _label(decoder: ChunkDecoder, name: str, task: Task, least: float | None, is_masked: NDArray[np.bool_]) -> Float32s:
     numbers = decoder.numbers(name)
     if task == "binary" and least is None:
-        decoder.note(~np.isin(numbers, (0, 1)), name, numbers, _NEEDED_LABEL)
-        return numbers.astype(np.float32)
-    decoder.note(np.isnan(numbers), name, numbers, "a label must be a number")
-    return numbers.astype(np.float32) if least is None else (numbers >= least).astype(np.float32)
+        decoder.note(~np.isin(numbers, (0, 1)) & ~is_masked, name, numbers, _NEEDED_LABEL)
+        found = numbers.astype(np.float32)
+    else:
+        decoder.note(np.isnan(numbers) & ~is_masked, name, numbers, "a label must be a number")
+        found = numbers.astype(np.float32) if least is None else (numbers >= least).astype(np.float32)
+    found[is_masked] = np.nan
+    return found
 
 
 def _weights(decoder: ChunkDecoder, name: str) -> Float32s:

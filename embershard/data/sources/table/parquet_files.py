@@ -23,7 +23,7 @@ from embershard.data.sources.table.raw import (
     need_columns,
     needed_columns,
 )
-from embershard.errors import DataError
+from embershard.errors import DataError, NoRowsError
 from embershard.whole_file import whole_file
 
 _PARQUET_MAGIC = b"PAR1"
@@ -90,7 +90,7 @@ def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
         what = " ".join(str(error).split())
         raise DataError(f"{path}: not a sound Parquet file ({what}); fetch it again") from None
     if metadata.num_rows == 0:
-        raise DataError(f"{path}: no row in it; remove it, or fetch it again")
+        raise NoRowsError(f"{path}: no row in it; remove it, or fetch it again")
     twice = next((name for name in schema.names if schema.names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{path}: has the column {twice!r} twice; write it again with another name for one of them")

@@ -80,7 +80,7 @@ def check_columns(path: Path, names: Sequence[str], settings: TableConfig, *, ne
         DataError: a column is missing; with the name that comes near.
     """
     wanted = needed_columns(settings)
-    judging = [*settings.labels, *([] if settings.weight is None else [settings.weight])]
+    judging = settings.judging_columns
     wanted += [name for name in judging if needs_labels or name in names]
     need_columns(path, names, wanted)
     return list(dict.fromkeys(wanted))
@@ -98,7 +98,7 @@ def need_columns(path: Path, names: Sequence[str], wanted: Sequence[str]) -> Non
 
 def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:
     """Raise `DataError` where a Parquet column is not of a type that its feature can be read from."""
-    for name in (*settings.labels, settings.weight):
+    for name in settings.judging_columns:
         kind = schema.field(name).type if name in schema.names else pa.int8()
         if not (_is_number(kind) or is_text(kind)):
             raise DataError(f"{path}: column {name!r} is of type {kind}; needed a number")
@@ -149,7 +149,7 @@ def _fits(feature: TableFeature, kind: pa.DataType) -> bool:
     inner = kind.value_type if is_list(kind) else kind
     if types.is_dictionary(inner):
         inner = inner.value_type
-    if feature.mapping == "text":
+    if feature.mapping in ("text", "text_ids"):
         return is_text(inner) or (_is_number(inner) and not types.is_decimal(inner))
     return bool(types.is_integer(inner)) or is_text(inner)
 
@@ -165,6 +165,6 @@ def _needed(feature: TableFeature) -> str:
         return "a number, or text that is one"
     return (
         "text or an integer, or a list of them"
-        if feature.mapping == "text"
+        if feature.mapping in ("text", "text_ids")
         else "integers, texts that are, or lists of them"
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +14,13 @@ from embershard.data.config import CONSTANT, DataConfig, TableConfig, columns_of
 from embershard.data.schema import Schema, SparseFeature
 from embershard.data.sources.held_out import Share, alone, hold_out
 from embershard.data.sources.input_file import InputFile, list_files
-from embershard.data.sources.source import FileSource, SplitChunks
+from embershard.data.sources.source import FileSource, Split, SplitChunks
 from embershard.data.sources.table.decode import ChunkDecoder, labels_and_weights
 from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet, first_rows, parquet_schema
-from embershard.data.sources.table.raw import RawChunk, TableFiles, check_columns, check_types
+from embershard.data.sources.table.raw import RawChunk, TableFiles, check_columns, check_types, is_list, need_columns
 from embershard.data.sources.table.split import check_split, hold_out_by_column, in_windows
 from embershard.data.sources.table.text_files import TextTables, columns_of, first_bytes
-from embershard.errors import DataError
+from embershard.errors import ConfigError, DataError
 
 _FIRST_BYTES = 1 << 18
 _FIRST_ROWS = 1000
@@ -31,9 +32,12 @@ class TableSource(FileSource):
     Args:
         needs_labels: False: the samples of a file without the column of labels have the label NaN.
         share: see `open_source`.
+        newest: in time order, the newest window of files before.
     """
 
-    def __init__(self, config: DataConfig, *, needs_labels: bool = True, share: Share = alone) -> None:
+    def __init__(
+        self, config: DataConfig, *, needs_labels: bool = True, share: Share = alone, newest: int | None = None
+    ) -> None:
         schema, self._settings = self.schema_of(config), columns_of_files(config)
         self._most = self._settings.max_bag_size, f"data.{config.kind}.max_bag_size"
         self._dense, self._sparse = self._settings.of_kind("dense"), self._settings.of_kind("sparse")
@@ -42,9 +46,8 @@ class TableSource(FileSource):
         self._has_bags = self._files.has_lists or any(each.separator is not None for each in self._sparse.values())
         chunk_rows, by_column = self._files.chunk_rows, partial(hold_out_by_column, config, self._files)
         if config.is_in_time_order:
-            by_column = partial(
-                in_windows, config, self._files, np.flatnonzero(np.less(ends, 1)[self._files.chunk_file])
-            )
+            chunks = np.flatnonzero(np.less(ends, 1)[self._files.chunk_file])
+            by_column = partial(in_windows, config, self._files, chunks, newest)
         held_out = hold_out(config, int(chunk_rows.sum()), share, by_column)
         split = SplitChunks(self._files.chunk_file, chunk_rows, ends, held_out)
         super().__init__(schema, split, num_kept=2 + config.num_workers, tolerates_bad_rows=config.bad_rows != "stop")
@@ -60,22 +63,26 @@ class TableSource(FileSource):
         if config.kind == "table" and not dense:
             dense = (CONSTANT,)
         features = tuple(
-            SparseFeature(name, feature.table_rows, feature.table, feature.pooling) for name, feature in sparse.items()
+            SparseFeature(name, feature.table_rows, feature.table, feature.pooling, feature.takes_ids)
+            for name, feature in sparse.items()
         )
         return Schema(dense, features, settings.target)
 
     def held_out_columns(self, names: list[str]) -> Iterator[pa.Table]:
-        """Return columns of the held-out samples as the files have them (of text files, texts): chunk after chunk, in
-        the order of `chunks`. Bad rows are left out, as in `read`.
+        return self.columns("eval", range(len(self.chunks("eval").rows)), names)
+
+    def columns(self, split: Split, chunks: Iterable[int], names: list[str]) -> Iterator[pa.Table]:
+        """Return columns of the samples as the files have them (of text files, texts), chunk after chunk. Bad rows are
+        left out, as `read` does it in evaluation.
 
         Raises:
             DataError: a file has not one of the columns.
         """
         self._files.need(names)
-        return (self._columns_of(chunk, names) for chunk in range(len(self.chunks("eval").rows)))
+        return (self._columns_of(split, chunk, names) for chunk in chunks)
 
-    def _columns_of(self, chunk: int, names: list[str]) -> pa.Table:
-        physical, members = self._split.place("eval", chunk)
+    def _columns_of(self, split: Split, chunk: int, names: list[str]) -> pa.Table:
+        physical, members = self._split.place(split, chunk)
         raw = self._files.read(physical, names)
         bad = self._parsed.get(physical).bad if self._most_bad is None else {}
         rows = np.setdiff1d(members, list(bad), assume_unique=True)
@@ -122,12 +129,15 @@ def _open(files: list[InputFile], settings: TableConfig, config: DataConfig, nee
     return TextTables(files, settings, config.chunk_rows, config.num_workers, needs_labels=needs_labels)
 
 
-def check_table(config: DataConfig, files: list[InputFile]) -> None:
+def check_table(config: DataConfig, files: list[InputFile], of_metrics: Sequence[str] = ()) -> None:
     """Check the columns of the files of "parquet" and "table": those that features need are there, with types and, in
     the first rows, values that fit.
 
+    Args:
+        of_metrics: columns of single values that evaluations need.
+
     Raises:
-        ConfigError: the features do not fit each other.
+        ConfigError: the features do not fit each other; or a file has not one of `of_metrics`.
         DataError: a file is empty or damaged, a column is missing or of another type, or a value does not fit.
     """
     settings = columns_of_files(config)
@@ -138,19 +148,34 @@ def check_table(config: DataConfig, files: list[InputFile]) -> None:
             columns = check_columns(file.path, schema.names, settings, needs_labels=True)
             check_types(file.path, schema, settings)
             check_split(config, file.path, schema.names, schema)
+            _check_of_metrics(file.path, schema.names, of_metrics)
+            lists = [name for name in of_metrics if is_list(schema.field(name).type)]
+            if lists:
+                raise ConfigError(
+                    f"metrics.group, metrics.slices: {file.path}: column {lists[0]!r} is of type "
+                    f"{schema.field(lists[0]).type}; needed one value in each row. Choose another column."
+                )
             if config.bad_rows == "stop":
                 _check_values(first_rows(file.path, columns, _FIRST_ROWS), settings)
         return
     for file in files:
-        _check_text(file, settings, config)
+        _check_text(file, settings, config, of_metrics)
 
 
-def _check_text(file: InputFile, settings: TableConfig, config: DataConfig) -> None:
+def _check_of_metrics(path: Path, names: Sequence[str], of_metrics: Sequence[str]) -> None:
+    try:
+        need_columns(path, names, of_metrics)
+    except DataError as error:
+        raise ConfigError(f"metrics.group, metrics.slices: {error}") from None
+
+
+def _check_text(file: InputFile, settings: TableConfig, config: DataConfig, of_metrics: Sequence[str]) -> None:
     """Raise `DataError` where the header or, where bad rows stop a run, one of the first lines does not fit."""
     data = first_bytes(file, _FIRST_BYTES)
     first, _, rest = data.partition(b"\n")
     columns = columns_of(file.path, first, settings, needs_labels=True)
     check_split(config, file.path, columns.names)
+    _check_of_metrics(file.path, columns.names, of_metrics)
     lines = data if settings.columns else rest
     whole = lines if len(data) < _FIRST_BYTES else lines[: lines.rfind(b"\n") + 1]
     num_lines = whole.count(b"\n") + (whole[-1:] not in (b"", b"\n"))

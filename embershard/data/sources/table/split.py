@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from embershard.data.config import DataConfig, TableConfig, TableFeature
 from embershard.data.hashing import Ids, make_key, random_words, unit_floats
-from embershard.data.order.time_windows import TimeWindows
+from embershard.data.order.time_windows import NEVER, TimeWindows
 from embershard.data.sample_bits import Flags, SampleBits
 from embershard.data.sources.held_out import HeldOut
 from embershard.data.sources.source import in_threads
@@ -59,10 +59,13 @@ def hold_out_by_column(config: DataConfig, files: TableFiles) -> HeldOut:
     return HeldOut(how, samples)
 
 
-def in_windows(config: DataConfig, files: TableFiles, chunks: Ids) -> HeldOut:
+def in_windows(config: DataConfig, files: TableFiles, chunks: Ids, newest: int | None = None) -> HeldOut:
     """Return the windows of the samples of some `chunks`, the others of which are held out.
 
     A bad row without a time is in the window of the row before it: the place of a bad row is that of another sample.
+
+    Args:
+        newest: the newest window of the files before.
 
     Raises:
         DataError: as `hold_out_by_column`; or there are too few windows, or too many.
@@ -71,11 +74,12 @@ def in_windows(config: DataConfig, files: TableFiles, chunks: Ids) -> HeldOut:
     assert time.column is not None, "samples are in time order"
     assert time.window is not None, "it was checked"
     numbers = _filled((found, np.floor(found.seconds / time.window).astype(np.int64)) for found in columns.chunks())
-    in_turn = time.files == "in_turn"
     how = f"every window of {time.window:,} s by {time.column}, but the first, until it trains"
     if config.eval_path is not None:
         how = f"all of {config.eval_path}"
-    windows = TimeWindows.of(chunks.tolist(), files.chunk_file[chunks], numbers, time.window, in_turn=in_turn)
+    newest = NEVER if config.follow and newest is None else newest
+    where, in_turn = (chunks.tolist(), files.chunk_file[chunks]), config.comes_in_turn
+    windows = TimeWindows.of(*where, numbers, time.window, in_turn=in_turn, newest=newest)
     return HeldOut(how, windows=windows)
 
 
@@ -186,7 +190,7 @@ class _SplitColumns:
                 f"{names[1]} = {self._time!r}: no row has a time there. Needed a column of times, or of numbers that "
                 "rise with time"
             )
-        if not isinstance(allowed, str) and num_bad > allowed * self.num_samples:
+        if not isinstance(allowed, str) and not self.config.follow and num_bad > allowed * self.num_samples:
             raise DataError(
                 f"{names[0]}: {num_bad:,} of {self.num_samples:,} rows have no {' and '.join(self._columns)} that can "
                 f"be read; data.bad_rows = {allowed:g} allows {allowed:.2%}"

@@ -51,6 +51,8 @@ def expected(log: list[Event], history: int) -> dict[str, list[dict]]:
                     "hist_item": [event[1] for event in past],
                     "hist_category": [category(event[1]) for event in past],
                     "hist_behaviour": [BEHAVIOURS.index(event[2]) + 1 for event in past],
+                    "time": time,
+                    "hist_time": [event[3] for event in past],
                     "history_length": len(past),
                     "hours_since_last": float(np.float32((time - past[-1][3]) / 3600)),
                     "label": 1,

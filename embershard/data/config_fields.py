@@ -1,0 +1,35 @@
+"""Checks that the settings of every kind of data share."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from embershard.errors import ConfigError
+
+
+def freeze_lists(owner: Any) -> None:
+    """Turn lists, which TOML gives, into tuples, so that a frozen config cannot be edited."""
+    for each in fields(owner):
+        value = getattr(owner, each.name)
+        if isinstance(value, list):
+            object.__setattr__(owner, each.name, tuple(value))
+
+
+def check_fields(owner: object, section: str, **needs: tuple[bool, str]) -> None:
+    """Raise where a field has no value of its `Literal`, or does not meet its need: (is it met, the words for it).
+
+    Args:
+        section: below `data`, with a dot at its end.
+
+    Raises:
+        ConfigError: with the setting, its value and what is needed.
+    """
+    hints = get_type_hints(type(owner))
+    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    among = {name: (getattr(owner, name) in values, f"one of {values}") for name, values in choices.items()}
+    for name, (is_met, needed) in (among | needs).items():
+        if not is_met:
+            value = getattr(owner, name)
+            given = "is not set" if value is None else f"= {value!r}"
+            raise ConfigError(f"data.{section}{name} {given}; needed {needed}")

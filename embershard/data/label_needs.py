@@ -1,0 +1,70 @@
+"""What the settings of labels need: names, tasks, thresholds, means, weights and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from embershard.data.schema import Task
+
+_CLASSES = "; of a label with more classes, make a column of 0 and 1 for each class"
+
+
+def label_needs(
+    labels: Sequence[str],
+    *,
+    task: Task | tuple[Task, ...],
+    least: float | tuple[float, ...] | None,
+    mean: float | tuple[float, ...] | None,
+    weights: Sequence[float],
+    masks: Sequence[str],
+    missing: str,
+) -> dict[str, tuple[bool, str]]:
+    """Return of each setting of `TableConfig` whether it is met, and the words for what is needed."""
+    tasks = task if isinstance(task, tuple) else (task,)
+    known = get_args(Task)
+    is_task = set(tasks) <= set(known) and (isinstance(task, str) or len(tasks) == len(labels) > 1)
+    each = tasks if isinstance(task, tuple) else tasks * len(labels)
+    num_binary, num_numbers = each.count("binary"), each.count("regression")
+    is_several, one_label = len(labels) > 1, "nothing: there is one label"
+    num_least = len(least) if isinstance(least, tuple) else num_binary
+    num_means = len(mean) if isinstance(mean, tuple) else 1
+    return {
+        "label": (
+            len(labels) > 0 and all(labels) and len(set(labels)) == len(labels),
+            "the name of a column, or names, each once",
+        ),
+        "task": (is_task, f"one of {known}{', or one each' if is_several else ''}{_CLASSES}"),
+        "label_at_least": (
+            least is None or (num_binary > 0 and num_least == num_binary),
+            f"one number, or {num_binary}, one for each {'binary ' if num_numbers else ''}label"
+            if num_binary
+            else 'nothing: with task = "regression", labels are numbers as they are',
+        ),
+        "label_mean": (
+            mean is None or mean == () or (num_numbers > 0 and num_means == num_numbers),
+            f'{num_numbers or len(labels)} numbers with task = "regression", and nothing otherwise',
+        ),
+        "label_weights": (
+            not weights or (is_several and _are_factors(weights, len(labels))),
+            f"{len(labels)} numbers above 0, one for each label" if is_several else one_label,
+        ),
+        "label_masks": (
+            not masks or (is_several and len(masks) == len(labels) and _are_before(masks, labels)),
+            f'{len(labels)} names, one for each label: of a label before it, of another column, or ""'
+            if is_several
+            else one_label,
+        ),
+        "missing_labels": (
+            missing == "bad_row" or (is_several and missing == "masked"),
+            '"bad_row" or "masked"' if is_several else '"bad_row": there is one label',
+        ),
+    }
+
+
+def _are_factors(weights: Sequence[float], count: int) -> bool:
+    return len(weights) == count and all(each > 0 for each in weights)
+
+
+def _are_before(masks: Sequence[str], labels: Sequence[str]) -> bool:
+    return all(mask not in labels[place:] for place, mask in enumerate(masks))

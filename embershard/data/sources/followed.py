@@ -1,0 +1,237 @@
+"""`FollowedSource`: a folder that grows, whose files train one after another, each in time order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from embershard.data.block import Block
+from embershard.data.config import DataConfig
+from embershard.data.hashing import Ids
+from embershard.data.order.order import ChunkTable, EpochOrder, spans
+from embershard.data.order.time_windows import NEVER
+from embershard.data.schema import Schema
+from embershard.data.sources.held_out import HeldOut
+from embershard.data.sources.input_file import FileIdentity, InputFile, need_path, next_file
+from embershard.data.sources.journal import JournalFile
+from embershard.data.sources.source import GrowingSource, RecentlyUsed, Split, WindowAhead, windows_between
+from embershard.data.sources.table.source import TableSource
+from embershard.data.time_config import TimeConfig
+from embershard.errors import CheckpointError, ConfigError, DataError, NoRowsError
+
+#: Files that are open at a time. Each keeps its newest chunks.
+_MOST_OPEN = 3
+#: Numbers of chunks: file times this, and the chunk in it.
+_CHUNKS_PER_FILE = 1 << 32
+#: A new file may take as long to be seen on another machine of a network file system.
+_SEEN_SECONDS = 5.0
+
+
+class FollowedSource(GrowingSource):
+    """The files of a folder that are in the journal, in its order; a `Source`.
+
+    Positions count samples through all files. A file is **offered** when its samples may be read; until then, it is
+    only known to be in the journal. Each is read by a `TableSource` of its own, which is opened when it is needed.
+
+    Args:
+        config: of a folder that is followed.
+        files: in the journal.
+
+    Attributes:
+        files: in the journal, by their numbers.
+
+    Raises:
+        ConfigError: `data.path` is no folder.
+    """
+
+    notes: tuple[str, ...]
+
+    def __init__(self, config: DataConfig, files: Sequence[JournalFile]) -> None:
+        need_path(config)
+        self.folder = Path(str(config.path)).expanduser()
+        if not self.folder.is_dir():
+            raise ConfigError(f"data.path = {config.path!r}: no such folder; data.follow needs one, which may be empty")
+        self.schema: Schema = TableSource.schema_of(config)
+        self._config, self.files = replace(config, eval_path=None), list[JournalFile]()
+        self._ends, self._windows = np.zeros((2, 1), np.int64)  # of all files up to each, from none on
+        self._digests = [""]
+        self._names = set[str]()
+        self._held_out_part = None
+        how = f"every window of {config.time.window:,} s by {config.time.column}, but the first, until it trains"
+        if config.eval_path is not None:
+            alone = replace(config, path=config.eval_path, eval_path=None, eval_fraction=1.0, time=TimeConfig(),
+                            follow=False, idle_seconds=None)  # fmt: skip
+            self._held_out_part = TableSource(alone)
+            how = f"all of {config.eval_path}"
+        self.held_out = HeldOut(how)
+        if not config.is_in_time_order:
+            raise ConfigError("data.eval_fraction = 1 with data.follow; needed 0, or the default: nothing would train")
+        behind = f", behind {len(files):,} files that the run's journal has" if files else ""
+        self.notes = (f"Follows {self.folder}{behind}.",)
+        for file in files:
+            self._add(file)
+        self.start_at(0)
+
+    # -- which files there are
+
+    def start_at(self, position: int) -> None:
+        """Let files be offered anew: the next one is that with the sample at `position`."""
+        self.num_files = self._first_kept = int(np.searchsorted(self._ends[1:], position, side="right"))
+        self._kept: dict[int, HeldOut] = {}  # the windows of the files that were offered and are needed
+        self._open = RecentlyUsed(self._open_file, _MOST_OPEN)
+        self._orders = RecentlyUsed(self._make_order, _MOST_OPEN)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the files that were offered."""
+        return int(self._ends[self.num_files])
+
+    def find_next(self) -> Path | None:
+        """Return the next file: of the journal or, when it has been offered, of the folder; None if there is none."""
+        if self.num_files < len(self.files):
+            return self.folder / self.files[self.num_files].name
+        return next_file(self.folder, self._config.file_patterns, self._names)
+
+    def examine(self, path: Path) -> tuple[JournalFile, HeldOut]:
+        """Look into the next file: one pass over its times. The journal has it, or gets it; it is not offered yet.
+
+        Raises:
+            DataError: it cannot be read, or is not as the journal has it.
+        """
+        known = self.files[self.num_files] if self.num_files < len(self.files) else None
+        input_file = InputFile.at(path)
+        identity = FileIdentity.of(path)
+        if known is not None and identity != (known.name, known.num_bytes, known.sha256):
+            raise DataError(
+                f"{path}: changed since it was taken: it had {known.num_bytes:,} bytes, and has {identity.num_bytes:,} "
+                "now, or other ones. Bring it back as it was, or start a new run"
+            )
+        newest = self.files[self.num_files - 1].last_window if self.num_files else NEVER
+        first = last = newest
+        windows, held_out = 0, self.held_out
+        try:
+            held_out = TableSource(self._config_of(path), newest=newest).held_out
+            assert held_out.windows is not None, "in time order"
+            rows, numbers = int(held_out.windows.part_rows.sum()), held_out.windows.numbers
+            windows, first, last = len(numbers), int(numbers[0]), int(numbers[-1])
+        except NoRowsError:
+            rows = 0
+        input_file.check(0)
+        name, num_bytes, sha256 = identity
+        found = JournalFile(name, num_bytes, input_file.modified_ns, sha256, rows, windows, first, last)
+        if known is not None and replace(found, modified_ns=known.modified_ns) != known:
+            raise DataError(f"{path}: the journal has {known}, and it is read as {found}. Set the settings back")
+        return found, held_out
+
+    def offer(self, file: JournalFile, held_out: HeldOut) -> None:
+        """Let the samples of the next file be read."""
+        if self.num_files == len(self.files):
+            self._add(file)
+        self.files[self.num_files] = file  # with its time of modification now
+        self._kept[self.num_files] = held_out
+        self.num_files += 1
+
+    def forget(self, position: int) -> None:
+        """Drop what is kept of files whose samples are all before `position`."""
+        while self._first_kept < self.num_files and self._ends[self._first_kept + 1] <= position:
+            self._kept.pop(self._first_kept, None)
+            self._first_kept += 1
+
+    # -- a source
+
+    def chunks(self, split: Split) -> ChunkTable:
+        if split == "eval":
+            nothing = np.empty(0, np.int64)
+            return ChunkTable(nothing, nothing) if self._held_out_part is None else self._held_out_part.chunks(split)
+        return ChunkTable(np.arange(len(self.files)), np.diff(self._ends))
+
+    def read(self, split: Split, chunk: int, rows: Ids) -> Block:
+        if split == "eval":
+            assert self._held_out_part is not None, "nothing is held out"
+            return self._held_out_part.read(split, chunk, rows)
+        file, of_file = divmod(chunk, _CHUNKS_PER_FILE)
+        return self._open.get(file).read(split, of_file, rows)
+
+    def held_out_columns(self, names: list[str]) -> Iterator[pa.Table]:
+        """Return columns of the samples of `data.eval_path`; nothing without it."""
+        return iter(()) if self._held_out_part is None else self._held_out_part.held_out_columns(names)
+
+    def locate(self, start: int, stop: int) -> list[tuple[int, Ids]]:
+        ends = self._ends
+        return [
+            (file * _CHUNKS_PER_FILE + chunk, rows)
+            for file, first, last in spans(ends[1:], np.diff(ends), start, stop)
+            for chunk, rows in self._orders.get(file).locate(first, last)
+        ]
+
+    def has_window(self, start: int, stop: int) -> bool:
+        """Return whether a window has its first sample at one of the positions [start, stop)."""
+        return any(
+            np.ptp(np.searchsorted(windows.firsts, [start - begin, stop - begin])) > 0
+            for file, begin in self._files_between(start, stop)
+            if (windows := self._kept[file].windows) is not None
+        )
+
+    def windows_between(self, start: int, stop: int) -> Iterator[WindowAhead]:
+        """Yield the windows of each file whose first sample is at one of the positions [start, stop)."""
+        for file, begin in self._files_between(start, stop):
+            number = int(self._windows[file])
+            yield from windows_between(self._open.get(file), start - begin, stop - begin, number)
+
+    def _files_between(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the files that have samples at positions [start, stop), and the position of the first sample of each:
+        of those that were offered and not forgotten."""
+        first, last = int(np.searchsorted(self._ends[1:], start, "right")), int(np.searchsorted(self._ends[:-1], stop))
+        for file in range(max(first, self._first_kept), min(last, self.num_files)):
+            begin, end = self._ends[file : file + 2].tolist()
+            if begin < end:
+                yield file, begin
+
+    # -- what a checkpoint needs
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        """Return how many files have a sample before `position`, and their checksum."""
+        num_files = int(np.searchsorted(self._ends[:-1], position))
+        return {"files": num_files, "sha256": self._digests[num_files]}
+
+    def check_state(self, checkpoint: Path, saved: dict[str, Any] | None) -> None:
+        """Raise `CheckpointError` unless the journal begins with the files that trained before a checkpoint."""
+        num_files = 0 if saved is None else int(saved["files"])
+        if saved is None or num_files > len(self.files) or self._digests[num_files] != saved["sha256"]:
+            raise CheckpointError(
+                f"{checkpoint} was saved after {num_files:,} files of a folder, and the journal of this run has "
+                f"{len(self.files):,}, or others. Resume with the run's own files.jsonl."
+            )
+
+    # -- files
+
+    def _add(self, file: JournalFile) -> None:
+        self.files.append(file)
+        self._names.add(file.name)
+        self._ends = np.append(self._ends, self._ends[-1] + file.rows)
+        self._windows = np.append(self._windows, self._windows[-1] + file.windows)
+        self._digests.append(file.digest_behind(self._digests[-1]))
+
+    def _config_of(self, path: Path) -> DataConfig:
+        return replace(self._config, path=str(path))
+
+    def _open_file(self, file: int) -> TableSource:
+        noted = self.files[file]
+        as_noted = InputFile(self.folder / noted.name, noted.num_bytes, noted.modified_ns)
+        ends_at = time.monotonic() + _SEEN_SECONDS
+        while not as_noted.path.exists() and time.monotonic() < ends_at:
+            time.sleep(0.1)
+        as_noted.check(0)
+        opened = TableSource(self._config_of(as_noted.path), share=lambda _: self._kept[file])
+        as_noted.check(0)
+        return opened
+
+    def _make_order(self, file: int) -> EpochOrder:
+        chunks, config = self._open.get(file).chunks("train"), self._config
+        return EpochOrder(chunks, seed=config.seed, epoch=file, shuffle=config.shuffle, window=config.shuffle_window)
