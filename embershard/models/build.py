@@ -10,7 +10,7 @@ from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from embershard.models.config import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS, WITH_HISTORY, ModelConfig
+from embershard.models.config import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS, WITH_HISTORY, WITH_TOWERS, ModelConfig
 from embershard.models.dropout import add_dropout
 from embershard.models.history import build_with_history
 from embershard.models.loss import WithLoss
@@ -18,6 +18,7 @@ from embershard.models.own_model import build_own
 from embershard.models.schema import SchemaLike
 from embershard.models.table_modules import bags_of
 from embershard.models.tables import built_in_tables
+from embershard.models.tasks import build_towers
 
 
 def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
@@ -50,20 +51,23 @@ def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -
 
 
 def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) -> WithLoss:
-    """Build a DLRM, DLRM-DCNv2 or DeepFM: see `build_model`."""
+    """Build a DLRM, DLRM-DCNv2 or DeepFM, or towers over one of the first two: see `build_model`."""
     collection = bags_of(built_in_tables(config, schema))
-    num_labels = len(schema.target.labels)
-    layers = list(config.dense_arch_layer_sizes), list(config.over_layers(num_labels))
+    num_labels, has_towers = len(schema.target.labels), config.arch in WITH_TOWERS
+    layers = list(config.dense_arch_layer_sizes), [1, 1] if has_towers else list(config.over_layers(num_labels))
     with device:
         if config.arch == "deepfm":
             model: Any = _deepfm(config, collection, len(schema.dense), num_labels)
-        elif config.arch == "dlrm":
+        elif config.crossing == "dlrm":
             model = DLRM(collection, len(schema.dense), *layers, dense_device=device)
         else:
             cross = config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
             model = DLRM_DCN(collection, len(schema.dense), *layers, *cross, dense_device=device)
+        if has_towers:
+            width = next(each.in_features for each in model.over_arch.modules() if isinstance(each, nn.Linear))
+            model.over_arch = build_towers(config, width, schema.target.labels)
         add_dropout(model.inter_arch.deep_fm if config.arch == "deepfm" else model.over_arch, config.dropout)
-        return WithLoss(model, schema.target)
+        return WithLoss(model, schema.target, config.label_weighting)
 
 
 def _deepfm(config: ModelConfig, collection: EmbeddingBagCollection, num_dense: int, num_labels: int) -> SimpleDeepFMNN:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from embershard.errors import ConfigError
+from embershard.models.hstu_config import HstuConfig
 from embershard.own_code import names_function
 from embershard.resume_rules import Free, OfModel, OfTraining
 
-Arch = Literal["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm"]
+Arch = Literal["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm", "hstu", "shared_bottom", "mmoe", "ple"]
 #: Those that look at a user's history.
-WITH_HISTORY = ("din", "tbsm")
+WITH_HISTORY = ("din", "tbsm", "hstu")
+#: Those with a tower for each of several labels.
+WITH_TOWERS = ("shared_bottom", "mmoe", "ple")
 #: Defaults of the cross network, which "dlrm_dcn" has.
 DCN_NUM_LAYERS = 3
 DCN_LOW_RANK_DIM = 32
 #: Default of the layers that see an event of a history.
 HISTORY_LAYER_SIZES = (32, 16)
+#: Default of the layers below the towers, and of the counts of experts and levels.
+EXPERT_LAYER_SIZES = (64, 32)
+_NUM_EXPERTS, _NUM_LABEL_EXPERTS, _NUM_LEVELS = 4, 2, 2
 _DEEPFM_LAYERS = 2
 _DIM_MULTIPLE = 4  # FBGEMM stores rows as vectors of four numbers
 
@@ -24,7 +31,7 @@ _DIM_MULTIPLE = 4  # FBGEMM stores rows as vectors of four numbers
 @dataclass(frozen=True)
 class ModelConfig:
     """A DLRM or DeepFM: embedding tables, a dense MLP, an interaction of both, and an MLP over it. Or a model with
-    attention over a user's history (DIN, TBSM), or one of one's own.
+    attention over a user's history (DIN, TBSM, HSTU), or one of one's own.
 
     >>> ModelConfig(embedding_dim=32, dense_arch_layer_sizes=(64, 32)).arch
     'dlrm'
@@ -34,7 +41,9 @@ class ModelConfig:
     """Interaction of the features: "dlrm" takes dot products of all pairs, "dlrm_dcn" a low-rank cross
     network (DLRM-DCNv2, as in MLPerf Training), "deepfm" a factorization machine beside a layer over all embeddings.
     "din" and "tbsm" have attention over a user's history, by the item that is scored: DIN over the history's
-    embeddings, TBSM over the outputs of a DLRM for each event."""
+    embeddings, TBSM over the outputs of a DLRM for each event. "hstu" has layers of attention among the events
+    (`hstu`). "shared_bottom", "mmoe" and "ple" are for several labels: a tower for each one, over one MLP, or over
+    experts that each label mixes by a gate of its own; in "ple" some experts are of one label."""
 
     embedding_dim: OfModel[int] = 16
     """Numbers per embedding row, the same for all tables. A multiple of 4."""
@@ -44,32 +53,62 @@ class ModelConfig:
 
     over_arch_layer_sizes: OfModel[tuple[int, ...]] = (64, 32, 1)
     """Layer widths of the MLP over the interaction. The last one must be 1, the logit; of several labels, the
-    model has as many. "deepfm" has two: the layer over all embeddings, and the logit."""
+    model has as many. "deepfm" has two: the layer over all embeddings, and the logit. With towers: those of each."""
 
     table_dtype: OfModel[Literal["fp32", "fp16"]] = "fp32"
     """Number format of the embedding rows. The dense layers are always fp32."""
 
     dcn_num_layers: OfModel[int | None] = None
-    """Layers of the cross network. Only for arch "dlrm_dcn"; there the default is 3."""
+    """Layers of the cross network. Only for arch or interaction "dlrm_dcn"; there the default is 3."""
 
     dcn_low_rank_dim: OfModel[int | None] = None
-    """Rank of each cross layer's weight. Only for arch "dlrm_dcn"; there the default is 32."""
+    """Rank of each cross layer's weight. Only for arch or interaction "dlrm_dcn"; there the default is 32."""
+
+    interaction: OfModel[Literal["dlrm", "dlrm_dcn"] | None] = None
+    """What is below the towers. Only for arch "shared_bottom", "mmoe" and "ple"; there the default is "dlrm"."""
+
+    expert_layer_sizes: OfModel[tuple[int, ...] | None] = None
+    """Layer widths of the MLP that the towers share ("shared_bottom"), or of each expert. Only for arch
+    "shared_bottom", "mmoe" and "ple"; there the default is [64, 32]."""
+
+    num_experts: OfModel[int | None] = None
+    """Experts that all labels share; of "ple" in each level. Only for arch "mmoe" and "ple"; there the default is 4."""
+
+    num_label_experts: OfModel[int | None] = None
+    """Experts of each label in each level. Only for arch "ple"; there the default is 2."""
+
+    num_levels: OfModel[int | None] = None
+    """Levels of experts. Only for arch "ple"; there the default is 2."""
+
+    funnel: OfModel[tuple[str, ...]] = ()
+    """Labels of which each happens only after the one before it, as ["click", "buy"]: the score of one is the product
+    of the score before it and of its own probability under that condition (ESMM). Only for arch "shared_bottom", "mmoe"
+    and "ple"."""
+
+    label_weighting: OfModel[Literal["fixed", "uncertainty"]] = "fixed"
+    """How the losses of several labels are added: "fixed", by `data.table.label_weights`; "uncertainty", by weights
+    that are learned: each label's loss is divided by a variance, whose logarithm is added."""
 
     target: OfModel[tuple[str, ...]] = ()
-    """Sparse features of the item that is scored: one id each. Only for arch "din" and "tbsm", which need them."""
+    """Sparse features of the item that is scored: one id each. Only for arch "din", "tbsm" and "hstu", which need
+    them."""
 
     history: OfModel[tuple[str, ...]] = ()
     """Sparse features of the user's history, oldest event first: the same property as the feature at the same place in
-    `target`, and in the same table. All have an id for each event. Only for arch "din" and "tbsm"."""
+    `target`, and in the same table. All have an id for each event. Only for arch "din", "tbsm" and "hstu"; with "hstu"
+    more may follow, which events have and the scored item does not (what the user did, say)."""
 
     history_layer_sizes: OfModel[tuple[int, ...] | None] = None
     """Layer widths of the MLP that sees one event of the history: DIN's activation unit (before its layer of width 1),
     or the MLP over the interaction of a time step of TBSM, whose last width is that of a step's vector. Only for arch
     "din" and "tbsm"; there the default is [32, 16]."""
 
+    hstu: HstuConfig = field(default_factory=HstuConfig)
+    """Sizes and masks of HSTU."""
+
     dropout: OfTraining[float] = 0.0
-    """Probability with which training leaves out each output of the hidden layers in `over_arch_layer_sizes`. Masks are
-    functions of `train.seed`, step and rank."""
+    """Probability with which training leaves out each output of the hidden layers in `over_arch_layer_sizes`, and of
+    those in `expert_layer_sizes`. Masks are functions of `train.seed`, step and rank."""
 
     build: OfModel[str | None] = None
     """A model of one's own, "module:function": the function takes the schema and `model.options`, and returns a module
@@ -103,7 +142,7 @@ class ModelConfig:
                 raise ConfigError(f'model.{name}: got {list(sizes)}, arch="deepfm" needs two layers: {fixed}.')
         for name in ("dcn_num_layers", "dcn_low_rank_dim"):
             value = getattr(self, name)
-            if value is not None and self.arch != "dlrm_dcn":
+            if value is not None and self.crossing != "dlrm_dcn":
                 raise ConfigError(
                     f"model.{name}: got {value} with arch={self.arch!r}, where it has no effect. "
                     'Remove it, or set model.arch = "dlrm_dcn".'
@@ -112,20 +151,77 @@ class ModelConfig:
                 raise ConfigError(f"model.{name}: got {value}, needed at least 1.")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.dropout: got {self.dropout}, needed a probability from 0 to below 1.")
-        if self.dropout and len(self.over_arch_layer_sizes) == 1:
+        if self.dropout and len(self.over_arch_layer_sizes) == 1 and self.arch not in WITH_TOWERS:
             raise ConfigError("model.dropout has no effect: model.over_arch_layer_sizes has no hidden layer.")
         self._check_history()
+        self._check_towers()
+
+    def _check_towers(self) -> None:
+        allowed = {
+            "interaction": WITH_TOWERS,
+            "expert_layer_sizes": WITH_TOWERS,
+            "funnel": WITH_TOWERS,
+            "num_experts": ("mmoe", "ple"),
+            "num_label_experts": ("ple",),
+            "num_levels": ("ple",),
+        }
+        for name, archs in allowed.items():
+            if (value := getattr(self, name)) and self.arch not in archs:
+                raise ConfigError(
+                    f"model.{name}: got {value!r} with arch={self.arch!r}, where it has no effect. Remove it, or set "
+                    f"model.arch to {' or '.join(map(repr, archs))}."
+                )
+            if isinstance(value, int) and value < 1:
+                raise ConfigError(f"model.{name}: got {value}, needed at least 1.")
+        for name, hint in (("interaction", ("dlrm", "dlrm_dcn")), ("label_weighting", ("fixed", "uncertainty"))):
+            if getattr(self, name) not in (*hint, *([None] if name == "interaction" else [])):
+                raise ConfigError(f"model.{name}: got {getattr(self, name)!r}, needed one of {hint}.")
+        if (sizes := self.expert_layer_sizes) is not None and (not sizes or min(sizes) < 1):
+            raise ConfigError(f"model.expert_layer_sizes: got {list(sizes)}, needed layers of width 1 or more.")
+        if self.funnel and (len(self.funnel) < 2 or len(set(self.funnel)) < len(self.funnel)):
+            raise ConfigError(
+                f'model.funnel: got {list(self.funnel)}, needed two labels or more, each once: ["click", "buy"].'
+            )
+
+    def check_labels(self, labels: Sequence[str], tasks: Sequence[str], weights: Sequence[float]) -> None:
+        """Raise `ConfigError` where a setting does not fit what is predicted."""
+        needs_several = f"arch = {self.arch!r}" if self.arch in WITH_TOWERS else ""
+        if not needs_several and self.label_weighting != "fixed":
+            needs_several = f"label_weighting = {self.label_weighting!r}"
+        if needs_several and len(labels) < 2:
+            raise ConfigError(
+                f"model.{needs_several} needs several labels, the data have {labels[0]!r} alone. Name more in "
+                "data.table.label, or leave it out."
+            )
+        if weights and self.label_weighting != "fixed":
+            raise ConfigError(
+                f"data.table.label_weights = {list(weights)} has no effect with model.label_weighting = "
+                f"{self.label_weighting!r}, which learns them. Remove one."
+            )
+        of_task = dict(zip(labels, tasks, strict=True))
+        for name in self.funnel:
+            if of_task.get(name) != "binary":
+                found = "no such label" if name not in of_task else f"its task is {of_task[name]!r}"
+                raise ConfigError(f"model.funnel: {name!r}: {found}; needed binary labels among {', '.join(labels)}.")
 
     def _check_history(self) -> None:
         given = [name for name in ("target", "history", "history_layer_sizes") if getattr(self, name)]
+        if self.arch != "hstu" and (changed := self.hstu.changed()):
+            raise ConfigError(
+                f"model.hstu.{changed[0]} has no effect with arch={self.arch!r}. Remove it, or set model.arch to "
+                '"hstu".'
+            )
         if self.arch not in WITH_HISTORY:
             if given:
                 raise ConfigError(
                     f"model.{given[0]} has no effect with arch={self.arch!r}. Remove it, or set model.arch to "
-                    '"din" or "tbsm".'
+                    '"din", "tbsm" or "hstu".'
                 )
             return
-        if not self.target or len(self.target) != len(self.history):
+        if self.arch == "hstu" and self.history_layer_sizes is not None:
+            raise ConfigError('model.history_layer_sizes has no effect with arch="hstu". Remove it.')
+        more = len(self.history) - len(self.target)
+        if not self.target or more < 0 or (more and self.arch != "hstu"):
             raise ConfigError(
                 f'model.target and model.history: got {list(self.target)} and {list(self.history)}, arch="{self.arch}" '
                 "needs a feature of the history for each of the target, at least one. For instance "
@@ -147,15 +243,51 @@ class ModelConfig:
                 "function build in my_model.py."
             )
         for each in fields(self):
-            if each.name not in ("build", "folder", "options") and getattr(self, each.name) != each.default:
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if each.name not in ("build", "folder", "options") and getattr(self, each.name) != default:
                 raise ConfigError(
                     f"model.{each.name} has no effect with model.build, whose function gets model.options. Remove one."
                 )
 
     @property
+    def crossing(self) -> Arch:
+        """The architecture whose interaction the model has."""
+        return (self.interaction or "dlrm") if self.arch in WITH_TOWERS else self.arch
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """`expert_layer_sizes`, or its default."""
+        return self.expert_layer_sizes or EXPERT_LAYER_SIZES
+
+    @property
+    def experts(self) -> int:
+        """`num_experts`, or its default."""
+        return self.num_experts or _NUM_EXPERTS
+
+    @property
+    def label_experts(self) -> int:
+        """`num_label_experts`, or its default."""
+        return self.num_label_experts or _NUM_LABEL_EXPERTS
+
+    @property
+    def levels(self) -> int:
+        """`num_levels`, or its default."""
+        return self.num_levels or _NUM_LEVELS
+
+    @property
     def is_torchrecs(self) -> bool:
-        """TorchRec has the architecture: one EmbeddingBagCollection, with a table for each feature."""
+        """TorchRec has what is below the last layers: one EmbeddingBagCollection, with a table for each feature."""
         return self.build is None and self.arch not in WITH_HISTORY
+
+    @property
+    def drops(self) -> bool:
+        """Training leaves out some numbers by chance."""
+        return any((self.dropout, self.hstu.input_dropout, self.hstu.linear_dropout))
+
+    @property
+    def event_features(self) -> set[str]:
+        """The features of the scored item and of the history's events."""
+        return {*self.target, *self.history, *self.hstu.times}
 
     def over_layers(self, num_labels: int) -> tuple[int, ...]:
         """Return `over_arch_layer_sizes` with an output for each label."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from embershard.models.config import (
@@ -11,9 +11,11 @@ from embershard.models.config import (
     DCN_NUM_LAYERS,
     HISTORY_LAYER_SIZES,
     WITH_HISTORY,
+    WITH_TOWERS,
     Arch,
     ModelConfig,
 )
+from embershard.models.hstu_config import NUM_TIME_BUCKETS
 from embershard.models.schema import SchemaLike
 
 _FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradients of inputs and of weights
@@ -27,12 +29,14 @@ class DenseSize:
     56
 
     Attributes:
-        arch: see `ModelConfig`.
+        arch: see `ModelConfig`; with towers, that of the interaction.
         num_dense: dense features of a sample.
         num_features, dim: F and D.
         dense_layers, over_layers: layer widths of the two MLPs.
         cross_layers, cross_rank: of the cross network of "dlrm_dcn"; otherwise 0.
         number_bytes: of a weight, and of a number that layers pass on.
+        tower_layers: with towers, input and output width of the layers of experts, gates and towers; `over_layers` is
+            then empty. (Mixing the experts' outputs costs little beside them, and is left out.)
     """
 
     arch: Arch
@@ -44,6 +48,7 @@ class DenseSize:
     cross_layers: int = 0
     cross_rank: int = 0
     number_bytes: int = 4
+    tower_layers: Sequence[tuple[int, int]] = ()
 
     @classmethod
     def of(
@@ -51,10 +56,14 @@ class DenseSize:
     ) -> DenseSize:
         """The dense part of the model that `build_model` builds from `config`."""
         cross = (0, 0)
-        if config.arch == "dlrm_dcn":
+        if config.crossing == "dlrm_dcn":
             cross = (config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM)
-        layers = (config.dense_arch_layer_sizes, config.over_layers(num_labels))
-        return cls(config.arch, num_dense, num_features, config.embedding_dim, *layers, *cross, number_bytes)
+        over = () if config.arch in WITH_TOWERS else config.over_layers(num_labels)
+        layers = (config.dense_arch_layer_sizes, over)
+        size = cls(config.crossing, num_dense, num_features, config.embedding_dim, *layers, *cross, number_bytes)
+        if over:
+            return size
+        return replace(size, tower_layers=tuple(_tower_layers(config, size._interaction_width, num_labels)))
 
     @property
     def flops_per_sample(self) -> float:
@@ -79,6 +88,7 @@ class DenseSize:
         """Bytes held when the backward goes through the interaction, the point of most memory: what the forward kept
         for it, and the interaction's gradients."""
         numbers = self.num_dense + sum(self.dense_layers) + sum(self.over_layers)
+        numbers += sum(width for _, width in self.tower_layers)
         if self.arch == "dlrm_dcn":  # two kept per layer, and one; the gradients of first and present input
             numbers += (2 * self.cross_layers + 3) * self._crossed + self.cross_layers * self.cross_rank
         elif self.arch == "deepfm":  # the input of layer and of factorization machine, and their gradients
@@ -109,18 +119,38 @@ class DenseSize:
             dense = (self.num_dense, *self.dense_layers)
             return [*pairwise(dense), (self._crossed, deep), (self._interaction_width, labels)]
         widths = (self.num_dense, *self.dense_layers), (self._interaction_width, *self.over_layers)
-        return [layer for mlp in widths for layer in pairwise(mlp)]
+        return [*(layer for mlp in widths for layer in pairwise(mlp)), *self.tower_layers]
+
+
+def _tower_layers(config: ModelConfig, width: int, num_labels: int) -> Iterator[tuple[int, int]]:
+    """Yield input and output width of every layer over an interaction of `width` numbers."""
+    is_ple = config.arch == "ple"
+    num_shared = 1 if config.arch == "shared_bottom" else config.experts
+    num_own = config.label_experts if is_ple else 0
+    num_levels = config.levels if is_ple else 1
+    for level in range(num_levels):
+        inputs = config.expert_layers[-1] if level else width
+        yield from list(pairwise((inputs, *config.expert_layers))) * (num_shared + num_labels * num_own)
+        if config.arch != "shared_bottom":
+            yield from [(inputs, num_shared + num_own)] * num_labels
+        if level < num_levels - 1:
+            yield inputs, num_shared + num_labels * num_own
+    yield from list(pairwise((config.expert_layers[-1], *config.over_arch_layer_sizes))) * num_labels
 
 
 def built_in_parameters(config: ModelConfig, schema: SchemaLike) -> int:
     """Return the number of weights and biases of the dense layers of a built-in model."""
     num_dense, num_sparse, num_labels = len(schema.dense), len(schema.sparse), len(schema.target.labels)
+    learned = num_labels if config.label_weighting == "uncertainty" else 0
     if config.arch not in WITH_HISTORY:
-        return DenseSize.of(config, num_dense, num_sparse, number_bytes=1, num_labels=num_labels).parameter_bytes
+        size = DenseSize.of(config, num_dense, num_sparse, number_bytes=1, num_labels=num_labels)
+        return size.parameter_bytes + learned
     events, dim, over = len(config.target), config.embedding_dim, config.over_layers(num_labels)
-    others = num_sparse - 2 * events + (num_dense > 0)
+    others = num_sparse - len(config.event_features) + (num_dense > 0)
     sizes = config.history_layer_sizes or HISTORY_LAYER_SIZES
-    dense = _mlp_parameters(num_dense, *config.dense_arch_layer_sizes) if num_dense else 0
+    dense = learned + (_mlp_parameters(num_dense, *config.dense_arch_layer_sizes) if num_dense else 0)
+    if config.arch == "hstu":
+        return dense + _hstu_parameters(config) + _mlp_parameters(dim, *over)
     if config.arch == "din":
         unit = _mlp_parameters(4 * events * dim, *sizes, 1)
         return dense + unit + _mlp_parameters((3 * events + others) * dim, *over)
@@ -131,3 +161,34 @@ def built_in_parameters(config: ModelConfig, schema: SchemaLike) -> int:
 
 def _mlp_parameters(*widths: int) -> int:
     return sum((a + 1) * b for a, b in pairwise(widths))
+
+
+def _hstu_parameters(config: ModelConfig) -> int:
+    """Return the number of weights, biases and scales of HSTU's projection of events, of its layers, and its norm."""
+    dim, sizes = config.embedding_dim, config.hstu
+    biases = sizes.max_events + 1 + (NUM_TIME_BUCKETS if sizes.times else 0)
+    maps = _mlp_parameters(dim, sizes.token_width(4)) + _mlp_parameters(sizes.token_width(3), dim)
+    layer = maps + biases + 2 * dim + 2 * sizes.token_width(1)
+    return _mlp_parameters(len(config.history) * dim, dim) + sizes.num_layers * layer + 2 * dim
+
+
+def hstu_sample(config: ModelConfig, num_contexts: int, batch_size: int) -> tuple[float, float]:
+    """Return operations of forward and backward, and numbers kept for the backward, of a sample with a full history.
+
+    Both are of HSTU's layers. A layer keeps three numbers of each two tokens and head. Of a batch that goes through the
+    layers in groups, one group is kept at a time, and of the others what the first layer gets; a group's forward is
+    then computed twice.
+
+    >>> hstu_sample(ModelConfig("hstu", target=("item",), history=("past",)), num_contexts=1, batch_size=1)
+    (62611968.0, 996912.0)
+    """
+    sizes, dim = config.hstu, config.embedding_dim
+    tokens, width = sizes.max_events + num_contexts + 1, sizes.token_width(1)
+    events = (sizes.max_events + 1) * len(config.history) * dim**2
+    layers = sizes.num_layers * tokens * (7 * width * dim + 2 * tokens * width)
+    kept = sizes.num_layers * tokens * (2 * dim + 11 * width + 3 * sizes.num_heads * tokens)
+    at_once = sizes.samples_at_once(tokens)
+    flops = float(_FLOPS_PER_MULTIPLY_ADD * (events + layers))
+    if batch_size <= at_once:
+        return flops, float(kept)
+    return flops + _FLOPS_PER_MULTIPLY_ADD / 3 * layers, tokens * dim + kept * at_once / batch_size

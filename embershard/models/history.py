@@ -18,6 +18,7 @@ from torchrec.modules.mlp import MLP
 from embershard.errors import DataError
 from embershard.models.config import HISTORY_LAYER_SIZES, ModelConfig
 from embershard.models.dropout import add_dropout
+from embershard.models.hstu import HSTU
 from embershard.models.loss import WithLoss
 from embershard.models.schema import SchemaLike
 from embershard.models.table_modules import bags_of, sequences_of
@@ -33,12 +34,14 @@ class LookedUp:
         history: [B, L, P, D], oldest event first; zeros behind a history's end.
         is_event: bool [B, L]; False behind a history's end.
         others: [B, O, D], of the other features and, where there are any, of the dense ones.
+        times: int64 [B, L + 1], of the events and of the sample, where the settings name them.
     """
 
     target: Tensor
     history: Tensor
     is_event: Tensor
     others: Tensor
+    times: Tensor | None = None
 
 
 class HistoryEmbeddings(nn.Module):
@@ -51,31 +54,31 @@ class HistoryEmbeddings(nn.Module):
         self.sequences = sequences_of([table for table in tables if table.is_sequence])
         bags = [table for table in tables if not table.is_sequence]
         self.bags = bags_of(bags) if bags else None
-        events = {*config.target, *config.history}
-        names = [feature.name for feature in schema.sparse if feature.name not in events]
+        names = [feature.name for feature in schema.sparse if feature.name not in config.event_features]
         num_dense = len(schema.dense)
         layers = list(config.dense_arch_layer_sizes)
         self.dense_arch = MLP(num_dense, layers, device=device) if num_dense else None
-        self._others = names
+        self._others, self.read_as_ids = names, list(config.hstu.times)
+        self._most = config.hstu.max_events if config.arch == "hstu" else None
         self.num_others = len(names) + (num_dense > 0)
 
     def forward(self, dense: Tensor, features: Any) -> LookedUp:
         """Look up a batch's features.
 
         Raises:
-            DataError: a sample's histories have different lengths.
+            DataError: a sample's histories have different lengths, or more events than the settings allow.
         """
-        found = self.sequences(features)
-        lengths = torch.stack([found[name].lengths() for name in self._history])
-        are_equal = (lengths == lengths[:1]).all()
-        names = ", ".join(self._history)
-        problem = f"the features of model.history ({names}) have different numbers of ids in one sample"
-        problem += "; needed an id in each for every event"
-        if torch.compiler.is_exporting():  # a program has no branches on values
-            torch._assert_async(are_equal, problem)
-        elif not are_equal:
-            raise DataError(problem)
-        longest = max(1, lengths[0].max().item()) if lengths.numel() else 1
+        sequences = self.sequences(features)
+        found = {name: sequences[name] for name in (*self._target, *self._history)}
+        found |= {name: features[name] for name in self.read_as_ids}
+        names = [*self._history, *self.read_as_ids[1:]]
+        lengths = torch.stack([found[name].lengths() for name in names])
+        problem = f"the features of model.history ({', '.join(names)}) have different numbers of ids in one sample"
+        _need((lengths == lengths[:1]).all(), f"{problem}; needed an id in each for every event")
+        if self._most is not None:
+            problem = f"a history in {names[0]} has more events than model.hstu.max_events = {self._most}"
+            _need((lengths <= self._most).all(), f"{problem}; raise it, or shorten the histories")
+        longest: Any = max(1, lengths[0].max().item()) if lengths.numel() else 1
         target = [found[name].to_padded_dense(1)[:, 0] for name in self._target]
         history = [found[name].to_padded_dense(longest) for name in self._history]
         others = [] if self.dense_arch is None else [self.dense_arch(dense)]
@@ -84,9 +87,30 @@ class HistoryEmbeddings(nn.Module):
             others += [bags[name] for name in self._others]
         is_event = torch.arange(longest, device=lengths.device) < lengths[0].unsqueeze(1)
         empty = target[0].new_zeros(is_event.shape[0], 0, self._dim)
+        times = [_padded(found[name], length) for name, length in zip(self.read_as_ids, (1, longest), strict=False)]
         return LookedUp(
-            torch.stack(target, 1), torch.stack(history, 2), is_event, torch.stack(others, 1) if others else empty
+            torch.stack(target, 1),
+            torch.stack(history, 2),
+            is_event,
+            torch.stack(others, 1) if others else empty,
+            torch.cat(times[::-1], 1) if times else None,
         )
+
+
+def _need(is_met: Tensor, problem: str) -> None:
+    """Raise `DataError` where bool [] is False."""
+    if torch.compiler.is_exporting():  # a program has no branches on values
+        torch._assert_async(is_met, problem)
+    elif not is_met:
+        raise DataError(problem)
+
+
+def _padded(ids: Any, length: int) -> Tensor:
+    """Return a JaggedTensor's ids as int64 [B, length], zeros behind a sample's end."""
+    values, lengths = ids.values(), ids.lengths()
+    steps = torch.arange(length, device=lengths.device)
+    places = (lengths.cumsum(0) - lengths).unsqueeze(1) + steps
+    return torch.cat([values, values.new_zeros(1)])[torch.where(steps < lengths.unsqueeze(1), places, values.shape[0])]
 
 
 class HistoryModel(nn.Module):
@@ -99,19 +123,29 @@ class HistoryModel(nn.Module):
     def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
         """Return the outputs [B, T]."""
         looked = self.embeddings(dense_features, sparse_features)
-        return self.network(looked.target, looked.history, looked.is_event, looked.others)
+        times = () if looked.times is None else (looked.times,)
+        return self.network(looked.target, looked.history, looked.is_event, looked.others, *times)
+
+
+def features_read_as_ids(model: nn.Module) -> list[str]:
+    """Return the features whose ids themselves a model of `build_model` reads: they look up no table."""
+    return [name for each in model.modules() if isinstance(each, HistoryEmbeddings) for name in each.read_as_ids]
 
 
 def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
-    """Build a DIN or TBSM: see `build_model`."""
+    """Build a DIN, TBSM or HSTU: see `build_model`."""
     embeddings = HistoryEmbeddings(config, schema, device)
-    network_class = DIN if config.arch == "din" else TBSM
     sizes = list(config.history_layer_sizes or HISTORY_LAYER_SIZES)
+    over, dim = config.over_layers(len(schema.target.labels)), config.embedding_dim
     with device:
-        over = config.over_layers(len(schema.target.labels))
-        network = network_class(len(config.target), embeddings.num_others, config.embedding_dim, sizes, over)
+        network: Any
+        if config.arch == "hstu":
+            network = HSTU(len(config.history), dim, config.hstu, over)
+        else:
+            network_class = DIN if config.arch == "din" else TBSM
+            network = network_class(len(config.target), embeddings.num_others, dim, sizes, over)
         add_dropout(network.over, config.dropout)
-        return WithLoss(HistoryModel(embeddings, network), schema.target)
+        return WithLoss(HistoryModel(embeddings, network), schema.target, config.label_weighting)
 
 
 class DIN(nn.Module):

@@ -51,6 +51,8 @@ class ModelTable:
 
 def built_in_tables(config: ModelConfig, schema: SchemaLike) -> tuple[ModelTable, ...]:
     """Return the tables of a built-in model, in the order of its modules. It is built from them. Errors as then."""
+    target = schema.target
+    config.check_labels(target.labels, target.tasks, target.label_weights)
     if config.arch in WITH_HISTORY:
         return tuple(_with_history(config, schema))
     check_schema(schema)
@@ -72,9 +74,11 @@ def _with_history(config: ModelConfig, schema: SchemaLike) -> Iterator[ModelTabl
     rows = {feature.name: feature.num_rows for feature in schema.sparse}
     _check(config, rows)
     _check_tables(config, schema)
-    for item, past in zip(config.target, config.history, strict=True):
+    for item, past in zip(config.target, config.history, strict=False):
         yield _table(config, item, rows[item], (item, past), _SEQUENCES, "")
-    events = {*config.target, *config.history}
+    for past in config.history[len(config.target) :]:
+        yield _table(config, past, rows[past], (past,), _SEQUENCES, "")
+    events = config.event_features
     yield from _bags(config, [feature for feature in schema.sparse if feature.name not in events], _BAGS_BESIDE)
 
 
@@ -86,7 +90,8 @@ def _table(
 
 def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
     """Raise unless the features of target and history are in the schema, once, and fit each other."""
-    named = [("target", name) for name in config.target] + [("history", name) for name in config.history]
+    settings = {"target": config.target, "history": config.history, "hstu.times": config.hstu.times}
+    named = [(setting, name) for setting, names in settings.items() for name in names]
     for number, (setting, name) in enumerate(named):
         if name not in rows:
             raise ConfigError(
@@ -94,7 +99,7 @@ def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
             )
         if name in [other for _, other in named[:number]]:
             raise ConfigError(f"model.{setting}: {name!r} is in target and history twice; needed each feature once.")
-    for item, past in zip(config.target, config.history, strict=True):
+    for item, past in zip(config.target, config.history, strict=False):
         if rows[item] != rows[past]:
             raise ConfigError(
                 f"model.target {item!r} has {rows[item]} rows and model.history {past!r} has {rows[past]}: they share "
@@ -104,12 +109,12 @@ def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
 
 def _check_tables(config: ModelConfig, schema: SchemaLike) -> None:
     """Raise where a feature's own settings of table and pooling meet the tables of target and history."""
-    events = {*config.target, *config.history}
+    events = config.event_features
     for feature in schema.sparse:
         if feature.name in events and (feature.table is not None or feature.pooling != "sum"):
             raise ConfigError(
                 f"data.table.features.{feature.name}: table and pooling have no effect on a feature of model.target or "
-                "model.history: each pair shares a table of sequences. Leave them out."
+                "model.history (each pair shares a table of sequences) or of model.hstu.times. Leave them out."
             )
         if feature.name not in events and feature.table in events:
             raise ConfigError(

@@ -32,9 +32,9 @@ def test_hidden_layers_over_the_interaction_drop(arch, expected):
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
 
 
-@pytest.mark.parametrize("arch", ["din", "tbsm"])
+@pytest.mark.parametrize("arch", ["din", "tbsm", "hstu"])
 def test_models_of_histories_drop_behind_their_last_mlp(arch):
-    assert dropped(make_model(arch, dropout=0.5)) == ["model.network.over.0._mlp.0"]
+    assert dropped(make_model(arch, dropout=0.5, history_layer_sizes=None)) == ["model.network.over.0._mlp.0"]
 
 
 def test_training_drops_and_scales_and_evaluation_does_neither():

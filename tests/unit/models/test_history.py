@@ -125,10 +125,10 @@ def test_target_and_history_share_a_table():
     assert [tables[name].is_sequence for name in ("t_item", "t_shop", "t_user")] == [True, True, False]
 
 
-@pytest.mark.parametrize("arch", ["din", "tbsm"])
+@pytest.mark.parametrize("arch", ["din", "tbsm", "hstu"])
 def test_without_dense_and_other_features(arch):
     schema = Schema((), tuple(f for f in SCHEMA.sparse if f.name != "user"))
-    model = make_model(arch, schema)
+    model = make_model(arch, schema, **({"history_layer_sizes": None} if arch == "hstu" else {}))
     ids = KeyedJaggedTensor.from_jt_dict({key: features().to_dict()[key] for key in schema.keys})
     assert model(Batch(torch.zeros(4, 0), ids, torch.zeros(4)))[1][1].shape == (4,)
 

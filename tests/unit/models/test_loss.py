@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, Schema, SparseFeature, Target
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model, model_tables
+from embershard.models.config import WITH_HISTORY
 from embershard.models.loss import loss_of
 from embershard.models.table_modules import collections_of
 
@@ -71,9 +72,9 @@ def test_an_output_for_each_label(arch):
     assert last.out_features == 3
 
 
-@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm"])
+@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", "deepfm", *WITH_HISTORY])
 def test_outputs_of_a_regression_start_at_the_mean_label(arch):
-    history = {"target": ("item",), "history": ("past",)} if arch in ("din", "tbsm") else {}
+    history = {"target": ("item",), "history": ("past",)} if arch in WITH_HISTORY else {}
     layers = (8, 16) if arch == "deepfm" else (16,)
     config = ModelConfig(arch, dense_arch_layer_sizes=layers, over_arch_layer_sizes=(8, 1), **history)
     sparse = tuple(SparseFeature(name, 30) for name in ("item", "past", "user"))

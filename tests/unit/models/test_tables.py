@@ -12,7 +12,8 @@ import torch
 from embershard.data import Schema, SparseFeature, Target
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model, model_tables, num_parameters
-from embershard.models.config import WITH_HISTORY, Arch
+from embershard.models.config import WITH_HISTORY, WITH_TOWERS, Arch
+from embershard.models.hstu_config import HstuConfig
 from embershard.models.table_modules import tables_in
 
 PLAIN = (
@@ -25,6 +26,7 @@ EVENTS = tuple(
 )
 OF_HISTORY = {"target": ("item", "shop"), "history": ("past_item", "past_shop")}
 TWO_LABELS = Target(labels=("click", "buy"), label_weights=(1.0, 1.0))
+LEARNED = Target(labels=("click", "buy"))  # their weights
 
 
 def settings_of(arch: str, **changes: object) -> ModelConfig:
@@ -34,7 +36,9 @@ def settings_of(arch: str, **changes: object) -> ModelConfig:
 
 def schema_of(arch: str, *, dense: int = 3, target: Target | None = None) -> Schema:
     sparse = (*EVENTS[:2], PLAIN[1], *EVENTS[2:], PLAIN[0], PLAIN[2]) if arch in WITH_HISTORY else PLAIN
-    return Schema(tuple(f"d{i}" for i in range(dense)), sparse, target or Target())
+    return Schema(
+        tuple(f"d{i}" for i in range(dense)), sparse, target or (TWO_LABELS if arch in WITH_TOWERS else Target())
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"table_dtype": "fp16", "embedding_dim": 8, "dense_arch_layer_sizes": (9, 8)}])
@@ -48,13 +52,14 @@ def test_tables_are_those_of_the_built_model(arch, changes):
     assert {table.is_sequence for table in tables} == ({True, False} if arch in WITH_HISTORY else {False})
 
 
-@pytest.mark.parametrize("target", [Target(), TWO_LABELS], ids=["one", "two"])
+@pytest.mark.parametrize("target", [None, TWO_LABELS, LEARNED], ids=["least", "two", "learned"])
 @pytest.mark.parametrize("dense", [3, 0])
 @pytest.mark.parametrize("arch", get_args(Arch))
 def test_parameters_are_those_of_the_built_model(arch, dense, target):
     if not dense and arch not in WITH_HISTORY:
         return
-    config, schema = settings_of(arch), schema_of(arch, dense=dense, target=target)
+    learned = {"label_weighting": "uncertainty"} if target is LEARNED else {}
+    config, schema = settings_of(arch, **learned), schema_of(arch, dense=dense, target=target)
     model = build_model(config, schema, torch.device("cpu"))
     built = sum(each.numel() for each in model.parameters() if each.device.type != "meta")
     assert num_parameters(config, schema) == built
@@ -62,7 +67,9 @@ def test_parameters_are_those_of_the_built_model(arch, dense, target):
 
 @pytest.mark.parametrize("arch", WITH_HISTORY)
 def test_a_history_alone(arch):
-    config, schema = settings_of(arch, history_layer_sizes=(5,)), Schema((), EVENTS)
+    own = {"hstu": HstuConfig(times=("time", "past_time"))} if arch == "hstu" else {"history_layer_sizes": (5,)}
+    times = tuple(SparseFeature(name, 99) for name in ("time", "past_time") if arch == "hstu")
+    config, schema = settings_of(arch, **own), Schema((), (*EVENTS, *times))
     model = build_model(config, schema, torch.device("cpu"))
     assert model_tables(config, schema) == tuple(tables_in(model))
     built = sum(each.numel() for each in model.parameters() if each.device.type != "meta")
@@ -79,10 +86,11 @@ def test_features_are_checked_without_building():
 def test_neither_needs_torch(arch):
     code = f"""
 import sys
-from embershard.data.schema import Schema, SparseFeature
+from embershard.data.schema import Schema, SparseFeature, Target
 from embershard.models import ModelConfig, model_tables, num_parameters
 events = dict(target=("item",), history=("past",)) if {arch in WITH_HISTORY} else dict()
-schema = Schema(("d",), tuple(SparseFeature(name, 30) for name in ("item", "past", "user")))
+schema = Schema(("d",), tuple(SparseFeature(name, 30) for name in ("item", "past", "user")),
+                Target(("click", "buy")))
 config = ModelConfig(arch={arch!r}, over_arch_layer_sizes=(8, 1), **events)
 print(len(model_tables(config, schema)), num_parameters(config, schema) > 0)
 sys.exit("it imports torch" if "torch" in sys.modules else 0)

@@ -1,0 +1,75 @@
+"""`HstuConfig`: the settings of HSTU, the architecture "hstu"."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from embershard.errors import ConfigError
+from embershard.resume_rules import OfModel, OfTraining
+
+_HALF_OCTAVES = 64  # differences of times up to 2^32 seconds are told apart
+#: Least seconds of each bucket of such differences but the first: about sqrt(2) times those of the bucket before.
+TIME_BOUNDS = sorted({math.isqrt((1 << number) - 1) + 1 for number in range(_HALF_OCTAVES)})
+NUM_TIME_BUCKETS = len(TIME_BOUNDS) + 1
+#: Bytes of one layer's scores above which the samples of a batch go through the layers in groups, one after another.
+GROUP_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class HstuConfig:
+    """Sizes of HSTU's layers, and what its attention sees. Only for arch "hstu".
+
+    >>> HstuConfig(num_layers=5, num_heads=4, head_dim=128, max_events=2039).token_width(4)
+    2048
+    """
+
+    num_layers: OfModel[int] = 2
+    """Layers of attention."""
+    num_heads: OfModel[int] = 2
+    """Heads of each layer."""
+    head_dim: OfModel[int] = 16
+    """Numbers per head of each query, key, value and gate."""
+    max_events: OfModel[int] = 256
+    """Most events of a history; a longer one is refused. Sums over events are divided by it, and the bias by position
+    has a number for each distance up to it."""
+    window: OfModel[int | None] = None
+    """Events before it that an event sees, besides itself, and that the scored item sees. Default: all."""
+    times: OfModel[tuple[str, ...]] = ()
+    """Two sparse features of whole seconds, ["time", "hist_time"]: when the item is scored, one number, and when each
+    event of the history was. Their differences give the bias by time; they look up no table. Default: no such bias."""
+    input_dropout: OfTraining[float] = 0.0
+    """Probability with which training leaves out each number of what the first layer gets."""
+    linear_dropout: OfTraining[float] = 0.0
+    """Probability with which training leaves out each number of what a layer's last projection gets."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_heads", "head_dim", "max_events", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"model.hstu.{name}: got {value}, needed at least 1.")
+        for name in ("input_dropout", "linear_dropout"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ConfigError(f"model.hstu.{name}: got {value}, needed a probability from 0 to below 1.")
+        if self.times and (len(self.times) != 2 or self.times[0] == self.times[1]):
+            raise ConfigError(
+                f"model.hstu.times: got {list(self.times)}, needed two sparse features: the time of the sample, and "
+                'those of its history\'s events. For instance ["time", "hist_time"].'
+            )
+        if self.window is not None and self.window >= self.max_events:
+            raise ConfigError(
+                f"model.hstu.window: got {self.window}, which has no effect with max_events={self.max_events}. Remove "
+                "it, or make it smaller."
+            )
+
+    def token_width(self, num_parts: int) -> int:
+        """Return the numbers that a layer's heads have of a token, in `num_parts` of gate, value, query and key."""
+        return num_parts * self.num_heads * self.head_dim
+
+    def samples_at_once(self, num_tokens: int) -> int:
+        """Return the most samples, of so many tokens each, that go through the layers together."""
+        return max(1, GROUP_BYTES // (4 * self.num_heads * num_tokens**2))
+
+    def changed(self) -> list[str]:
+        """Return the names of the settings that are not the default ones."""
+        return [each.name for each in fields(self) if getattr(self, each.name) != each.default]
