@@ -48,7 +48,7 @@ class Intake:
         """Take the next batch and tell the other ranks. An error of the iterator is raised once all ranks know it.
 
         Args:
-            batches: of this rank.
+            batches: of this rank; `Supply.NOT_YET` in place of a batch: none is there now.
             is_full: this rank has no room for a batch now.
             wish: this rank's number; the ranks agree on the largest.
         """
@@ -57,7 +57,7 @@ class Intake:
         if self._offered is _NO_BATCH:
             try:
                 self._offered = next(batches, _NO_BATCH)
-                if self._offered is not _NO_BATCH:
+                if self._offered is not _NO_BATCH and self._offered is not Supply.NOT_YET:
                     self._checked = self._check(self._offered)
             except Exception as error:
                 self._offered, self._failure = _NO_BATCH, error
@@ -66,6 +66,8 @@ class Intake:
             state = Supply.FAILED
         elif self._offered is _NO_BATCH:
             state = Supply.ENDED
+        elif self._offered is Supply.NOT_YET:
+            self._offered, state = _NO_BATCH, Supply.NOT_YET
         self._agreement.start(state, wish)
         self._is_asked = True
 

@@ -138,15 +138,17 @@ class LookAheadPipeline:
     def step(self, batches: Iterator[Any]) -> Any:
         """Return a context with the next batch, on the device: for a training loop of one's own.
 
-        Run the model's forward and backward once in it.
+        Run the model's forward and backward once in it. An iterator that will have more batches gives `Supply.NOT_YET`
+        while it has none.
 
         Raises:
-            StopIteration: as :meth:`progress`.
+            StopIteration: as :meth:`progress`; or no batch is there yet, and all batches ahead have trained.
         """
         self._left.check()
         if torch.is_grad_enabled():  # an evaluation announces nothing, and keeps what another pipeline announced
-            for pool in self._pools:
-                pool.look_ahead_for(self._token)
+            forgotten = [pool for pool in self._pools if pool.look_ahead_for(self._token)]
+            if forgotten:
+                self._window.forget(forgotten)
         try:
             self._advance(batches)
         except Exception as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.compat import batch_sizes
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.id_tables import KnownIds
 from embershard.sharding.torchrec.inspection import pools_with_features
 from embershard.stages import is_stage
 
@@ -42,7 +43,7 @@ class ModuleInput:
         self._is_sent = False
         self._received: Any = None
         self._groups: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] | None = None
-        self._known: dict[int, KnownBatch | None] = {}  # by pool
+        self._known: dict[int, KnownBatch | KnownIds | None] = {}  # by pool
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
         self.is_used = False
@@ -68,9 +69,16 @@ class ModuleInput:
 
     @is_stage("know")
     def know(self) -> None:
-        """Tell the caches when the batch's rows are used."""
+        """Tell the caches when the batch's rows are used. What an interrupt cut off goes on."""
         for number, (pool, features) in enumerate(self._pools):
-            self._known[number] = pool.know(features)
+            if number not in self._known:
+                self._known[number] = pool.know(features)
+
+    def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
+        """Note that these pools forgot the batch."""
+        for number, (pool, _) in enumerate(self._pools):
+            if pool in pools:
+                self._known.pop(number, None)
 
     @property
     def num_ids(self) -> int:
@@ -93,7 +101,9 @@ class ModuleInput:
             if ticket is None:
                 complete = False
             else:
-                self._tickets[number], self._known[number] = ticket, None
+                self._tickets[number] = ticket
+                if not isinstance(self._known.get(number), KnownIds):  # its rows are those found when it became known
+                    self._known[number] = None
         return complete
 
     def expect(self, args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from embershard.errors import CacheError, DataError
 from embershard.pipeline.left_steps import collectives_begun
 from embershard.pipeline.module_input import ModuleInput, tensors_of
 from embershard.pipeline.pipelined_forward import PipelinedForward
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
 
 class StagedBatch:
@@ -83,6 +84,11 @@ class StagedBatch:
         with self._streams.preparing(self.inputs):
             for part in self.inputs.values():
                 part.know()
+
+    def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
+        """Note that these pools forgot it: it is to become known again."""
+        for part in self.inputs.values():
+            part.forget(pools)
 
     def make_resident(self, critical_path: bool) -> bool:
         """Bring in its rows, as far as they fit beside those of the batches before it; return True when all are in."""
@@ -225,9 +231,16 @@ class Window:
     def know(self) -> None:
         """Tell the caches about every batch that they do not know yet."""
         while self._unknown:
-            staged = self._unknown.popleft()
+            staged = self._unknown[0]
             staged.know()
+            self._unknown.popleft()
             self._weigh(staged)
+
+    def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
+        """Note that these pools forgot all batches: they become known again, in their order."""
+        for staged in self._batches:
+            staged.forget(pools)
+        self._unknown = deque(self._batches)
 
     def take_first(self) -> None:
         """Remove the batch of this step. If the caches do not know it, they need not: it is only evaluated."""

@@ -43,6 +43,7 @@ from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.planner.placement import check_built, torchrec_plan
 from embershard.sharding.torchrec.sharders import comm_codecs
 from embershard.training.config import RunConfig
+from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import table_rows, tables_of_run
 from embershard.training.hot_cold import HotSet
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
@@ -171,7 +172,12 @@ def _sharders(
     cache = config.cache
     if plan is not None:  # which was made for the size in the settings, or for a budget instead of it
         cache = dataclasses.replace(cache, ratio=None, device_bytes=None)
-    common: dict[str, Any] = {"qcomm_codecs_registry": codecs, "plan": plan, "init_seed": init_seed}
+    common: dict[str, Any] = {
+        "qcomm_codecs_registry": codecs,
+        "plan": plan,
+        "init_seed": init_seed,
+        "ids": id_rules(config),
+    }
     bags = CachedEmbeddingBagCollectionSharder(
         cache,
         profile,

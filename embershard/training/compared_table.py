@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from embershard.distributed.publish.write import TouchedRows
+from embershard.distributed.publish.write import BehindRows, TouchedRows
 
 
 class ComparedTable:
@@ -42,8 +42,9 @@ class ComparedTable:
         self._before = [rows.to("cpu", copy=True) for *_, rows in self._shards]
         self._marks = [torch.zeros(len(rows), dtype=torch.bool) for rows in self._before]
 
-    def touch(self, table: str, rows: Tensor) -> None:
-        """Count rows (int64 [K], numbered in the whole table; others are ignored) as changed, if the table is this."""
+    def touch(self, table: str, behind: BehindRows) -> None:
+        """Count rows, numbered in the whole table, as changed, if the table is this; others are ignored."""
+        rows = behind.keys
         for (first, _, _), marks in zip(self._shards, self._marks, strict=True):
             own = rows[(rows >= first) & (rows < first + len(marks))] - first
             marks[own if table == self.name else own[:0]] = True

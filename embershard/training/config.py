@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from embershard.cache import CacheConfig
+from embershard.cache.ids.config import IdTable
 from embershard.data import DataConfig, Target
 from embershard.data.config import columns_of_files
 from embershard.data.order.segments import READ_AHEAD
@@ -15,9 +16,10 @@ from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
-from embershard.resume_rules import AsGlobalBatch, Free, OfTraining
+from embershard.resume_rules import AsGlobalBatch, Free, OfModel, OfTraining
 from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
+from embershard.training.quality.config import MetricsConfig
 from embershard.training.quality.quality import Judge
 
 TrackerKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
@@ -25,6 +27,7 @@ TrackerKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 _BATCH_SIZE = 1024
 #: Batches that are read, beside those of the look-ahead and those that were parsed ahead, when a loss is known.
 _IN_WORK = 8
+_ALL_TIMES = 1 << 32  # seconds since 1970, until 2106
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class TrainConfig:
 
     metric: Free[str | None] = None
     """Figure of an evaluation by which the best one is known, for `early_stopping` and `checkpoint.keep_best`: "auc",
-    "logloss", "ne" or "accuracy"; of regressions "rmse", "mae" or "r2"; of one label as "auc/click", else the mean over
-    the labels. Default: "auc", or "rmse"."""
+    "logloss", "ne" or "accuracy"; of regressions "rmse", "mae" or "r2"; or one of `metrics.names`; of one label as
+    "auc/click", else the mean over the labels. Default: "auc", or "rmse"."""
 
     log_every: Free[int] = 20
     """Steps between two lines of progress, and of metrics.jsonl."""
@@ -187,12 +190,17 @@ class RunConfig:
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    ids: OfModel[dict[str, IdTable]] = field(default_factory=dict, hash=False)
+    """Rules of tables that take any id (docs/ids.md), by a feature that looks the table up; "*" has those of all tables
+    that are not named. Default: those of `IdTable`."""
 
     def __post_init__(self) -> None:
         self._check_evaluations()
+        self._check_ids()
         if self.cache.enabled:
             self.cache.policy_for(self.has_profile)  # refuses a profile without effect
         elif self.sharding.mode != "sharded":
@@ -206,12 +214,9 @@ class RunConfig:
                 f"train.epochs: got {self.train.epochs}, needed 1 in time order (data.time.column): a second pass has "
                 "no window that was not trained on before."
             )
+        if self.data.follow:
+            self._check_following()
         self._check_model()
-        if self.publish.folder is not None and self.sharding.mode != "sharded":
-            raise ConfigError(
-                f'publish.folder: got sharding.mode = "{self.sharding.mode}", needed "sharded": rows that modes copy '
-                "are not tracked."
-            )
 
     def _check_evaluations(self) -> None:
         for section, name in (
@@ -219,17 +224,75 @@ class RunConfig:
         ):  # fmt: skip
             if getattr(getattr(self, section), name) and not self.holds_out:
                 raise ConfigError(f"{section}.{name} has no effect: nothing is held out ({self.data.why_nothing}).")
+        if self.metrics == MetricsConfig() and self.train.metric is None:
+            return
+        is_table = self.data.kind in ("parquet", "table")
+        target = columns_of_files(self.data).target if is_table else Target()
+        self._check_metrics(target, has_columns=is_table)
         if self.train.metric is None:
             return
         if not self.judges:
             raise ConfigError("train.metric has no effect without checkpoint.keep_best or train.early_stopping.")
-        is_table = self.data.kind in ("parquet", "table")
-        Judge.of(self.train.metric, columns_of_files(self.data).target if is_table else Target())
+        Judge.of(self.train.metric, target, self.metrics.more)
+
+    def _check_metrics(self, target: Target, *, has_columns: bool) -> None:
+        if self.metrics == MetricsConfig():
+            return
+        if not self.holds_out and not self.data.is_in_time_order:  # in which windows are evaluated
+            raise ConfigError(f"metrics has no effect: nothing is held out ({self.data.why_nothing}).")
+        if self.metrics.columns and not has_columns:
+            name = "group" if self.metrics.group is not None else "slices"
+            raise ConfigError(
+                f'metrics.{name}: got data.kind = "{self.data.kind}", needed "table" or "parquet", whose columns have '
+                "names. Leave it out, or read the files as a table (docs/own_data.md)."
+            )
+        self.metrics.check(target.tasks)
+
+    def _check_ids(self) -> None:
+        """Raise where tables that take any id meet settings that need to know the ids' rows."""
+        if not self.data.has_ids:
+            if self.ids:
+                raise ConfigError(
+                    f"ids.{next(iter(self.ids))} has no effect: no table takes any id. Give a feature the mapping "
+                    '"ids" or "text_ids" (data.table.features), or remove it.'
+                )
+            return
+        for name, got, needed, why in (
+            ("cache.enabled", self.cache.enabled, True, "their rows come and go in caches"),
+            ("sharding.mode", self.sharding.mode, "sharded", "an id's row is known to its owner alone"),
+            ("sharding.exchange", self.sharding.exchange, "pooled", "an id's row is known to its owner alone"),
+            ("train.init", self.train.init, "counter", "a row that gets an id draws its weights by seed and id"),
+        ):
+            if got != needed:
+                raise ConfigError(f"{name}: got {got!r}, needed {needed!r} with tables that take any id: {why}.")
+        if self.train.device == "cuda":
+            raise ConfigError(
+                'train.device: got "cuda", needed "cpu": tables that take any id are on a CPU only so far.'
+            )
+        if self.has_profile:
+            raise ConfigError(
+                "a profile counts rows, and those of tables that take any id change their ids. Remove profile.path, "
+                'profile.samples and cache.warmup, and choose another cache.policy than "frequency" and "static".'
+            )
+
+    def _check_following(self) -> None:
+        """Raise where settings need the end of an epoch, or all samples before the first step."""
+        if self.counts_a_profile:
+            raise ConfigError(
+                "data.follow: the data are not there before training, and a profile of them would be counted. Count "
+                "what is there (embershard profile --config RUN.toml -o profile.npz) and set profile.path; or choose "
+                "another cache.policy, without profile.samples and cache.warmup."
+            )
+        if self.judges and self.train.eval_every is None:
+            raise ConfigError(
+                "train.early_stopping and checkpoint.keep_best need train.eval_every with data.follow: no epoch ends."
+            )
 
     def _check_model(self) -> None:
         """Raise where the model's tables cannot be placed in the way that the settings ask for."""
         if self.model.is_torchrecs:
             return
+        self._check_times()
         if self.train.precision == "fp64":
             raise ConfigError(
                 f'train.precision: got "fp64" with the model {self.model.title!r}, needed "fp32" or "bf16": only the '
@@ -240,6 +303,21 @@ class RunConfig:
                 raise ConfigError(
                     f'sharding.{name}: got "{got}" with the model {self.model.title!r}, needed "{needed}": the others '
                     "are for models with one EmbeddingBagCollection."
+                )
+
+    def _check_times(self) -> None:
+        """Raise where the ids of `model.hstu.times` would not be seconds."""
+        if self.model.hstu.times and self.data.kind not in ("parquet", "table"):
+            raise ConfigError(f'model.hstu.times: got data.kind = "{self.data.kind}", needed "parquet" or "table".')
+        for name in self.model.hstu.times:
+            feature = columns_of_files(self.data).of_kind("sparse").get(name)
+            if feature is None:
+                continue  # the model says so when it is built
+            if feature.mapping not in ("none", "modulo") or feature.table_rows < _ALL_TIMES:
+                raise ConfigError(
+                    f'model.hstu.times: {name!r} has the mapping "{feature.mapping}" and num_rows = '
+                    f'{feature.table_rows}; needed "none" or "modulo" and at least {_ALL_TIMES:_}, so that ids are '
+                    "seconds. (They look up no table, so that takes no memory.)"
                 )
 
     def _check_hot_cold(self) -> None:
@@ -305,7 +383,9 @@ class RunConfig:
             "cache": ("warmup", "decay", "host", "slot_map"),
             "look_ahead": ("lookahead", "prefetch"),
             "profile": ("path", "samples"),
-            "model": tuple(field.name for field in dataclasses.fields(self.model) if field.name != "dropout"),
+            "model": tuple(
+                field.name for field in dataclasses.fields(self.model) if field.name not in ("dropout", "hstu")
+            ),
             "embedding_optimizer": ("kind",),
             "dense_optimizer": ("kind",),
             "train": ("precision",),
@@ -314,5 +394,7 @@ class RunConfig:
         found = {
             f"{part}.{name}": getattr(getattr(self, part), name) for part, names in depends.items() for name in names
         }
+        layers = dataclasses.asdict(self.model.hstu)
+        found |= {f"model.hstu.{name}": value for name, value in layers.items() if not name.endswith("dropout")}
         found["train.batch_size"] = self.train.rank_batch_size(world_size)
         return {**found, "cache.policy": self.cache.policy or "lookahead", "train.device": device}

@@ -20,6 +20,8 @@ from embershard.distributed.checkpoint.folder import complete_checkpoints
 from embershard.distributed.checkpoint.load import read_scalars
 from embershard.distributed.publish import compact, write
 from embershard.distributed.publish.published import (
+    FORMAT,
+    IDS,
     ROW_TYPES,
     Publication,
     PublicationError,
@@ -45,8 +47,8 @@ class RowSource(Protocol):
     def forget_touched(self) -> None:
         """Count no row as trained."""
 
-    def touch(self, table: str, rows: Tensor) -> None:
-        """Count rows (int64 [K], numbered in the whole table; others are ignored) as trained."""
+    def touch(self, table: str, behind: write.BehindRows) -> None:
+        """Count rows of a table as trained, and as had by these ids until now; those of other ranks are ignored."""
 
     def take_touched(self) -> list[write.TouchedRows]:
         """Return the rows that were trained since the last call, as they are now."""
@@ -70,7 +72,7 @@ class _Beginning:
     run_id: str
     name: str
     have: Publication | None = None
-    touched: dict[str, Tensor] = field(default_factory=dict)
+    touched: dict[str, write.BehindRows] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -80,16 +82,20 @@ class _Writing:
 
     Attributes:
         touched: of each source of rows of this rank, the tables and rows in it.
+        since: when the publication before was cut, in seconds of `time.monotonic`: its updates are newer.
         stall_seconds: for which training waited.
+        ended: when it was complete.
     """
 
     delta: Publication
     touched: list[list[write.TouchedRows]]
-    stall_seconds: float
+    since: float
+    stall_seconds: float = 0.0
     thread: threading.Thread | None = None
     done: Publication | None = None
     failure: BaseException | None = None
     seconds: float = 0.0
+    ended: float = 0.0
 
 
 class Publisher:
@@ -135,7 +141,7 @@ class Publisher:
         self._life, self._name, self._num_cuts = 0, "", 0
         self._cut_step: int | None = None
         self._newest = {"seq": -1, "token": ""}  # of the last cut
-        self._cut_at = time.monotonic()
+        self._cut_at = self._since = time.monotonic()  # of the last cut; and of the last that is not to be repeated
         self._writing: _Writing | None = None
         self._compacting: threading.Thread | None = None
         self._base_seq = 0
@@ -178,12 +184,13 @@ class Publisher:
             have = self._write_base(Publication(*place, self._config.dtype, tables, {}), prepare)
             if found.problem:
                 self._reports.append(PublicationReport(step, "", 0, 0, 0.0, 0.0, found.problem))
-        for table, keys in found.touched.items():
+        for table, behind in found.touched.items():
             for source in self._sources:
-                source.touch(table, keys)
+                source.touch(table, behind)
         self._have, self._newest = have, {"seq": have.seq, "token": have.token}
         if found.have is None or have.token == self._resumed:
             self._cut_step = step
+        self._since = time.monotonic()
         return found.run_id
 
     def _look(self, run_id: str) -> _Beginning:
@@ -219,7 +226,7 @@ class Publisher:
         assert self._checkpoints is not None, "only runs with checkpoints start again"
         return self._checkpoints.parent / "publishes.json"
 
-    def _chain(self) -> tuple[Publication, dict[str, Tensor]]:
+    def _chain(self) -> tuple[Publication, dict[str, write.BehindRows]]:
         if self._resumed is None:
             raise PublicationError(f"{self._folder}: the run does not go on from a state that was published")
         have = write.newest(self._folder)
@@ -228,8 +235,7 @@ class Publisher:
             raise PublicationError(f"{self._folder}: the base is gone")
         if self._is_changed or have.dtype != self._config.dtype:
             raise PublicationError(f"{self._folder}: settings were changed")
-        touched = write.touched_since(self._folder, self._resumed)
-        return have, {table: torch.cat(keys).unique() for table, keys in touched.items()}
+        return have, write.touched_since(self._folder, self._resumed)
 
     def _write_base(self, base: Publication, prepare: Callable[[Path], PreparedSave]) -> Publication:
         """Write a base from a checkpoint that is made for it. Training waits."""
@@ -242,7 +248,9 @@ class Publisher:
             assert self._export is not None
             self._export(checkpoint, base.dtype, partial)
             write.sync_files(partial)
-            complete = replace(base, files=file_entries(partial))
+            files = file_entries(partial)
+            has_ids = any(name.endswith(IDS) for name in files)
+            complete = replace(base, files=files, format=FORMAT if has_ids else base.format)
             write.finish(partial, self._folder / base.name, complete)
             write.remove_leftovers(self._folder)
             return complete
@@ -279,7 +287,7 @@ class Publisher:
         dense = self._dense()
         if self._own_group is None:
             self._own_group = self._ranks.with_own_group()
-        writing = self._writing = _Writing(delta, touched, 0.0)
+        writing = self._writing = _Writing(delta, touched, self._since)
         began, threads = threading.Event(), torch.get_num_threads()
         writing.thread = threading.Thread(
             target=self._write, args=(writing, dense, self._own_group, began), name="embershard-publish", daemon=True
@@ -288,6 +296,7 @@ class Publisher:
         began.wait()
         torch.set_num_threads(threads)  # `keep_to_one_core` also told MKL, which has one number for all threads
         self._cut_step, self._cut_at = step, time.monotonic()
+        self._since = self._cut_at
         self._newest = {"seq": delta.seq, "token": delta.token}
         writing.stall_seconds = time.perf_counter() - started
 
@@ -315,8 +324,8 @@ class Publisher:
 
     def _dense(self) -> dict[str, Tensor]:
         """Return copies of the weights around the tables, by name."""
-        tables = {table.tensor for table in self._tables}
-        found = {name: weight for name, weight in self._state().items() if name not in tables}
+        tables = {table.tensor.rpartition(".")[0] for table in self._tables}  # with rows, and whose they are
+        found = {name: weight for name, weight in self._state().items() if name.rpartition(".")[0] not in tables}
         return {name: weight.detach().to("cpu", copy=True) for name, weight in found.items()}
 
     def _write(self, writing: _Writing, dense: dict[str, Tensor], ranks: Ranks, began: threading.Event) -> None:
@@ -328,7 +337,7 @@ class Publisher:
             writing.done = write.write_delta(self._folder, writing.delta, every, dense, ranks)
         except BaseException as error:  # told by `wait`
             writing.failure = error
-        writing.seconds = time.perf_counter() - started
+        writing.seconds, writing.ended = time.perf_counter() - started, time.monotonic()
 
     def wait(self) -> None:
         """Wait for the delta that is being written. Where it failed, its rows are published with the next one."""
@@ -339,19 +348,20 @@ class Publisher:
         writing.thread.join()
         self._writing = None
         failure, delta = writing.failure, writing.done or writing.delta
-        num_rows = delta.num_rows
-        report = PublicationReport(
-            delta.step, delta.name, num_rows, delta.num_bytes, writing.seconds, writing.stall_seconds
-        )
+        seconds = writing.seconds, writing.stall_seconds
+        report = PublicationReport(delta.step, delta.name, delta.num_rows, delta.num_bytes, *seconds)
+        report = replace(report, delay_seconds=writing.ended - writing.since)
         if failure is None:
             self._have = writing.done
             self._compact_if_due(delta)
         elif isinstance(failure, OSError):
             for source, touched in zip(self._sources, writing.touched, strict=True):
                 for found in touched:
-                    source.touch(found.table, found.keys)
-            self._cut_step = None
-            report = replace(report, name="", problem=f"{delta.name} could not be written: {os_problem(failure)}")
+                    source.touch(found.table, write.BehindRows.of(found))
+            self._cut_step, self._since = None, writing.since
+            report = replace(
+                report, name="", delay_seconds=0.0, problem=f"{delta.name} could not be written: {os_problem(failure)}"
+            )
         else:
             raise failure
         self._reports.append(report)

@@ -17,6 +17,7 @@ from embershard.data import Batch, BatchStream, Source, StreamState
 from embershard.data.block import BadRow, BadRowTally
 from embershard.data.sources.source import Split
 from embershard.distributed import Ranks, shortest
+from embershard.distributed.agreement import Supply
 from embershard.errors import DataError
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
 from embershard.training.config import RunConfig
@@ -32,6 +33,15 @@ class InputFailure:
     """The exception by which the input of a rank ended, on all ranks after the same number of steps; None so far."""
 
     error: Exception | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an exception of the input that all ranks raise together."""
+        try:
+            yield
+        except DataError as error:
+            self.error = error
+            raise
 
     def watch(self, iterator: Iterator[T]) -> Iterator[T]:
         """Yield what the iterator yields, and note its exception."""
@@ -53,12 +63,18 @@ def open_stream(
         rank=ranks.rank,
         world_size=ranks.world_size,
         split="eval" if state is None else "train",
-        epochs=1 if state is None or config.data.is_in_time_order else config.train.num_epochs,
+        epochs=_num_epochs(config) if state is not None else 1,
         config=config.data,
         state=state,
         pin_memory=ranks.device.type == "cuda",
         hot=None if state is None or hot is None else hot.samples,
     )
+
+
+def _num_epochs(config: RunConfig) -> int | None:
+    if config.data.follow:
+        return None
+    return 1 if config.data.is_in_time_order else config.train.num_epochs
 
 
 class Steps:
@@ -67,7 +83,7 @@ class Steps:
 
     Args:
         stream: the batches of this rank.
-        limit: steps of the run.
+        limit: steps of the run; None: there is none.
         device: on which the model trains.
         pipeline: knows batches ahead of their step; None: no batch is known ahead.
         failure: gets the exception of a rank's input.
@@ -79,23 +95,24 @@ class Steps:
     def __init__(
         self,
         stream: BatchStream,
-        limit: int,
+        limit: int | None,
         device: torch.device,
         pipeline: LookAheadPipeline | None,
         failure: InputFailure,
     ) -> None:
         self._stream, self._device, self._pipeline, self._failure = stream, device, pipeline, failure
-        self._batches = self._limited(max(0, limit))
+        self._batches = self._limited(None if limit is None else max(0, limit))
         self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
         self._state = stream.state
         self._num_to_replace = 0
+        self._is_waiting = False  # the stream had no batch when it was last asked, and may get one
         self.trace: StepTrace | None = None
 
     def next(self) -> AbstractContextManager[Batch]:
         """Return a context with the next batch on the device, to train on inside. Collective.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: there is none, or none yet.
             DataError: the input of another rank failed; that rank raises its own exception.
         """
         if self.trace is not None:
@@ -103,7 +120,7 @@ class Steps:
         try:
             return self._counted(self._begin())
         except StopIteration:
-            if not self._num_to_replace:
+            if self._is_waiting or not self._num_to_replace:
                 raise
         self._batches = self._limited(self._num_to_replace)
         self._num_to_replace = 0
@@ -129,20 +146,30 @@ class Steps:
             self._pipeline.detach()
         self._stream.close()
 
-    def _read(self) -> Iterator[Batch]:
-        for batch in self._stream:
+    def _read(self, most: int | None) -> Iterator[Any]:
+        """Yield this number of batches at most; `Supply.NOT_YET` where there is none yet."""
+        count = itertools.count()
+        while most is None or next(count) < most:
+            while (batch := next(self._stream, None)) is None:
+                if not self._stream.waits:
+                    return
+                self._is_waiting = True
+                yield Supply.NOT_YET
+            self._is_waiting = False
             self._states.append(self._stream.state)
             yield batch
 
-    def _limited(self, count: int) -> Iterator[Batch]:
-        batches = itertools.islice(self._read(), count)
+    def _limited(self, most: int | None) -> Iterator[Any]:
+        batches = self._read(most)
         return self._failure.watch(batches if self._pipeline is not None else shortest(batches, self._device))
 
     def _begin(self) -> AbstractContextManager[Any]:
         try:
             if self._pipeline is not None:
                 return self._pipeline.step(self._batches)
-            return nullcontext(next(self._batches).to(self._device, non_blocking=True))
+            if (batch := next(self._batches)) is Supply.NOT_YET:
+                raise StopIteration
+            return nullcontext(batch.to(self._device, non_blocking=True))
         except DataError as error:
             self._failure.error = error
             raise

@@ -32,8 +32,8 @@ from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
 from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.optimizers import EmbeddingOptimizerConfig
+from embershard.training.quality.evaluation import Evaluation, Evaluator
 from embershard.training.quality.metrics import Predicted, PredictionBuffer, autocast, predicted_of
-from embershard.training.quality.quality import AnyQuality
 from embershard.training.steps import open_stream
 
 
@@ -98,14 +98,14 @@ def open_trained(
 def for_scoring(config: RunConfig, device: str) -> RunConfig:
     """Return the settings with which a trained model scores on a "cpu" or "cuda": nothing is trained, no rounded
     numbers are exchanged, no optimizer state takes memory, and no profile is needed. On a CPU, a cache would only copy
-    rows within the same memory.
+    rows within the same memory; but it knows which row an id has.
 
     >>> for_scoring(RunConfig(), "cpu").cache.enabled
     False
     """
     cache = config.cache
     policy = "lfu" if cache.policy in ("frequency", "static") or cache.has_own_policy else cache.policy
-    is_cached = cache.enabled and device != "cpu"
+    is_cached = cache.enabled and (device != "cpu" or config.data.has_ids)
     return replace(
         config,
         cache=replace(cache, policy=policy, policy_folder=None, warmup=None)
@@ -165,12 +165,17 @@ class Scorer:
             gathered = self._ranks.all_gather_rows(predicted.columns()).cpu()
             yield Predicted.of_columns(gathered, self.target)
 
-    def quality(self) -> AnyQuality:
-        """Return the quality over all samples. Collective, with the same result everywhere."""
+    def evaluate(self) -> Evaluation:
+        """Return what all samples say of the model. Collective, with the same result everywhere.
+
+        Raises:
+            ConfigError: the data have not the columns that `metrics` names.
+        """
+        evaluator = Evaluator(self.target, self._config.metrics, self._source, self._ranks)
         buffer = PredictionBuffer(self.target)
         for predicted in self._own():
             buffer.add(predicted)
-        return buffer.quality(self._ranks)
+        return evaluator.judge(buffer, self._source)
 
     def _own(self) -> Iterator[Predicted]:
         device = self._ranks.device

@@ -10,11 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from embershard.data import Batch, BatchStream, Source, StreamState, Target, open_source
-from embershard.data.sources.source import WindowSource
+from embershard.data.sources.source import WindowAhead, windows_between
 from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoint
 from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.distributed.traffic import counted_as_other
@@ -29,18 +28,19 @@ from embershard.training.checkpoint.run_state import PreparedSave, RunState
 from embershard.training.checkpoint.saved_run import SettingsComparison
 from embershard.training.checkpoint.saves import Saves
 from embershard.training.config import RunConfig
-from embershard.training.fit.machine_limits import check_disk_for_run
+from embershard.training.fit.machine_limits import check_disk_for_publications, check_disk_for_run
 from embershard.training.fit.machines import check_machines
 from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.fit.model_size import tables_of_run
+from embershard.training.following import FolderFollower
 from embershard.training.hot_cold import find_hot_set
 from embershard.training.optimizers import Optimizers
 from embershard.training.publisher import Export, Publisher
 from embershard.training.quality.best import BestModel
 from embershard.training.quality.counters import StepMetrics
-from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64
+from embershard.training.quality.evaluation import Evaluation, Evaluator
+from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64, label_sums
 from embershard.training.quality.metrics import Predicted, PredictionBuffer, autocast, predicted_of, until_stopped
-from embershard.training.quality.quality import AnyQuality
 from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
@@ -54,6 +54,11 @@ from embershard.training.quality.reports import (
     WindowReport,
 )
 from embershard.training.steps import BadRowCount, InputFailure, Steps, open_stream
+
+#: The journal of a followed folder's files, in the run's folder.
+FOLLOWED = "files.jsonl"
+#: Batches between those that are parsed and those that are known, at most.
+_ENTERING = 8
 
 
 class Trainer:
@@ -85,7 +90,13 @@ class Trainer:
         self.supervision = supervision or Supervision()
         check_machines(config, ranks, checkpoints and checkpoints.parent)
         self.plan = find_plan(config, ranks)
-        self.source = open_source(config.data, share=ranks.from_first)
+        self.following: FolderFollower | None = None
+        if config.data.follow:
+            self.following = FolderFollower(config.data, checkpoints and checkpoints.parent / FOLLOWED, ranks)
+            self.source: Source = self.following.source
+        else:
+            self.source = open_source(config.data, share=ranks.from_first)
+        self._evaluator = Evaluator(self.target, config.metrics, self.source, ranks)
         self.best = BestModel(config, self.target, checkpoints, ranks)
         self.memory_warning = check_memory_for_run(config, self.plan, ranks)  # before the model is built
         profile = find_profile(config, self.source)
@@ -94,10 +105,12 @@ class Trainer:
         self._first_step = 0  # of this process: it may go on from a checkpoint
         self._evaluated: int | None = None  # the step of the last evaluation of this process
         self._next_window = 1  # that this process may have to evaluate
+        self._has_ended = False  # no file came for data.idle_seconds
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         self._upcoming: Steps | None = None
         if checkpoints is not None:
             check_disk_for_run(config, self.plan, checkpoints, self.total_steps, ranks)
+        check_disk_for_publications(config, ranks)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks, self.hot)
         self.optimizers = Optimizers(self.model, config.embedding_optimizer, config.dense_optimizer, config.schedule)
         self.state = RunState(config, self.source, self.model, self.optimizers, ranks, self.hot)
@@ -122,16 +135,20 @@ class Trainer:
         return self.metrics.step_seconds
 
     @property
-    def total_steps(self) -> int:
-        """Steps of the whole run, those before a resume included."""
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, those before a resume included; None: nobody knows yet."""
         left = self.stream.num_steps
         limits = [self.config.train.max_steps, None if left is None else self._first_step + left]
-        return min(limit for limit in limits if limit is not None)
+        return self.steps if self._has_ended else min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def is_over(self) -> bool:
         """True after the last step of the whole run, which may be an earlier one than planned."""
-        return self.steps >= self.total_steps or bool(self.best.stop_reason)
+        return self._is_last or bool(self.best.stop_reason)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.total_steps is not None and self.steps >= self.total_steps
 
     def train(self) -> Iterator[Report]:
         """Train to the end of the run, or until a rank is asked to stop, and yield reports on the way.
@@ -155,6 +172,7 @@ class Trainer:
         if judges and not self.is_over and self.best.progress.step != self.steps:
             yield from self._evaluate_if_due()  # the run before was stopped in this evaluation
         while not self.is_over and not self.supervision.must_stop:
+            self._take_files()
             yield from self._evaluate_windows()
             if self.supervision.must_stop:
                 break
@@ -162,7 +180,10 @@ class Trainer:
             try:
                 upcoming = self.upcoming.next()
             except StopIteration:
-                break
+                if self.following is None:
+                    break
+                yield from self._wait_for_files(self.following)
+                continue
             with upcoming as batch:
                 skipped = self.step(batch)
             self.supervision.beat()
@@ -173,7 +194,7 @@ class Trainer:
                     yield from self._evaluate_if_due()
                 continue
             self.metrics.add_seconds(time.perf_counter() - started)
-            is_last = self.steps == self.total_steps
+            is_last = self._is_last
             if is_last or self.steps % self.config.train.log_every == 0:
                 yield self.report()
                 yield from self._count_bad_rows()
@@ -186,6 +207,25 @@ class Trainer:
             if not judges:  # the save first: in an evaluation a rank may die
                 yield from self._evaluate_if_due()
             yield from self._saves.finished()
+
+    def _take_files(self) -> None:
+        """Take the next file of a folder that is followed, before look-ahead runs out of samples."""
+        if self.following is not None:
+            batches = self.config.lookahead + self.config.data.prefetch_batches + _ENTERING
+            ahead = batches * global_batch(self.config, self.ranks.world_size)
+            with self._input_failure.noting():
+                self.following.take(self.position.global_sample, ahead)
+
+    def _wait_for_files(self, following: FolderFollower) -> Iterator[Report]:
+        """No batch is whole yet: wait a moment, and do what is due meanwhile."""
+        yield from self._publish_if_due()
+        yield from self._saves.finished()
+        left = following.source.num_samples - self.position.global_sample
+        if left < global_batch(self.config, self.ranks.world_size):  # else a file was just taken
+            with self._input_failure.noting():
+                self._has_ended = not following.wait()
+        self.supervision.beat()
+        self.supervision.agree(self.ranks)
 
     def _begin_publishing(self) -> Iterator[PublicationReport]:
         if self.publisher is not None:
@@ -206,7 +246,7 @@ class Trainer:
     def _evaluate_if_due(self) -> Iterator[EvalReport]:
         every = self.config.train.eval_every
         is_due = self.steps % every == 0 if every else self.config.judges and self.stream.ends_epoch(self.position)
-        if is_due and 0 < self.steps < self.total_steps and self._evaluated != self.steps:
+        if is_due and self.steps > 0 and not self._is_last and self._evaluated != self.steps:
             yield from self._evaluate()
 
     def _evaluate(self) -> Iterator[EvalReport]:
@@ -222,19 +262,25 @@ class Trainer:
     def _evaluate_windows(self) -> Iterator[WindowReport]:
         """In time order, evaluate the windows whose first sample is in the next global batch, none of which has
         trained; those that are left where a rank was asked to stop are evaluated by the run that goes on."""
-        if (windows := self.source.held_out.windows) is None:
-            return
-        position = self.position.global_sample
-        size = global_batch(self.config, self.ranks.world_size)
-        first, last = np.searchsorted(windows.firsts, [position, position + size]).tolist()
-        for window in range(max(self._next_window, first), last):
+        for window in self._windows_due():
             started = time.perf_counter()
-            if (quality := self._quality_of(WindowSource(self.source, window))) is None:
+            if (found := self._evaluation_of(window.source)) is None:
                 return
-            self._next_window = window + 1
-            seconds = time.perf_counter() - started
-            late = int(windows.late[window])
-            yield WindowReport(self.steps, window, windows.name(window), late, quality, seconds)
+            self._next_window = window.number + 1
+            what = (self.steps, window.number, window.start, window.late, found.quality)
+            yield WindowReport(*what, time.perf_counter() - started, found.slices)
+
+    def _windows_due(self) -> list[WindowAhead]:
+        if not self.config.data.is_in_time_order:
+            return []
+        position = self.position.global_sample
+        place = position, position + global_batch(self.config, self.ranks.world_size)
+        if self.following is None:
+            found = windows_between(self.source, *place)
+        else:
+            with self._input_failure.noting():
+                found = iter(self.following.windows_between(*place))
+        return [window for window in found if window.number >= self._next_window]
 
     @property
     def _must_save(self) -> bool:
@@ -290,7 +336,8 @@ class Trainer:
             if self.config.lookahead:
                 args = (self.model, self.optimizers.dense, device, depths.lookahead, depths.prefetch)
                 pipeline = LookAheadPipeline(*args, features=features_of(self.model))
-            self._upcoming = Steps(self.stream, self.total_steps - self.steps, device, pipeline, self._input_failure)
+            left = None if self.total_steps is None else self.total_steps - self.steps
+            self._upcoming = Steps(self.stream, left, device, pipeline, self._input_failure)
         return self._upcoming
 
     def step(self, batch: Batch) -> SkippedBatchReport | None:
@@ -300,7 +347,7 @@ class Trainer:
         """
         with divided_once(self.config, self.plan):
             self.optimizers.begin_step(self.steps)
-            if self.config.model.dropout:
+            if self.config.model.drops:
                 seed_masks(self.config.train.seed, self.steps, self.ranks.rank)
             with stage("forward"), self._autocast():
                 loss, (_, outputs, labels) = self.model(batch)
@@ -320,8 +367,10 @@ class Trainer:
 
     def _check_loss(self, loss: Tensor, predicted: Predicted, batch: Batch) -> str:
         """Return why the batch must be skipped; empty where it trains. Ranks learn here which of them must stop."""
-        exact = in_float64(self.target, loss, *predicted)
-        problem = self.loss_monitor.add(self.steps + 1, exact, batch, signal=self.supervision.signal)
+        learns_weights = self.config.model.label_weighting != "fixed"
+        exact = loss if learns_weights else in_float64(self.target, loss, *predicted)
+        sums = label_sums(self.target, *predicted)
+        problem = self.loss_monitor.add(self.steps + 1, exact, batch, signal=self.supervision.signal, sums=sums)
         self.supervision.note_agreed(self.loss_monitor.signal)
         return problem
 
@@ -334,6 +383,7 @@ class Trainer:
             samples=self.samples,
             global_batch=global_batch(self.config, self.ranks.world_size),
             loss=self.loss_monitor.mean(),
+            label_losses=dict(zip(self.target.labels, self.loss_monitor.label_means(), strict=False)),
             batches=None if schedule is None else dict(schedule.num_trained),
             learning_rate_factor=self.optimizers.factor or 1.0,
         )
@@ -344,12 +394,14 @@ class Trainer:
         None: a rank was asked to stop meanwhile.
         """
         started = time.perf_counter()
-        quality = self._quality_of(self.source)
-        return None if quality is None else EvalReport(self.steps, quality, time.perf_counter() - started)
+        if (found := self._evaluation_of(self.source)) is None:
+            return None
+        seconds = time.perf_counter() - started
+        return EvalReport(self.steps, found.quality, seconds, slices=found.slices, curves=found.curves)
 
     @counted_as_other()
-    def _quality_of(self, source: Source) -> AnyQuality | None:
-        """Return the quality on the held-out samples of a source; None: a rank was asked to stop meanwhile."""
+    def _evaluation_of(self, source: Source) -> Evaluation | None:
+        """Return what the held-out samples of a source say; None: a rank was asked to stop meanwhile."""
         with open_stream(self.config, source, self.ranks, None, None) as stream:
             batches = self._input_failure.watch(shortest(stream, self.ranks.device))
             batches = until_stopped(batches, self.supervision, self.ranks)
@@ -358,7 +410,7 @@ class Trainer:
                 predictions.add(predicted)
             if source is self.source:  # bad rows of windows count when they train
                 self.bad_rows.add(stream, "eval")
-        return None if self.supervision.agree(self.ranks) else predictions.quality(self.ranks)
+        return None if self.supervision.agree(self.ranks) else self._evaluator.judge(predictions, source)
 
     def save(self) -> SaveReport:
         """Write a checkpoint of all state that the rest of the run depends on, and wait until it is complete.
@@ -413,6 +465,8 @@ class Trainer:
         self.loss_monitor = self._make_loss_monitor()
         self.metrics.forget()
         self.stream.close()
+        if self.following is not None:
+            self.following.start_at(comparison.stream.global_sample)
         self.stream = self._open_stream(comparison.stream)
         if manifest is not None:
             self.state.run_id = manifest.run_id
@@ -423,6 +477,8 @@ class Trainer:
     def close(self) -> None:
         """End the threads that parse ahead, and wait for a save."""
         self.stream.close()
+        if self.following is not None:
+            self.following.close()
         if self._upcoming is not None:
             self._upcoming.close()
         self._saves.forget()

@@ -12,6 +12,7 @@ from typing import Any
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.data import Source, StreamState
+from embershard.data.sources.followed import FollowedSource
 from embershard.distributed import (
     Ranks,
     TensorBlocks,
@@ -135,6 +136,8 @@ class RunState:
             "rank_batch_size": self._rank_batch_size,
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
+        if isinstance(self._source, FollowedSource):
+            scalars["followed"] = self._source.state_at(position.global_sample)
         if published is not None:
             scalars["published"] = published
         frozen = freeze(self.model)
@@ -142,7 +145,7 @@ class RunState:
             for rows in frozen:
                 on_error.callback(rows.close)
             with without_flushes(self.model):  # rows are written back already, and made while they are written
-                tensors = without_empty(self._tensors())
+                tensors = without_empty(self.tensors())
             if contents := saved_contents(self.model, self._ranks.rank):
                 tensors[_CACHE] = contents
             blocks = TensorBlocks(tensors, frozen, copy_bytes)
@@ -167,7 +170,7 @@ class RunState:
         dense_optimizer = self._optimizers.dense
         dense_optimizer.init_state()  # its tensors must exist to be loaded into
         dense_optimizer.zero_grad()
-        tensors = self._tensors()
+        tensors = self.tensors()
         with without_known_warnings():
             num_rows = {name: value.size(0) for name, value in tensors["model"].items() if value.dim()}
             states = RowStates(tensors[_STATES], saved_sizes(checkpoint, _STATES), num_rows)
@@ -183,7 +186,8 @@ class RunState:
         self._config, self._identity = comparison.config, comparison.identity
         self.changes = (*saved.changes, *comparison.changes)
 
-    def _tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
+        """Return the tensors of a checkpoint, by group: references, which a load fills."""
         return {
             "model": self.model.state_dict(),
             _STATES: self.model.fused_optimizer.state_dict()["state"],

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from embershard.data import Source, StreamState
+from embershard.data.sources.followed import FollowedSource
 from embershard.data.time_config import TimeConfig
 from embershard.decoding import decode, field_types
 from embershard.distributed import damaged_scalars, read_scalars, step_of
@@ -33,7 +34,11 @@ from embershard.training.config import RunConfig
 from embershard.training.quality.best import EvaluationProgress
 
 #: Of checkpoints of earlier versions, which had no other order.
-_EARLIER = {ORDER: PLAIN, **{f"data.time.{each.name}": each.default for each in fields(TimeConfig)}}
+_EARLIER = {
+    ORDER: PLAIN,
+    "data.follow": False,
+    **{f"data.time.{each.name}": each.default for each in fields(TimeConfig)},
+}
 #: Parts of a position that every checkpoint has.
 _POSITION = ("epoch", "global_sample", "seed")
 
@@ -54,6 +59,7 @@ class SavedRun:
             kept the samples per step; None where they gave these, and in earlier versions.
         evaluations: what those up to this step have shown; None in earlier versions.
         published: number and token of the publication of this state; None where there was none.
+        followed: number and checksum of the files of a followed folder that have trained; None without one.
 
     Raises:
         CheckpointError: a number is out of its range, or a generator's state is missing or damaged.
@@ -70,6 +76,7 @@ class SavedRun:
     rank_batch_size: int | None = None
     evaluations: EvaluationProgress | None = None
     published: dict[str, Any] | None = None
+    followed: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         numbers = {"step": self.step, "samples": self.samples, "world_size": self.world_size}
@@ -128,8 +135,9 @@ class SavedRun:
                 "Resume with the config and data it was written with."
             )
 
-    def check_position(self, checkpoint: Path, num_samples: int, *, same_data: bool = True) -> None:
-        """Raise unless the position is within training data of `num_samples` per epoch.
+    def check_position(self, checkpoint: Path, source: Source, *, same_data: bool = True) -> None:
+        """Raise unless the position is within the training data of `source`; of a folder that is followed, within the
+        files that it trained on.
 
         Args:
             same_data: False if the epochs before had other data.
@@ -137,6 +145,9 @@ class SavedRun:
         Raises:
             CheckpointError: with both sides.
         """
+        if isinstance(source, FollowedSource):
+            source.check_state(checkpoint, self.followed)
+        num_samples = source.chunks("train").num_samples
         at, most = self.stream.global_sample, self.stream.epoch * num_samples + self.stream.global_sample
         if at > num_samples or (same_data and self.samples > most):
             raise CheckpointError(
@@ -189,7 +200,7 @@ def compare(
     if refused := [change for change in found if change.key not in allowed]:
         raise CheckpointError(f"{checkpoint} was saved by a run with other settings:\n{refusal(refused)}")
     same_data = not any(change.key.startswith("data.") for change in found)
-    saved.check_position(checkpoint, source.chunks("train").num_samples, same_data=same_data)
+    saved.check_position(checkpoint, source, same_data=same_data)
     notes = [f"Changed, as allowed: {change.key} was {change.saved} and is {change.now} now." for change in found]
     if kept != config:
         notes.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from pathlib import Path
 import torch
 
 from embershard.distributed import Ranks, check_disk
-from embershard.errors import ConfigError
+from embershard.distributed.publish.published import published
+from embershard.errors import ConfigError, os_problem
 from embershard.machine import HostMemory, host_memory
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
+from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.memory_needs import MemoryNeeds, RanksHere, memory_needs
 from embershard.training.fit.model_size import model_size, table_rows
 from embershard.units import size
@@ -110,6 +113,8 @@ class MemoryChanges:
     def _fewer_rows(self) -> Iterator[str]:
         data = self._config.data
         if data.kind == "synthetic":
+            if data.has_ids:  # by the scale, other tables would take ids
+                return
             if scale := self._most(self._with_scale, data.synthetic.scale):
                 total = sum(table_rows(self._with_scale(scale)).values())
                 yield f"--set data.synthetic.scale={scale:g} ({total:,} of {sum(self._rows.values()):,} rows)"
@@ -174,17 +179,23 @@ class MemoryChanges:
 _CACHED_ROW_BYTES = 16
 
 
-def check_disk_for_run(config: RunConfig, plan: Plan | None, folder: Path, total_steps: int, ranks: Ranks) -> None:
-    """Raise unless all checkpoints of a run of so many steps can be written to `folder`. Collective.
+def check_disk_for_run(
+    config: RunConfig, plan: Plan | None, folder: Path, total_steps: int | None, ranks: Ranks
+) -> None:
+    """Raise unless all checkpoints of a run of so many steps, or of steps without end, can be written to `folder`.
+    Collective.
 
     Raises:
         CheckpointError: with the space that is needed, and that there is.
     """
+    total_steps = sys.maxsize if total_steps is None else total_steps
     num_saves = total_steps if config.keeps_best else config.checkpoint.num_saves(total_steps)
     if not num_saves:
         return
     size = model_size(config, table_rows(config))
     save_bytes = size.table_bytes + size.dense_state_bytes  # gradients are not saved, parameters are
+    rows = table_rows(config)
+    save_bytes += sum(rules.saved_row_bytes * rows[table] for table, rules in id_rules(config).items())
     if config.cache.enabled:
         ratio = config.cache.slot_ratio or 1
         slots = round(size.num_rows * ratio) if plan is None else sum(pool.slots for pool in plan.pools)
@@ -194,8 +205,49 @@ def check_disk_for_run(config: RunConfig, plan: Plan | None, folder: Path, total
 
 
 def _mapped_bytes(config: RunConfig, plan: Plan | None, folder: Path, ranks: Ranks) -> int:
-    """Return the bytes that the rows of this machine's ranks will take on the disk of the checkpoints."""
-    rows_folder = config.cache.host_dir
-    if rows_folder is None or disk_of(Path(rows_folder)) != disk_of(folder):
-        return 0
-    return memory_needs(config, table_rows(config), RanksHere.of(ranks), plan).disk_bytes
+    """Return the bytes that the rows of this machine's ranks, and bases, will take on the disk of the checkpoints."""
+    found, rows_folder, published = 0, config.cache.host_dir, config.publish.folder
+    if rows_folder is not None and disk_of(Path(rows_folder)) == disk_of(folder):
+        found += memory_needs(config, table_rows(config), RanksHere.of(ranks), plan).disk_bytes
+    if published is not None and disk_of(Path(published)) == disk_of(folder):
+        found += max(0, _bases_bytes(config) - _bytes_of_bases(Path(published)))
+    return found
+
+
+def check_disk_for_publications(config: RunConfig, ranks: Ranks) -> None:
+    """Raise unless the bases of a run can be written to `publish.folder`. Deltas are as large as what is trained, which
+    nobody knows before. Collective.
+
+    Raises:
+        ConfigError: on all ranks, with the figures.
+    """
+    if config.publish.folder is not None:
+        folder = Path(config.publish.folder)
+        ranks.from_first(lambda: _check_space_for_bases(config, folder))
+
+
+def _check_space_for_bases(config: RunConfig, folder: Path) -> None:
+    try:
+        there, free = _bytes_of_bases(folder), shutil.disk_usage(_existing(folder)).free
+    except OSError as error:
+        raise ConfigError(f"publish.folder: {os_problem(error)}; choose another folder.") from error
+    needed = _bases_bytes(config) - there
+    if needed > free:
+        raise ConfigError(
+            f"publish.folder: {folder} needs {size(needed)} more for bases, beside deltas, and {size(free)} are free. "
+            "Free some, choose a folder on a larger disk, lower publish.keep_bases, or set publish.dtype = fp16."
+        )
+
+
+def _bases_bytes(config: RunConfig) -> int:
+    """Return the most bytes that bases, and the checkpoint that the first one is made of, take at one time."""
+    model, publish = model_size(config, table_rows(config)), config.publish
+    number_bytes = 2 if publish.dtype == "fp16" else 4
+    base = number_bytes * sum(table.rows * table.dim for table in model.tables) + model.dense_parameter_bytes
+    count = 1 if publish.base_every is None else publish.keep_bases + 1
+    return max(count * base, base + model.table_bytes + model.dense_state_bytes)
+
+
+def _bytes_of_bases(folder: Path) -> int:
+    files = (path for _, base in published(folder, "base") for path in base.rglob("*"))
+    return sum(path.stat().st_size for path in files if path.is_file())

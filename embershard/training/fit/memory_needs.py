@@ -114,10 +114,13 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         arriving = [_arriving(shard, lookups[shard.table.table], shape) for shard in cacheable]
         memory = rank_memory(model, cacheable, slots, shape, arriving, per_sample)
         device.append(Counter(memory.device))
+        if config.publish.folder is not None:
+            device[-1]["marks"] = sum(shard.rows for shard in cacheable if shard.kernel == "cached")
+            host["compared"] += _compared_bytes(here, is_first=not ranks.first and len(device) == 1)
         cached = [shard for shard in here if shard.kernel == "cached"]
         host["weights"] += sum(shard.rows * shard.table.weight_bytes(shard.columns) for shard in cached)
         host["optimizer_states"] += sum(shard.rows * shard.table.optimizer_bytes(shard.columns) for shard in cached)
-        host["scores"] += memory.host["scores"]
+        host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps")})
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         host["runtime"] += _RUNTIME_BYTES
     rows_bytes, disk_bytes = host["weights"] + host["optimizer_states"], 0
@@ -168,6 +171,16 @@ def _slots(config: RunConfig, shards: Sequence[PlacedShard], shape: RunShape) ->
         key: slots_without_plan(config.cache, pool_memory(members, shape), elements[key], of_module[modules[key]] or 1)
         for key, members in pools.items()
     }
+
+
+def _compared_bytes(shards: Sequence[PlacedShard], is_first: bool) -> int:
+    """Return the host memory of a rank for copies of tables outside of caches, with which publications compare them.
+    Those that all ranks have are compared by the first."""
+    return sum(
+        shard.rows * (shard.table.weight_bytes(shard.columns) + 1)
+        for shard in shards
+        if shard.kernel == "device" or (shard.kernel == "replicated" and is_first)
+    )
 
 
 def _arriving(shard: PlacedShard, lookups: int, shape: RunShape) -> float:

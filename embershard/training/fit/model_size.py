@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from embershard.data import schema_of
 from embershard.models import ModelTable, model_tables, num_parameters
-from embershard.models.dense_size import DenseSize
+from embershard.models.dense_size import DenseSize, hstu_sample
 from embershard.sharding.shards import groups_of
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
+from embershard.training.fit.id_rules import id_rules
 
 _FLOAT_BYTES = 4
 _FLOPS_PER_PARAMETER = 6  # a multiply-add in the forward, two in the backward
@@ -26,7 +27,9 @@ def tables_of_run(config: RunConfig) -> tuple[ModelTable, ...]:
 
 def table_groups(config: RunConfig) -> dict[str, str]:
     """Return the group of each table, by its name: see `groups_of`."""
-    return groups_of({table.name: (table.module, table.pooling) for table in tables_of_run(config)})
+    ids = id_rules(config)
+    places = {table.name: (table.module, table.pooling, table.name in ids) for table in tables_of_run(config)}
+    return groups_of(places)
 
 
 def table_rows(config: RunConfig) -> dict[str, int]:
@@ -42,13 +45,14 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     """Return the size of the config's model over tables with these rows.
 
     The dense part of a model with a history, or of one's own, is estimated from its parameters: what a sample
-    computes and keeps depends on the lengths of its sequences.
+    computes and keeps depends on the lengths of its sequences. That of HSTU is for full histories.
 
     >>> model_size(RunConfig(), table_rows(RunConfig())).num_rows
     337648
     """
     tables, groups = {table.name: table for table in tables_of_run(config)}, table_groups(config)
     flops, parameters, activations = _dense_part(config)
+    ids = id_rules(config)
     return ModelSize(
         tables=tuple(
             TableSize(
@@ -60,6 +64,8 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
                 group=groups[name],
                 is_sequence=tables[name].is_sequence,
                 num_features=len(tables[name].features),
+                buckets=ids[name].buckets_of(name, count).num_buckets if name in ids else 0,
+                id_map_bytes=ids[name].row_bytes if name in ids else 0,
             )
             for name, count in rows.items()
         ),
@@ -76,8 +82,14 @@ def _dense_part(config: RunConfig) -> tuple[float, int, float]:
     if config.model.is_torchrecs:
         return torchrec_dense_part(config, schema.num_dense, len(schema.sparse), len(schema.target.labels))
     parameters = num_parameters(config.model, schema)
-    kept = sum(table.dim * len(table.features) for table in tables_of_run(config))
-    return float(_FLOPS_PER_PARAMETER * parameters), _FLOAT_BYTES * parameters, 4.0 * _FLOAT_BYTES * kept
+    kept = 4.0 * sum(table.dim * len(table.features) for table in tables_of_run(config))
+    flops = float(_FLOPS_PER_PARAMETER * parameters)
+    if config.model.arch == "hstu":
+        num_contexts = len(schema.sparse) - len(config.model.event_features) + (schema.num_dense > 0)
+        flops, kept = hstu_sample(
+            config.model, num_contexts, config.train.batch_size or config.train.rank_batch_size(1)
+        )
+    return flops, _FLOAT_BYTES * parameters, _FLOAT_BYTES * kept
 
 
 def torchrec_dense_part(

@@ -64,7 +64,7 @@ class BestModel:
     """
 
     def __init__(self, config: RunConfig, target: Target, checkpoints: Path | None, ranks: Ranks) -> None:
-        self._judge = Judge.of(config.train.metric, target)
+        self._judge = Judge.of(config.train.metric, target, config.metrics.more)
         self._patience = config.train.early_stopping
         self._folder, self._ranks, self._keeps = checkpoints, ranks, config.keeps_best
         self.progress = EvaluationProgress(self._judge.metric)

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from embershard.cache.ids.id_map import IdCounts
 from embershard.cache.statistics import CacheReport, TableStats
 from embershard.data import Target
 from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.pipeline import LookAheadStats
-from embershard.run_result import CacheTotals
-from embershard.sharding.torchrec import cache_stats, pools_by_module
+from embershard.run_result import CacheTotals, IdTotals
+from embershard.sharding.torchrec import cache_stats, id_counts, pools_by_module
 from embershard.sharding.torchrec.modes.hot_cold import hot_totals
 from embershard.training.quality.metrics import Predicted, PredictionBuffer
 from embershard.training.quality.reports import TrainReport
@@ -186,23 +187,63 @@ class TrafficReader:
         return {**asdict(total), "ranks": [{"rank": rank, **asdict(sent)} for rank, sent in enumerate(per_rank)]}
 
 
+class IdReader:
+    """Reads what became of the ids of tables that take any, on all ranks. Its methods are collective."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self._has_ids = any(ranks.all_gather_objects(bool(id_counts(model))))
+        self._last = self._counts()
+
+    def since_last(self) -> dict[str, IdTotals]:
+        """Return what happened since the last call, or since this was made, by table."""
+        last, self._last = self._last, self._counts()
+        return {table: _id_totals(counts, last[table]) for table, counts in self._last.items()}
+
+    def totals(self) -> dict[str, IdTotals]:
+        """Return what happened since the model was built, or a state was loaded."""
+        return {table: _id_totals(counts, IdCounts()) for table, counts in self._counts().items()}
+
+    def _counts(self) -> dict[str, IdCounts]:
+        if not self._has_ids:
+            return {}
+        mine = {table: astuple(counts) for table, counts in id_counts(self._model).items()}
+        by_table: dict[str, list[tuple[int, ...]]] = {}
+        for of_rank in self._ranks.all_gather_objects(mine):
+            for table, counts in of_rank.items():
+                by_table.setdefault(table, []).append(counts)
+        return {table: IdCounts(*map(sum, zip(*by_table[table], strict=True))) for table in sorted(by_table)}
+
+
+def _id_totals(counts: IdCounts, last: IdCounts) -> IdTotals:
+    evicted = counts.evicted - last.evicted
+    return IdTotals(
+        live=counts.live,
+        admitted=counts.admitted - last.admitted,
+        evicted=evicted,
+        refused=counts.refused - last.refused,
+        evicted_age=(counts.evicted_age - last.evicted_age) / evicted if evicted else None,
+    )
+
+
 class StepMetrics:
     """Figures of the steps that this process trains: quality, speed, what caches and links move. All ranks call its
     methods in the same order.
 
     Attributes:
-        cache_reader, traffic_reader: of all ranks.
+        cache_reader, traffic_reader, id_reader: of all ranks.
         step_seconds: of each step.
     """
 
     def __init__(self, model: nn.Module, target: Target, ranks: Ranks) -> None:
-        self._target, self._ranks = target, ranks
+        self._model, self._target, self._ranks = model, target, ranks
         self.cache_reader, self.traffic_reader = CacheReader(model, ranks), TrafficReader(ranks)
         self.step_seconds = array("d")
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, behind a resume: forget predictions, and steps that were not reported."""
+        """Begin anew, behind a resume: forget predictions, and steps that were not reported. Collective."""
+        self.id_reader = IdReader(self._model, self._ranks)
         self._newest = PredictionBuffer(self._target, WINDOW_SAMPLES)
         self._num_reported = len(self.step_seconds)
 
@@ -227,6 +268,7 @@ class StepMetrics:
         samples: int,
         global_batch: int,
         loss: float,
+        label_losses: dict[str, float | None],
         batches: dict[str, int] | None,
         learning_rate_factor: float,
     ) -> TrainReport:
@@ -240,6 +282,7 @@ class StepMetrics:
             epoch=epoch,
             samples=samples,
             loss=loss,
+            label_losses=label_losses,
             batches=batches,
             quality=self._newest.quality(self._ranks),
             samples_per_second=len(seconds) * global_batch / sum(seconds),
@@ -249,4 +292,5 @@ class StepMetrics:
             write_backs=cached.write_backs / rank_steps,
             learning_rate_factor=learning_rate_factor,
             sent_bytes=self.traffic_reader.since_last().over(rank_steps),
+            ids=self.id_reader.since_last(),
         )

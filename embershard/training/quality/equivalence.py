@@ -21,6 +21,7 @@ from embershard.sharding.plan import Plan, TablePlacement
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
 from embershard.sharding.torchrec.planner.placement import built_pools, placements_of
 from embershard.training.config import RunConfig
+from embershard.training.fit.id_rules import refuse_ids
 from embershard.training.fit.model_size import table_groups, tables_of_run
 from embershard.training.trainer import Trainer
 
@@ -124,7 +125,8 @@ class _Runs:
         self._ranks, self._folder = ranks, folder
         self._steps = min(steps, config.train.max_steps or steps)
         train = dataclasses.replace(config.train, max_steps=self._steps, eval_every=None)
-        self._config = dataclasses.replace(config, train=train, publish=PublishConfig())
+        data = config.data.unfollowed()
+        self._config = dataclasses.replace(config, data=data, train=train, publish=PublishConfig())
         self._caches: list[CachedRun] = []
         self._num_tensors = 0
         self._stock: tuple[Any, list[float], _Tensors] | None = None  # of the last comparison, and of what it was
@@ -234,6 +236,7 @@ def _halved(plan: Plan) -> Plan:
 
 
 def _check(config: RunConfig, ranks: Ranks) -> None:
+    refuse_ids(config.data, "stock TorchRec trains rows whose ids never change")
     if not config.cache.enabled:
         raise ConfigError("cache.enabled is false: there is no cache to compare with stock TorchRec. Set it to true.")
     if config.sharding.mode != "sharded":
@@ -261,7 +264,7 @@ def _check(config: RunConfig, ranks: Ranks) -> None:
 
 def _train(trainer: Trainer, steps: int) -> Iterator[float]:
     """Train, and yield the mean loss of all ranks of each step."""
-    for _ in range(min(steps, trainer.total_steps)):
+    for _ in range(steps if trainer.total_steps is None else min(steps, trainer.total_steps)):
         with trainer.upcoming.next() as batch:
             trainer.step(batch)
         yield trainer.loss_monitor.mean()

@@ -15,7 +15,7 @@ import torch
 from embershard.data import Batch, Target
 from embershard.distributed import Ranks, complete_checkpoints
 from embershard.errors import NotFiniteError
-from embershard.models.loss import loss_of
+from embershard.models.loss import label_losses, loss_of, present
 
 #: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
 MOST_SKIPPED_IN_A_ROW = 10
@@ -23,7 +23,8 @@ MOST_SKIPPED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class _PendingLoss:
-    """A step whose losses and signals [world_size, 2] are on their way to the host: there after `event`."""
+    """A step whose losses, signals and sums of labels [world_size, 2 + 2 T] are on their way to the host: there after
+    `event`."""
 
     number: int
     batch: Batch | None
@@ -46,6 +47,18 @@ def in_float64(
     wide = None if weights is None else weights.double()
     exact = loss_of(target, outputs.detach().double(), labels.double(), wide)
     return torch.where(torch.isfinite(loss.detach()), exact, loss.detach().double())
+
+
+def label_sums(
+    target: Target, outputs: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sums of w x l of each of several labels, and how many samples have it, float64 [2 T]; of one label
+    [0]."""
+    if len(target.labels) == 1:
+        return labels.new_empty(0, dtype=torch.float64)
+    wide = None if weights is None else weights.double()
+    means = label_losses(target, outputs.detach().double(), labels.double(), wide)
+    return torch.cat([torch.stack(means) * len(labels), present(labels).sum(dim=0).double()])
 
 
 class LossMonitor:
@@ -79,11 +92,20 @@ class LossMonitor:
         self._observe = observe
         self._pending: _PendingLoss | None = None
         self._losses: list[float] = []
+        self._label_sums: list[float] = []
         self._in_a_row = self.num_skipped = self.signal = 0
 
-    def add(self, step: int, loss: torch.Tensor, batch: Batch | None = None, *, signal: int = 0) -> str:
-        """Add this rank's mean loss, a tensor [], before its backward, and the number of the signal that asked it to
-        stop. Collective.
+    def add(
+        self,
+        step: int,
+        loss: torch.Tensor,
+        batch: Batch | None = None,
+        *,
+        signal: int = 0,
+        sums: torch.Tensor | None = None,
+    ) -> str:
+        """Add this rank's mean loss, a tensor [], before its backward, the number of the signal that asked it to
+        stop, and its `label_sums`. Collective.
 
         Returns:
             Why the batch must be skipped; empty where it trains. The same on every rank.
@@ -93,7 +115,8 @@ class LossMonitor:
         """
         self._read()
         loss = loss.detach().double()
-        gathered, event = self._ranks.all_gather(torch.stack([loss, torch.full_like(loss, signal)])), None
+        mine = torch.stack([loss, torch.full_like(loss, signal)])
+        gathered, event = self._ranks.all_gather(mine if sums is None else torch.cat([mine, sums])), None
         if gathered.device.type != "cpu" and not self._skips:
             host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
             host.copy_(gathered, non_blocking=True)
@@ -126,16 +149,25 @@ class LossMonitor:
         losses, self._losses = self._losses, []
         return math.fsum(losses) / len(losses) if losses else math.nan
 
+    def label_means(self) -> list[float | None]:
+        """Return the same of each of several labels, over the samples that have it; None without any."""
+        self._read()
+        sums, self._label_sums = self._label_sums, []
+        count = len(sums) // 2
+        return [total / found if found else None for total, found in zip(sums[:count], sums[count:], strict=True)]
+
     def _read(self) -> str:
         step, self._pending = self._pending, None
         if step is None:
             return ""
         if step.event is not None:
             step.event.synchronize()
-        losses, signals = step.losses.T.tolist()
+        losses, signals, *sums = step.losses.T.tolist()
         self.signal = max(self.signal, *map(int, signals))
         if all(map(math.isfinite, losses)):
             self._losses.append(math.fsum(losses) / len(losses))
+            before = self._label_sums or [0.0] * len(sums)
+            self._label_sums = [math.fsum([total, *ranks]) for total, ranks in zip(before, sums, strict=True)]
             self._observe(self._losses[-1])
             self._in_a_row = 0
             return ""

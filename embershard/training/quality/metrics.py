@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, Target
+from embershard.data.schema import Task
 from embershard.distributed import Ranks, Supervision
 from embershard.training.config import TrainConfig
 from embershard.training.quality.quality import AnyQuality, LabelQualities, Quality, RegressionQuality
+from embershard.training.quality.ranking import by_group
 
 #: Least distance of a prediction from 0 and 1 in logarithms, as in TorchRec's metrics.
 ETA = 1e-12
@@ -29,7 +32,7 @@ class Predicted(NamedTuple):
     Attributes:
         outputs: [B], or [B, T] of several labels.
         labels: of the same shape.
-        weights: [B], of the samples; None: 1 each.
+        weights: [B], of the samples, or [B, T] of each label; None: 1 each.
     """
 
     outputs: Tensor
@@ -52,6 +55,18 @@ class Predicted(NamedTuple):
             outputs, labels = outputs.squeeze(1), labels.squeeze(1)
         return Predicted(outputs, labels, weights)
 
+    def take(self, rows: Tensor) -> Predicted:
+        """Return some of the samples, by their numbers or as a mask."""
+        return Predicted(*(None if each is None else each[rows] for each in self))  # type: ignore[arg-type]
+
+    def by_label(self, target: Target) -> dict[str, Predicted]:
+        """Return what is said of each label, [B]."""
+        found = {}
+        for number, name in enumerate(target.labels):
+            columns = (each if each is None or each.dim() == 1 else each[:, number] for each in self)
+            found[name] = Predicted(*columns)  # type: ignore[arg-type]
+        return found
+
 
 class PredictionBuffer:
     """This rank's newest `capacity` predictions (None: all)."""
@@ -70,9 +85,23 @@ class PredictionBuffer:
 
     def quality(self, ranks: Ranks) -> AnyQuality:
         """Return the quality over all ranks' samples. Collective, with the same result everywhere."""
+        return judge(self._target, Predicted.of_columns(ranks.all_gather_rows(self._mine(ranks)), self._target))
+
+    def in_order(self, ranks: Ranks) -> Predicted:
+        """Return the predictions of all ranks in the order of the samples, of which each batch's are the ranks' in
+        turn, on the host. So what follows from them is the same on any number of ranks. Collective.
+
+        The buffer must have no capacity, and the parts of all batches, empty ones too.
+        """
+        sizes = torch.tensor([len(part) for part in self._parts], dtype=torch.int64, device=ranks.device)
+        batches = torch.arange(len(sizes), device=ranks.device).repeat_interleave(sizes)
+        gathered = ranks.all_gather_rows(self._mine(ranks))
+        order = ranks.all_gather_rows(batches).argsort(stable=True)
+        return Predicted.of_columns(gathered[order].cpu(), self._target)
+
+    def _mine(self, ranks: Ranks) -> Tensor:
         width = 2 * len(self._target.labels) + (self._target.weight is not None)
-        mine = torch.cat(self._parts or [torch.empty(0, width, device=ranks.device)])
-        return judge(self._target, Predicted.of_columns(ranks.all_gather_rows(mine), self._target))
+        return torch.cat(self._parts or [torch.empty(0, width, device=ranks.device)])
 
 
 def judge(target: Target, predicted: Predicted) -> AnyQuality:
@@ -81,20 +110,23 @@ def judge(target: Target, predicted: Predicted) -> AnyQuality:
     >>> judge(Target(), Predicted(torch.tensor([2.0, -1.0, 1.0]), torch.tensor([1, 0, 0]))).auc
     1.0
     """
-    judge_one = _judge_probabilities if target.task == "binary" else _judge_numbers
-    if len(target.labels) == 1:
-        return judge_one(*predicted)
-    pairs = zip(target.labels, predicted.outputs.T, predicted.labels.T, strict=True)
-    each = {name: judge_one(outputs, labels, predicted.weights) for name, outputs, labels in pairs}
-    return LabelQualities(len(predicted.labels), each)
+    labels = zip(predicted.by_label(target).items(), target.tasks, strict=True)
+    each = {name: judge_label(task, own) for (name, own), task in labels}
+    return each[target.labels[0]] if len(each) == 1 else LabelQualities(len(predicted.labels), each)
+
+
+def judge_label(task: Task, predicted: Predicted) -> Quality | RegressionQuality:
+    """Return the quality of predictions of one label, for the samples that have it: whose label is not NaN."""
+    judge_one = _judge_probabilities if task == "binary" else _judge_numbers
+    missing = predicted.labels.isnan()
+    return judge_one(*(predicted.take(~missing) if bool(missing.any()) else predicted))
 
 
 def _judge_probabilities(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Quality:
     num_samples = labels.numel()
     if not num_samples:
         return Quality(0, None, None, None, None, None)
-    # Imported here: these load torchmetrics, which takes half a second, and a run's first step need not wait for it.
-    from torchmetrics.functional.classification import binary_auroc
+    # Imported here: it loads torchmetrics, which takes half a second, and a run's first step need not wait for it.
     from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
     predictions, labels = torch.sigmoid(logits.double()), labels.double()
@@ -102,43 +134,19 @@ def _judge_probabilities(logits: Tensor, labels: Tensor, weights: Tensor | None)
     count, clicks = weight.sum(), (weight * labels).sum()
     one_class = bool(clicks == 0) or bool(clicks == count)
     entropy_bits = compute_cross_entropy(labels, predictions.clone(), weight, ETA).sum()
-    auc = None
-    if not one_class and weights is None:
-        auc = float(binary_auroc(predictions.float(), labels.long(), validate_args=False))
-    elif not one_class:
-        auc = weighted_auc(predictions.float(), labels, weight)
+    # Of single precision, as scores are written: equal ones there are equal here.
+    scores, of_all = predictions.float().cpu().numpy(), np.zeros(num_samples, np.int64)
+    areas = by_group(scores, labels.cpu().numpy(), of_all, None if weights is None else weight.cpu().numpy()).auc
     right = weight * ((predictions > 0.5) == (labels > 0.5))
     return Quality(
         samples=num_samples,
         logloss=_ratio(entropy_bits * math.log(2), count),
-        auc=auc,
+        auc=None if one_class else float(areas[0]),
         ne=None if one_class else float(compute_ne(entropy_bits, count, clicks, count - clicks, ETA)),
         accuracy=_ratio(right.sum(), count),
         # The same as torchrec.metrics' `compute_calibration`, but None where that gives 0: without clicks.
         calibration=_ratio((weight * predictions).sum(), clicks),
     )
-
-
-def weighted_auc(predictions: Tensor, labels: Tensor, weights: Tensor) -> float:
-    """Return the area under the ROC curve of predictions [N], labels [N] of 0 and 1, and weights [N]; both labels are
-    there with a weight above 0.
-
-    It is the share of the pairs of a click and another sample, each counting by the product of their weights, in which
-    the click has the larger prediction; an equal one counts half. (`torchrec.metrics.auc` takes equal predictions in
-    the order of the samples, which differs with the number of ranks: it gives 0.75 or 0.25 for labels 1, 0, 1, 0 with
-    equal predictions, or for 0, 1, 0, 1.)
-
-    >>> predictions, labels = torch.tensor([0.9, 0.2, 0.5]), torch.tensor([1.0, 0.0, 1.0])
-    >>> weighted_auc(predictions, labels, torch.tensor([1.0, 2.0, 3.0]))
-    1.0
-    """
-    distinct, places = predictions.unique(return_inverse=True)  # rising
-    sums = torch.zeros(2, len(distinct), dtype=torch.float64, device=predictions.device)
-    clicks, others = (
-        sums[row].scatter_add_(0, places, weights.double() * (labels == 1 - row).double()) for row in range(2)
-    )
-    below = others.cumsum(0) - others / 2
-    return float((clicks * below).sum() / (clicks.sum() * others.sum()))
 
 
 def _judge_numbers(outputs: Tensor, labels: Tensor, weights: Tensor | None) -> RegressionQuality:

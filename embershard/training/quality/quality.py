@@ -6,11 +6,11 @@ With weights of samples, every figure but `samples` is a mean or a sum in which 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
-from embershard.data.schema import Target
+from embershard.data.schema import Target, Task
 from embershard.errors import ConfigError
 
 
@@ -38,6 +38,9 @@ class Quality:
     calibration: float | None
     """Sum of predictions over the number of clicks: 1 is perfect; None without clicks."""
 
+    more: dict[str, float | None] = field(default_factory=dict)
+    """Those that `metrics.names` asks for beside these, by name: "gauc", "ndcg@10"."""
+
 
 @dataclass(frozen=True)
 class RegressionQuality:
@@ -58,6 +61,9 @@ class RegressionQuality:
     """1 - mean squared distance over the labels' variance: 1 is perfect, 0 is always predicting the mean label; None
     when all labels are equal."""
 
+    more: dict[str, float | None] = field(default_factory=dict)
+    """As in `Quality`."""
+
 
 @dataclass(frozen=True)
 class LabelQualities:
@@ -77,10 +83,11 @@ def quality_values(quality: AnyQuality) -> dict[str, Any]:
     {'samples': 9, 'rmse/stars': 0.5, 'mae/stars': 0.4, 'r2/stars': None}
     """
     if not isinstance(quality, LabelQualities):
-        return asdict(quality)
+        values = asdict(quality)
+        return values | values.pop("more")
     found: dict[str, Any] = {"samples": quality.samples}
     for label, each in quality.of.items():
-        found |= {f"{name}/{label}": value for name, value in asdict(each).items() if name != "samples"}
+        found |= {f"{name}/{label}": value for name, value in quality_values(each).items() if name != "samples"}
     return found
 
 
@@ -95,23 +102,47 @@ def main_values(quality: AnyQuality) -> dict[str, float | None]:
     return {quality.main: getattr(quality, quality.main)}
 
 
-def metric_names(target: Target) -> list[str]:
+#: Figures that every evaluation has, by the task; and those of groups of samples, which are means over the groups.
+OF_TASK = {
+    "binary": ("auc", "ne", "logloss", "accuracy", "calibration"),
+    "regression": ("rmse", "mae", "r2"),
+}  # fmt: skip
+GROUPED = ("gauc", "ndcg", "precision", "recall")
+
+
+def metric_names(target: Target, more: Callable[[Task], Sequence[str]] = lambda task: ()) -> list[str]:
     """Return the names of all figures of a model, `samples` left out, as `quality_values` has them.
+
+    Args:
+        more: those of each label beside those of the task.
 
     >>> metric_names(Target(("click", "buy")))[:2]
     ['logloss/click', 'auc/click']
     """
-    kind = Quality if target.task == "binary" else RegressionQuality
-    names = [each.name for each in fields(kind) if each.name != "samples"]
+    names = []
+    for task in target.tasks:
+        kind = Quality if task == "binary" else RegressionQuality
+        own = [each.name for each in fields(kind) if each.name not in ("samples", "more")]
+        names.append([*own, *(name for name in more(task) if name not in own)])
     if len(target.labels) == 1:
-        return names
-    return [f"{name}/{label}" for label in target.labels for name in names]
+        return names[0]
+    return [f"{name}/{label}" for label, own in zip(target.labels, names, strict=True) for name in own]
 
 
 #: Figures by which evaluations are compared, and whether more is better. (Calibration is best at 1.)
 MORE_IS_BETTER = {
-    "auc": True, "accuracy": True, "r2": True, "logloss": False, "ne": False, "rmse": False, "mae": False
+    "auc": True, "accuracy": True, "r2": True, "logloss": False, "ne": False, "rmse": False, "mae": False,
+    "recalibrated_ne": False, **dict.fromkeys(GROUPED, True),
 }  # fmt: skip
+
+
+def metric_of(name: str) -> str:
+    """Return the metric of a figure, by its name.
+
+    >>> metric_of("auc/click"), metric_of("ndcg@10/click")
+    ('auc', 'ndcg')
+    """
+    return name.partition("/")[0].partition("@")[0]
 
 
 @dataclass(frozen=True)
@@ -126,15 +157,18 @@ class Judge:
     metric: str
 
     @classmethod
-    def of(cls, metric: str | None, target: Target) -> Judge:
+    def of(cls, metric: str | None, target: Target, more: Callable[[Task], Sequence[str]] = lambda task: ()) -> Judge:
         """Return the judge of `train.metric`; by default of the AUC, or the RMSE.
+
+        Args:
+            more: figures beside those of the task.
 
         Raises:
             ConfigError: no model of this target has such a figure, or it has no direction.
         """
         if metric is None:
-            return cls("auc" if target.task == "binary" else "rmse")
-        names = [name for name in metric_names(target) if name.partition("/")[0] in MORE_IS_BETTER]
+            return cls("auc" if "binary" in target.tasks else "rmse")
+        names = [name for name in metric_names(target, more) if metric_of(name) in MORE_IS_BETTER]
         known = list(dict.fromkeys([name.partition("/")[0] for name in names] + names))
         if metric not in known:
             raise ConfigError(f"train.metric: got {metric!r}, needed one of {', '.join(known)}.")
@@ -150,4 +184,4 @@ class Judge:
         """Return whether a value is better than another one; an undefined one is not, and is worse than any other."""
         if value is None or than is None:
             return value is not None
-        return value > than if MORE_IS_BETTER[self.metric.partition("/")[0]] else value < than
+        return value > than if MORE_IS_BETTER[metric_of(self.metric)] else value < than

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from embershard.data.block import BadRow
 from embershard.distributed.sent_bytes import SentBytes
+from embershard.run_result import IdTotals, Slices
+from embershard.training.quality.curves import Curves
 from embershard.training.quality.quality import AnyQuality
 
 
@@ -16,9 +19,12 @@ class TrainReport:
 
     `fills`, `write_backs` (rows of the caches) and `sent_bytes` are of one rank in one step, on average.
 
-    `quality` is that of the newest samples.
+    `quality` is that of the newest samples. `label_losses`: of each of several labels, the mean of w x l over the
+    samples that have it; None without any.
 
     `batches`: in the mode "hot_cold", batches by kind that this process has trained on so far.
+
+    `ids`: of the tables that take any id, by name.
     """
 
     step: int
@@ -34,16 +40,21 @@ class TrainReport:
     write_backs: float
     learning_rate_factor: float
     sent_bytes: SentBytes
+    ids: Mapping[str, IdTotals] = field(default_factory=dict)
+    label_losses: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Quality on the held-out part; `is_best`: better than in all evaluations before, where that matters."""
+    """Quality on the held-out part, of its slices, and the curves of each label; `is_best`: better than in all
+    evaluations before, where that matters."""
 
     step: int
     quality: AnyQuality
     seconds: float
     is_best: bool = False
+    slices: Slices = field(default_factory=dict)
+    curves: dict[str, Curves] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class WindowReport:
     late: int
     quality: AnyQuality
     seconds: float
+    slices: Slices = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,6 +133,7 @@ class PublicationReport:
         name: of its folder; empty where it failed.
         rows: of a delta, in all tables.
         problem: what the user should know.
+        delay_seconds: of a delta, from its oldest update, or the publication before, until it was complete.
     """
 
     step: int
@@ -130,6 +143,7 @@ class PublicationReport:
     seconds: float
     stall_seconds: float
     problem: str = ""
+    delay_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from embershard.distributed.agreement import Agreement
+from embershard.distributed.agreement import Agreement, Supply
 from embershard.pipeline.intake import Intake
 
 Batches = list[str]
@@ -72,3 +72,13 @@ def test_a_batch_waits_while_there_is_no_room() -> None:
     assert not intake.admit(lambda batch, _: entered.append(batch))
     fill(intake, batches, entered, 2)
     assert entered == ["a", "b"]
+
+
+def test_a_batch_that_is_not_there_yet_is_asked_for_again() -> None:
+    intake, checked, entered = Intake(torch.device("cpu"), lambda batch: checked.append(batch)), Batches(), Batches()
+    batches = iter([Supply.NOT_YET, "a", Supply.NOT_YET, Supply.NOT_YET, "b"])
+    fill(intake, batches, entered, 4)
+    assert (entered, intake.is_over) == (["a"], False)
+    fill(intake, batches, entered, 2)
+    assert (entered, intake.is_over) == (["a", "b"], True)
+    assert checked == ["a", "b"]

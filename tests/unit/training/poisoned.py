@@ -49,12 +49,14 @@ class Feed:
         return getattr(self._stream, name)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self._stream:
-            self._number += 1
-            if self._number in self._poisoned:
-                batch.dense_features[3, 2] = math.nan
-            if self._number not in self._left_out:
-                yield batch
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._stream)
+        self._number += 1
+        if self._number in self._poisoned:
+            batch.dense_features[3, 2] = math.nan
+        return next(self) if self._number in self._left_out else batch
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -12,15 +12,16 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import CacheConfig
-from embershard.data import Batch, Schema, SparseFeature
+from embershard.data import Batch, Schema, SparseFeature, Target
 from embershard.models import ModelConfig, build_model
-from embershard.models.config import WITH_HISTORY, Arch
+from embershard.models.config import WITH_HISTORY, WITH_TOWERS, Arch
 from embershard.sharding.plan import TablePlacement
 from embershard.training.build import compute_in_float64, divided_once
 from embershard.training.config import RunConfig, TrainConfig
 from tests.unit.sharding.plans import make_plan
 
 SCHEMA = Schema(("x", "y"), (SparseFeature("a", 10), SparseFeature("b", 20)))
+TWO_LABELS = Target(("first", "second"))
 RANKS = 3
 ARCHS = [arch for arch in get_args(Arch) if arch not in WITH_HISTORY]
 IN_FP64 = RunConfig(train=TrainConfig(precision="fp64"))
@@ -28,7 +29,8 @@ IN_FP64 = RunConfig(train=TrainConfig(precision="fp64"))
 
 def model_of(arch: Arch, *, wide: bool) -> Any:
     torch.manual_seed(0)
-    model = build_model(ModelConfig(arch=arch, over_arch_layer_sizes=(6, 1)), SCHEMA, torch.device("cpu"))
+    schema = replace(SCHEMA, target=TWO_LABELS) if arch in WITH_TOWERS else SCHEMA
+    model = build_model(ModelConfig(arch=arch, over_arch_layer_sizes=(6, 1)), schema, torch.device("cpu"))
     for table in model.model.sparse_arch.embedding_bag_collection.to_empty(device="cpu").parameters():
         torch.nn.init.normal_(table)
     if wide:
@@ -36,9 +38,12 @@ def model_of(arch: Arch, *, wide: bool) -> Any:
     return model
 
 
-def batch() -> Batch:
+def batch(arch: Arch) -> Batch:
     features = KeyedJaggedTensor(["a", "b"], torch.arange(8), lengths=torch.ones(8, dtype=torch.int64))
-    return Batch(torch.arange(8.0).reshape(4, 2), features, torch.tensor([0.0, 1.0, 1.0, 0.0]))
+    labels = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    if arch in WITH_TOWERS:
+        labels = torch.stack([labels, 1 - labels], 1)
+    return Batch(torch.arange(8.0).reshape(4, 2), features, labels)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -48,7 +53,7 @@ def test_the_same_weights_give_closer_logits(arch: Arch) -> None:
     tables = wide.model.sparse_arch.parameters()
     assert {p.dtype for p in tables} == {torch.float32}
     assert all(torch.equal(a, b.float()) for a, b in zip(narrow.parameters(), wide.parameters(), strict=True))
-    logits, closer = (model(batch())[1][1] for model in (narrow, wide))
+    logits, closer = (model(batch(arch))[1][1] for model in (narrow, wide))
     assert (logits.dtype, closer.dtype) == (torch.float32, torch.float64)
     assert torch.allclose(logits.double(), closer, atol=1e-5)
     assert not torch.equal(logits.double(), closer)
@@ -61,7 +66,7 @@ def test_gradients_of_embeddings_are_divided_before_they_are_rounded(arch: Arch)
     for config in (RunConfig(), IN_FP64):  # with the first, TorchRec divides; here by nothing: no table is sharded
         model.zero_grad()
         with divided_once(config, None):
-            model(batch())[0].backward()
+            model(batch(arch))[0].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.model.sparse_arch.parameters()]))
     whole, divided = gradients
     assert torch.allclose(divided, whole / RANKS, rtol=1e-6, atol=0)

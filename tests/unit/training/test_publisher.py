@@ -30,7 +30,7 @@ def _own_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def differs(folder: Path, life: Life) -> str:
-    return publications._differs(Replica(folder / "published"), {**life.tables, **life.dense})
+    return publications._differs(Replica(folder / "published"), life.state())
 
 
 def test_rows_of_a_delta_that_failed_are_in_the_next(tmp_path, layers, monkeypatch):
@@ -55,6 +55,26 @@ def test_rows_of_a_delta_that_failed_are_in_the_next(tmp_path, layers, monkeypat
     life.publisher.cut(4)
     assert [report.name for report in life.publisher.end()] == ["delta_1"]
     assert not differs(tmp_path, life)
+
+
+def test_the_delay_counts_from_the_last_publication_that_succeeded(tmp_path, layers, monkeypatch):
+    now, failing, writes = [100.0], [False], write._write_tensors
+
+    def fail(*given: object) -> object:
+        if failing[0]:
+            raise OSError(28, "No space left on device")
+        return writes(*given)
+
+    monkeypatch.setattr(publisher_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(write, "_write_tensors", fail)
+    life = Life(tmp_path, None, False, 1, layers)
+    delays = []
+    for step, failing[0] in ((1, False), (2, True), (3, False)):
+        now[0] += 10
+        life._train()
+        life.publisher.cut(step)
+        delays += [report.delay_seconds for report in life.publisher.end() if report.name != "base_0"]
+    assert delays == [10, 0, 20]
 
 
 def test_a_state_is_published_once(tmp_path, layers):
@@ -102,7 +122,7 @@ def test_a_run_whose_checkpoints_are_gone_goes_on_in_its_folder(tmp_path, layers
     second.run()
     assert second.run_id == first.run_id
     replica.update()
-    assert not publications._differs(replica, {**second.tables, **second.dense})
+    assert not publications._differs(replica, second.state())
     assert replica.have.life == 1
 
 
@@ -133,8 +153,8 @@ def test_a_table_outside_of_caches_has_the_rows_that_changed():
     (found,) = table.take_touched()
     assert (found.keys.tolist(), found.first_column) == ([11, 13], 4)  # by their bits
     assert table.take_touched()[0].keys.tolist() == []
-    table.touch("t", torch.tensor([9, 10, 15, 16]))
-    table.touch("other", torch.tensor([12]))
+    table.touch("t", write.BehindRows(torch.tensor([9, 10, 15, 16])))
+    table.touch("other", write.BehindRows(torch.tensor([12])))
     assert table.take_touched()[0].keys.tolist() == [10, 15]
     rows += 1
     table.forget_touched()

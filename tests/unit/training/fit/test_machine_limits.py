@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from embershard.cache import CacheConfig
-from embershard.distributed import CheckpointConfig, Ranks
+from embershard.distributed import CheckpointConfig, PublishConfig, Ranks
+from embershard.errors import ConfigError
 from embershard.training.fit import machine_limits
-from embershard.training.fit.machine_limits import check_disk_for_run
+from embershard.training.fit.machine_limits import check_disk_for_publications, check_disk_for_run
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
-from embershard.training.fit.model_size import table_rows
+from embershard.training.fit.model_size import model_size, table_rows
+from tests.unit.distributed.publications import OneRank
 from tests.unit.training.test_trainer import make_config
 
 RANKS = Ranks(0, 1, 0, 1, torch.device("cpu"))
@@ -30,3 +33,23 @@ def test_rows_on_the_disk_of_the_checkpoints(tmp_path: Path, monkeypatch: pytest
     rows_bytes = memory_needs(config, table_rows(config), RanksHere.of(RANKS), None).disk_bytes
     assert found == [rows_bytes if case == "same disk" else 0]
     assert (rows_bytes > 0) is (case != "memory")
+
+
+def test_bases_need_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there will go, or stay."""
+    publish = PublishConfig(str(tmp_path / "published"), every_steps=5, base_every=2, keep_bases=3)
+    config = make_config(publish=publish)
+    rows = sum(table_rows(config).values()) * config.model.embedding_dim * 4
+    needed = machine_limits._bases_bytes(config)
+    assert needed == 4 * (rows + model_size(config, table_rows(config)).dense_parameter_bytes)
+    monkeypatch.setattr(machine_limits.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    with pytest.raises(ConfigError, match=r"publish\.folder: .*published needs .* more for bases.*are free"):
+        check_disk_for_publications(config, OneRank())
+    (tmp_path / "published" / "base_0").mkdir(parents=True)
+    (tmp_path / "published" / "base_0" / "x").write_bytes(b"x")
+    check_disk_for_publications(config, OneRank())
+    found: list[int] = []
+    monkeypatch.setattr(machine_limits, "check_disk", lambda *values: found.append(values[-1]))
+    saving = make_config(publish=publish, checkpoint=CheckpointConfig(every_steps=5))
+    check_disk_for_run(saving, None, tmp_path / "run", 10, RANKS)
+    assert found == [needed - 1]

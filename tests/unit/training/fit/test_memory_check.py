@@ -175,6 +175,17 @@ def test_machines_and_rows_of_files_are_proposed():
     assert "No single change" in refusal(*files, machine=limits(0.1))
 
 
+def test_publications_take_a_mark_per_cached_row_and_a_copy_of_others() -> None:
+    publishing = ("publish.folder=published", "publish.every_steps=5")
+    plain, publishes = needs_of().host, needs_of(*publishing).host
+    assert {name: publishes[name] - plain.get(name, 0) for name in publishes} == {
+        **dict.fromkeys(plain, 0), "marks": sum(table_rows(config_of()).values()),
+    }  # fmt: skip
+    uncached = needs_of("cache.enabled=false", *publishing).host
+    assert uncached["compared"] == sum(table_rows(config_of()).values()) * (16 * 4 + 1)
+    assert "marks" not in uncached
+
+
 def test_files_take_disk_in_place_of_memory():
     memory, files = needs_of(*EAGER), needs_of(*FILES)
     assert files.disk_bytes == memory.host["weights"] + memory.host["optimizer_states"]
