@@ -27,8 +27,9 @@ class Supply(IntEnum):
 
     FAILED = 0  #: its iterator raised
     ENDED = 1  #: its iterator is exhausted
-    FULL = 2  #: it has a batch, but no room for it now
-    READY = 3  #: it has a batch, and room for it
+    NOT_YET = 2  #: it has none now, and may get one
+    FULL = 3  #: it has a batch, but no room for it now
+    READY = 4  #: it has a batch, and room for it
 
 
 class Agreement:

@@ -169,7 +169,7 @@ def least_need_without_caches(request: PlanRequest) -> LeastNeed | None:
     """Find the placement that needs the least device memory with all rows on the devices: less than `least_need` where
     a batch looks up most rows, as a cache adds its maps to them. None where the budget is one of caches, or FBGEMM
     could train no such placement."""
-    if not request.budget.may_mix or not request.sharded:
+    if not request.may_mix or not request.sharded:
         return None
     shape = request.workload.shape
     found: list[Sequence[TablePlacement] | None] = [_alike(request)]
@@ -187,7 +187,7 @@ def least_need_without_caches(request: PlanRequest) -> LeastNeed | None:
 def least_need_of_some_caches(request: PlanRequest, need: LeastNeed) -> LeastNeed | None:
     """Return the need of the same placement without the caches that take more memory than all rows of their table;
     None where no table may be whole on the devices, or FBGEMM could not train it so."""
-    if not request.budget.may_mix:
+    if not request.may_mix:
         return None
     workload = request.workload
     shards_of: dict[str, list[PlacedShard]] = {}

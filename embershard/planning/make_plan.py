@@ -9,6 +9,7 @@ prediction      quick for every candidate, from counts; of the best one by repla
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
 #: Shares of the memory that the local search may fill, tried in turn.
 _ROOMS = (1.0, 0.97, 0.93, 0.87, 0.8)
+#: So far above what the search tells, a step is as it was told.
+_AS_TOLD = 0.02
 _ITERATIONS, _MORE_ITERATIONS, _MOST_FOUND = 300, 500, 3  # more where memory binds
 _ITERATIONS_PER_TABLE = 40
 #: Memory, relative to what resident tables take on average, with which no table need be cached.
@@ -178,6 +181,8 @@ def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate |
     """Size the caches of a placement as the budget allows; None where it allows too little, or where a cache cannot
     number its rows."""
     workload, limit = request.workload, request.budget.host_bytes
+    if not request.may_mix and any(table.kernel == "device" for table in tables):
+        return None
     tables = [with_exchange(workload, table) for table in tables]
     shards = place_shards(workload.model, tables, workload.shape)
     pools = split_slots(workload, shards, request.budget)
@@ -210,24 +215,27 @@ def by_local_search(request: PlanRequest, begin: Sequence[tuple[TablePlacement, 
         found = _fitting(request, replace(costs, device_limit=costs.all_bytes), _ITERATIONS, begin)
         if found:
             return found
-    costs = cost_arrays(request, resident=request.budget.may_mix, cached=True)
-    return _fitting(request, costs, _MORE_ITERATIONS if request.budget.may_mix else _ITERATIONS, begin)
+    costs = cost_arrays(request, resident=request.may_mix, cached=True)
+    return _fitting(request, costs, _MORE_ITERATIONS if request.may_mix else _ITERATIONS, begin)
 
 
 def _fitting(
     request: PlanRequest, costs: CostArrays, iterations: int, begin: Sequence[tuple[TablePlacement, ...]]
 ) -> list[Candidate]:
     """Return the best placements under these costs that fit. Costs are those of the prediction, but for the sizes of
-    caches: where no placement fits after all, the search is repeated with less memory."""
+    caches: where no placement fits after all, or all are slower than their costs say, since caches on some ranks got
+    less than the tables' mean, the search is repeated with less memory."""
     iterations = round(request.effort * min(iterations, _ITERATIONS_PER_TABLE * len(costs.tables)))
     may_shrink = costs.device_limit is not None and any(o.kernel == "cached" for own in costs.options for o in own)
+    found: list[Candidate] = []
     for room in _ROOMS if may_shrink else (1.0,):
         limit = None if costs.device_limit is None else room * costs.device_limit
         placements = local_search(replace(costs, device_limit=limit), iterations, begin=begin)[:_MOST_FOUND]
-        found = all_sized(request, [placed(request, each.tables) for each in placements])
-        if found or not placements:
-            return found
-    return []
+        found += all_sized(request, [placed(request, each.tables) for each in placements])
+        told = min((each.step_seconds for each in placements), default=math.inf)
+        if not placements or min((each.step_seconds for each in found), default=math.inf) <= (1 + _AS_TOLD) * told:
+            break
+    return found
 
 
 def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacement, ...]]:
@@ -289,9 +297,9 @@ def _without_tables(request: PlanRequest, need: LeastNeed) -> int:
 
 def _may_be_resident(request: PlanRequest) -> bool:
     """Return False if all rows cannot be on the devices, whatever the placement."""
-    limit, budget = request.budget.device_bytes, request.budget
+    limit = request.budget.device_bytes
     needed = sum(table.rows * table.row_bytes() for table in request.sharded)
-    return budget.may_mix and limit is not None and needed <= limit * request.workload.shape.world_size
+    return request.may_mix and limit is not None and needed <= limit * request.workload.shape.world_size
 
 
 def best_bound(request: PlanRequest) -> Bound | None:
@@ -300,10 +308,10 @@ def best_bound(request: PlanRequest) -> Bound | None:
         return None
     from embershard.planning.bound import lower_bound  # loads scipy's solvers
 
-    costs = cost_arrays(request, resident=request.budget.may_mix, cached=not request.budget.may_mix, at_best=True)
+    costs = cost_arrays(request, resident=request.may_mix, cached=not request.may_mix, at_best=True)
     if _fits_easily(costs):  # a cache only adds work: without a limit, none is needed
         costs = replace(costs, device_limit=None)
-    elif request.budget.may_mix:
+    elif request.may_mix:
         costs = cost_arrays(request, resident=True, cached=True, at_best=True)
     try:
         return lower_bound(costs)
@@ -379,6 +387,11 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
             "prediction counts that; give them more (--device-memory, a larger cache.ratio), or use a smaller batch."
         )
     notes += exchange_notes(workload, candidate.tables)
+    if named := [table.table for table in workload.model.tables if table.buckets]:
+        notes.append(
+            f"Hit rates of {', '.join(named[:5])}{', ...' if named[5:] else ''} are an estimate: these tables take any "
+            "id, and the profile hashes ids onto rows. They are planned by their capacity."
+        )
     if not candidate.pools:
         notes.append("All rows fit the devices: no table is cached.")
     elif has_all:

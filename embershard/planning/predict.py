@@ -282,7 +282,7 @@ def _table(workload: Workload, parts: Sequence[_Simulated]) -> TablePrediction:
         hit_rate_unique=total.hit_rate_unique,
         hit_rate_lookups=total.hit_rate_lookups,
         device_bytes=round(sum(part.device_bytes for part in parts)),
-        host_bytes=sum(host_bytes.values()),
+        host_bytes=host_bytes["rows"] + host_bytes["scores"],
         first_touches=sum(part.report.first_touches for part in parts),
         long_run_hit_rate=CacheReport.total(long_run).hit_rate_lookups,
     )

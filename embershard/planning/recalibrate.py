@@ -30,6 +30,8 @@ _COUNTED = {
 
 
 Floats = NDArray[np.float64]
+#: Weight of the difference of two steps, beside one step.
+_PAIR_WEIGHT = 3.0
 #: Kinds of work that cannot be told apart by running a few settings get one rate.
 _TIED = (
     ("fills", "write_backs"),
@@ -140,9 +142,13 @@ class Fit:
     errors: tuple[float, ...]
 
 
-def fit_rates(measured: Sequence[tuple[StepWork, float]]) -> Fit:
+def fit_rates(measured: Sequence[tuple[StepWork, float]], pairs: Sequence[tuple[int, int]] = ()) -> Fit:
     """Fit rates to pairs of a step's work and its seconds on a CPU, where the parts add up: least squares of the
     relative errors. Work that no step did gets the rate 0.
+
+    Args:
+        pairs: numbers of two steps that are alike but for a little work. What is wrong in both, since work is not all
+            that decides, cancels in their difference: it counts as much as several steps.
 
     >>> round(fit_rates([(StepWork(fills=1), 0.5), (StepWork(fills=2), 0.75)]).rates.step_overhead_seconds, 6)
     0.25
@@ -156,8 +162,12 @@ def fit_rates(measured: Sequence[tuple[StepWork, float]]) -> Fit:
     groups = [*_TIED, *((name,) for name, _, _ in TERMS if name not in tied)]
     columns = [[sum(getattr(work, name) for name in names) for work, _ in measured] for names in groups]
     seconds = np.array([value for _, value in measured])
-    matrix = np.column_stack([*columns, np.ones(len(measured))]) / seconds[:, None]
-    found = nonnegative_least_squares(matrix, np.ones(len(measured)))
+    amounts = np.column_stack([*columns, np.ones(len(measured))])
+    a, b = np.array(pairs, np.int64).reshape(-1, 2).T
+    weight = _PAIR_WEIGHT / (seconds[a] + seconds[b]) * 2
+    matrix = np.concatenate([amounts / seconds[:, None], (amounts[b] - amounts[a]) * weight[:, None]])
+    target = np.concatenate([np.ones(len(measured)), (seconds[b] - seconds[a]) * weight])
+    found = nonnegative_least_squares(matrix, target)
     rate_of = {amount: rate for amount, rate, _ in TERMS}
     values = {rate_of[name]: float(found[i]) for i, names in enumerate(groups) for name in names}
     rates = Rates(**values, step_overhead_seconds=float(found[-1]))

@@ -24,6 +24,8 @@ from embershard.sharding.sizes import ModelSize, PlacedShard, TableSize
 
 #: Of sequences, where none of the types that were asked for can shard them.
 _OF_SEQUENCES = ("table_wise", "row_wise")
+#: Of tables that take any id, whose shards have whole buckets; by rows where the ranks divide the buckets.
+_OF_IDS = ("table_wise", "row_wise")
 #: Of a column shard: FBGEMM is slow on narrow rows.
 LEAST_COLUMNS = 32
 #: A replay of fewer batches than this says too little; then counts alone must do.
@@ -261,7 +263,13 @@ class PlanRequest:
         return [table for table in self.workload.model.tables if not self._is_replicated(table)]
 
     def _is_replicated(self, table: TableSize) -> bool:
-        return table.rows <= self.replicate_rows and not table.is_sequence
+        return table.rows <= self.replicate_rows and not table.is_sequence and not table.buckets
+
+    @property
+    def may_mix(self) -> bool:
+        """Whether tables may be whole on the devices, too: the budget is not one of caches, and no table takes any id,
+        which needs a cache."""
+        return self.budget.may_mix and not any(table.buckets for table in self.workload.model.tables)
 
     @property
     def allowed(self) -> dict[str, list[str]]:
@@ -276,6 +284,9 @@ class PlanRequest:
             own = [each for each in types if is_cut or not each.is_whole_or_columns]
             if table.is_sequence:
                 own = [each for each in own if each.has_sequences] or [SHARDING_TYPES[name] for name in _OF_SEQUENCES]
+            if table.buckets:
+                fit = [SHARDING_TYPES[name] for name in _OF_IDS[: 1 if table.buckets % shape.world_size else 2]]
+                own = [each for each in own if each in fit] or fit
             if shape.exchange == "rows" and self.types is None:
                 own = [each for each in own if each.exchanges_rows]
             found[table.table] = list(self.only.get(table.table, [each.name for each in own or types]))

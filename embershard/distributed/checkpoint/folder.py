@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import CheckpointError, InvalidCheckpointError, os_problem
 from embershard.units import size
+from embershard.whole_file import sync_folder
 
 if TYPE_CHECKING:  # it loads torch
     from embershard.distributed.ranks import Ranks
@@ -151,15 +152,6 @@ def set_aside(folder: Path, step: int) -> list[str]:
     return names
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def check_disk(
     folder: Path, save_bytes: int, num_saves: int, keep_last: int, ranks: Ranks, mapped_bytes: int = 0
 ) -> None:
@@ -171,7 +163,7 @@ def check_disk(
         folder: of the checkpoints; made where it is missing.
         save_bytes: of one checkpoint, all ranks together.
         num_saves: checkpoints that the run writes; `keep_last` + 1 of them are on the disk at one time.
-        mapped_bytes: of rows that the run will put on the same disk.
+        mapped_bytes: of rows, and of publications, that the run will put on the same disk.
 
     Raises:
         CheckpointError: on all ranks, with the figures.
@@ -212,7 +204,7 @@ def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int, 
     at_once = min(num_saves + len(complete), keep_last + 1)
     needed = at_once * save_bytes - there
     if needed > free:
-        rows = f" beside {size(mapped_bytes)} of rows in cache.host_dir" if mapped_bytes else ""
+        rows = f" beside {size(mapped_bytes)} in cache.host_dir and publish.folder" if mapped_bytes else ""
         raise CheckpointError(
             f"{folder}: checkpoints need {size(needed)} more, and {size(max(0, free))} are free{rows} ({at_once} "
             f"checkpoints of {size(save_bytes)} at one time, of which {size(there)} are there). Free "

@@ -20,11 +20,12 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from embershard.distributed.checkpoint.blocks import TensorBlocks
 from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
-from embershard.distributed.checkpoint.folder import PARTIAL, checkpoint_at, leftovers, prune, sync_folder
+from embershard.distributed.checkpoint.folder import PARTIAL, checkpoint_at, leftovers, prune
 from embershard.distributed.checkpoint.load import SCALARS, causes
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
 from embershard.distributed.ranks import Ranks
 from embershard.errors import CheckpointError, FailedSaveError, os_problem
+from embershard.whole_file import sync_folder
 
 
 def save_checkpoint(

@@ -9,18 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from embershard.distributed.publish.published import (
     DENSE,
+    IDS,
     Publication,
     PublicationError,
     check_next,
     file_entries,
+    ids_behind,
+    ids_of_base,
     published,
     read_files,
     read_publication,
+    safetensors,
     verify,
 )
+from embershard.distributed.publish.published_ids import NO_ID
 from embershard.distributed.publish.write import PARTIAL, finish, sync_files
 
 _TYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -49,12 +55,17 @@ def make_base(folder: Path, seq: int | None = None) -> Publication:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         shutil.copytree(bases[-1], partial)
+        ids = ids_of_base(partial)
         for number in range(have.seq + 1, last + 1):
             path = folder / f"delta_{number}"
             delta = read_publication(path)
             check_next(delta, have, folder)
-            _write_rows(partial, path, delta)
+            files = read_files(path, delta)
+            ids = ids_behind(ids, path, delta, files)
+            _write_rows(partial, delta, files)
             have = delta
+        for name, (own, rows) in ids.items():
+            (partial / "tables" / f"{name}{IDS}").write_bytes(b"".join(safetensors({"ids": own, "rows": rows})))
         shutil.copyfile(folder / have.name / DENSE, partial / DENSE)
         about = json.loads((partial / "export.json").read_text(encoding="utf-8"))
         (partial / "export.json").write_text(json.dumps({**about, "step": have.step}, indent=1) + "\n")
@@ -66,11 +77,12 @@ def make_base(folder: Path, seq: int | None = None) -> Publication:
     return base
 
 
-def _write_rows(base: Path, path: Path, delta: Publication) -> None:
-    tensors = read_files(path, delta)
+def _write_rows(base: Path, delta: Publication, files: dict[str, dict[str, Tensor]]) -> None:
     for part in delta.parts:
-        keys, rows = (tensors[part.file][f"{part.place}.{name}"].numpy() for name in ("keys", "rows"))
+        keys, rows = (files[part.file][f"{part.place}.{name}"].numpy() for name in ("keys", "rows"))
         table = _table(base / "tables" / f"{part.table}.safetensors", delta, part.table)
+        if (changed := part.changed(files[part.file])) is not None:
+            table[changed.rows[changed.new == NO_ID].numpy()] = 0
         table[keys, part.first_column : part.first_column + part.num_columns] = rows
         table.flush()
 

@@ -22,8 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORMAT = 1
+from embershard.distributed.publish.published_ids import ChangedRows, changed_ids
+
+FORMAT = 2  # 1, where no table has ids
 MANIFEST, DENSE = "manifest.json", "dense.safetensors"
+#: What follows the name of a table of ids, in the name of the file that has them in a base.
+IDS = ".ids.safetensors"
 _NAME = re.compile(r"(base|delta)_(\d+)")
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -65,7 +69,12 @@ class DamagedError(PublicationError):
 
 @dataclass(frozen=True)
 class RowsInFile:
-    """Rows of a table, or of some of its columns, in a file: the tensors "PLACE.keys" and "PLACE.rows"."""
+    """Rows of a table, or of some of its columns, in a file: the tensors "PLACE.keys" and "PLACE.rows".
+
+    Attributes:
+        live: of a table of ids, how many of the shard have a row; "PLACE.changed", "PLACE.old" and "PLACE.new" are the
+            rows that changed hands. Else None.
+    """
 
     file: str
     place: str
@@ -73,6 +82,18 @@ class RowsInFile:
     first_column: int
     num_columns: int
     rows: int
+    live: int | None = None
+
+    def changed(self, tensors: dict[str, Tensor]) -> ChangedRows | None:
+        """Return which rows changed hands, from the tensors of its file; None of a table of row numbers.
+
+        Raises:
+            KeyError: they are not there.
+        """
+        if self.live is None:
+            return None
+        rows, old, new = (tensors[f"{self.place}.{name}"] for name in ("changed", "old", "new"))
+        return ChangedRows(rows, old, new, self.live)
 
 
 @dataclass(frozen=True)
@@ -106,7 +127,7 @@ class Publication:
     files: dict[str, tuple[int, str]]
     parts: tuple[RowsInFile, ...] = ()
     state: str = ""
-    format: int = field(default=FORMAT)
+    format: int = field(default=1)
 
     @property
     def name(self) -> str:
@@ -131,6 +152,9 @@ class Publication:
     def text(self) -> str:
         """Return the manifest's text, with its checksum."""
         values = asdict(self)
+        for part in values["parts"]:
+            if part["live"] is None:  # as before there were tables of ids
+                del part["live"]
         checksum = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
         return json.dumps({**values, "checksum": checksum}, indent=1)
 
@@ -203,8 +227,63 @@ def read_files(folder: Path, publication: Publication) -> dict[str, dict[str, Te
             raise DamagedError(f"{folder / part.file}: the rows of {part.table} are not of type {publication.dtype}")
         if part.rows and (int(keys.min()) < 0 or int(keys.max()) >= num_rows):
             raise DamagedError(f"{folder / part.file}: {part.table} has {num_rows} rows, and not all keys are such")
+        _check_changed(folder, part, tensors, num_rows)
         if part.first_column < 0 or part.first_column + part.num_columns > dim:
             raise DamagedError(f"{folder / part.file}: {part.table} has {dim} columns, and not all columns are such")
+    return found
+
+
+def _check_changed(folder: Path, part: RowsInFile, tensors: dict[str, Tensor], num_rows: int) -> None:
+    try:
+        changed = part.changed(tensors)
+    except KeyError as error:
+        raise DamagedError(f"{folder / part.file}: needed {error} of {part.table}") from None
+    problem = "" if changed is None else changed.problem(num_rows, tensors[f"{part.place}.keys"])
+    if problem:
+        raise DamagedError(f"{folder / part.file}: {part.table}: {problem}")
+
+
+def ids_of_base(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the ids of a verified base and their rows, by table.
+
+    Raises:
+        DamagedError: they are not ascending, or two have one row.
+    """
+    found = {}
+    for path in folder.glob(f"tables/*{IDS}"):
+        tensors = tensors_in(path.read_bytes())
+        ids, rows = found[path.name.removesuffix(IDS)] = tensors["ids"], tensors["rows"]
+        if (ids.diff() <= 0).any() or len(rows.unique()) < len(ids):
+            raise DamagedError(f"{path}: ids are not ascending, or two have one row")
+    return found
+
+
+def ids_behind(
+    ids: dict[str, tuple[Tensor, Tensor]], folder: Path, delta: Publication, files: dict[str, dict[str, Tensor]]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return each table's ids and their rows behind a delta.
+
+    Args:
+        ids: before it.
+        folder: of the delta.
+        files: its tensors, as `read_files` returns them.
+
+    Raises:
+        OtherChainError: it is not a delta of this state.
+    """
+    changes: dict[str, list[ChangedRows]] = {name: [] for name in ids}
+    for part in delta.parts:
+        changed = part.changed(files[part.file])
+        if (changed is not None) != (part.table in ids):
+            raise OtherChainError(f"{folder}: {part.table} has {'' if changed else 'no '}ids in it, unlike in the base")
+        if changed is not None:
+            changes[part.table].append(changed)
+    found = {}
+    for name, (own, rows) in ids.items():
+        try:
+            found[name] = changed_ids(own, rows, changes[name])
+        except (ValueError, RuntimeError) as error:
+            raise OtherChainError(f"{folder}: table {name}: {error}") from None
     return found
 
 
@@ -285,7 +364,7 @@ def safetensors(tensors: dict[str, Tensor]) -> Iterable[Any]:
     header = json.dumps(entries).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     yield struct.pack("<Q", len(header)) + header
-    for tensor in tensors.values():
+    for tensor in filter(Tensor.numel, tensors.values()):  # an empty one may have strides of 0, and then no bytes
         yield tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

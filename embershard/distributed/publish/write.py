@@ -6,12 +6,13 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from embershard.distributed.checkpoint.folder import sync_folder
 from embershard.distributed.publish.published import (
     DENSE,
     MANIFEST,
@@ -24,7 +25,9 @@ from embershard.distributed.publish.published import (
     read_publication,
     safetensors,
 )
+from embershard.distributed.publish.published_ids import ChangedRows
 from embershard.distributed.ranks import Ranks
+from embershard.whole_file import sync_folder
 
 PARTIAL = ".partial"
 Files = dict[str, tuple[int, str]]
@@ -37,12 +40,36 @@ class TouchedRows:
     Attributes:
         keys: int64 [n], row numbers in the whole table, ascending.
         rows: [n, columns], their weights.
+        changed: of a table of ids, the rows that changed hands.
     """
 
     table: str
     first_column: int
     keys: Tensor
     rows: Tensor
+    changed: ChangedRows | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BehindRows:
+    """Rows of a table in which replicas may differ from a run.
+
+    Attributes:
+        keys: int64 [n], those whose weights may differ.
+        id_rows: int64 [k], those that changed hands; none of a table of row numbers.
+        ids: int64 [k], the ids that have them in replicas.
+    """
+
+    keys: Tensor
+    id_rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    @classmethod
+    def of(cls, found: TouchedRows) -> BehindRows:
+        """Return those of a delta that replicas do not get."""
+        if found.changed is None:
+            return cls(found.keys)
+        return cls(found.keys, found.changed.rows, found.changed.old)
 
 
 def following(have: Publication, life: int, token: str, step: int) -> Publication:
@@ -98,8 +125,12 @@ def _write_own(
     name, parts, tensors = f"rows_{rank}.safetensors", list[RowsInFile](), dict[str, Tensor]()
     for number, found in enumerate(touched):
         place = str(number)
-        parts.append(RowsInFile(name, place, found.table, found.first_column, found.rows.shape[1], len(found.keys)))
+        live = None if found.changed is None else found.changed.live
+        size = (found.first_column, found.rows.shape[1], len(found.keys), live)
+        parts.append(RowsInFile(name, place, found.table, *size))
         tensors |= {f"{place}.keys": found.keys, f"{place}.rows": found.rows}
+        if (ids := found.changed) is not None:
+            tensors |= {f"{place}.changed": ids.rows, f"{place}.old": ids.old, f"{place}.new": ids.new}
     files = {name: _write_tensors(partial / name, tensors)}
     if dense is not None:
         files[DENSE] = _write_tensors(partial / DENSE, dense)
@@ -158,25 +189,36 @@ def state_at(folder: Path, seq: int) -> Publication:
     return read_publication(delta if delta.exists() else folder / f"base_{seq}")
 
 
-def touched_since(folder: Path, token: str) -> dict[str, list[Tensor]]:
-    """Return the rows of every table in deltas after the state that has the `token`, up to the newest one.
+def touched_since(folder: Path, token: str) -> dict[str, BehindRows]:
+    """Return the rows of every table in deltas after the state that has the `token`, up to the newest one; and to whom
+    these gave them last.
 
     Raises:
         PublicationError: that state is not in the chain of the newest publication, or a delta is gone or damaged.
     """
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, list[BehindRows]] = {}
     have = newest(folder)
     while have is not None and have.token != token:
         if have.kind != "delta":
             raise PublicationError(f"{folder}: the state of the checkpoint is in no chain with {have.name}")
         tensors = read_files(folder / have.name, have)
         for part in have.parts:
-            found.setdefault(part.table, []).append(tensors[part.file][f"{part.place}.keys"])
+            keys, ids = tensors[part.file][f"{part.place}.keys"], part.changed(tensors[part.file])
+            behind = BehindRows(keys) if ids is None else BehindRows(keys, ids.rows, ids.new)
+            found.setdefault(part.table, []).append(behind)
         below = state_at(folder, have.seq - 1)
         if below.link != have.parent:
             raise PublicationError(f"{folder}: {have.name} does not follow {below.name}")
         have = below
-    return found
+    return {table: _newest_of(parts) for table, parts in found.items()}
+
+
+def _newest_of(parts: Sequence[BehindRows]) -> BehindRows:
+    """Return all rows of some parts, the newest first: the first id counts."""
+    rows, ids = (torch.cat([getattr(part, name) for part in parts]).numpy() for name in ("id_rows", "ids"))
+    rows, first = np.unique(rows, return_index=True)
+    keys = torch.cat([part.keys for part in parts]).unique()
+    return BehindRows(keys, torch.from_numpy(rows), torch.from_numpy(ids[first]))
 
 
 def next_place(folder: Path) -> tuple[int, int, set[str]]:

@@ -260,7 +260,10 @@ def _rank(predicted: RankPrediction, tables: Sequence[PlannedTableComparison], r
         rank=predicted.rank,
         traffic=_traffic(numbers, measured),
         cache_device_bytes=Pair(device_bytes, None if measured is None else measured.device_bytes),
-        host_bytes=Pair(predicted.total_host_bytes, None if measured is None else measured.host_bytes),
+        host_bytes=Pair(
+            predicted.total_host_bytes - predicted.host_bytes.get("id_maps", 0),
+            None if measured is None else measured.host_bytes,
+        ),
         all_to_all_bytes=Pair(decode(StepWork, predicted.work).all_to_all_bytes, None),
         step_seconds=Pair(predicted.step_seconds, run.step_seconds),
     )

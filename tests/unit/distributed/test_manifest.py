@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from embershard.distributed import Manifest, Ranks, process_group, verify_checkpoint
 from embershard.distributed.checkpoint import manifest as manifests
 from embershard.distributed.checkpoint.digests import BlockDigests, file_entry
-from embershard.distributed.checkpoint.folder import sync_folder
 from embershard.errors import InvalidCheckpointError
+from embershard.whole_file import sync_folder
 from tests.covering import matrix
 from tests.unit.distributed.checkpoints import DAMAGES, flip_bit, make_manifest_right, save
 

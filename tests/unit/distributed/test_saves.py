@@ -207,7 +207,7 @@ def test_space_beside_mapped_rows(tmp_path, ranks, monkeypatch):
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000_000))
     check_disk(tmp_path, 1_000_000_000, num_saves=9, keep_last=2, ranks=ranks, mapped_bytes=2_000_000_000)
     with pytest.raises(
-        CheckpointError, match=r"and 953\.67 MiB are free beside 3\.73 GiB of rows in cache\.host_dir \("
+        CheckpointError, match=r"and 953\.67 MiB are free beside 3\.73 GiB in cache\.host_dir and publish"
     ):
         check_disk(tmp_path, 1_000_000_000, num_saves=9, keep_last=2, ranks=ranks, mapped_bytes=4_000_000_000)
 

@@ -294,3 +294,42 @@ def test_types_that_are_asked_for():
         assert {t.sharding for t in plan.tables} == {kind}
     only = make_plan(make_request(Budget(ratio=0.1), only={"t1": ["row_wise"]}))
     assert {t.table: t.sharding for t in only.tables}["t1"] == "row_wise"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "kinds"),
+    [
+        (1, {}, {"table_wise", "row_wise"}),
+        (2, {}, {"table_wise", "row_wise"}),
+        (2, {"types": ["column_wise", "row_wise"]}, {"row_wise"}),
+        (2, {"types": ["column_wise"]}, {"table_wise", "row_wise"}),
+        (5, {"types": ["row_wise"]}, {"table_wise"}),  # 24 buckets
+    ],
+)
+def test_tables_of_any_id_have_a_cache_and_whole_buckets(world_size, changes, kinds):
+    """A budget that holds all rows, and copies of small tables, are for tables of rows; maps are in host memory."""
+    request = make_request(
+        Budget(device_bytes=8_000_000),
+        rows=(4800, 2400, 900),
+        world_size=world_size,
+        replicate_rows=2400,
+        **{"rates": rates("cpu", world_size), "device": "cpu", **changes},
+    )
+    rows = make_plan(request).tables
+    assert {table.kernel for table in rows} == {"device", "replicated"}
+    model = request.workload.model
+    sizes = [dataclasses.replace(t, buckets=24, id_map_bytes=28, group="ids") for t in model.tables[:2]]
+    model = dataclasses.replace(model, tables=(*sizes, model.tables[2]))
+    request = dataclasses.replace(request, workload=dataclasses.replace(request.workload, model=model))
+    plan = make_plan(request)
+    check(plan, request)
+    for table in plan.tables[:2]:
+        assert (table.kernel, table.exchange) == ("cached", "pooled")
+        assert table.sharding in kinds
+        assert 24 % len(table.ranks) == 0
+    assert plan.tables[2].kernel == "replicated"
+    assert plan.prediction is not None
+    assert sum(rank.host_bytes.get("id_maps", 0) for rank in plan.prediction.ranks) == 28 * 7200
+    assert any("Hit rates of t0, t1 are an estimate" in note for note in plan.notes)
+    per_table = sum(table.host_bytes for table in plan.prediction.tables)  # compared with what caches measure
+    assert per_table == sum(rank.host_bytes["rows"] + rank.host_bytes["scores"] for rank in plan.prediction.ranks)
