@@ -12,6 +12,7 @@ from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.cache.config import CacheConfig
+    from embershard.cache.ids.config import IdTable
     from embershard.cache.statistics import TableStats
     from embershard.distributed import process_group
     from embershard.frequency.profile import FrequencyProfile
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         cache_stats,
         flush,
         host_rows_changed,
+        id_counts,
         plan_sharding,
     )
     from embershard.training.config import RunConfig
@@ -34,6 +36,7 @@ __all__ = [
     "CachedEmbeddingBagCollectionSharder",
     "CachedEmbeddingCollectionSharder",
     "FrequencyProfile",
+    "IdTable",
     "LookAheadPipeline",
     "RunConfig",
     "TableStats",
@@ -42,6 +45,7 @@ __all__ = [
     "cache_stats",
     "flush",
     "host_rows_changed",
+    "id_counts",
     "plan_sharding",
     "process_group",
 ]

@@ -5,7 +5,8 @@
     EmbershardError
     ├── ConfigError (ValueError)            a setting is wrong, missing, or has no effect
     ├── DataError (ValueError)              the input is malformed: file, row and column are named
-    │   └── IdOutOfRangeError (IndexError)  an id is not a row of its table
+    │   ├── IdOutOfRangeError (IndexError)  an id is not a row of its table
+    │   └── NoRowsError                     a file has no rows
     ├── CacheError (RuntimeError)           the cache cannot do what was asked
     │   └── CacheOverflowError              one batch needs more rows than there are slots
     ├── ShardingError (ValueError)          a plan cannot be made, or does not fit the model
@@ -51,6 +52,10 @@ class DataError(EmbershardError, ValueError):
 
 class IdOutOfRangeError(DataError, IndexError):
     """A sparse id is negative, or not smaller than its table's number of rows."""
+
+
+class NoRowsError(DataError):
+    """A file has no rows."""
 
 
 class CacheError(EmbershardError, RuntimeError):

@@ -16,6 +16,8 @@ from embershard.errors import ConfigError
 from embershard.whole_file import whole_file
 
 RESULT = "result.json"
+#: Figures of slices, by column, value and name; "samples" is one of them.
+Slices = dict[str, dict[str, dict[str, int | float | None]]]
 #: Of the file. One without "format" is of format 1.
 FORMAT = 1
 
@@ -95,6 +97,23 @@ class RunCaches(CacheTotals):
     ranks: tuple[RankCaches, ...]
     hot_rows_bytes: int = 0
     hot_lookups: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdTotals:
+    """What became of the ids of a table that takes any, on all ranks.
+
+    Attributes:
+        live: ids with a row, now.
+        admitted: times that an id got a row; `evicted`: that one lost it; `refused`: that none was free.
+        evicted_age: batches since the last use of the evicted ids, on average; None without one.
+    """
+
+    live: int
+    admitted: int
+    evicted: int
+    refused: int
+    evicted_age: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +203,7 @@ class WindowResult:
         window: its number, from 0.
         start: the time in UTC at which it begins.
         samples: of it; `late` of them are of earlier windows.
-        quality: figures by name, as those of a run.
+        quality, slices: figures, as those of a run.
     """
 
     step: int
@@ -193,6 +212,7 @@ class WindowResult:
     samples: int
     late: int
     quality: dict[str, float | None]
+    slices: Slices = field(default_factory=dict)
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> WindowResult:
@@ -233,14 +253,17 @@ class RunResult:
         samples_per_second: of all ranks; it and `step_ms` are of the steps at the speed of a long run, and None
             without a step.
         is_steady: False where the run was too short for such steps alone.
-        loss: of training, mean since the last report.
+        loss: of training, mean since the last report; `label_losses`: of each of several labels, over the samples that
+            have it.
         quality: figures of the held-out samples by name, "auc" or "auc/label"; None where one is undefined. In the
             file they stand beside the other entries. In time order, without `data.eval_path`: means over the windows.
+        slices: figures of parts of these samples.
         best: the best evaluation of a run that follows it: that whose checkpoint is kept, if `keeps_best`.
         stopped_early: by `train.early_stopping`.
         bad_rows: None where none is tolerated.
         device: "cpu" or "cuda".
         cache: None in a run without caches.
+        ids: of the tables that take any id, since the run was last resumed.
         changes: settings that resumes changed on request.
         held_out: None in files of earlier versions.
         windows: of a run in time order.
@@ -254,7 +277,9 @@ class RunResult:
     step_ms: StepTimes
     is_steady: bool
     loss: float | None
+    label_losses: dict[str, float | None] = field(default_factory=dict)
     quality: dict[str, float | None]
+    slices: Slices = field(default_factory=dict)
     eval_samples: int
     held_out: HeldOutPart | None = None
     windows: tuple[WindowResult, ...] = ()
@@ -268,6 +293,7 @@ class RunResult:
     look_ahead: LookAheadTotals | None
     sent_bytes: SentTotals
     hot_cold: HotColdTotals | None
+    ids: dict[str, IdTotals] = field(default_factory=dict)
     changes: tuple[dict[str, Any], ...] = ()
     plan: ObeyedPlan | None
     versions: dict[str, str] = field(default_factory=dict)
@@ -314,7 +340,8 @@ class RunResult:
             values = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             what = "the run has not ended, or it failed" if folder.is_dir() else "there is no such folder"
-            raise ConfigError(f"{file}: not found; {what}. Give the --run-dir of a run that ended.") from error
+            page = " Of one that goes on, there is the page (embershard report RUN -o FILE.html)." * folder.is_dir()
+            raise ConfigError(f"{file}: not found; {what}. Give the --run-dir of a run that ended.{page}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file}: cannot be read ({error}). Needed is what embershard train wrote.") from error
         if not isinstance(values, dict):

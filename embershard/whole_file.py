@@ -1,4 +1,4 @@
-"""Files that get their names when they are complete."""
+"""Files that get their names when they are complete, and names that outlast a crash."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -41,12 +41,13 @@ def main(folder: str, samples: str, seconds: str = "0") -> None:
         time.sleep(1)
 
 
-def scores(model: torch.nn.Module, samples: list, task: str) -> list:
-    """Return the scores of samples."""
+def scores(model: torch.nn.Module, samples: list, task: str | list[str]) -> list:
+    """Return the scores of samples; of several labels one each, whose tasks may differ."""
     dense, ids, offsets = model.encode(samples)
     with torch.no_grad():
         outputs = model(dense, ids, offsets)
-    return (outputs if task == "regression" else outputs.sigmoid()).tolist()
+    are_numbers = [each == "regression" for each in ([task] if isinstance(task, str) else task)]
+    return outputs.where(torch.tensor(are_numbers), outputs.sigmoid()).tolist()
 
 
 if __name__ == "__main__":

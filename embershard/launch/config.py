@@ -37,7 +37,7 @@ from embershard.errors import ConfigError
 C = TypeVar("C")
 
 #: Files in the folder of a run.
-RUN_CONFIG, METRICS, CHECKPOINTS = "config.toml", "metrics.jsonl", "checkpoints"
+RUN_CONFIG, METRICS, CHECKPOINTS, CURVES = "config.toml", "metrics.jsonl", "checkpoints", "curves.json"
 
 
 def load_config(
@@ -231,7 +231,8 @@ def _from_text(hint: Any, text: str) -> Any:
     try:
         value = toml_value(text)
     except ValueError:
-        return [item.strip() for item in text.strip("[]").split(",")] if lists else text
+        is_list = lists and (text.startswith("[") or not words)
+        return [item.strip() for item in text.strip("[]").split(",")] if is_list else text
     if words and not lists and not isinstance(value, str):
         return text  # a word that happens to look like a number
     return value

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from embershard.launch.screen import number
-from embershard.run_result import RunResult
+from rich.table import Table
+
+from embershard.launch.screen import make_table, number
+from embershard.run_result import RunResult, Slices
+from embershard.training.quality.quality import GROUPED, metric_of
 
 
 class _Metric(NamedTuple):
@@ -24,9 +27,15 @@ _METRICS = {
     "logloss": _Metric("logloss", ".4f", "held-out samples"),
     "accuracy": _Metric("accuracy", ".1%", "predictions on the label's side of 0.5"),
     "calibration": _Metric("calibration", ".3f", "predicted over real clicks: 1 is perfect"),
+    "recalibrated_ne": _Metric("recalibrated NE", ".4f", "NE of the odds times metrics.recalibration"),
+    "gauc": _Metric("GAUC", ".4f", "mean AUC of the groups, by their samples"),
+    "ndcg": _Metric("NDCG", ".4f", "mean over the groups; 1 ranks all clicks first"),
+    "precision": _Metric("precision", ".4f", "mean over the groups: clicks among the first k, over k"),
+    "recall": _Metric("recall", ".4f", "mean over the groups: clicks among the first k, of all clicks"),
 }
 _MAIN = ("auc", "rmse")  # by which a label's predictions are judged
-_IN_TABLE = ("auc", "rmse", "mae", "r2", "ne", "logloss")
+_CHOSEN = ("recalibrated_ne", *GROUPED)  # a run has them where metrics.names asks for them
+_IN_TABLE = ("auc", "rmse", "mae", "r2", "ne", "logloss", *_CHOSEN)
 
 
 class QualityFigure(NamedTuple):
@@ -48,9 +57,10 @@ def figures(values: Mapping[str, Any]) -> Iterator[QualityFigure]:
     >>> [figure.value for figure in figures({"samples": 9, "ne/buy": None, "auc/buy": 0.71234})]
     ['0.7123', 'n/a']
     """
-    for name, metric in _METRICS.items():
-        for key in _of_metric(name, values):
-            yield QualityFigure(metric.title, key.partition("/")[2], number(values[key], metric.form), metric.meaning)
+    for metric_name, metric in _METRICS.items():
+        for key in _of_metric(metric_name, values):
+            name, _, label = key.partition("/")
+            yield QualityFigure(title_of(name), label, number(values[key], metric.form), metric.meaning)
 
 
 def quality_line(values: Mapping[str, Any]) -> str:
@@ -71,34 +81,66 @@ def quality_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     >>> quality_rows({"auc/click": 0.75, "accuracy/click": 0.5})
     [('AUC click', '0.7500', 'held-out samples; 0.5 is guessing, 1 is perfect')]
     """
-    shown = {key: value for key, value in values.items() if key.partition("/")[0] in _IN_TABLE}
+    shown = {key: value for key, value in values.items() if metric_of(key) in _IN_TABLE}
     return [(f"{title} {label}".strip(), value, meaning) for title, label, value, meaning in figures(shown)]
 
 
+def slice_rows(values: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and rows of a table of samples, given by name with "samples" and their figures. Of several labels,
+    each has a row.
+
+    >>> slice_rows({"DE": {"samples": 1200, "auc": 0.75}, "FR": {"samples": 9, "auc": None}})
+    (['samples', 'AUC'], [['DE', '1,200', '0.7500'], ['FR', '9', 'n/a']])
+    """
+    known = dict.fromkeys(key for of in values.values() for key in of)
+    parts = [key.partition("/") for metric in _METRICS for key in _of_metric(metric, known)]
+    names, labels = (list(dict.fromkeys(part[place] for part in parts)) for place in (0, 2))
+    rows = []
+    for value, of in values.items():
+        for label in labels:
+            keys = [f"{name}/{label}" if label else name for name in names]
+            cells = [number(of[key], form_of(key)) if key in of else "" for key in keys]
+            rows.append([value, *([label] if len(labels) > 1 else []), number(of["samples"], ",.0f"), *cells])
+    return [*(["label"] if len(labels) > 1 else []), "samples", *map(title_of, names)], rows
+
+
+def slice_tables(slices: Slices) -> list[Table]:
+    """Return a table for each column of slices."""
+    tables = []
+    for column, values in slices.items():
+        titles, rows = slice_rows(values)
+        table = make_table(f"Held-out samples by {column}", [column], titles)
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
+    return tables
+
+
 def main_names(results: Iterable[Mapping[str, Any]], *more: str) -> list[str]:
-    """Return the names of the figures by which runs are judged, and of `more` metrics: those that any of the results
-    has, or "auc".
+    """Return the names of the figures by which runs are judged, of `more` metrics, and of those that `metrics.names`
+    asked for: those that any of the results has, or "auc".
 
     >>> main_names([{"auc": 0.7, "ne": 0.9}, {"rmse": 1.0}])
     ['auc', 'rmse']
     """
-    found = [key for result in results for name in (*_MAIN, *more) for key in _of_metric(name, result)]
+    found = [key for result in results for name in (*_MAIN, *more, *_CHOSEN) for key in _of_metric(name, result)]
     return list(dict.fromkeys(found)) or ["auc"]
 
 
 def title_of(name: str) -> str:
     """Return the title of a figure by its name.
 
-    >>> title_of("auc/click")
-    'AUC click'
+    >>> title_of("auc/click"), title_of("ndcg@10")
+    ('AUC click', 'NDCG@10')
     """
     metric, _, label = name.partition("/")
-    return f"{_METRICS[metric].title} {label}".strip()
+    metric, at, place = metric.partition("@")
+    return f"{_METRICS[metric].title}{at}{place} {label}".strip()
 
 
 def form_of(name: str) -> str:
     """Return the format of a figure by its name."""
-    return _METRICS[name.partition("/")[0]].form
+    return _METRICS[metric_of(name)].form
 
 
 def held_out_warning(results: Iterable[RunResult]) -> str:
@@ -114,4 +156,4 @@ def steady_mark(*results: RunResult) -> str:
 
 
 def _of_metric(metric: str, values: Mapping[str, Any]) -> list[str]:
-    return [key for key in values if key.partition("/")[0] == metric]
+    return [key for key in values if metric_of(key) == metric]

@@ -1,6 +1,6 @@
-"""The files of a run: config.toml, plan.json, metrics.jsonl, bad_rows.jsonl; and its `RunResult`, made when it ends.
+"""The files of a run: config.toml, plan.json, metrics.jsonl, curves.json, bad_rows.jsonl; and its `RunResult`.
 
-The first rank writes them.
+The first rank writes them; the result is made when the run ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from embershard.data.block import BadRow
 from embershard.decoding import to_toml
 from embershard.errors import naming_file
-from embershard.launch.config import METRICS, RUN_CONFIG
+from embershard.launch.config import CURVES, METRICS, RUN_CONFIG
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.screen import time_now
 from embershard.launch.versions import git_commit, versions
@@ -71,7 +71,7 @@ class RunRecord:
         folder.mkdir(parents=True, exist_ok=True)
         with whole_file(folder / RUN_CONFIG) as partial:  # a resume that is killed leaves the settings of before
             partial.write_text(to_toml(config), encoding="utf-8")
-        for earlier in ("plan.json", RESULT):  # an earlier part of the run may have had them
+        for earlier in ("plan.json", RESULT, CURVES):  # an earlier part of the run may have had them
             (folder / earlier).unlink(missing_ok=True)
         if plan is not None:
             plan.save(folder / "plan.json")
@@ -92,6 +92,10 @@ class RunRecord:
         before a resume."""
         if isinstance(report, BadRowsReport):
             self._bad_rows.add(report.rows)
+        if isinstance(report, EvalReport) and report.curves:
+            curves = {label: dataclasses.asdict(each) for label, each in report.curves.items()}
+            with whole_file(self._folder / CURVES) as partial:
+                partial.write_text(json.dumps({"step": report.step, "labels": curves}), encoding="utf-8")
         line = report_line(report)
         if _of_report(line) in self._standing:
             return False
@@ -153,7 +157,7 @@ def steady_steps(step_seconds: Sequence[float], lookahead: int) -> tuple[Sequenc
 
 def make_result(
     trainer: Trainer,
-    loss: float | None,
+    last: TrainReport | None,
     evaluation: EvalReport | None,
     totals: Mapping[str, Any],
     windows: Sequence[WindowResult] = (),
@@ -161,8 +165,9 @@ def make_result(
     """Return the result of a run that ended; speed and `step_ms` are of the steps that `steady_steps` chooses.
 
     Args:
+        last: the last report of training, if there is one.
         evaluation: the last one; without one, the quality is that of the `windows`.
-        totals: of all ranks: the entries cache, look_ahead and sent_bytes.
+        totals: of all ranks: the entries cache, ids, look_ahead and sent_bytes.
     """
     quality = mean_quality(windows) if evaluation is None else quality_values(evaluation.quality)
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
@@ -178,10 +183,12 @@ def make_result(
         ),
         "step_ms": {"p50": p50, "p95": p95},
         "is_steady": is_steady,
-        "loss": loss,
-        **{name: quality.get(name) for name in metric_names(trainer.target)},
+        "loss": None if last is None else last.loss,
+        "label_losses": {} if last is None else last.label_losses,
+        **{name: quality.get(name) for name in metric_names(trainer.target, config.metrics.more)},
+        "slices": {} if evaluation is None else evaluation.slices,
         "eval_samples": quality.get("samples", 0),
-        "held_out": _held_out(trainer),
+        "held_out": _held_out(trainer, windows),
         "windows": [dataclasses.asdict(window) for window in windows],
         **_best(trainer),
         "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
@@ -202,12 +209,14 @@ def report_line(report: Report) -> dict[str, Any]:
     return {"kind": kind, "time": time_now(), **values}
 
 
-def _held_out(trainer: Trainer) -> dict[str, Any]:
+def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> dict[str, Any]:
     source, data = trainer.source, trainer.config.data
     held_out, rest = (source.chunks(split).num_samples for split in ("eval", "train"))
     in_windows = 0
     if data.eval_path is None and (windows := source.held_out.windows) is not None:
         in_windows = rest - int(windows.firsts[1])
+    elif data.follow:
+        in_windows = 0 if data.eval_path is not None else sum(window.samples for window in evaluated)
     return {
         "split": data.split if data.eval_path is None else "eval_path",
         "how": source.held_out.how,
@@ -231,15 +240,18 @@ def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
     if isinstance(report, TrainReport):
         values = dataclasses.asdict(report) | main_values(report.quality)
         del values["quality"]
-        sent, batches = values.pop("sent_bytes"), values.pop("batches") or {}
+        values |= {f"loss/{label}": loss for label, loss in values.pop("label_losses").items()}
+        sent, batches, ids = values.pop("sent_bytes"), values.pop("batches") or {}, values.pop("ids")
         values |= {f"{kind}_batches": count for kind, count in batches.items()}
-        return "train", {**values, **{f"sent_bytes_{kind}": count for kind, count in sent.items()}}
+        values |= {f"sent_bytes_{kind}": count for kind, count in sent.items()}
+        return "train", values | ({"ids": ids} if ids else {})
     if isinstance(report, EvalReport):
-        return "eval", {"step": report.step, **quality_values(report.quality), "seconds": report.seconds}
+        slices = {"slices": report.slices} if report.slices else {}
+        return "eval", {"step": report.step, **quality_values(report.quality), **slices, "seconds": report.seconds}
     if isinstance(report, WindowReport):
         values = dataclasses.asdict(report) | quality_values(report.quality)
         del values["quality"]
-        return "window", values
+        return "window", {name: value for name, value in values.items() if name != "slices" or value}
     if isinstance(report, FailedSaveReport):
         return "failed_checkpoint", dataclasses.asdict(report)
     if isinstance(report, BadRowsReport):

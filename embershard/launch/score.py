@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # they load torch, and --help must answer at once: functions 
 
     from embershard.data import Source, Target
     from embershard.distributed import Ranks, Supervision
+    from embershard.training.quality.evaluation import Evaluation
     from embershard.training.quality.metrics import Predicted
     from embershard.training.trained_run import Scorer
 
@@ -50,9 +51,10 @@ out, or on others. What it prints for the former is what training printed at tha
 
   embershard eval runs/mine
   embershard eval runs/mine --data new.parquet
+  embershard eval runs/mine --set metrics.group=user_id --set 'metrics.slices=["country"]' --format csv
 """
 #: Settings that have an effect on scores or on how they are computed. The others belong to the training.
-_SETTINGS = ("data.", "cache.", "model.", "train.batch_size", "train.global_batch_size", "train.device")
+_SETTINGS = ("data.", "cache.", "model.", "metrics.", "train.batch_size", "train.global_batch_size", "train.device")
 #: Scores of a row group.
 _GROUP_ROWS = 1 << 17
 
@@ -66,12 +68,14 @@ class ScoreJob(Job):
         step: of the checkpoint, as for `open_trained`.
         output: file for the scores; None: the quality is shown.
         keep: columns of the data that the file gets, too.
+        form: in which the quality is printed, of `launch.report.results.FORMATS`; None: as tables.
     """
 
     checkpoints: Path
     step: int | Literal["last"] | None
     output: Path | None
     keep: tuple[str, ...] = ()
+    form: str | None = None
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> ScoreJob:
@@ -79,14 +83,15 @@ class ScoreJob(Job):
         run_dir, output = arguments.run_dir, getattr(arguments, "output", None)
         checkpoints = run_dir / CHECKPOINTS
         config, keep = run_config(arguments), tuple(getattr(arguments, "keep", ()))
-        return ScoreJob(config, run_dir, arguments.trust_code, checkpoints, arguments.step, output, keep)
+        form = getattr(arguments, "format", None)
+        return ScoreJob(config, run_dir, arguments.trust_code, checkpoints, arguments.step, output, keep, form)
 
     def run(self, ranks: Ranks, supervision: Supervision) -> int:
         """Score the held-out samples: into the file, or, without one, show the quality. Return 0. Collective."""
-        console, output = plain_console(quiet=not ranks.is_first), self.output
+        # With a format, standard output is for a program.
+        console, output = plain_console(quiet=not ranks.is_first, stderr=self.form is not None), self.output
         with console.status("reading the checkpoint"):
             from embershard.data import open_source
-            from embershard.training.quality.quality import quality_values
             from embershard.training.trained_run import Scorer, open_trained
 
             if output is not None:
@@ -100,13 +105,26 @@ class ScoreJob(Job):
         if scorer.memory_warning:
             say(console, scorer.memory_warning)
         if output is None:
-            table = make_table(f"Quality at step {trained.saved.step}", ["what"], ["value"])
-            for name, value in quality_values(scorer.quality()).items():
-                table.add_row(name, number(value, ",") if name == "samples" else number(value, ".6f"))
-            console.print(table)
+            self._show(scorer.evaluate(), trained.saved.step, console)
         else:
             _write(ScoresFile(output, scorer.target, kept) if ranks.is_first else None, scorer, console, output)
         return 0
+
+    def _show(self, found: Evaluation, step: int, console: Console) -> None:
+        from embershard.launch.quality_text import slice_tables
+        from embershard.launch.report.results import evaluation_text
+        from embershard.training.quality.quality import quality_values
+
+        quality = quality_values(found.quality)
+        if self.form is not None:
+            if not console.quiet:
+                print(evaluation_text(step, quality, found.slices, self.form))
+            return
+        table = make_table(f"Quality at step {step}", ["what"], ["value"])
+        for name, value in quality.items():
+            table.add_row(name, number(value, ",") if name == "samples" else number(value, ".6f"))
+        for each in (table, *slice_tables(found.slices)):
+            console.print(each)
 
 
 def predict(argv: Sequence[str]) -> int:
@@ -150,7 +168,11 @@ def _parser(command: str, *, starts_ranks: bool) -> argparse.ArgumentParser:
             "--nproc", type=positive, default=1, metavar="N", help="number of ranks (default: %(default)s)"
         )
         launcher.add_hang_seconds(parser)
-    if command == "predict":
+    if command == "eval":
+        from embershard.launch.report.results import FORMATS
+
+        parser.add_argument("--format", choices=FORMATS, help="print the figures, those of slices too, in this format")
+    else:
         parser.add_argument(
             "-o", dest="output", type=Path, required=True, metavar="FILE", help="Parquet file for the scores"
         )
@@ -337,10 +359,10 @@ class ScoresFile:
         found: dict[str, torch.Tensor] = {}
         outputs = torch.cat([each.outputs for each in self._waiting]).reshape(-1, len(names))
         labels = torch.cat([each.labels for each in self._waiting]).reshape(-1, len(names))
-        for name, output, label in zip(names, outputs.T, labels.T, strict=True):
+        for name, task, output, label in zip(names, self._target.tasks, outputs.T, labels.T, strict=True):
             of = "" if len(names) == 1 else f"/{name}"
-            if self._target.task == "binary":
+            if task == "binary":
                 found[f"logit{of}"] = output
-            found[f"score{of}"] = torch.sigmoid(output) if self._target.task == "binary" else output
+            found[f"score{of}"] = torch.sigmoid(output) if task == "binary" else output
             found[f"label{of}"] = label
         return found

@@ -121,10 +121,14 @@ class MlflowTracker:
             mlflow.log_params(dict(settings[first : first + _MOST_PARAMETERS]))
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(numbers), step=step)
+        self._mlflow.log_metrics(self._named(numbers), step=step)
 
     def finish(self, result: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(result))
+        self._mlflow.log_metrics(self._named(result))
+
+    def _named(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Return numbers by names that MLflow takes: it has no `ndcg@10`."""
+        return {re.sub(r"[^\w/. :-]", "_", name): value for name, value in numbers.items()}
 
     def close(self) -> None:
         self._mlflow.end_run()

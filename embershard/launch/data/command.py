@@ -1,14 +1,13 @@
 """`embershard data`: its actions.
 
 Here are `validate`, which says what training would do with a data set; `events`, which makes windows to train on of a
-log of events; and `sessions`, which generates such a log.
+log of events; and `sessions`, which generates such a log. `ids` is in start_ids.py, `yambda` in yambda.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from embershard.decoding import to_toml
 from embershard.errors import ConfigError, naming_file
-from embershard.launch.arguments import add_settings, check_new_folder, help_parts, make_parser, positive, whole
+from embershard.launch.arguments import add_settings, help_parts, make_parser, positive, whole
 from embershard.launch.data.columns import add_convert, add_inspect
+from embershard.launch.data.start_ids import add_ids
+from embershard.launch.data.yambda import add_yambda, new_folder
 from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
 from embershard.whole_file import whole_file
 
@@ -118,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")
     action.set_defaults(run=validate)
     add_events(actions)
+    add_yambda(actions)
+    add_ids(actions)
     return parser
 
 
@@ -172,21 +175,14 @@ def events(arguments: argparse.Namespace) -> int:
     Raises:
         EmbershardError: a file cannot be read or written, or the log is none of events.
     """
-    folder: Path = arguments.output
-    check_new_folder(folder)
     from embershard.data.sources.events import WindowOptions, write_windows
 
+    folder: Path = arguments.output
     options = WindowOptions(arguments.history, arguments.negatives, arguments.seed)
-    partial = folder.with_name(folder.name + ".partial")
-    try:
-        with naming_file(partial):
-            partial.mkdir(exist_ok=True)
+    with new_folder(folder) as partial:
         windows = write_windows(arguments.log, partial, options)
         with naming_file(folder):
             (partial / "run.toml").write_text(_settings(arguments.log, folder.absolute(), windows), encoding="utf-8")
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     say(
         plain_console(),
         f"{windows.num_events:,} events of {windows.num_users:,} users: {windows.num_train:,} samples to train on, "

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from embershard.data import Schema
 from embershard.data.block import BadRow, ParsedChunk
+from embershard.data.hashing import MISSING_ID
 from embershard.data.sources.source import FileSource
 from embershard.errors import DataError
 
@@ -22,7 +23,7 @@ class ColumnScan:
 
     Attributes:
         count: values.
-        zeros: zeros among them; of ids the row 0, which stands for a missing one.
+        zeros: zeros among them; of ids the missing ones, whose row is 0 where ids are rows.
         most: values of a sample at most; more than 1 in bags only.
     """
 
@@ -84,8 +85,11 @@ class DataScan:
         samples = parsed.samples
         labels = samples.labels.reshape(samples.num_samples, len(schema.target.labels))
         names = (*schema.target.labels, *schema.dense, *schema.keys)
-        for name, values in zip(names, (*labels.T, *samples.dense.T, *samples.values), strict=True):
-            self.columns.setdefault(name, ColumnScan()).add(values, 1)
+        takes_ids = [feature.takes_ids for feature in schema.sparse]
+        pairs = zip(samples.values, takes_ids, strict=True)
+        ids = [np.where(values == MISSING_ID, 0, values) if takes else values for values, takes in pairs]
+        for name, values in zip(names, (*labels.T, *samples.dense.T, *ids), strict=True):
+            self.columns.setdefault(name, ColumnScan()).add(values[~np.isnan(values)], 1)  # without missing labels
         for name, lengths in zip(schema.keys, samples.lengths, strict=True):
             column = self.columns[name]
             column.most = max(column.most, int(np.max(lengths, initial=0)))

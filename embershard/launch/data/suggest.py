@@ -31,7 +31,7 @@ _ID_WORDS |= {"products", "category", "categories", "genre", "genres", "brand", 
 _ID_WORDS |= {"store", "shop", "device", "campaign", "ad", "advertiser", "publisher", "site", "page"}
 _LEAST_LONG = 2.0**53  # integers from here on are no numbers: float64 has not all of them
 _LEAST_TOO_LARGE = 2.0**63  # no integer, for ids in floats
-_TIME_WORDS = {"time", "timestamp", "ts", "date", "datetime"}
+_TIME_WORDS = {"time", "timestamp", "ts", "at", "date", "datetime"}
 _EPOCH_SECONDS = (1e8, 1e10)  # 1973 to 2286
 _EPOCH_MILLISECONDS = (1e11, 1e13)
 _DATE_DIGITS = (19000101, 21001231)  # as 20241231
@@ -100,6 +100,8 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
     if found is None or found not in numeric:
         what = "no column looks like a label" if found is None else f"{found!r} is no column of numbers"
         some = ", ".join(list(numeric)[:20]) or "none"
+        if found is not None and "," in found:
+            what += ". Give one; for several, write label = [...] in the TOML file and leave them out of its features"
         raise ConfigError(f"--label: {what}. Name the column to predict; columns of numbers: {some}.")
     numbers = numeric[found].numbers
     said = f"{numeric[found].inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"

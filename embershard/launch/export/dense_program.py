@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from embershard.data import Batch, Schema
 from embershard.distributed.checkpoint.load import load_tensors
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, ModelTable, build_model
+from embershard.models.history import features_read_as_ids
 from embershard.models.own_model import OwnModel
 from embershard.models.schema import TargetLike
 from embershard.models.table_modules import collections_of, tables_in
@@ -28,10 +29,19 @@ class GivenFeatures:
 
     Attributes:
         found: of each lookup, pooled embeddings [B, dim], or the rows [N, dim] of a sequence and its lengths [B].
+        ids: by name, the features that the model reads as ids: ids [N] and lengths [B].
     """
 
-    def __init__(self, found: Sequence[Tensor | tuple[Tensor, Tensor]], num_samples: int) -> None:
-        self.found, self._num_samples = found, num_samples
+    def __init__(
+        self,
+        found: Sequence[Tensor | tuple[Tensor, Tensor]],
+        num_samples: int,
+        ids: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> None:
+        self.found, self._num_samples, self.ids = found, num_samples, ids
+
+    def __getitem__(self, name: str) -> JaggedTensor:
+        return PlainSequence(*self.ids[name])
 
     def stride(self) -> int:
         """Return the number of samples, as a KeyedJaggedTensor does."""
@@ -84,6 +94,7 @@ class DenseLayers(nn.Module):
 
     Attributes:
         lookups: table and feature of each lookup, in the order of the tables and of their features.
+        read_as_ids: features of which the model reads the ids themselves; they come after the lookups.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,17 +108,20 @@ class DenseLayers(nn.Module):
             setattr(model.get_submodule(parent), name, _GivenCollection(own, configs, first))
             first += sum(len(table.features) for table in own)
         self.model: Any = model
+        self.read_as_ids = features_read_as_ids(model)
 
     def forward(self, dense: Tensor, found: list[Tensor]) -> Tensor:
         """Return the outputs, [B] or of several labels [B, T], of dense features [B, D].
 
         Args:
-            found: of each lookup the pooled embeddings [B, dim]; or, for a sequence, rows [N, dim] and lengths [B].
+            found: of each lookup the pooled embeddings [B, dim]; or, for a sequence, rows [N, dim] and lengths [B]. Of
+                features that are read as ids, ids [N] and lengths [B].
         """
         parts = iter(found)
         features: Any = GivenFeatures(
             [(next(parts), next(parts)) if table.is_sequence else next(parts) for table, _ in self.lookups],
             dense.shape[0],
+            {name: (next(parts), next(parts)) for name in self.read_as_ids},
         )
         if isinstance(self.model, OwnModel):
             outputs = self.model.model(_unlabelled_batch(dense, features, self.model.target))
@@ -147,6 +161,8 @@ def dense_program(layers: DenseLayers, num_dense: int) -> torch.export.ExportedP
             found += [torch.zeros(_EXAMPLES * _IDS, table.dim), torch.full((_EXAMPLES,), _IDS)]
         else:
             found.append(torch.zeros(_EXAMPLES, table.dim))
+    for _ in layers.read_as_ids:
+        found += [torch.zeros(_EXAMPLES * _IDS, dtype=torch.int64), torch.full((_EXAMPLES,), _IDS)]
     rows = {0: torch.export.Dim.DYNAMIC}
     try:
         with torch.no_grad():

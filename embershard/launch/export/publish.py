@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embershard.errors import CheckpointError, ConfigError
 from embershard.launch.arguments import help_parts, make_parser
 from embershard.launch.screen import make_table, say, wide_console
 from embershard.units import size
 
+if TYPE_CHECKING:  # it loads torch, and --help must answer at once
+    from torch import Tensor
+
+    from embershard.distributed.publish.published import Publication
+
+_Ids = dict[str, "tuple[Tensor, Tensor]"]
 _HELP = """The publications of a run, from which replicas serve. Exit codes: 0; 1 for damage; 2 for wrong usage.
 
   embershard publish ls published
@@ -74,19 +81,43 @@ def _ls(folder: Path) -> int:
 def _verify(folder: Path) -> int:
     from embershard.distributed.publish.published import PublicationError, verify
 
-    console, problems, have = wide_console(), 0, None
+    console, problems, have, ids = wide_console(), 0, None, _Ids()
     for path in _paths(folder):
         try:
             found = verify(path)
             if found.kind == "delta" and have is not None and have.seq == found.seq - 1 and found.parent != have.link:
                 raise PublicationError(f"{path}: it does not follow {have.name}")
+            ids = _ids_behind(path, found, have, ids)
         except PublicationError as error:
-            problems, have = problems + 1, None
+            problems, have, ids = problems + 1, None, {}
             say(console, f"INVALID  {error}")
             continue
         have = found
         say(console, f"valid    {path}: step {found.step:,}, {len(found.files)} files, {size(found.num_bytes)}")
     return 1 if problems else 0
+
+
+def _ids_behind(path: Path, found: Publication, have: Publication | None, ids: _Ids) -> _Ids:
+    """Return the ids of tables in a state, and their rows; none where the one before it is not known.
+
+    Args:
+        have, ids: the state before.
+    """
+    import torch
+
+    from embershard.distributed.publish.published import PublicationError, ids_behind, ids_of_base, read_files
+
+    if found.kind == "base":
+        own = ids_of_base(path)
+        is_known = bool(ids) and have is not None and have.seq == found.seq
+        is_same = own.keys() == ids.keys() and all(
+            torch.equal(*pair) for name in ids for pair in zip(ids[name], own[name], strict=True)
+        )
+        if is_known and not is_same:
+            raise PublicationError(f"{path}: its ids are not those of delta_{found.seq}")
+        return own
+    follows = bool(ids) and have is not None and have.seq == found.seq - 1
+    return ids_behind(ids, path, found, read_files(path, found)) if follows else {}
 
 
 def _base(folder: Path) -> int:

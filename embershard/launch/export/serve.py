@@ -1,4 +1,5 @@
-"""`embershard serve`: an exported model over HTTP, by Python's own server: JSON in, scores out."""
+"""`embershard serve`: an exported model, or what a run publishes, over HTTP, by Python's own server: JSON in, scores
+out."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,10 +29,12 @@ if TYPE_CHECKING:  # it loads torch, and --help must answer at once
     from embershard.launch.export.serving_model import Model
 
 _HELP = """Serve an exported model over HTTP: POST /predict takes samples as JSON,
-{"rows": [{"age": 31.5, "user": 4711, "items": [3, 5]}]}, and GET /health says what is served. Ctrl-C or SIGTERM ends
-it, after the requests in work. See docs/serving.md.
+{"rows": [{"age": 31.5, "user": 4711, "items": [3, 5]}]}, and GET /health says what is served. Of the publish.folder
+of a run it serves the newest state, and takes new ones while it answers. Ctrl-C or SIGTERM ends it, after the requests
+in work. See docs/serving.md and docs/online.md.
 
   embershard serve exported
+  embershard serve published
   embershard serve exported --port 0 --max-body 64MiB
 """
 _SECONDS_TO_SEND = 10  # for a client that stops in the middle
@@ -42,45 +46,86 @@ class Predictor:
     """An exported model, as the scores of samples. Several threads may ask; the model computes for one at a time.
 
     Args:
-        folder: that `embershard export` wrote.
+        folder: that `embershard export` wrote; or of publications, whose newest state is served.
+        every_seconds: to look for new publications.
 
     Raises:
         ConfigError: it is none, or has no module.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.about = _read_about(folder)
+    def __init__(self, folder: Path, every_seconds: float = 1.0) -> None:
+        from embershard.distributed.publish.published import PublicationError, published
         from embershard.launch.export.serving_model import load
+        from embershard.launch.export.serving_replica import Replica
 
-        self._model: Model = load(folder)
+        bases = published(folder, "base")
+        self._about = _read_about(bases[-1][1] if bases else folder)
+        self._replica: Replica | None = None
+        if bases:
+            try:
+                self._replica = Replica(folder)
+            except PublicationError as error:
+                raise ConfigError(f"{error}. `embershard publish verify {folder}` tells what is whole.") from None
+            self._replica.follow(every_seconds)
+        self._model: Model | None = None if bases else load(folder)
         # One thread has one team of torch's threads, however many clients there are.
         self._pool = ThreadPoolExecutor(1, "embershard-serve")
 
     @property
+    def about(self) -> dict[str, Any]:
+        """What is served now; `problem` says why a newer publication is not."""
+        if self._replica is None:
+            return self._about
+        return self._about | {"step": self._replica.have.step, "problem": self._replica.problem}
+
+    @property
     def columns(self) -> list[str]:
         """The keys of a sample."""
-        return self._model.columns
+        with self._state() as (model, _):
+            return model.columns
+
+    @contextmanager
+    def _state(self) -> Iterator[tuple[Model, int | None]]:
+        """Return a context in which the model stays as it is, with its step if new ones come."""
+        if self._replica is None:
+            assert self._model is not None
+            yield self._model, None
+        else:
+            with self._replica.state() as (model, have):
+                yield model, have.step
 
     def predict(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return what an answer has: `scores` and, unless they are predicted numbers, `logits`, of each row; of several
-        labels a list of each row's, in the order of `labels`.
+        labels a list of each row's, in the order of `labels`; the logit of a predicted number is None. Of publications,
+        also the `step` of the state.
 
         Raises:
             ValueError: the rows are not what the model needs.
         """
-        model = self._model  # of the whole request
         outputs = None
-        if rows:
-            inputs = model.encode(rows)
-            outputs = self._pool.submit(_forward, model, inputs).result()
-        answer: dict[str, Any] = {"labels": self.about["labels"]} if len(self.about["labels"]) > 1 else {}
-        if self.about["task"] == "regression":
+        encode = (self._model or self._replica).encode  # type: ignore[union-attr]
+        inputs = encode(rows) if rows else None
+        with self._state() as (model, step):
+            if inputs is not None:
+                outputs = self._pool.submit(_forward, model, inputs).result()
+        answer: dict[str, Any] = {} if step is None else {"step": step}
+        answer |= {"labels": self._about["labels"]} if len(self._about["labels"]) > 1 else {}
+        task = self._about["task"]
+        if task == "regression":
             return answer | {"scores": [] if outputs is None else outputs.tolist()}
-        logits, scores = ([], []) if outputs is None else (outputs.tolist(), outputs.sigmoid().tolist())
-        return answer | {"scores": scores, "logits": logits}
+        if outputs is None:
+            return answer | {"scores": [], "logits": []}
+        probabilities, logits = outputs.sigmoid(), outputs.tolist()
+        if isinstance(task, list) and "regression" in task:
+            are_numbers = [each == "regression" for each in task]
+            probabilities[:, are_numbers] = outputs[:, are_numbers]
+            logits = [[None if number else x for number, x in zip(are_numbers, row, strict=True)] for row in logits]
+        return answer | {"scores": probabilities.tolist(), "logits": logits}
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
+        if self._replica is not None:
+            self._replica.close()
         self._pool.shutdown()
 
 
@@ -89,7 +134,10 @@ def _read_about(folder: Path) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise ConfigError(f"{file}: not there, or no JSON; give a folder that embershard export wrote.") from None
+        raise ConfigError(
+            f"{file}: not there, or no JSON; give a folder that embershard export wrote, or a publish.folder "
+            "that has its first base (base_0)."
+        ) from None
     if about.get("format") != "module":
         raise ConfigError(f"{folder} has tables, and no module; export it with --format module.")
     return about
@@ -131,7 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/health":
             self._answer(HTTPStatus.NOT_FOUND, {"error": f"{self.path}: needed GET /health or POST /predict"})
             return
-        about = {name: predictor.about.get(name) for name in ("run", "step", "arch", "task", "labels", "dtype")}
+        names = ("run", "step", "arch", "task", "labels", "dtype", "problem")
+        about = {name: value for name, value in predictor.about.items() if name in names}
         self._answer(HTTPStatus.OK, {"status": "ok", "columns": predictor.columns, **about})
 
     def do_POST(self) -> None:
@@ -199,12 +248,23 @@ def main(argv: Sequence[str]) -> int:
         step, (_, port) = predictor.about["step"], server.server_address[:2]
         place = f"http://{host}:{port}: POST /predict, GET /health"
         print(f"Serving {arguments.folder} (step {step}) at {place}. Ctrl-C ends it.", flush=True)
+        seen = predictor.about
         while not asked.number:  # an exception out of a signal could come anywhere in the server
             time.sleep(_SECONDS_TO_NOTICE)
+            seen = _say_what_changed(seen, predictor.about)
         print("embershard: stopping after the requests in work.", file=sys.stderr)
         server.shutdown()
     predictor.close()
     return 0
+
+
+def _say_what_changed(seen: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Print which state is served now, and why a newer one is not, unless that was said; return `now`."""
+    if now["step"] != seen["step"]:
+        print(f"Serving step {now['step']}.", flush=True)
+    if (problem := now.get("problem")) and problem != seen.get("problem"):
+        print(f"embershard: still step {now['step']}: {problem}", file=sys.stderr)
+    return now
 
 
 def _end_at_once(asked: StopAsked) -> None:
@@ -214,7 +274,9 @@ def _end_at_once(asked: StopAsked) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("serve", _HELP)
-    parser.add_argument("folder", type=Path, metavar="EXPORT", help="folder that embershard export wrote")
+    parser.add_argument(
+        "folder", type=Path, metavar="EXPORT", help="folder that embershard export wrote, or publish.folder"
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine alone)"
     )

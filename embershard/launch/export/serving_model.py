@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embershard.launch.export.serving_values import plain, rows_of, scaled, types_of
+from embershard.launch.export.serving_values import ID_MAPPINGS, plain, rows_of, scaled, types_of
 
 _INT8_TAIL, _INT4_TAIL = 8, 4  # bytes of scale and offset at the end of a row: two float32, or two float16
+_MOST = 2**63 - 1
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8, "BOOL": torch.bool,
@@ -32,7 +33,8 @@ _TYPES = {
 def load(folder: str | Path) -> Model:
     """Return the model in an export's folder, on the CPU.
 
-    It is a torch module from dense features [B, D], and for each sparse feature its rows [N] and the places [B + 1] at
+    It is a torch module from dense features [B, D], and for each sparse feature its rows [N], or the ids themselves if
+    its table is one of ids, and the places [B + 1] at
     which the bags begin and the last one ends, to logits [B]; of several labels, whose names are in export.json,
     [B, T]; with task "regression" to predicted numbers in place of logits.
     """
@@ -41,10 +43,18 @@ def load(folder: str | Path) -> Model:
     inputs = json.loads((root / "inputs.json").read_text())
     paths = {name: root / "tables" / f"{name}.safetensors" for name in table_names(inputs)}
     tables = [StoredTable(read_tensor(path), about["dtype"]) for path in paths.values()]
+    places: dict[str, nn.Module] = {}
+    for (name, path), table in zip(paths.items(), tables, strict=True):
+        if name in inputs.get("id_tables", {}):
+            found, buckets = (
+                read_tensors(path.with_name(f"{name}.ids.safetensors")),
+                inputs["id_tables"][name]["buckets"],
+            )
+            places[name] = IdPlaces(found["ids"], found["rows"], len(table.stored), buckets)
     dense = torch.export.load(root / "dense.pt2").module()
     if (newer := root / "dense.safetensors").exists():  # of a base that was made of deltas
         set_weights(dense, read_tensors(newer))
-    return Model(tables, dense, inputs)
+    return Model(tables, dense, inputs, places)
 
 
 def weights_of(dense: nn.Module) -> dict[str, Tensor]:
@@ -93,27 +103,73 @@ class StoredTable(nn.Module):
         return [sums * (1 / offsets.diff().clamp(min=1).float()).unsqueeze(1)]  # rounds as FBGEMM does
 
 
+class IdPlaces(nn.Module):
+    """From ids of 64 bits to rows of a table; ids without a row have that of their bucket.
+
+    >>> places = IdPlaces(torch.tensor([-5, 10**18]), torch.tensor([2, 1]), num_rows=16, num_buckets=2)
+    >>> places(torch.tensor([10**18, 1, -5, 4])).tolist()
+    [1, 8, 2, 0]
+
+    Args:
+        ids: [n] ascending.
+        rows: [n] of each.
+        num_rows, num_buckets: of the table.
+    """
+
+    ids: Tensor
+    rows: Tensor
+
+    def __init__(self, ids: Tensor, rows: Tensor, num_rows: int, num_buckets: int) -> None:
+        super().__init__()
+        self.register_buffer("ids", ids)
+        self.register_buffer("rows", rows)
+        self._buckets, self._rows_of_bucket = num_buckets, num_rows // num_buckets
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows [N] of ids [N]."""
+        mixed = ids  # SplitMix64's finaliser; torch shifts with the sign
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+            mixed = (mixed ^ ((mixed >> shift) & ((1 << 64 - shift) - 1))) * factor
+        bucket = ((mixed & _MOST) % self._buckets + (mixed < 0) * (2**63 % self._buckets)) % self._buckets
+        rows = bucket * self._rows_of_bucket
+        if self.ids.shape[0] == 0:
+            return rows
+        places = torch.searchsorted(self.ids, ids).clamp(max=self.ids.shape[0] - 1)
+        return torch.where(self.ids[places] == ids, self.rows[places].long(), rows)
+
+
 def table_names(inputs: dict[str, Any]) -> list[str]:
     """Return the names of the tables, each once, in the order of their lookups."""
-    return list(dict.fromkeys(each["table"] for each in inputs.get("lookups", ())))
+    return list(dict.fromkeys(each["table"] for each in inputs.get("lookups", ()) if each["table"]))
 
 
 class Model(nn.Module):
-    """Tables in the order of `table_names`, and the layers around them."""
+    """Tables in the order of `table_names`, the layers around them, and of tables of ids, by name, where each id is."""
 
-    def __init__(self, tables: Iterable[StoredTable], dense: nn.Module, inputs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tables: Iterable[StoredTable],
+        dense: nn.Module,
+        inputs: dict[str, Any],
+        places: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.tables, self.dense, self.inputs = nn.ModuleList(tables), dense, inputs
+        self.places = nn.ModuleList((places or {}).get(name, nn.Identity()) for name in table_names(inputs))
         names, features = table_names(inputs), [feature["name"] for feature in inputs["sparse"]]
         self._lookups = [
-            (names.index(each["table"]), features.index(each["feature"]), each["pooling"])
+            (names.index(each["table"]) if each["table"] else None, features.index(each["feature"]), each["pooling"])
             for each in inputs.get("lookups", ())
         ]
 
     def forward(self, dense: Tensor, ids: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
         found = []
         for table, feature, pooling in self._lookups:
-            found += self.tables[table](ids[feature], offsets[feature], pooling)
+            if table is None:  # the layers read the ids themselves
+                found += [ids[feature], offsets[feature].diff()]
+            else:
+                rows = self.places[table](ids[feature])
+                found += self.tables[table](rows, offsets[feature], pooling)
         return self.dense(dense, found)
 
     def encode(self, samples: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -165,7 +221,7 @@ class Model(nn.Module):
 
     def _bags(self, feature: dict[str, Any], values: list[Any]) -> tuple[Tensor, Tensor]:
         mapping = feature["mapping"]
-        if mapping not in ("none", "modulo", "hash", "text", "hour", "weekday"):
+        if mapping not in ("none", "modulo", "hash", "text", "hour", "weekday", *ID_MAPPINGS):
             raise ValueError(f"{feature['name']}: {mapping!r} is not mapped here; give rows to the model")
         if separator := feature.get("separator"):
             values = [value.split(separator) if isinstance(value, str) and value else value for value in values]

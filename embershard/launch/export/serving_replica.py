@@ -31,12 +31,14 @@ from embershard.distributed.publish.published import (
     PublicationError,
     StaleLifeError,
     check_next,
+    ids_behind,
     published,
     read_files,
     read_publication,
     verify,
 )
-from embershard.launch.export.serving_model import Model, load, set_weights, table_names, weights_of
+from embershard.distributed.publish.published_ids import NO_ID
+from embershard.launch.export.serving_model import IdPlaces, Model, load, set_weights, table_names, weights_of
 
 
 class Replica:
@@ -108,14 +110,23 @@ class Replica:
             check_next(publication, self.have, path.parent)
             files = read_files(path, publication)
             self._check(path, publication, files.get(DENSE, {}))
+            places = self._places()
+            ids = ids_behind({name: (own.ids, own.rows) for name, own in places.items()}, path, publication, files)
             rows = list(self._rows(publication, files))
             for table, place, _ in rows:  # the same bits again: pages become this process's own before answers wait
                 table[place] = table[place]
             with self._lock:
                 for table, place, new in rows:
                     table[place] = new
+                for name, (own, of_ids) in ids.items():
+                    places[name].ids, places[name].rows = own, of_ids
                 set_weights(self._model.dense, files[DENSE])
                 self.have = publication
+
+    def _places(self) -> dict[str, IdPlaces]:
+        """Return where the ids of each table of ids are."""
+        pairs = zip(table_names(self._model.inputs), self._model.places, strict=True)
+        return {name: places for name, places in pairs if isinstance(places, IdPlaces)}
 
     def _rows(
         self, publication: Publication, files: dict[str, dict[str, Tensor]]
@@ -125,6 +136,9 @@ class Replica:
         tables = dict(zip(table_names(self._model.inputs), stores, strict=True))
         for part in publication.parts:
             keys, rows = (files[part.file][f"{part.place}.{name}"].numpy() for name in ("keys", "rows"))
+            if (changed := part.changed(files[part.file])) is not None:
+                dead = changed.rows[changed.new == NO_ID].numpy()
+                yield tables[part.table], (dead, slice(None)), np.zeros((), rows.dtype)
             yield tables[part.table], (keys, slice(part.first_column, part.first_column + part.num_columns)), rows
 
     def _check(self, path: Path, publication: Publication, dense: dict[str, Tensor]) -> None:

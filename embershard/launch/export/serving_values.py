@@ -15,6 +15,9 @@ import numpy as np
 
 _MASK = 2**64 - 1
 _MOST_BYTES = 1024
+#: Mappings of features whose table takes any id; and the id that a missing value has in such a table.
+ID_MAPPINGS = ("ids", "text_ids")
+_MISSING_ID = -(2**63) + 1
 _MOST_SECONDS = 1e11  # the year 5138
 _TOO_LARGE = 2.0**128 - 2.0**103  # rounds to infinity as float32
 _NUMBER = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?(nan|NaN)"
@@ -58,22 +61,39 @@ def types_of(values: Sequence[Any]) -> set[type]:
 
 
 def rows_of(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
-    """Return the rows (int64) of plain values of a sparse feature; 0 of a missing one.
+    """Return the rows (int64) of plain values of a sparse feature, 0 of a missing one; or, where its table takes any
+    id, the ids.
 
     Raises:
         ValueError: a value is not what the feature needs.
     """
     present = [value for value in values if value is not None]
     mapping, num_rows = feature["mapping"], feature["num_rows"]
-    if mapping in ("hour", "weekday"):
+    rows = np.full(len(values), _MISSING_ID if mapping in ID_MAPPINGS else 0, np.int64)
+    if mapping in ID_MAPPINGS:
+        found = ids_of(present, mapping)
+    elif mapping in ("hour", "weekday"):
         found = time_rows(present, mapping)
     elif mapping == "text":
         found = map_ids(text_words(present), num_rows, "modulo")
     else:
         found = map_ids(hexadecimals(present) if feature["id_base"] == 16 else integers(present), num_rows, mapping)
-    rows = np.zeros(len(values), np.int64)
     rows[[value is not None for value in values]] = found
     return rows
+
+
+def ids_of(values: Sequence[Any], mapping: str) -> np.ndarray:
+    """Return the ids (int64) of integers, or of texts where the mapping is "text_ids".
+
+    Raises:
+        ValueError: a value is not what the mapping needs, or the one number that is no id.
+    """
+    if mapping == "text_ids":
+        return np.maximum(text_words(values).view(np.int64), _MISSING_ID)
+    ids = integers(values).view(np.int64)
+    if len(ids) and ids.min() < _MISSING_ID:
+        raise ValueError(f"{_MISSING_ID - 1}: needed another integer of 64 bits, or nothing: this one is reserved")
+    return ids
 
 
 def hexadecimals(values: Sequence[Any]) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +23,18 @@ from embershard.data.order.stream import SampleReader
 from embershard.data.sources.kinds import schema_of, serving_inputs
 from embershard.distributed import process_group
 from embershard.distributed.checkpoint.load import saved_rows
-from embershard.distributed.publish import published
+from embershard.distributed.publish import published, published_ids
+from embershard.distributed.publish.published import IDS, safetensors
 from embershard.errors import naming_file
 from embershard.launch.export import serving_model, serving_replica, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_layers, dense_program
-from embershard.launch.export.serving_model import Model, StoredTable, table_names
+from embershard.launch.export.saved_ids import SavedIds
+from embershard.launch.export.serving_model import IdPlaces, Model, StoredTable, table_names
 from embershard.launch.versions import versions
 from embershard.models import ModelTable
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
+from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.quality.metrics import Predicted, judge
 from embershard.training.quality.quality import main_values
@@ -98,6 +101,7 @@ def export_base(config: RunConfig, checkpoint: Path, dtype: TableDtype, folder: 
     with torch.random.fork_rng():
         _write(request, TrainedRun(config, checkpoint, SavedRun.read(checkpoint)), folder)
     _ship(published, folder / "published.py")
+    _ship(published_ids, folder / "published_ids.py")
     _ship(serving_replica, folder / "replica.py")
 
 
@@ -106,6 +110,7 @@ _SHIPPED = {
     serving_values.__name__: "model_values",
     serving_model.__name__: "model",
     published.__name__: "published",
+    published_ids.__name__: "published_ids",
 }
 
 
@@ -126,6 +131,7 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
         for table in tables
         for feature in table.features
     ]
+    inputs["lookups"] += [{"feature": name, "table": None, "pooling": ""} for name in config.model.hstu.times]
     about = {
         "run": str(request.checkpoints.parent.absolute()),
         "step": trained.saved.step,
@@ -136,19 +142,27 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
         "dtype": request.dtype,
         "versions": versions(),
     }
+    rules = id_rules(config)
+    ids = {
+        table.name: SavedIds.read(trained.checkpoint, _tensor(table), table.name, rules[table.name])
+        for table in tables
+        if table.name in rules
+    }
+    if ids:
+        inputs["id_tables"] = {name: {"buckets": own.num_buckets} for name, own in ids.items()}
     _write_json(folder / "inputs.json", inputs)
     _write_json(folder / "export.json", about)
     if not request.is_module:
         for table in tables:
             rows = saved_rows(trained.checkpoint, _tensor(table))
-            write_parquet(folder / "tables" / f"{table.name}.parquet", rows)
+            write_parquet(folder / "tables" / f"{table.name}.parquet", rows, ids.get(table.name))
         return None
     layers = dense_layers(config.model, schema, trained.checkpoint)
     with naming_file(folder / "dense.pt2"):
         torch.export.save(dense_program(layers, schema.num_dense), folder / "dense.pt2")
     _ship(serving_model, folder / "model.py")
     _ship(serving_values, folder / "model_values.py")
-    error = _write_tables(request, trained.checkpoint, folder, inputs, tables, layers)
+    error = _write_tables(request, trained.checkpoint, folder, inputs, tables, ids, layers)
     _write_json(folder / "export.json", {**about, "error": error})
     return error
 
@@ -159,14 +173,20 @@ def _write_tables(
     folder: Path,
     inputs: dict[str, Any],
     tables: Sequence[ModelTable],
+    ids: Mapping[str, SavedIds],
     layers: DenseLayers,
 ) -> dict[str, Any] | None:
     """Write the module's tables; return their error on samples, None for none."""
     sample = None
     if request.dtype != "fp32" and request.num_samples:
-        sample = RoundingSample(request.config.data, request.num_samples, inputs)
+        places = {name: own.places() for name, own in ids.items()}
+        sample = RoundingSample(request.config.data, request.num_samples, inputs, places)
     for table in tables:
-        blocks = saved_rows(checkpoint, _tensor(table))
+        blocks, own = saved_rows(checkpoint, _tensor(table)), ids.get(table.name)
+        if own is not None:
+            blocks = own.cleared(blocks)
+            with naming_file(folder), (folder / "tables" / f"{table.name}{IDS}").open("wb") as file:
+                file.writelines(safetensors(own.tensors()))
         if sample is not None:
             blocks = sample.kept[table.name].watch(blocks)
         path = folder / "tables" / f"{table.name}.safetensors"
@@ -193,21 +213,28 @@ class RoundingSample:
         config: of the data; the first held-out samples are read.
         most_samples: to read.
         inputs: of the exported model.
+        places: in tables of ids, by name, where each id is.
 
     Attributes:
         kept: of each table, by its name, the rows to keep while the table is written.
     """
 
-    def __init__(self, config: DataConfig, most_samples: int, inputs: dict[str, Any]) -> None:
+    def __init__(
+        self, config: DataConfig, most_samples: int, inputs: dict[str, Any], places: Mapping[str, IdPlaces]
+    ) -> None:
         source = open_source(config, needs_labels=False)
         count = min(most_samples, source.chunks("eval").num_samples)
         self._blocks = list(SampleReader(source, "eval", config).blocks(count, _BATCH))
-        self._schema, self._inputs = source.schema, inputs
+        self._schema, self._inputs, self._places = source.schema, inputs, places
         looked_up: dict[str, list[Tensor]] = {name: [] for name in table_names(inputs)}
         for lookup in inputs["lookups"]:
+            if not lookup["table"]:
+                continue
             feature = source.schema.keys.index(lookup["feature"])
             looked_up[lookup["table"]] += [torch.from_numpy(block.values[feature]) for block in self._blocks]
-        self.kept = {name: KeptRows(torch.cat(ids).unique()) for name, ids in looked_up.items()}
+        rows = {name: torch.cat(ids) for name, ids in looked_up.items()}
+        rows |= {name: own(rows[name]) for name, own in places.items()}
+        self.kept = {name: KeptRows(each.unique()) for name, each in rows.items()}
 
     def error(self, model: nn.Module, layers: nn.Module) -> dict[str, Any]:
         """Return the error of the exported `model` on the samples, as JSON values.
@@ -218,7 +245,7 @@ class RoundingSample:
         Args:
             layers: of the trained model, around its tables.
         """
-        trained = Model([_KeptTable(kept) for kept in self.kept.values()], layers, self._inputs)
+        trained = Model([_KeptTable(kept) for kept in self.kept.values()], layers, self._inputs, self._places)
         with torch.no_grad():
             pairs = [self._score(block, trained, model) for block in self._blocks]
         before, after, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -226,7 +253,8 @@ class RoundingSample:
         of_samples = torch.cat(weights) if weights else None
         target = self._schema.target
         found: dict[str, Any] = {"samples": len(before), **_score_distances(target, before, after)}
-        has_labels = not labels.isnan().any() and (of_samples is None or not of_samples.isnan().any())
+        is_missing = labels.isnan().all(dim=0) if target.may_be_missing else labels.isnan()
+        has_labels = not is_missing.any() and (of_samples is None or not of_samples.isnan().any())
         for what, outputs in (("trained", before), ("exported", after)):
             values = main_values(judge(target, Predicted(outputs, labels, of_samples)))
             found |= {f"{name}_{what}": value if has_labels else None for name, value in values.items()}
@@ -243,8 +271,10 @@ class RoundingSample:
 
 def _score_distances(target: Target, before: Tensor, after: Tensor) -> dict[str, float]:
     scores = {"score": (before, after)}
-    if target.task == "binary":
-        scores = {"logit": (before, after), "score": (before.sigmoid(), after.sigmoid())}
+    if "binary" in target.tasks:
+        are_numbers = torch.tensor([task == "regression" for task in target.tasks])
+        probabilities = [each.where(are_numbers, each.sigmoid()) for each in (before, after)]
+        scores = {"logit": (before, after), "score": (probabilities[0], probabilities[1])}
     found: dict[str, float] = {}
     for name, (one, other) in scores.items():
         distance = (other - one).abs()
@@ -306,11 +336,13 @@ def write_safetensors(path: Path, blocks: Iterable[Tensor], num_rows: int, dtype
             file.write(stored(rows, dtype).contiguous().numpy().data)
 
 
-def write_parquet(path: Path, blocks: Iterable[Tensor]) -> None:
+def write_parquet(path: Path, blocks: Iterable[Tensor], ids: SavedIds | None = None) -> None:
     """Write a table as a Parquet file with the columns `row` (int64) and `embedding` (a list of dim numbers, fp32).
 
     Args:
         blocks: its rows in order, [r, dim].
+        ids: of a table of ids: the rows that are used are written, with the column `id`, which a row has not that
+            ids share.
     """
     first_row, writer = 0, None
     try:
@@ -318,6 +350,10 @@ def write_parquet(path: Path, blocks: Iterable[Tensor]) -> None:
             numbers = pa.FixedSizeListArray.from_arrays(pa.array(rows.float().reshape(-1).numpy()), rows.shape[1])
             numbered = pa.array(range(first_row, first_row + len(rows)), pa.int64())
             table = pa.table({"row": numbered, "embedding": numbers})
+            if ids is not None:
+                owners, has_none = ids.owners(first_row, len(rows))
+                is_used = pa.array(ids.is_used[first_row : first_row + len(rows)].numpy())
+                table = table.add_column(1, "id", pa.array(owners, mask=has_none)).filter(is_used)
             with naming_file(path):
                 writer = writer or pq.ParquetWriter(path, table.schema, write_page_checksum=True)
                 writer.write_table(table)

@@ -40,6 +40,7 @@ _BASE: dict[str, Any] = {
 _WIDE = {"model.dense_arch_layer_sizes": [512, 256, 16], "model.over_arch_layer_sizes": [1024, 1024, 512, 1]}
 _DIM_64 = {"model.embedding_dim": 64, "model.dense_arch_layer_sizes": [64, 64]}
 _DIM_128 = {"model.embedding_dim": 128, "model.dense_arch_layer_sizes": [64, 128]}
+_MANY_IDS = {"data.synthetic.bag_sizes": [4], **_DIM_64}
 _SMALL_CACHE = {"data.synthetic.scale": 0.1, "cache.ratio": 0.02}
 _ROWS = {"sharding.exchange": "rows"}
 _STOCK = {"cache": {"enabled": False}}
@@ -52,7 +53,12 @@ REFERENCE: Mapping[str, Mapping[str, Any]] = {
     "wide layers, small batch": {**_WIDE, "train.batch_size": 256},
     "dim 128": _DIM_128,
     "many ids": {"data.synthetic.bag_sizes": [8]},
-    "many ids, dim 64": {"data.synthetic.bag_sizes": [4], **_DIM_64},
+    "many ids, dim 64": _MANY_IDS,
+    "two exchanges": _MANY_IDS,
+    "three exchanges": _MANY_IDS,
+    "resident": _MANY_IDS,
+    "resident, more ids": {**_MANY_IDS, "data.synthetic.bag_sizes": [16]},
+    "resident, two exchanges": _MANY_IDS,
     "many ids, no fills": {"data.synthetic.bag_sizes": [8], "cache.ratio": 1.0},
     "many fills": {**_SMALL_CACHE, "data.synthetic.bag_sizes": [4]},
     "no cache": _STOCK,
@@ -65,8 +71,23 @@ REFERENCE: Mapping[str, Mapping[str, Any]] = {
     "distinct rows, many ids": {**_ROWS, "data.synthetic.bag_sizes": [8]},
     "slow input": {"data.synthetic.num_dense": 200, "data.synthetic.drift": 0.5},
 }
-#: Sharding type of all tables; else they are table-wise. More types in one plan mean more exchanges.
-SHARDING: Mapping[str, str] = dict.fromkeys(("by rows", "by rows, dim 64", "distinct rows, many ids"), "row_wise")
+#: Sharding types of the tables in turn; else all are table-wise.
+SHARDING: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("by rows", "by rows, dim 64", "distinct rows, many ids"), ("row_wise",)),
+    **dict.fromkeys(("two exchanges", "resident, two exchanges"), ("table_wise", "column_wise")),
+    "three exchanges": ("row_wise", "table_wise", "column_wise"),
+}
+#: Tables without caches, by the plan.
+RESIDENT = tuple(name for name in REFERENCE if name.startswith("resident"))
+#: Settings that differ in one thing only, which takes little of a step: what it takes is their difference.
+PAIRS = (
+    ("many ids, dim 64", "two exchanges"),
+    ("two exchanges", "three exchanges"),
+    ("resident", "resident, two exchanges"),
+    ("resident", "resident, more ids"),
+    ("resident", "many ids, dim 64"),
+    ("many ids", "many ids, no fills"),
+)
 #: TorchRec's own tables fail on a rank where a group of them has no row; the smallest reference table has 3 rows.
 _MOST_STOCK_RANKS = 3
 _QUICK = ("base", "wide layers, small batch", "many ids")
@@ -90,7 +111,7 @@ def run_calibration(
 ) -> Topology:
     """Train reference settings with each of these numbers of ranks, on the CPU, and fit rates to their step times.
 
-    Takes about a minute per number of ranks on a quiet machine, and up to twice that on a busy one. `quick` runs
+    Takes one to three minutes per number of ranks, more where other programs run. `quick` runs
     three settings for a few steps: it shows that calibration works here, its rates are rough.
 
     Args:
@@ -109,7 +130,9 @@ def run_calibration(
     for ranks in sorted(set(num_ranks)):
         began = time.perf_counter()
         measured = summarize(measure(ranks, _segments(ranks, quick)), ranks >= (psutil.cpu_count() or 1))
-        fit = fit_rates([(each.work, each.step_seconds) for each in measured])
+        number = {each.setting: number for number, each in enumerate(measured)}
+        pairs = [(number[a], number[b]) for a, b in PAIRS if {a, b} <= set(number)]
+        fit = fit_rates([(each.work, each.step_seconds) for each in measured], pairs)
         rates[ranks] = fit.rates
         busy = max(busy, *(each.foreign for each in measured))
         console.print(_table(ranks, measured, fit.errors, time.perf_counter() - began))
@@ -130,9 +153,11 @@ def _segments(num_ranks: int, quick: bool) -> Segments:
         settings = {name: reference_setting(REFERENCE[name]) for name in _QUICK}
         return Segments(settings, num_quiet=1, skip=3, steps=4, seconds=0)
     left_out = {key for key, is_out in (("cache", num_ranks > _MOST_STOCK_RANKS), (*_ROWS, num_ranks == 1)) if is_out}
-    names = [name for name, changes in REFERENCE.items() if not left_out & set(changes)]
+    mixed = {name for name, types in SHARDING.items() if len(types) > 1 and num_ranks == 1}
+    names = [name for name, changes in REFERENCE.items() if name not in mixed and not left_out & set(changes)]
     settings = {name: reference_setting(REFERENCE[name]) for name in names}
-    return Segments(settings, num_quiet=3, skip=3, steps=8, seconds=60, sharding=SHARDING)
+    options: dict[str, Any] = {"sharding": SHARDING, "resident": RESIDENT}
+    return Segments(settings, num_quiet=3, skip=3, steps=8, seconds=75, **options)
 
 
 def reference_setting(changes: Mapping[str, Any]) -> dict[str, Any]:

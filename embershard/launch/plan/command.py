@@ -112,7 +112,8 @@ class _Setup:
     @property
     def files(self) -> tuple[str, ...]:
         """Names of the arguments that the plan is made from."""
-        return ("config", "profile", "topology") if self.model is None else ("tables", "topology")
+        names = ("config", "profile", "tables", "topology")
+        return tuple(name for name in names if getattr(self.arguments, name) is not None)
 
     def shaped(self, num_ranks: int) -> Topology:
         """Return the machine with so many ranks. A CPU's ranks are all on one node, unless they are simulated."""
@@ -240,12 +241,18 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
 
 def _of_tables(arguments: argparse.Namespace, command: str) -> _Setup:
     """Read tables that are given as numbers."""
-    from embershard.launch.plan.tables_file import read_tables
+    from embershard.launch.config import load_config
+    from embershard.launch.plan.tables_file import read_lookups, read_tables
+    from embershard.training.config import RunConfig
 
-    if arguments.config is not None or arguments.profile is not None:
-        raise ConfigError("--tables is for a plan without data: it takes no CONFIG and no --profile.")
-    config, statistics, model = read_tables(arguments.tables, arguments.overrides, arguments.trust_code)
-    return _Setup(config, statistics, _topology(config, arguments), arguments, command, model, config.note)
+    if arguments.profile is not None:
+        raise ConfigError("--tables is for a plan without data: it takes no --profile.")
+    if arguments.config is None:
+        config, statistics, model = read_tables(arguments.tables, arguments.overrides, arguments.trust_code)
+        return _Setup(config, statistics, _topology(config, arguments), arguments, command, model, config.note)
+    run = load_config(RunConfig, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
+    tables, statistics, model = read_lookups(arguments.tables, run)
+    return _Setup(run, statistics, _topology(run, arguments), arguments, command, model, tables.note)
 
 
 def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:
@@ -256,6 +263,11 @@ def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:
         raise ConfigError(
             f"train.device is {config.train.device!r}, and topology {topology.name} is of kind {topology.device!r}; "
             "choose another --topology, or --set train.device=auto."
+        )
+    if topology.device == "cuda" and config.data.has_ids:
+        raise ConfigError(
+            f"--topology {topology.name}: got a machine with GPUs, and tables of this run take any id, which are on a "
+            "CPU only so far. Plan for --topology cpu, or let ids share rows (docs/ids.md)."
         )
     return topology
 

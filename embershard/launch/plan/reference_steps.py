@@ -28,6 +28,7 @@ from embershard.planning.cost.rates import StepWork
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.memory_model import slots_for
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
+from embershard.sharding.shards import Kernel
 from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, table_rows
@@ -48,7 +49,8 @@ class Segments:
         num_quiet: undisturbed segments that each setting needs.
         skip, steps: uncounted first steps of a segment (other settings ran between), and counted steps.
         seconds: time limit in all, after which no segment is repeated.
-        sharding: name -> sharding type of all tables, where it is not "table_wise".
+        sharding: name -> sharding types of the tables in turn, where not all are "table_wise".
+        resident: names of those whose tables have no caches, by their plan.
         plans: name -> file of the plan to obey, in place of `sharding`.
     """
 
@@ -57,7 +59,8 @@ class Segments:
     skip: int
     steps: int
     seconds: float
-    sharding: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sharding: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    resident: Sequence[str] = ()
     plans: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -80,14 +83,16 @@ class Segment:
 class _Timed:
     """The trainer of one setting on this rank."""
 
-    def __init__(self, name: str, values: Mapping[str, Any], sharding: str, ranks: Ranks, plan: str | None) -> None:
+    def __init__(self, name: str, segments: Segments, ranks: Ranks) -> None:
         self.name, self._ranks = name, ranks
-        config = decode(RunConfig, values)
+        config, plan = decode(RunConfig, segments.settings[name]), segments.plans.get(name)
         self._input_seconds = ranks.from_first(lambda: _input_seconds(config))
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "plan.json"
             if ranks.is_first and plan is None:
-                simple_plan(config, sharding, ranks.world_size).save(made)
+                types = segments.sharding.get(name, ("table_wise",))
+                kernel: Kernel = "device" if name in segments.resident else "cached"
+                simple_plan(config, types, ranks.world_size, kernel).save(made)
             self._config = dataclasses.replace(config, sharding=ShardingConfig(plan=plan or str(made)))
             self._trainer = Trainer(self._config, ranks)
             ranks.barrier()
@@ -176,9 +181,9 @@ class _Timed:
         )
 
 
-def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
-    """Return a plan with all tables sharded in one way (table-wise: in turn over the ranks) and the config's share of
-    slots."""
+def simple_plan(config: RunConfig, types: Sequence[str], world_size: int, kernel: Kernel = "cached") -> Plan:
+    """Return a plan with tables sharded in these ways in turn (table-wise: in turn over the ranks, too; column-wise: in
+    two halves) and the config's share of slots."""
     in_turn = sorted(schema_of(config.data).sparse, key=lambda feature: -feature.num_rows)
     tables = [
         TablePlacement(
@@ -187,11 +192,12 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
             dim=config.model.embedding_dim,
             dtype=config.model.table_dtype,
             sharding=sharding,  # type: ignore[arg-type]
-            kernel="cached",
-            ranks=tuple(range(world_size)) if sharding == "row_wise" else (turn % world_size,),
+            kernel=kernel,
+            ranks=_ranks_of(sharding, turn // len(types), world_size),
             exchange="rows" if config.sharding.exchange == "rows" and world_size > 1 else "pooled",
         )
         for turn, feature in enumerate(in_turn)
+        for sharding in [types[turn % len(types)]]
     ]
     ratio = config.cache.slot_ratio or 1.0
     return Plan(
@@ -205,6 +211,12 @@ def simple_plan(config: RunConfig, sharding: str, world_size: int) -> Plan:
         tables=tuple(tables),
         pools=tuple(pool.with_slots(slots_for(pool.rows, ratio * pool.rows)) for pool in pools_of(tables, world_size)),
     )
+
+
+def _ranks_of(sharding: str, turn: int, world_size: int) -> tuple[int, ...]:
+    if sharding == "row_wise":
+        return tuple(range(world_size))
+    return tuple((turn + shard) % world_size for shard in range(2 if sharding == "column_wise" else 1))
 
 
 def _input_seconds(config: RunConfig) -> float:
@@ -250,10 +262,7 @@ def _busy_seconds() -> float:
 def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
     """Measure all segments, settings in turn: so passing load on the machine meets all of them. Collective."""
     ends = time.perf_counter() + plan.seconds
-    timed = [
-        _Timed(name, values, plan.sharding.get(name, "table_wise"), ranks, plan.plans.get(name))
-        for name, values in plan.settings.items()
-    ]
+    timed = [_Timed(name, plan, ranks) for name in plan.settings]
     found: list[Segment] = []
     quiet = dict.fromkeys(plan.settings, 0)
     for turn in range(sys.maxsize):

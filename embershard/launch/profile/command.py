@@ -67,11 +67,14 @@ def collect(argv: Sequence[str]) -> None:
         raise ConfigError("what is to be counted? Give DATA (a file, a folder, or the word synthetic), or --config.")
     check_output(arguments.output)
     from embershard.launch.profile.data_pass import PART_SAMPLES, PartReader, PassOptions, profile_data
+    from embershard.training.fit.id_rules import buckets_of_run, refuse_ids
 
     config = run_config(arguments.data, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
+    if arguments.hot is not None:
+        refuse_ids(config.data, "hot rows have copies on all ranks")
     console = plain_console()
     began = time.monotonic()
-    reader = PartReader(config.data, config.model)
+    reader = PartReader(config.data, config.model, ids=buckets_of_run(config))
     on_ray, workers = arguments.on == "ray", arguments.workers
     if on_ray and workers is not None:
         raise ConfigError("--workers has no effect with --on ray: Ray counts in as many tasks as it has CPUs.")

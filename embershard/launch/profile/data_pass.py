@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from embershard.cache.ids.config import Buckets
+from embershard.cache.ids.id_map import mixed
 from embershard.data import DataConfig, open_source, schema_of
 from embershard.data.block import Block
 from embershard.data.hashing import Ids
@@ -71,16 +73,24 @@ class PartReader:
     Args:
         config: of the data.
         model: its tables are counted; None: a table for each feature.
+        ids: buckets of the tables that take any id, by name: see `rows_of_ids`.
         held_out: of the same data, where that is known.
     """
 
-    def __init__(self, config: DataConfig, model: ModelConfig | None = None, held_out: HeldOut | None = None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        model: ModelConfig | None = None,
+        held_out: HeldOut | None = None,
+        ids: Mapping[str, Buckets] | None = None,
+    ) -> None:
         self._source = open_source(config, share=alone if held_out is None else lambda _: held_out)
         self.held_out, self.model = self._source.held_out, model or ModelConfig()
         chunks = self._source.chunks("train")
         self.num_samples = chunks.num_samples
         tables, keys = model_tables(self.model, self._source.schema), self._source.schema.keys
         self.num_rows = {table.name: table.num_rows for table in tables}
+        self.ids = dict(ids or {})
         self._features = [[keys.index(feature) for feature in table.features] for table in tables]
         window = config.shuffle_window
         self._order = EpochOrder(chunks, seed=config.seed, epoch=0, shuffle=config.shuffle, window=window)
@@ -95,7 +105,10 @@ class PartReader:
         blocks = self.read(start, stop)
         seconds = time.process_time() - began
         sizes = [_bags(blocks, features) for features in self._features]
-        rows = (_rows(blocks, features) for features in self._features)
+        rows = (
+            _rows(blocks, features) if table not in self.ids else rows_of_ids(_rows(blocks, features), self.ids[table])
+            for table, features in zip(self.num_rows, self._features, strict=True)
+        )
         return count_part(list(self.num_rows.values()), rows, sizes, stop - start, following, seconds)
 
     def part_samples(self) -> int:
@@ -130,13 +143,15 @@ def profile_data(
         reader.num_rows, max_lookups=options.max_lookups, memory_bytes=options.memory_bytes, in_halves=in_halves
     )
     done = 0
-    make = partial(_make_counter, dataclasses.replace(data, num_workers=0), reader.model, reader.held_out)
+    make = partial(_make_counter, dataclasses.replace(data, num_workers=0), reader.model, reader.held_out, reader.ids)
     for part in in_parts(ranges, options, make, reader.count, lambda: (collector.following,)):
         collector.add(part)
         done += part.num_samples
         if on_progress is not None:
             on_progress(done, to_count)
-    collected = collector.finish(share_of_samples=to_count / max(reader.num_samples, 1), origin=_origin(data))
+    collected = collector.finish(
+        share_of_samples=to_count / max(reader.num_samples, 1), origin=_origin(data, reader.ids)
+    )
     if collected.halves is not None:
         collected = _with_error(collected)
     return FrequencyProfile.of_sparse(reader.num_rows, collected.counts, collector.num_parts, collected.statistics)
@@ -157,6 +172,18 @@ def part_ranges(num_samples: int, sample: float, part_samples: int) -> list[tupl
         start = number * num_samples // count
         ranges.append((start, start + wanted * (number + 1) // count - wanted * number // count))
     return ranges
+
+
+def rows_of_ids(ids: NDArray[np.int64], buckets: Buckets) -> NDArray[np.int64]:
+    """Return a row [N] for each id, as an estimate: of the id's bucket, as in training; which one, a hash says. In
+    training it is a matter of what came before, and ids without a row share the bucket's first.
+
+    >>> rows_of_ids(np.array([7, -7, 7]), Buckets(num_buckets=24, rows=10, reserve=2)) // 10
+    array([ 4, 19,  4])
+    """
+    words = mixed(ids).view(np.uint64)
+    bucket, rest = words % np.uint64(buckets.num_buckets), words // np.uint64(buckets.num_buckets)
+    return (bucket * np.uint64(buckets.rows) + rest % np.uint64(buckets.rows - 1) + np.uint64(1)).view(np.int64)
 
 
 def _bags(blocks: list[Block], features: Sequence[int]) -> int | NDArray[np.integer]:
@@ -184,8 +211,10 @@ def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
     return np.concatenate([np.broadcast_to(size, block.num_samples) for size, block in pairs])
 
 
-def _make_counter(config: DataConfig, model: ModelConfig, held_out: HeldOut) -> Callable[[int, int, Following], Part]:
-    return PartReader(config, model, held_out).count
+def _make_counter(
+    config: DataConfig, model: ModelConfig, held_out: HeldOut, ids: Mapping[str, Buckets]
+) -> Callable[[int, int, Following], Part]:
+    return PartReader(config, model, held_out, ids).count
 
 
 _work: Callable[..., Any] | None = None
@@ -263,10 +292,11 @@ def _in_processes(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _origin(data: DataConfig) -> str:
+def _origin(data: DataConfig, ids: Mapping[str, Buckets]) -> str:
     where = "" if data.path is None else f" {data.path}"
     order = f"in the order of epoch 0, seed {data.seed}" if data.shuffle else "in the order of the files"
-    return f"{data.kind} data{where}, training samples {order}"
+    estimate = f"; an estimate for {', '.join(ids)}, whose ids are hashed onto rows" if ids else ""
+    return f"{data.kind} data{where}, training samples {order}{estimate}"
 
 
 def _with_error(collected: Collected) -> Collected:
@@ -326,7 +356,7 @@ def count_clicks(data: DataConfig, rows: HotRows, options: PassOptions, reader: 
     Raises:
         SetupError: a process ended by itself.
     """
-    if schema_of(data).target.task != "binary":
+    if schema_of(data).target.tasks[0] != "binary":
         return []
     of_tables = list(rows.rows.values())
     ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())
@@ -383,7 +413,8 @@ def _worker(reader: PartReader, rows: Sequence[Ids]) -> Callable[[int, int], lis
         for block in reader.read(start, stop):
             is_hot = of_rows.hot_samples(block)
             labels = block.labels if block.labels.ndim == 1 else block.labels[:, 0]
-            for kind, flags in enumerate((is_hot, ~is_hot)):
+            there = ~np.isnan(labels)
+            for kind, flags in enumerate((is_hot & there, ~is_hot & there)):
                 found[kind] += ClickCounts(int(flags.sum()), int(labels[flags].sum()))
         return found
 

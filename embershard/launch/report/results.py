@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from embershard.launch.quality_text import slice_rows
 from embershard.launch.report.run_folder import RunFolder, is_sweep
 from embershard.launch.sweep.spread import held_out_of, main_figures, read_configurations, result_rows, spread_text
-from embershard.run_result import RunResult
+from embershard.run_result import RunResult, Slices
 
 FORMATS = ("json", "csv", "latex", "markdown")
 _LATEX = {each: f"\\{each}" for each in "&%$#_{}"} | {
@@ -56,6 +57,22 @@ def results_text(folders: Sequence[Path], form: str) -> str:
         values = result_rows([row[:3] for row in rows])
         return _csv(values) if form == "csv" else json.dumps(values, indent=2, allow_nan=False)
     return (_latex if form == "latex" else _markdown)(*_for_readers(rows))
+
+
+def evaluation_text(step: int, quality: Mapping[str, Any], slices: Slices, form: str) -> str:
+    """Return an evaluation as text in one of `FORMATS`: JSON as a line of metrics.jsonl has it, else a row for all
+    samples and one for each slice.
+
+    Args:
+        quality: figures by name, and "samples".
+    """
+    if form == "json":
+        return json.dumps({"step": step, **quality, "slices": slices}, indent=2, allow_nan=False)
+    named = [("", "", quality), *((column, value, of) for column in slices for value, of in slices[column].items())]
+    if form == "csv":
+        return _csv([{"column": column, "value": value, **of} for column, value, of in named])
+    titles, cells = slice_rows({f"{column} = {value}" if column else "all": of for column, value, of in named})
+    return (_latex if form == "latex" else _markdown)(["held out", *titles], cells)
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:

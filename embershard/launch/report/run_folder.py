@@ -12,13 +12,14 @@ from typing import Any
 
 from embershard.decoding import flat, read_toml
 from embershard.errors import ConfigError
-from embershard.launch.config import METRICS, RUN_CONFIG
+from embershard.launch.config import CURVES, METRICS, RUN_CONFIG
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.run_result import RESULT, RunResult
 from embershard.sharding.plan import Plan
 from embershard.stages import STAGES_ENDING, TRACES
 
-#: Entries of a file of stages.
+#: Entries of a label's curves, and of a file of stages.
+_CURVES = {"roc", "precision_recall", "reliability", "histogram"}
 _STAGES = {"rank", "steps", "training", "beside", "between_ranks"}
 
 
@@ -108,6 +109,14 @@ class RunFolder:
                 if isinstance(report["kind"], str) and isinstance(report["step"], int):
                     found.append(report)
         return found
+
+    @cached_property
+    def curves(self) -> dict[str, dict[str, Any]]:
+        """Return the curves of each label at the last evaluation; none where the file is missing or damaged."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            labels = json.loads((self.path / CURVES).read_bytes())["labels"]
+            return {label: each for label, each in labels.items() if each.keys() >= _CURVES}
+        return {}
 
     @cached_property
     def stages(self) -> list[dict[str, Any]]:

@@ -12,22 +12,37 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from embershard.launch.quality_text import figures
+from embershard.launch.quality_text import figures, slice_tables
+from embershard.launch.report import publications
 from embershard.launch.screen import make_table, number, say
 from embershard.launch.train.progress import closing_table
 from embershard.planning.recalibrate import Recalibration
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, Traffic
-from embershard.run_result import CacheTotals, RunResult, WindowResult
+from embershard.run_result import CacheTotals, IdTotals, RunResult, WindowResult
 from embershard.units import size
 
 _MOST_RANKS = 16
 
 
-def show_run(folder: Path, result: RunResult, console: Console, top: int) -> None:
-    """Print quality, speed and the caches' counts of a run, without looking at a plan."""
+def show_run(
+    folder: Path, result: RunResult, published: Sequence[Mapping[str, Any]], console: Console, top: int
+) -> None:
+    """Print quality, speed, publications and the caches' counts of a run, without looking at a plan.
+
+    Args:
+        published: lines of the record.
+    """
     tables = [closing_table(result, str(folder))]
+    tables += slice_tables(result.slices)
     if result.windows:
         tables.append(_window_table(result.windows, top))
+    if result.ids:
+        tables.append(_id_table(result.ids, top))
+    if published:
+        table = _wide_table("Publications", (), publications.TITLES)
+        table.add_row(*publications.publication_cells(published))
+        table.caption = publications.NOTE
+        tables.append(table)
     if (cache := result.cache) is not None:
         ranks = [(str(caches.rank), caches) for caches in cache.ranks[:_MOST_RANKS]]
         by_misses = sorted(cache.tables.items(), key=lambda item: item[1].hits_lookups - item[1].lookups)
@@ -43,6 +58,23 @@ def show_run(folder: Path, result: RunResult, console: Console, top: int) -> Non
         console.print(table)
 
 
+def _id_table(ids: Mapping[str, IdTotals], top: int) -> Table:
+    """Return what became of the ids of the tables with most evictions."""
+    shown = sorted(ids.items(), key=lambda item: -item[1].evicted)[:top]
+    title = "Ids, most evictions first"
+    if len(ids) > top:
+        title = f"Ids of the {top} of {len(ids)} tables with most evictions"
+    table = _wide_table(title, ("table",), ("live", "admitted", "evicted", "refused", "age"))
+    for name, found in shown:
+        counts = (found.live, found.admitted, found.evicted, found.refused)
+        table.add_row(name, *(f"{count:,}" for count in counts), number(found.evicted_age, ",.1f"))
+    table.caption = (
+        "live: ids with a row at the end; refused: times that no row was free; age: batches between the last use of an "
+        "id and its eviction, on average"
+    )
+    return table
+
+
 def _window_table(windows: Sequence[WindowResult], top: int) -> Table:
     """Return the newest windows of time."""
     shown = windows[-top:]
@@ -52,7 +84,10 @@ def _window_table(windows: Sequence[WindowResult], top: int) -> Table:
     for window in shown:
         counts = (f"{window.step:,}", f"{window.samples:,}", f"{window.late:,}")
         table.add_row(window.start, *counts, *(each.value for each in figures(window.quality)))
-    table.caption = "quality on all samples of a window before any of them trained; step: those trained by then"
+    table.caption = (
+        "quality on all samples of a window before any of them trained; step: those trained by then; late: samples of "
+        "earlier windows that came with this one"
+    )
     return table
 
 

@@ -13,7 +13,7 @@ from embershard.launch.quality_text import form_of, held_out_warning, main_names
 from embershard.launch.sweep.experiments import SEEDS, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.run_result import RunResult
-from embershard.training.quality.quality import MORE_IS_BETTER
+from embershard.training.quality.quality import MORE_IS_BETTER, metric_of
 
 _CONFIDENCE = 0.95
 #: Figures beside those of quality, by their names in result.json: title, format, and whether more is better.
@@ -51,12 +51,16 @@ class Spread:
     @property
     def interval(self) -> float | None:
         """Half of the width of the mean's 95 % confidence interval, by Student's t; None of one value."""
+        return self.half_width(_CONFIDENCE)
+
+    def half_width(self, confidence: float) -> float | None:
+        """Return the same for another confidence."""
         from scipy.special import stdtrit
 
         if (deviation := self.deviation) is None:
             return None
         count = len(self.values)
-        return float(stdtrit(count - 1, (1 + _CONFIDENCE) / 2)) * deviation / count**0.5
+        return float(stdtrit(count - 1, (1 + confidence) / 2)) * deviation / count**0.5
 
     def text(self, form: str) -> str:
         """Return mean, half of the interval and deviation, each in a format.
@@ -78,7 +82,7 @@ class Configuration:
         varied: the settings that the sweep varies, without seeds.
         differing: those of all configurations that are not the same in all.
         outcomes: of the runs that ended.
-        folders: of those that finished; `results` are what these gave.
+        folders: of those that finished; `results` are what these gave, and `seeds` what they were trained with.
     """
 
     varied: Mapping[str, Any]
@@ -86,6 +90,11 @@ class Configuration:
     outcomes: tuple[Outcome, ...]
     folders: tuple[Path, ...]
     results: tuple[RunResult, ...]
+
+    @property
+    def seeds(self) -> list[tuple[Any, ...]]:
+        """Of each run that finished, its values of `SEEDS`."""
+        return [tuple(map(each.varied.get, SEEDS)) for each in self.outcomes if each.status == "finished"]
 
     @property
     def name(self) -> str:
@@ -180,7 +189,8 @@ def result_rows(
             row["held_out"] = held_out
         if results:
             row["result.is_steady"] = all(result.is_steady for result in results)
-        for figure in (*_IN_ROWS, *dict.fromkeys(key for result in results for key in result.quality)):
+        names = dict.fromkeys(key for result in results for key in (*result.quality, *flat({"slices": result.slices})))
+        for figure in (*_IN_ROWS, *names):
             spread = spread_of(results, figure)
             if spread is not None:
                 row[f"result.{figure}"] = spread.mean
@@ -201,7 +211,7 @@ def is_higher_better(figure: str) -> bool | None:
     >>> is_higher_better("auc/buy"), is_higher_better("step_ms.p50"), is_higher_better("steps")
     (True, False, None)
     """
-    return _FIGURES[figure][2] if figure in _FIGURES else MORE_IS_BETTER.get(figure.partition("/")[0])
+    return _FIGURES[figure][2] if figure in _FIGURES else MORE_IS_BETTER.get(metric_of(figure))
 
 
 def best_sentence(configurations: Sequence[Configuration], figure: str | None = None) -> str:

@@ -17,6 +17,7 @@ from rich.table import Table
 from embershard.decoding import flat, toml
 from embershard.launch.quality_text import form_of, main_names, steady_mark, title_of
 from embershard.launch.screen import make_table, number, say
+from embershard.launch.sweep.against_best import against_best
 from embershard.launch.sweep.experiments import Experiment, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.launch.sweep.spread import Configuration, main_figures, result_rows, spread_text
@@ -102,12 +103,21 @@ def spread_table(configurations: Sequence[Configuration]) -> Table:
     """Return the table of configurations: means, confidence intervals and deviations over their runs."""
     names = configurations[0].differing
     figures = main_figures(result for each in configurations for result in each.results)
-    table = make_table("Means of repeats", [*names, "runs"], [title for title, _ in figures.values()])
-    table.caption = "±: half of the mean's 95 % confidence interval (Student's t); sd: standard deviation"
-    for each in configurations:
+    title, verdicts = against_best(configurations)
+    table = make_table("Means of repeats", [*names, "runs"], [*(title for title, _ in figures.values()), title])
+    table.caption = (
+        "±: half of the mean's 95 % confidence interval (Student's t); sd: standard deviation; worse: over seeds, by "
+        "more than chance explains"
+    )
+    for each, verdict in zip(configurations, verdicts, strict=True):
         texts = (spread_text(each.results, name, form) for name, (_, form) in figures.items())
         cells = (text.replace(" (", "\n(") or "n/a" for text in texts)
-        table.add_row(*(str(each.varied.get(name, "")) for name in names), str(len(each.results)), *cells)
+        table.add_row(
+            *(str(each.varied.get(name, "")) for name in names),
+            str(len(each.results)),
+            *cells,
+            verdict.replace(" (", "\n("),
+        )
     return table
 
 

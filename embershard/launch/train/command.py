@@ -81,6 +81,10 @@ class TrainJob(Job):
         check_resume(arguments)
         file, trust = needed_config(arguments), arguments.trust_code
         config = load_config(RunConfig, file, arguments.overrides, trust_code=trust, run_dir=arguments.run_dir)
+        if config.data.has_ids and config.model.build is None:  # of one's own model, the ranks find the tables
+            from embershard.training.fit.id_rules import id_rules  # it loads pyarrow
+
+            id_rules(config)
         return TrainJob(
             config,
             arguments.run_dir,
@@ -178,7 +182,7 @@ def rank_job(argv: Sequence[str]) -> TrainJob:
 
 def _print_settings(job: TrainJob) -> None:
     """Check the data, and print the settings, and what one's own model has to train."""
-    check_data(job.config.data)
+    check_data(job.config.data, job.config.metrics.columns)
     own = ""
     if job.config.model.build is not None:
         from embershard.launch.train.progress import describe_own  # it loads TorchRec

@@ -6,6 +6,7 @@ Before a run: what a model of one's own has to train.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.table import Column, Table
 
 from embershard.launch.quality_text import figures, form_of, quality_line, quality_rows, steady_mark, title_of
 from embershard.launch.screen import number, say
-from embershard.run_result import HotColdTotals, LookAheadTotals, RunCaches, RunResult
+from embershard.run_result import HotColdTotals, IdTotals, LookAheadTotals, RunCaches, RunResult
 from embershard.training.config import RunConfig
 from embershard.training.quality.quality import main_values, quality_values
 from embershard.training.quality.reports import (
@@ -33,9 +34,9 @@ from embershard.units import size
 
 
 class ProgressDisplay:
-    """Shows reports as they come, until `close`; the run goes from `done_steps` to `total_steps`."""
+    """Shows reports as they come, until `close`; the run goes from `done_steps` to `total_steps`, or without an end."""
 
-    def __init__(self, console: Console, total_steps: int, done_steps: int) -> None:
+    def __init__(self, console: Console, total_steps: int | None, done_steps: int) -> None:
         self._console, self._total = console, total_steps
         self._first_step, self._started = done_steps, time.monotonic()
         self._bar: Progress | None = None
@@ -63,10 +64,13 @@ class ProgressDisplay:
                 line = f"step {report.step}: warning: all {count:,} {which} samples have weight 0 (data.table.weight)"
                 say(self._console, line)
         if isinstance(report, TrainReport):
-            line = f"step {report.step}/{self._total}  {train_line(report)}"
+            of = "" if self._total is None else f"/{self._total}"
+            line = f"step {report.step}{of}  {train_line(report)}"
             if self._bar is not None:
                 self._bar.update(self._task, completed=report.step, description=_bar_line(report))
                 say(self._console, line)  # above the bar, and stays there
+            elif self._total is None:
+                say(self._console, line)
             else:
                 per_step = (time.monotonic() - self._started) / max(report.step - self._first_step, 1)
                 say(self._console, f"{line}  ETA {per_step * (self._total - report.step):.0f} s")
@@ -165,6 +169,7 @@ def closing_table(result: RunResult, what: str) -> Table:
     table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")
     for row in [
         *_cache_rows(result.cache, result.hot_cold),
+        *_id_rows(result.ids),
         *_look_ahead_rows(result.look_ahead, result.cache, "" if alone else ", all ranks together"),
         *_sent_rows(result),
         *_hot_cold_rows(result.hot_cold, result.cache),
@@ -198,6 +203,19 @@ def _cache_rows(cache: RunCaches | None, packed: HotColdTotals | None) -> list[t
         ("evictions", f"{cache.evictions:,}", "rows that left the device for other rows"),
         ("caches' memory", f"{size(cache.device_bytes)} device", f"{of_ranks}; {size(cache.host_bytes)} host"),
     ]
+
+
+def _id_rows(ids: Mapping[str, IdTotals]) -> list[tuple[str, str, str]]:
+    if not ids:
+        return []
+    live, admitted, evicted, refused = (
+        sum(getattr(table, name) for table in ids.values()) for name in ("live", "admitted", "evicted", "refused")
+    )
+    ages = sum(table.evicted * (table.evicted_age or 0) for table in ids.values())
+    age = f", {ages / evicted:,.1f} batches after its last use" if evicted else ""
+    without = f"; {refused:,} times none was free" if refused else ""
+    what = f"{admitted:,} times an id got a row, {evicted:,} times one lost it{age}{without}"
+    return [("ids", f"{live:,} have rows", f"of {len(ids)} tables; {what}")]
 
 
 def _look_ahead_rows(ahead: LookAheadTotals | None, cache: RunCaches | None, of: str) -> list[tuple[str, str, str]]:

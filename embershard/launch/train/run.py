@@ -116,6 +116,7 @@ def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
     ratio = None if trainer.plan else trainer.config.cache.slot_ratio
     totals = {
         "cache": trainer.metrics.cache_reader.totals(ratio),
+        "ids": {table: dataclasses.asdict(found) for table, found in trainer.metrics.id_reader.totals().items()},
         "look_ahead": look_ahead_totals(trainer.upcoming.stats(), trainer.ranks),
         "sent_bytes": trainer.metrics.traffic_reader.totals(),
     }
@@ -153,8 +154,10 @@ class _Outputs:
         settings = flat(dataclasses.asdict(trainer.config))
         run = TrackedRun(run_dir, settings, trainer.config.tracking, resumed_at)
         self._trackers = Trackers(run, partial(say, console))
+        if trainer.following is not None and not isinstance(console, JsonLines):
+            say(console, trainer.following.outlook)
         self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
-        self._loss: float | None = None
+        self._last: TrainReport | None = None
         self._evaluation: EvalReport | None = None
 
     def add(self, report: Report) -> None:
@@ -165,13 +168,13 @@ class _Outputs:
         else:
             self._display.show(report)
         if isinstance(report, TrainReport):
-            self._loss = report.loss
+            self._last = report
         elif isinstance(report, EvalReport):
             self._evaluation = report
 
     def finish(self, totals: Mapping[str, Any], same_run: str) -> None:
         self._display.close()
-        result = make_result(self._trainer, self._loss, self._evaluation, totals, self._record.windows())
+        result = make_result(self._trainer, self._last, self._evaluation, totals, self._record.windows())
         result.write(self._folder)
         self._trackers.finish(result.to_dict())
         if isinstance(self._console, JsonLines):
@@ -179,16 +182,20 @@ class _Outputs:
             return
         config = self._trainer.config
         self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
-        other, change = _next_run(config.sharding.mode, is_cached=result.cache is not None)
+        other, change = _next_run(config, is_cached=result.cache is not None)
+        if config.publish.folder is not None:  # it is that of one run
+            change += f" --set publish.folder={shlex.quote(f'{config.publish.folder}_2')}"
         report = f"{program_words('embershard', 'embershard')} report {shlex.quote(str(self._folder))}"
         lines = {"Look at it as a page, with curves:": f"{report} -o report.html"}
         if "tensorboard" in config.tracking.trackers:
             board = program_words("tensorboard", "tensorboard.main")
             lines["Or in TensorBoard:"] = f"{board} --logdir {shlex.quote(str(self._folder))}"
         lines[f"Next, the same run {other}:"] = f"{same_run} {change}"
+        following = self._trainer.following
+        ended_by = [self._trainer.best.stop_reason, following.summary if following is not None else None]
         say(
             self._console,
-            *filter(None, [self._trainer.best.stop_reason]),
+            *(reason for reason in ended_by if reason),
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
             *(line for what, command in lines.items() for line in (what, f"    {command}")),
         )
@@ -199,8 +206,12 @@ class _Outputs:
         self._record.close()
 
 
-def _next_run(mode: str, is_cached: bool) -> tuple[str, str]:
+def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:
     """Return what to compare a run with, and the arguments for that."""
+    mode = config.sharding.mode
+    if config.data.has_ids:
+        other = "lfu" if config.cache.policy == "lru" else "lru"
+        return f"with another policy of the cache, {other} (same losses)", f"--set cache.policy={other}"
     if mode == "hot_cold":
         change = "--set sharding.mode=sharded --set sharding.hot_bytes=none"
         return "without copies of hot rows (another order of the samples)", change
@@ -232,6 +243,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
     dims = " and ".join(map(str, sorted({table.dim for table in tables})))
     num_ranks = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
+    steps = "" if trainer.total_steps is None else f"{trainer.total_steps:,} "
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
     if trainer.hot is not None:
         notes.append(trainer.hot.describe())
@@ -247,7 +259,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     say(
         console,
         f"{config.model.title}: {len(tables)} tables with {sum(table.num_rows for table in tables):,} rows of "
-        f"dim {dims}; {num_ranks} on {kind}; {trainer.total_steps:,} steps of "
+        f"dim {dims}; {num_ranks} on {kind}; {steps}steps of "
         f"{global_batch(config, ranks.world_size):,} samples; run folder {run_dir}",
         *trainer.source.notes,
         *notes,

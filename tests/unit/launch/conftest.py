@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.cache import CacheConfig
+from embershard.cache.config import Policy
 from embershard.data import DataConfig, ParquetConfig
 from embershard.distributed import Supervision, process_group
 from embershard.launch import rank, score
@@ -46,22 +47,27 @@ def clicks(num_rows: int = NUM_ROWS, seed: int = 0) -> pa.Table:
     )
 
 
+def config_of_clicks(path: Path, max_steps: int, policy: Policy | None = None) -> RunConfig:
+    """A small run on the file of `clicks`."""
+    columns = ParquetConfig(
+        dense=("age",), sparse=("user", "items"), num_rows=(40, 70), label="click",
+        id_mapping="hash", dense_transform="log1p",
+    )  # fmt: skip
+    return RunConfig(
+        data=DataConfig("parquet", str(path), eval_fraction=NUM_HELD_OUT / NUM_ROWS, num_workers=0, parquet=columns),
+        model=ModelConfig(embedding_dim=8, dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(16, 1)),
+        cache=CacheConfig(ratio=0.9, policy=policy),
+        train=TrainConfig(batch_size=64, max_steps=max_steps),
+    )
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     data, unlabelled = folder / "clicks.parquet", folder / "new.parquet"
     pq.write_table(clicks(), data, row_group_size=128, write_page_checksum=True)
     pq.write_table(clicks(300, seed=1).drop_columns("click"), unlabelled, write_page_checksum=True)
-    columns = ParquetConfig(
-        dense=("age",), sparse=("user", "items"), num_rows=(40, 70), label="click",
-        id_mapping="hash", dense_transform="log1p",
-    )  # fmt: skip
-    config = RunConfig(
-        data=DataConfig("parquet", str(data), eval_fraction=NUM_HELD_OUT / NUM_ROWS, num_workers=0, parquet=columns),
-        model=ModelConfig(embedding_dim=8, dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(16, 1)),
-        cache=CacheConfig(ratio=0.9, policy="frequency"),
-        train=TrainConfig(batch_size=64, max_steps=12),
-    )
+    config = config_of_clicks(data, 12, "frequency")
     given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
     with process_group("cpu") as ranks:
         train_run(config, ranks, folder / "run", supervision=Supervision(), **given)

@@ -17,6 +17,7 @@ from embershard.launch.plan.calibrate import REFERENCE, reference_setting, run_c
 from embershard.launch.plan.reference_steps import Segment, Segments, measure, simple_plan
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.topology import load_topology
+from embershard.sharding.plan import check_plan
 from embershard.training.config import RunConfig
 
 RATES = Rates(seconds_per_flop=1e-11, seconds_per_planned_id=1e-7, step_overhead_seconds=0.01)
@@ -111,7 +112,24 @@ def test_tables_without_a_cache_are_not_run_where_one_would_be_empty(told) -> No
 def test_distinct_rows_are_not_exchanged_by_one_rank(told) -> None:
     run_calibration([1, 2], console=Console(file=io.StringIO()))
     (_, one), (_, two) = told
-    assert set(two.settings) - set(one.settings) == {"distinct rows", "distinct rows, many ids"}
+    assert "distinct rows" not in one.settings
+    assert {"distinct rows", "distinct rows, many ids"} < set(two.settings)
+
+
+def test_what_an_exchange_takes_is_told_from_what_a_step_takes(told) -> None:
+    """Between ranks some settings have more exchanges than others: with as many in all, no rate would follow."""
+    run_calibration([1, 2], console=Console(file=io.StringIO()))
+    (_, one), (_, two) = told
+    mixed = {"two exchanges", "three exchanges", "resident, two exchanges"}
+    assert not mixed & set(one.settings)
+    assert mixed < set(two.settings)
+    assert {name for pair in calibrate.PAIRS for name in pair} < set(two.settings)
+    for name, types in calibrate.SHARDING.items():
+        kernel = "device" if name in calibrate.RESIDENT else "cached"
+        plan = simple_plan(decode(RunConfig, reference_setting(REFERENCE[name])), types, 4, kernel)
+        check_plan(plan)
+        assert {table.sharding for table in plan.tables} == set(types)
+        assert {table.kernel for table in plan.tables} == {kernel}
 
 
 @pytest.mark.parametrize("ranks", [[], [0], [2, -1]])
@@ -123,7 +141,7 @@ def test_impossible_numbers_of_ranks_are_refused(ranks) -> None:
 @pytest.mark.parametrize(("ranks", "exchange"), [(2, "rows"), (1, "pooled")])
 def test_reference_plans_exchange_what_their_setting_says(ranks, exchange) -> None:
     config = decode(RunConfig, reference_setting(REFERENCE["distinct rows"]))
-    plan = simple_plan(config, calibrate.SHARDING.get("distinct rows", "table_wise"), ranks)
+    plan = simple_plan(config, ("table_wise",), ranks)
     assert {table.exchange for table in plan.tables} == {exchange}
 
 
@@ -143,7 +161,7 @@ def test_work_is_counted_in_steps_that_ran(tmp_path) -> None:
         "planned": reference_setting({**small, **at_once}),
     }
     all_rows = decode(RunConfig, reference_setting({**small, **at_once, "cache.ratio": 1.0}))
-    simple_plan(all_rows, "table_wise", 1).save(tmp_path / "plan.json")
+    simple_plan(all_rows, ("table_wise",), 1).save(tmp_path / "plan.json")
     plans = {"planned": str(tmp_path / "plan.json")}
     with process_group("cpu") as ranks:
         found = measure(Segments(settings, num_quiet=1, skip=1, steps=3, seconds=0, plans=plans), ranks)

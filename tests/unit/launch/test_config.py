@@ -171,6 +171,9 @@ def test_a_run_reads_back_with_every_section_changed(load):
     decay_steps = 5
     [train]
     max_steps = 3
+    [metrics]
+    names = ["recalibrated_ne"]
+    recalibration = 0.1
     [checkpoint]
     at_end = false
     [publish]
@@ -180,7 +183,8 @@ def test_a_run_reads_back_with_every_section_changed(load):
     config = load(text, cls=RunConfig)
     assert load(to_toml(config), cls=RunConfig) == config
     changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(RunConfig(), f.name)]
-    assert changed == [f.name for f in dataclasses.fields(config)]
+    others = {"ids"}  # which excludes a plan and a profile: tests/unit/training/fit/test_id_rules.py
+    assert changed == [f.name for f in dataclasses.fields(config) if f.name not in others]
 
 
 @pytest.mark.parametrize(

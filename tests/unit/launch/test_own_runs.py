@@ -32,7 +32,7 @@ from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.hot_cold import find_hot_rows
 from embershard.training.trainer import Trainer
-from tests.unit.data.windows import make_windows
+from tests.unit.data.windows import hstu_overrides, make_windows
 from tests.unit.launch.conftest import score_here
 from tests.unit.launch.test_export import WITHOUT
 
@@ -98,9 +98,10 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("arch", ["din", "tbsm"])
+@pytest.mark.parametrize("arch", ["din", "tbsm", "hstu"])
 def test_a_log_of_events_becomes_scores(arch, windows, tmp_path, capsys):
     overrides = [f"model.arch={arch}", "train.max_steps=8", "train.device=cpu", "data.num_workers=0", "cache.ratio=0.9"]
+    overrides += hstu_overrides(windows) if arch == "hstu" else []
     train(load_config(RunConfig, windows / "run.toml", overrides), tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["auc"] is not None

@@ -82,7 +82,7 @@ def test_frequencies_are_those_of_the_numbers(file):
     ("text", "said"),
     [
         ("samples = 5", "got 0 tables"),
-        ("[tables.a]\ndim = 8", "tables.a.rows"),
+        ("[tables.a]\ndim = 8", "tables.a.rows is missing"),
         ("[tables.a]\nrows = 0", "table 'a': got 0 rows"),
         ("[tables.a]\nrows = 9\nzipf = 9.0", "exponent of 9.0"),
         ("[tables.a]\nrows = 9\ndim = 6", "dim = 6"),
@@ -100,7 +100,7 @@ def test_a_wrong_file_is_refused(tmp_path, text, said):
 
 def test_data_beside_numbers_are_refused(file, capsys):
     assert plan(file, "--profile", "p.npz") == 2
-    assert "takes no CONFIG and no --profile" in capsys.readouterr().err
+    assert "takes no --profile" in capsys.readouterr().err
 
 
 def test_more_effort_finds_no_slower_plan(file, tmp_path):
@@ -119,3 +119,65 @@ def test_an_effort_that_is_none_is_refused(effort, file, capsys):
     with pytest.raises(SystemExit):
         plan(file, "--effort", effort)
     assert "needed a number above 0, at most 1000" in capsys.readouterr().err
+
+
+RUN = """
+[data]
+kind = "parquet"
+path = "nowhere"
+[data.parquet]
+sparse = ["user", "item", "past", "time", "past_time"]
+num_rows = [5_000_000, 900, 900, 4_294_967_296, 4_294_967_296]
+id_mapping = "none"
+[model]
+arch = "hstu"
+embedding_dim = 64
+dense_arch_layer_sizes = [64]
+target = ["item"]
+history = ["past"]
+hstu = { times = ["time", "past_time"] }
+[embedding_optimizer]
+kind = "rowwise_adagrad"
+"""
+
+
+def plan_of_run(folder: Path, tables: str, *more: str) -> int:
+    (folder / "run.toml").write_text(RUN)
+    (folder / "lookups.toml").write_text(tables)
+    return plan(folder / "lookups.toml", "--config", str(folder / "run.toml"), *more)
+
+
+def test_a_runs_settings_have_the_rows_and_the_model(tmp_path, capsys):
+    """So models whose dense part is not known without them are planned, too, and no data are read."""
+    lookups = "samples = 1_000_000\n[tables.t_item]\nlookups = 90\n[tables.t_user]\nzipf = 0.6\n"
+    options = ("--ranks", "2", "--types", "row_wise", "-o", str(tmp_path / "plan.json"))
+    assert plan_of_run(tmp_path, lookups, *options) == 0
+    assert "Note: No data were read" in " ".join(capsys.readouterr().out.split())
+    made = Plan.load(tmp_path / "plan.json")
+    assert {table.table: (table.rows, table.dim) for table in made.tables} == {
+        "t_item": (900, 64),
+        "t_user": (5_000_000, 64),
+    }
+    assert made.made_from["config"] == str(tmp_path / "run.toml")
+    assert made.prediction is not None
+    assert sum(rank.device_bytes["device_tables"] for rank in made.prediction.ranks) == 5_000_900 * (4 * 64 + 4)
+
+
+@pytest.mark.parametrize(
+    ("lookups", "said"),
+    [
+        ("[tables.t_item]", "table 't_user' is not in the file; needed those of its settings: t_item, t_user"),
+        ("[tables]\nt_item = {}\nt_user = {}\nt_time = {}", "table 't_time' is none of the run"),
+        ("[tables]\nt_item = { rows = 901 }\nt_user = {}", "tables.t_item has rows or dim other than the run's"),
+        ("samples = 3", "got 0 tables"),
+    ],
+)
+def test_other_tables_than_the_runs_are_refused(tmp_path, capsys, lookups, said):
+    assert plan_of_run(tmp_path, lookups) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_rows_are_needed_without_a_runs_settings(tmp_path, capsys):
+    (tmp_path / "lookups.toml").write_text("[tables.a]\nzipf = 0.5\n")
+    assert plan(tmp_path / "lookups.toml") == 2
+    assert "tables.a.rows is missing" in capsys.readouterr().err

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from embershard.cache import CacheConfig
+from embershard.cache.ids.config import IdTable
+from embershard.cache.ids.id_map import IdMap, mixed
+from embershard.cache.loops import buckets_of_ids
 from embershard.data import BatchStream, DataConfig, SyntheticConfig, TableConfig, TableFeature, open_source
 from embershard.data.sources.table import source
 from embershard.errors import ConfigError
@@ -23,11 +26,12 @@ from embershard.launch.arguments import examples
 from embershard.launch.config import load_config
 from embershard.launch.profile import data_pass as profile_pass
 from embershard.launch.profile.command import main, run_config
-from embershard.launch.profile.data_pass import PartReader, PassOptions, part_ranges, profile_data
+from embershard.launch.profile.data_pass import PartReader, PassOptions, part_ranges, profile_data, rows_of_ids
 from embershard.launch.profile.view import make_figure
 from embershard.models import table_name
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig
+from embershard.training.fit.id_rules import buckets_of_run
 from embershard.units import parse_bytes
 from tests.unit.planning.traces import profile_of, skewed
 
@@ -311,3 +315,46 @@ def test_the_picture_explains_its_curves(tmp_path, capsys):
     profile.save(tmp_path / "p.npz")
     assert main(["show", str(tmp_path / "p.npz"), "--png", str(tmp_path / "curves.png")]) == 0
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_ids_are_counted_as_rows_of_their_buckets():
+    """Those in which training looks them up; an id has one row there, and none has the row that others share."""
+    buckets = IdTable().buckets_of("t", 24_000)
+    ids = np.random.default_rng(0).integers(-(2**62), 2**62, 5000)
+    rows, expected = rows_of_ids(ids, buckets), np.empty(5000, np.int64)
+    buckets_of_ids(mixed(ids), buckets.num_buckets, expected)
+    assert (rows // buckets.rows).tolist() == expected.tolist()
+    ids_map = IdMap("t", IdTable(), buckets, seed=1)
+    assert (ids_map.resolve(mixed(ids)).rows // buckets.rows).tolist() == expected.tolist()
+    assert (rows % buckets.rows).min() == 1
+    assert (rows % buckets.rows).max() == buckets.rows - 1
+    assert rows_of_ids(ids[::-1].copy(), buckets).tolist() == rows[::-1].tolist()
+    assert len(np.unique(rows)) > 4300  # of 24,000 rows: 4,514 by chance
+
+
+def test_tables_of_ids_are_profiled_as_an_estimate(monkeypatch):
+    monkeypatch.setattr(profile_pass, "PART_SAMPLES", 2048)
+    synthetic = dataclasses.replace(SMALL, id_rows=480, id_turnover=3.0)
+    config = RunConfig(data=DataConfig(synthetic=synthetic, num_workers=0))
+    buckets = buckets_of_run(config)
+    assert buckets
+    one, two = (
+        profile_data(config.data, PassOptions(workers), None, PartReader(config.data, config.model, ids=buckets))
+        for workers in (1, 2)
+    )
+    same(one, two)
+    assert one.num_rows(next(iter(buckets))) == 480
+    origin = one.need_statistics().origin
+    assert origin.endswith(f"; an estimate for {', '.join(buckets)}, whose ids are hashed onto rows")
+    rows = {name: ids for name, ids in lookups_in_training_order(config.data).items() if name in buckets}
+    for table, ids in rows.items():
+        counts = np.bincount(rows_of_ids(ids, buckets[table]), minlength=480)
+        assert one.counts[table].tolist() == counts.tolist()
+
+
+def test_hot_rows_of_ids_are_refused(tmp_path):
+    ids = settings(*SMALL_SET, "data.synthetic.id_rows=480", "data.synthetic.id_turnover=3")
+    with pytest.raises(
+        ConfigError, match=r"hot rows have copies on all ranks, and tables .* take any id.*id_rows=none"
+    ):
+        main(["synthetic", *ids, "--hot", "1MB", "-o", str(tmp_path / "p.npz")])

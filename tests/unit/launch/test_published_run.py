@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,17 +16,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.cache import CacheConfig
-from embershard.data import DataConfig, ParquetConfig
 from embershard.distributed import PublishConfig, Supervision, process_group
 from embershard.errors import CheckpointError, ConfigError
 from embershard.launch import cli
 from embershard.launch.arguments import NEWEST
 from embershard.launch.export import publish, serving_model
 from embershard.launch.train.run import train_run
-from embershard.models import ModelConfig
-from embershard.training.config import RunConfig, TrainConfig
-from tests.unit.launch.conftest import clicks
+from embershard.training.config import RunConfig
+from tests.unit.launch.conftest import clicks, config_of_clicks
 from tests.unit.launch.test_export import WITHOUT
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -36,29 +36,38 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 9 steps that was resumed to 12, whose folder has publications."""
     folder = tmp_path_factory.mktemp("published_run")
     pq.write_table(clicks(), folder / "clicks.parquet")
-    columns = ParquetConfig(
-        dense=("age",), sparse=("user", "items"), num_rows=(40, 70), label="click",
-        id_mapping="hash", dense_transform="log1p",
-    )  # fmt: skip
-    config = RunConfig(
-        data=DataConfig("parquet", str(folder / "clicks.parquet"), eval_fraction=0.2, num_workers=0, parquet=columns),
-        model=ModelConfig(embedding_dim=8, dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(16, 1)),
-        cache=CacheConfig(ratio=0.9),
-        train=TrainConfig(batch_size=64, max_steps=9),
-        publish=PublishConfig(str(folder / "published"), every_steps=4),
-    )
+    config = config_of_clicks(folder / "clicks.parquet", max_steps=9)
+    config = dataclasses.replace(config, publish=PublishConfig(str(folder / "published"), every_steps=4))
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=12))
     with process_group("cpu") as ranks:
         train_run(config, ranks, folder / "run", supervision=Supervision(), resume=None, **GIVEN)
         shutil.copytree(folder / "run", folder / "longer")  # this process has the lock of the other
-        train_run(longer, ranks, folder / "longer", supervision=Supervision(), resume=NEWEST, **GIVEN)
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            train_run(longer, ranks, folder / "longer", supervision=Supervision(), resume=NEWEST, **GIVEN)
+    (folder / "longer" / "shown.txt").write_text(shown.getvalue())
     return folder / "longer"
+
+
+def test_the_run_that_is_suggested_next_has_a_folder_of_its_own(run_dir):
+    shown = "".join((run_dir / "shown.txt").read_text().split())  # without the breaks of its lines
+    assert f"--setpublish.folder={run_dir.parent}/published_2" in shown
 
 
 def test_the_record_has_the_publications(run_dir):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found = {line["name"]: line["step"] for line in lines if line["kind"] == "publication"}
     assert found == {"base_0": 0, "delta_1": 4, "delta_2": 8, "delta_3": 9, "delta_4": 12}
+    assert all(line["delay_seconds"] > 0 for line in lines if line["kind"] == "publication" and line["rows"])
+
+
+def test_the_reports_count_them(run_dir, tmp_path, capsys):
+    assert cli.main(["report", str(run_dir)]) == 0
+    assert "Publications" in capsys.readouterr().out
+    assert cli.main(["report", str(run_dir), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Bases and deltas" in page
+    rows = re.findall(r"<td[^>]*>(.*?)</td>", page[page.index("Bases and deltas") :], re.DOTALL)
+    assert [text.strip() for text in rows[:2]] == ["longer", "1"]
 
 
 def test_it_is_served_without_embershard(run_dir, tmp_path, project_dir):

@@ -82,7 +82,8 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), loss=0.5, is_evaluated=True,
     )
     sent = {"ids": 8e6, "embeddings": 4e7, "gradients": 4e7, "dense_all_reduce": 8e5, "other": 1e3, "ranks": []}
     totals = {"cache": None, "look_ahead": None, "sent_bytes": sent, **changes}
-    return make_result(trainer, loss, eval_report(40) if is_evaluated else None, totals)
+    last = None if loss is None else SimpleNamespace(loss=loss, label_losses={})
+    return make_result(trainer, last, eval_report(40) if is_evaluated else None, totals)
 
 
 def test_result_has_the_promised_keys_and_counts_speed_after_the_warm_up():
@@ -177,7 +178,9 @@ def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path):
         30: [eval_report(30), train_report(40), eval_report(40)],
     }
     for resumed_at, reports in parts.items():
-        trainer: Any = SimpleNamespace(config=RunConfig(), plan=None, total_steps=40, steps=resumed_at or 0)
+        trainer: Any = SimpleNamespace(
+            config=RunConfig(), plan=None, total_steps=40, steps=resumed_at or 0, following=None
+        )
         with closing(_Outputs(trainer, tmp_path, resumed_at, Console(file=io.StringIO()))) as outputs:
             for report in reports:
                 outputs.add(report)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
 from embershard.launch import cli
-from embershard.launch.report.page import measured, predicted, runs, sweep
+from embershard.launch.report.page import measured, predicted, quality, runs, sweep
 from embershard.launch.report.page.runs import PageFigure, PageTable, Run, Section
 from embershard.launch.report.run_folder import RunFolder
 from embershard.launch.sweep.spread import read_configurations
@@ -329,3 +329,32 @@ def test_stages_of_traced_steps_stand_beside_the_step(planned: Path):
     assert drawn == [("forward", [3.0, 4.0]), ("other", [1.0, 1.0]), ("plan", [2.0, 2.0])]
     (note,) = [each.note for each in section.parts if each.title == "Stages of a step: planned"]
     assert "gloo:all_reduce 0.50 ms" in note
+
+
+def test_slices_and_curves_of_several_runs(planned: Path, uncached: Path):
+    """A row for each value and run, and lines of each run; a run without them, and a damaged file, have none."""
+    for number, folder in enumerate((planned, uncached)):
+        result = json.loads((folder / "result.json").read_text())
+        result["slices"] = {
+            "country": {"DE": {"samples": 90 + number, "auc": 0.7}, "(missing)": {"samples": 9, "auc": None}}
+        }
+        (folder / "result.json").write_text(json.dumps(result))
+    points = {name: [[0.0, 0.5, 1.0], [0.0, 0.75, 1.0]] for name in ("roc", "precision_recall", "reliability")}
+    curves = {"label": {**points, "histogram": [[0.1, 0.9], [0.2, 0.8], [0.6, 0.4]]}}
+    (planned / "curves.json").write_text(json.dumps({"step": 20, "labels": curves}))
+    (uncached / "curves.json").write_text('{"labels": 3')
+    both = runs_of(planned, uncached)
+    table = part(quality.by_slice(both), "By country")
+    assert table.header == ["country", "samples", "AUC"]
+    assert table.rows[:2] == [["DE · planned", "90", "0.7000"], ["DE · uncached", "91", "0.7000"]]
+    assert table.rows[3] == ["(missing) · uncached", "9", "n/a"]
+    figure = part(quality.curves(both), "Curves")
+    assert [each.text for each in figure.layout.annotations] == [
+        "ROC",
+        "precision over recall",
+        "reliability",
+        "scores",
+    ]
+    assert lines_of(figure, "planned")[0] == ([0.0, 0.5, 1.0], [0.0, 0.75, 1.0])
+    assert lines_of(figure, "planned")[3:] == [([0.1, 0.9], [0.2, 0.8]), ([0.1, 0.9], [0.6, 0.4])]
+    assert not quality.curves(runs_of(uncached)).parts

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +17,7 @@ from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.launch import score
 from embershard.launch.ranks import launcher
+from embershard.training.quality.ranking import by_group
 from tests.unit.distributed.checkpoints import flip_bit
 from tests.unit.launch.conftest import NUM_HELD_OUT, NUM_ROWS, Trained, score_here
 
@@ -148,3 +150,36 @@ def test_the_best_checkpoint_is_used_unless_told_otherwise(trained, tmp_path, ca
     shutil.rmtree(newest)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         score_here(str(run), "-o", str(tmp_path / "none.parquet"))
+
+
+def test_eval_by_user_and_slice_equals_the_scores(trained, tmp_path, capsys):
+    """As a program reads it, of a run that was trained without such figures."""
+    found = scores(trained, tmp_path / "scores.parquet", "--keep", "user")
+    metrics = ["--set", "metrics.group=user", "--set", 'metrics.slices=["user"]', "--set", "metrics.most_slices=2"]
+    names = ["--set", 'metrics.names=["auc", "gauc", "precision@2"]']
+    capsys.readouterr()
+    score_here(str(trained.run_dir), *metrics, *names, "--format", "json")
+    told = json.loads(capsys.readouterr().out)
+    users = found["user"].combine_chunks().dictionary_encode()
+    codes = users.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    columns = found["score"].to_numpy(), found["label"].to_numpy(), codes
+    wanted = by_group(*(each[codes >= 0] for each in columns), places=[2])
+    assert told["gauc"] == pytest.approx(wanted.gauc, rel=1e-9)
+    assert told["precision@2"] == pytest.approx(wanted.precision[0].mean(), rel=1e-9)
+    counts = np.sort(np.unique(codes, return_counts=True)[1])[::-1]
+    slices = told["slices"]["user"]
+    assert [each["samples"] for each in slices.values()] == [*counts[:2], counts[2:].sum()]
+    assert told["samples"] == NUM_HELD_OUT
+    top = next(iter(slices))
+    rows = (codes == -1) if top == "(missing)" else np.array(found["user"].cast(pa.string()).to_pylist()) == top
+    assert slices[top]["auc"] == pytest.approx(
+        by_group(*(each[rows] for each in columns[:2]), np.zeros(rows.sum())).auc[0]
+    )
+    score_here(str(trained.run_dir), *metrics, "--format", "csv")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("column,value,samples,")
+    assert [line.split(",")[0] for line in lines[1:]] == ["", "user", "user", "user"]
+    score_here(str(trained.run_dir), *metrics)
+    assert "Held-out samples by user" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"metrics.group, metrics.slices: .*no column 'usr'.* Or leave them out"):
+        score_here(str(trained.run_dir), "--set", "metrics.group=usr")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,10 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.fixture(scope="module")
-def port(exported: Path) -> Iterator[int]:
+@contextmanager
+def served(folder: Path, every_seconds: float = 1.0) -> Iterator[int]:
     """A server in this process."""
-    predictor = serve.Predictor(exported)
+    predictor = serve.Predictor(folder, every_seconds)
     with serve.PredictionServer(predictor, "127.0.0.1", 0, MOST_BYTES) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -46,6 +47,12 @@ def port(exported: Path) -> Iterator[int]:
         server.shutdown()
         thread.join()
     predictor.close()
+
+
+@pytest.fixture(scope="module")
+def port(exported: Path) -> Iterator[int]:
+    with served(exported) as number:
+        yield number
 
 
 def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, Any]]:
@@ -159,6 +166,15 @@ def test_the_command_serves_until_it_is_told_to_end(exported, tmp_path, project_
         assert program.wait(60) == 0
         assert program.stderr is not None
         assert "stopping after the requests in work" in program.stderr.read()
+
+
+def test_the_command_says_once_which_state_is_served_and_why_no_newer_one(capsys):
+    seen: dict[str, Any] = {"step": 4, "problem": ""}
+    for step, problem in ((4, ""), (6, ""), (6, "delta_3 is damaged"), (6, "delta_3 is damaged"), (8, "")):
+        seen = serve._say_what_changed(seen, {"step": step, "problem": problem})
+    said = capsys.readouterr()
+    assert said.out == "Serving step 6.\nServing step 8.\n"
+    assert said.err == "embershard: still step 6: delta_3 is damaged\n"
 
 
 def test_what_cannot_be_served_is_refused(trained, exported, tmp_path, capsys):

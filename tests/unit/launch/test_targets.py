@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,9 @@ from embershard.launch.ranks import launcher
 from embershard.models import ModelConfig
 from embershard.training.config import RunConfig
 from tests.covering import keep
-from tests.unit.data.targets import FEATURES, target_config, write_targets
+from tests.unit.data.targets import FEATURES, ROWS, target_config, write_targets
 from tests.unit.launch.conftest import score_here, start_here
+from tests.unit.test_docs import blocks, commands
 
 pytestmark = pytest.mark.slow
 
@@ -129,6 +131,70 @@ def test_several_labels_from_file_to_scores(made, folder, arch):
     assert {"auc/click", "auc/buy"} < set(next(line for line in lines if line["kind"] == "train"))
 
 
+@pytest.mark.parametrize("arch", keep(["mmoe"], ["shared_bottom", "mmoe", "ple"]))
+def test_several_tasks_from_file_to_scores(made, folder, capsys, arch):
+    """A click, a purchase that only clicks have, and a rating of half of the samples."""
+    Path("samples.parquet").symlink_to(made)
+    model = ModelConfig(arch, 8, (8,), (6, 1), expert_layer_sizes=(8,), funnel=("click", "bought"))
+    config = longer(target_config(Path("samples.parquet"), "tasks", model=model))
+    config = replace(config, data=replace(config.data, table=replace(config.data.table, label_mean=3.0)))
+    result = train(replace(config, train=replace(config.train, epochs=6)))
+    table = pq.read_table(made).slice(ROWS - HELD_OUT)
+    there = {name: table[name].is_valid().to_numpy() for name in ("click", "bought", "rated")}
+    assert 0 < there["bought"].sum() < there["click"].sum() == HELD_OUT
+    names = ["score/click", "score/bought", "score/rated"]
+    outputs = scores_and_export(["logit/click", "logit/bought", "score/rated"])
+    scores = {name: pq.read_table("scores.parquet")[name].to_numpy() for name in names}
+    assert (scores["score/bought"] < scores["score/click"]).all()
+    stars = table["rated"].to_numpy()[there["rated"]]
+    distance = scores["score/rated"][there["rated"]] - stars
+    assert np.sqrt(np.mean(distance**2)) == pytest.approx(result["rmse/rated"], rel=1e-5)
+    assert result["rmse/rated"] < stars.std()
+    right = (outputs[:, 1] > 0)[there["bought"]] == (table["bought"].to_numpy()[there["bought"]] == 1)
+    assert right.mean() == pytest.approx(result["accuracy/bought"], rel=1e-6)
+    assert {"auc/rated", "rmse/click"}.isdisjoint(result)
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["kind"] == "train"][-1]
+    assert result["label_losses"] == {name: last[f"loss/{name}"] for name in there}
+    assert serves(Path("exported"), table, scores, names)
+    for words in (["eval", "run"], ["report", "run"], ["report", "run", "-o", "page.html"]):
+        assert cli.main(words) == 0
+    assert f"{result['rmse/rated']:.4f}" in capsys.readouterr().out
+    assert cli.main(["data", "validate", "--config", "run.toml"]) == 0
+    bags = table.drop_columns(["click", "bought", "rated", "buy", "stars"])
+    pq.write_table(bags, "new.parquet", write_page_checksum=True)
+    assert cli.main(["predict", "run", "--data", "new.parquet", "-o", "new_scores.parquet"]) == 0
+
+
+def test_the_example_of_the_page_trains(folder, capsys, project_dir):
+    """The commands of docs/own_data.md, for a few steps."""
+    (page,) = (
+        text for text in blocks((project_dir / "docs" / "own_data.md").read_text(), "bash") if "tasks.py" in text
+    )
+    make, train_words = [shlex.split(line) for line in commands(page)]
+    assert make == ["python", "examples/tasks.py", "clicks.parquet"]
+    runpy.run_path(str(project_dir / make[1]))["main"](make[2], rows=4000)
+    example = str(project_dir / train_words.pop())
+    assert cli.main([*train_words[1:], example, "--run-dir", "run", "--set", "train.max_steps=20", "--nproc", "1"]) == 0
+    result = json.loads(Path("run/result.json").read_text())
+    assert set(result["label_losses"]) == {"click", "bought", "minutes"}
+    assert {"auc/click", "auc/bought", "rmse/minutes"} < set(result)
+    assert result["rmse/minutes"] < 4
+
+
+def serves(exported: Path, table: pa.Table, scores: dict[str, np.ndarray], names: list[str]) -> bool:
+    """A server answers the scores of all labels; the logit of a predicted number is none."""
+    from embershard.launch.export.serve import Predictor
+
+    predictor = Predictor(exported)
+    answer = predictor.predict(table.select(list(FEATURES)).slice(0, 5).to_pylist())
+    predictor.close()
+    assert answer["labels"] == [name.partition("/")[2] for name in names]
+    assert [row[2] for row in answer["logits"]] == [None] * 5
+    expected = np.stack([scores[name][:5] for name in names], axis=1)
+    return bool(np.allclose(answer["scores"], expected, rtol=1e-5))
+
+
 def test_files_without_labels_and_weights_are_scored(made, folder, capsys):
     Path("samples.parquet").symlink_to(made)
     train(target_config(Path("samples.parquet"), "several"))
@@ -180,6 +246,16 @@ def test_bad_weights_are_named(made, folder, weight):
         ({"label_weights": (1.0,)}, "nothing: there is one label"),
         ({"label": ("a", "b"), "label_weights": (1.0, 0.0)}, "2 numbers above 0"),
         ({"weight": ""}, "the name of a column"),
+        ({"task": "multiclass"}, "make a column of 0 and 1 for each class"),
+        ({"task": ("binary",)}, "needed one of"),
+        ({"label": ("a", "b"), "task": ("binary",)}, "or one each"),
+        ({"label": ("a", "b"), "task": ("binary", "regression"), "label_at_least": (1.0, 2.0)}, "each binary label"),
+        ({"label": ("a", "b"), "task": ("binary", "regression"), "label_mean": (1.0, 2.0)}, "1 numbers"),
+        ({"label_masks": ("a",)}, "nothing: there is one label"),
+        ({"label": ("a", "b"), "label_masks": ("", "b")}, "of a label before it"),
+        ({"label": ("a", "b"), "label_masks": ("b", "")}, "of a label before it"),
+        ({"missing_labels": "masked"}, "there is one label"),
+        ({"label": ("a", "b"), "missing_labels": "zero"}, '"masked"'),
     ],
 )
 def test_settings_without_a_meaning_are_refused(changes, said):

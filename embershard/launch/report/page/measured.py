@@ -12,7 +12,18 @@ import plotly.graph_objects as go
 
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.launch.quality_text import main_names, title_of
-from embershard.launch.report.page.runs import HITS_DIFFER, PageFigure, Run, Section, fill, look, new_figure, text
+from embershard.launch.report.page.runs import (
+    HITS_DIFFER,
+    PageFigure,
+    PageTable,
+    Run,
+    Section,
+    fill,
+    look,
+    new_figure,
+    text,
+)
+from embershard.launch.report.publications import NOTE, TITLES, publication_cells
 from embershard.run_result import RankCaches
 from embershard.units import size
 
@@ -35,13 +46,19 @@ _TIMES = (
 def training(runs: Sequence[Run]) -> Section:
     """Return the section of loss, AUC and throughput."""
     parts = []
-    judged = main_names(report for run in runs for report in run.folder.reports("train"))
+    reports = [report for kind in ("train", "eval") for run in runs for report in run.folder.reports(kind)]
+    losses = dict.fromkeys(name for report in reports for name in report if name.startswith("logloss/"))
+    judged = [*main_names(reports), *losses]
     for title, trained, held_out in (("Loss", "loss", "logloss"), *((title_of(name), name, name) for name in judged)):
         figure = _figure(title, runs=runs)
         for run in runs:
             _draw(figure, run, "train", trained)
             _draw(figure, run, "eval", held_out, mode="markers", symbol="diamond", suffix=", held out")
         note = "Lines: the newest training samples, at most 16,384 of each rank."
+        if not any(len(trace.y) for trace in figure.data if trace.mode != "markers"):
+            if max(len(trace.y) for trace in figure.data) == 1:
+                continue  # a point: the table of results has it
+            note = "No training reports have it."
         if trained == "loss":
             note = "Lines: training samples since the last report. Equal lines cover each other."
         if any(len(trace.y) for trace in figure.data if trace.mode == "markers"):
@@ -83,6 +100,13 @@ def windows(runs: Sequence[Run]) -> Section:
             PageFigure(f"{title_of(name)} by window", figure, "Of all samples of a window, before they train.")
         )
     return Section("Windows of time", parts)
+
+
+def published(runs: Sequence[Run]) -> Section:
+    """Return the section of what runs published while they trained."""
+    found = [(run.name, run.folder.reports("publication")) for run in runs]
+    rows = [(name, *publication_cells(lines)) for name, lines in found if lines]
+    return Section("Publications", [PageTable("Bases and deltas", ("run", *TITLES), rows, NOTE)] if rows else [])
 
 
 def moved(runs: Sequence[Run]) -> Section:

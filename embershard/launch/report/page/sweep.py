@@ -8,6 +8,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from embershard.launch.report.page.runs import PageFigure, PageTable, Section, colour, look, new_figure, text
+from embershard.launch.sweep.against_best import against_best
 from embershard.launch.sweep.experiments import shown
 from embershard.launch.sweep.outcomes import Outcome
 from embershard.launch.sweep.spread import Configuration, Spread, best_sentence, main_figures, spread_text
@@ -41,24 +42,27 @@ def sweep_section(path: Path, configurations: Sequence[Configuration]) -> Sectio
 def _comparison(configurations: Sequence[Configuration]) -> PageTable:
     names = configurations[0].differing if configurations else ()
     figures = main_figures(result for each in configurations for result in each.results)
-    rows = []
-    for each in configurations:
+    rows, (beside, verdicts) = [], against_best(configurations)
+    for each, verdict in zip(configurations, verdicts, strict=True):
         caches = [result.cache for result in each.results if result.cache is not None]
         rows.append(
             (
                 *(str(each.varied.get(name, "")) for name in names),
                 f"{len(each.folders)} of {len(each.outcomes)}",
                 *(spread_text(each.results, name, form).replace(" (", "\n(") for name, (_, form) in figures.items()),
+                verdict.replace(" (", "\n("),
                 size(caches[0].device_bytes) if caches else "",
             )
         )
     note = (
         "Means over the repeats that finished; runs that differ in their seeds alone are repeats. ±: half of the "
         "mean's 95 % confidence interval, by Student's t; sd: standard deviation. finished: of the repeats that ended. "
+        "beside the best: whether runs with the same seeds differ by more than chance explains, and the interval in "
+        "which their difference is; all of these hold together in 95 of 100 cases. "
         "hits: share of lookups. device: bytes of the caches' slots and maps on all ranks."
     )
     titles = [title for title, _ in figures.values()]
-    return PageTable("Comparison", (*names, "finished", *titles, "device"), rows, note)
+    return PageTable("Comparison", (*names, "finished", *titles, beside, "device"), rows, note)
 
 
 def _spread(configurations: Sequence[Configuration]) -> PageFigure:

@@ -10,8 +10,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from embershard import __version__
-from embershard.launch.report.page.measured import caches, moved, step_time, training, windows
+from embershard.launch.report.page.measured import caches, moved, published, step_time, training, windows
 from embershard.launch.report.page.predicted import predicted
+from embershard.launch.report.page.quality import by_slice, curves
 from embershard.launch.report.page.runs import Run, Section, settings, summary
 from embershard.launch.report.page.sweep import sweep_section
 from embershard.launch.report.run_folder import RunFolder, is_sweep
@@ -66,7 +67,8 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
 def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
     if not runs:
         return
-    for make in (summary, settings, training, windows, moved, caches, step_time, predicted):
+    quality = (training, by_slice, curves, windows)
+    for make in (summary, settings, *quality, published, moved, caches, step_time, predicted):
         yield make(runs)
 
 
