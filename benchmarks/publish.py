@@ -9,14 +9,19 @@ quickstart's model, and a cache with look-ahead. It publishes whenever about a h
     wait_ms    for which training stood still per publication, beside the median step
     tracking   median step with tracking over that without, in blocks of 20 steps by turns in one run
     lock_ms    for which an apply kept answers waiting, and `apply_ms`, all of it
+    delay      in a second run, with a replica that follows in a process of its own and looks every 50 ms: seconds until
+               an update was served, `newest` from the cut on, `oldest` from the cut before on; `lock_ms` as above,
+               beside training
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from embershard.training.config import RunConfig
 
 _WARMUP_STEPS, _BLOCK = 20, 20
+_LOOK_SECONDS = 0.05
 
 
 def main() -> None:
@@ -36,6 +42,7 @@ def main() -> None:
     add_run_options(parser)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=25, help="steps from publication to publication")
+    parser.add_argument("--delay-steps", type=int, default=200, help="steps of the run with a replica; 0: none")
     options = parser.parse_args()
     report(measured("publish", options, run), options.output)
 
@@ -57,7 +64,11 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         replica = Replica(folder / "published")
         found = train(trainer, training, reports)
         trainer.close()
-    return {**found, **bytes_of(folder / "published", options.dim), **apply(replica)}
+        found |= {**bytes_of(folder / "published", options.dim), **apply(replica)}
+        if options.delay_steps:
+            del trainer, training, replica
+            found["delay"] = delay(options, folder / "followed", ranks)
+    return found
 
 
 def train(trainer: Any, training: Any, reports: list[Any]) -> dict[str, Any]:
@@ -137,10 +148,73 @@ def apply(replica: Any) -> dict[str, Any]:
     }
 
 
-def _config(options: argparse.Namespace, folder: Path) -> RunConfig:
+def delay(options: argparse.Namespace, folder: Path, ranks: Any) -> dict[str, Any]:
+    """Train while a replica follows; return how old updates were when they were served."""
+    from embershard.launch.export.write import export_base
+    from embershard.training.publisher import Publisher
+    from embershard.training.trainer import Trainer
+
+    config = _config(options, folder, options.delay_steps)
+    cuts, cut = [0.0], Publisher.cut
+
+    def timed(self: Publisher, step: int) -> None:
+        before = self._newest["seq"]
+        cuts.append(time.time())
+        cut(self, step)
+        if self._newest["seq"] == before:  # it was published already
+            cuts.pop()
+
+    ours, theirs = multiprocessing.Pipe()
+    with mock.patch.object(Publisher, "cut", timed):
+        trainer = Trainer(config, ranks, export=partial(export_base, config))
+        training = trainer.train()
+        next(training)  # the base
+        process = multiprocessing.get_context("spawn").Process(target=_follow, args=(folder, theirs), daemon=True)
+        process.start()
+        ours.recv()  # it serves the base
+        cuts[0] = time.time()
+        for _ in training:
+            pass
+        trainer.close()
+    ours.send(len(cuts) - 1)
+    served, held = ours.recv()
+    process.join()
+    ages = {
+        name: [served[seq] - cuts[seq - back] for seq in range(1, len(cuts))]
+        for name, back in (("newest", 0), ("oldest", 1))
+    }
+    found = {
+        name: {"median": round(statistics.median(age), 3), "most": round(max(age), 3)} for name, age in ages.items()
+    }
+    return {**found, "lock_ms": [round(seconds * 1e3, 1) for seconds in held]}
+
+
+def _follow(folder: Path, pipe: Connection) -> None:
+    """Take what comes, until the delta that is named last; return when each was served, and for how long the lock was
+    held."""
+    from embershard.launch.export.serving_replica import Replica
+
+    replica = Replica(folder)
+    timed = replica._lock = _Timed(replica._lock)  # type: ignore[assignment]
+    pipe.send("it serves")
+    served: dict[int, float] = {}
+    last: int | None = None
+    while last is None or replica.have.seq < last:
+        path = folder / f"delta_{replica.have.seq + 1}"
+        if path.exists():
+            replica.apply(path)
+            served[replica.have.seq] = time.time()
+        else:
+            time.sleep(_LOOK_SECONDS)
+        if last is None and pipe.poll():
+            last = pipe.recv()
+    pipe.send((served, timed.held))
+
+
+def _config(options: argparse.Namespace, folder: Path, steps: int | None = None) -> RunConfig:
     return run_config(
         options,
-        {"max_steps": options.steps, "log_every": 1},
+        {"max_steps": steps or options.steps, "log_every": 1},
         checkpoint={"at_end": False},
         publish={"folder": str(folder), "every_steps": options.every},
     )
