@@ -15,7 +15,7 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parents[1]
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from embershard.launch.versions import SETS, installed_version
 
@@ -24,8 +24,14 @@ SHARED_VARIABLE = "EMBERSHARD_SHARED"
 _STARTED_ANEW = ("test_planning_workflow.py", "test_torchrec_dlrm.py", "test_train_cli.py")  # as users start them
 CRITEO_SAMPLE = Path("data", "criteo_1tb_day0_10k")
 
-# The same examples on every run, and no deadline: a slow machine is not a bug.
-settings.register_profile("embershard", derandomize=True, deadline=None, print_blob=True)
+# The same examples on every run, and no clock: a slow machine is not a bug.
+settings.register_profile(
+    "embershard",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.register_profile("without the matrix", settings.get_profile("embershard"), max_examples=40)
 settings.load_profile("embershard")
 

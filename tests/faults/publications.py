@@ -1,6 +1,6 @@
 """Lives of a run that publishes, each killed (SIGKILL) at a file operation, or between two; then the replicas must have
-the weights of the last life, bit for bit. `python -m tests.faults.publications [--schedules N] [--seed S] [--without
-correction|touches]`.
+the weights of the last life, bit for bit, and its ids. `python -m tests.faults.publications [--schedules N] [--seed S]
+[--without correction|touches|deleted|reused|given]`.
 
 The publisher, the files and the replicas are the real ones. In place of a training, rows are changed by random numbers,
 other ones in each life: no resume trains the same bits again. tests/ranks/test_publications.py has real trainings.
@@ -18,28 +18,37 @@ import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from embershard.cache.ids.config import IdTable
+from embershard.cache.ids.id_map import IdMap, ResolvedIds, mixed
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed import PublishConfig
 from embershard.distributed.publish import write
 from embershard.distributed.publish.published import PublicationError, safetensors, tensors_in
+from embershard.distributed.publish.published_ids import NO_ID, ChangedRows
+from embershard.launch.export.saved_ids import SavedIds
 from embershard.launch.export.serving_model import table_names, weights_of
 from embershard.launch.export.serving_replica import Replica
+from embershard.sharding.torchrec.id_tables import PoolIdMaps
 from embershard.training import publisher as publisher_module
 from embershard.training.publisher import Publisher
 from embershard.whole_file import whole_file
 from tests.unit.distributed.publications import INPUTS, TABLES, Layers, OneRank
 
+IDS = IdTable(buckets=3, reserve=0.4)
+_SPREAD = -7046029254386353131
 STEPS, PUBLISH_EVERY, SAVE_EVERY = 14, 2, 5
 _OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree"}
 
@@ -82,13 +91,75 @@ class _Pool:
     def forget_touched(self) -> None:
         self.cache.touched = TouchedKeys(len(self.rows), torch.device("cpu"))
 
-    def touch(self, table: str, rows: Tensor) -> None:
+    def touch(self, table: str, behind: write.BehindRows) -> None:
         if table == self.table:
-            self.cache.touched.add(rows)
+            self.cache.touched.add(behind.keys)
 
     def take_touched(self) -> list[write.TouchedRows]:
         keys = self.cache.touched.take()
         return [write.TouchedRows(self.table, 0, keys, self.rows[keys])]
+
+    def train(self, random: torch.Generator) -> None:
+        keys = torch.randint(len(self.rows), (3,), generator=random)
+        self.cache.touched.add(keys)
+        self.rows[keys] = torch.randn(3, self.rows.shape[1], generator=random)
+
+    def state(self) -> dict[str, Tensor]:
+        """What replicas must have."""
+        return {self.table: self.rows}
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint has."""
+        return {self.table: self.rows}
+
+
+class _IdPool(_Pool):
+    """A table of ids: batches are resolved ahead, and rows begin anew ahead of the training."""
+
+    def __init__(self, table: str, rows: Tensor, saved: dict[str, Tensor]) -> None:
+        super().__init__(table, rows)
+        self._map = IdMap(table, IDS, IDS.buckets_of(table, len(rows)), seed=1)
+        if saved:
+            self._map.load({"records": saved["records"].numpy(), "candidates": np.empty((0, 2), np.int64)})
+        self._maps = PoolIdMaps([self._map], [0], [0], SimpleNamespace(name=table))  # type: ignore[arg-type]
+        self._ahead = deque[ResolvedIds]()
+
+    def forget_touched(self) -> None:
+        super().forget_touched()
+        self._maps.note_changes()
+
+    def touch(self, table: str, behind: write.BehindRows) -> None:
+        super().touch(table, behind)
+        self._maps.touch(table, 0, behind.id_rows, behind.ids)
+
+    def take_touched(self) -> list[write.TouchedRows]:
+        keys, (changed,) = self._maps.take_changes(self.cache.touched.take())
+        return [write.TouchedRows(self.table, 0, keys, self.rows[keys], changed)]
+
+    def train(self, random: torch.Generator) -> None:
+        while len(self._ahead) < 3:
+            ids = torch.randint(30, (5,), generator=random) + 4 * self._map.head
+            found = self._map.resolve(mixed((ids * _SPREAD).numpy()))
+            self.rows[found.born] = torch.randn(len(found.born), self.rows.shape[1], generator=random)
+            self._ahead.append(found)
+        used = torch.from_numpy(self._ahead.popleft().rows).unique()
+        self._map.commit()
+        self.cache.touched.add(used)
+        self.rows[used] = torch.randn(len(used), self.rows.shape[1], generator=random)
+
+    def state(self) -> dict[str, Tensor]:
+        return exported(self.table, self.rows, self.saved()["records"])
+
+    def saved(self) -> dict[str, Tensor]:
+        records = torch.from_numpy(self._map.tensors()["records"])
+        return {self.table: self.rows, "records": records}
+
+
+def exported(table: str, rows: Tensor, records: Tensor) -> dict[str, Tensor]:
+    """A table of ids as an export has it."""
+    ids = SavedIds.of_records(table, IDS, records)
+    (cleared,) = ids.cleared([rows])
+    return {table: cleared, **{f"{table}.{name}": tensor for name, tensor in ids.tensors().items()}}
 
 
 @dataclass
@@ -125,6 +196,7 @@ class Life:
         self._random = torch.Generator().manual_seed(seed)
         first = torch.Generator().manual_seed(0)
         self.tables = {name: torch.randn(shape, generator=first) for name, shape in TABLES.items()}
+        saved = dict[str, Tensor]()
         self.dense = {"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}
         self.step, run_id, token = 0, f"run{seed}", None
         if start is not None:
@@ -135,7 +207,7 @@ class Life:
             self.tables = {name: saved[name] for name in TABLES}
             self.dense = {name: saved[name] for name in self.dense}
             self.step, run_id, token = scalars["step"], scalars["run_id"], scalars["published"]["token"]
-        self._pools = [_Pool(name, rows) for name, rows in self.tables.items()]
+        self._pools = [_Pool("t_user", self.tables["t_user"]), _IdPool("t_item", self.tables["t_item"], saved)]
         publisher_module.cached_embeddings = lambda _: self._pools
         config = PublishConfig(str(root / "published"), every_steps=PUBLISH_EVERY, base_every=3, keep_bases=2)
         tables = tuple(SimpleNamespace(name=name, num_rows=r, dim=c, tensor="") for name, (r, c) in TABLES.items())
@@ -163,25 +235,32 @@ class Life:
 
     def _train(self) -> None:
         for pool in self._pools:
-            keys = torch.randint(len(pool.rows), (3,), generator=self._random)
-            pool.cache.touched.add(keys)
-            pool.rows[keys] = torch.randn(3, pool.rows.shape[1], generator=self._random)
+            pool.train(self._random)
         self.dense["weight"] += torch.randn(1, 8, generator=self._random)
 
+    def state(self) -> dict[str, Tensor]:
+        """What replicas must have, by name."""
+        return self.dense | {name: tensor for pool in self._pools for name, tensor in pool.state().items()}
+
     def _prepare(self, folder: Path, published: Any = None, ready: Callable[[], None] = lambda: None) -> Any:
-        content = {name: tensor.clone() for name, tensor in {**self.tables, **self.dense}.items()}
+        saved = self.dense | {name: tensor for pool in self._pools for name, tensor in pool.saved().items()}
+        content = {name: tensor.clone() for name, tensor in saved.items()}
         scalars = {"step": self.step, "run_id": getattr(self, "run_id", ""), "published": published}
         return _Saved(folder / f"step_{self.step}", content, scalars, ready)
 
     def _export(self, checkpoint: Path, dtype: str, folder: Path) -> None:
         saved = tensors_in((checkpoint / "tensors").read_bytes())
         (folder / "tables").mkdir(parents=True)
-        for name in TABLES:
-            (folder / "tables" / f"{name}.safetensors").write_bytes(b"".join(safetensors({"rows": saved[name]})))
+        items = exported("t_item", saved["t_item"], saved["records"])
+        ids = {"ids": items["t_item.ids"], "rows": items["t_item.rows"]}
+        for name, tensors in (
+            ("t_user", {"rows": saved["t_user"]}), ("t_item", {"rows": items["t_item"]}), ("t_item.ids", ids)
+        ):  # fmt: skip
+            (folder / "tables" / f"{name}.safetensors").write_bytes(b"".join(safetensors(tensors)))
         weights = {name: saved[name] for name in self.dense}
         (folder / "dense.safetensors").write_bytes(b"".join(safetensors(weights)))
         (folder / "dense.pt2").write_bytes(self._layers)
-        (folder / "inputs.json").write_text(json.dumps(INPUTS))
+        (folder / "inputs.json").write_text(json.dumps({**INPUTS, "id_tables": {"t_item": {"buckets": 3}}}))
         (folder / "export.json").write_text(json.dumps({"dtype": dtype, "step": self.step}))
 
 
@@ -204,7 +283,7 @@ def _in_child(root: Path, *given: Any, kill_at: int = -1) -> tuple[int, int]:
             life = Life(root, *given)
             life.run()
             operations, _KILL.at = _KILL.count, -1
-            content = {**life.tables, **life.dense}
+            content = life.state()
             with whole_file(root / "last") as partial:
                 partial.write_bytes(b"".join(safetensors(content)))
             count.write_text(str(operations))
@@ -244,12 +323,11 @@ def try_schedule(seed: int, layers: bytes, operations: int) -> str:
             status, _ = _in_child(root, start, start is None, 1000 * seed + 99, layers)
             if status:
                 return f"schedule {seed}: the last life failed ({status})"
-        follower, problem = _follow(root, follower)
-        fresh = Replica(root / "published")
         last = tensors_in((root / "last").read_bytes())
-        for who, replica in (("a follower", follower), ("a new replica", fresh)):
-            if problem or replica is None or (different := _differs(replica, last)):
-                return f"schedule {seed} ({kills} kills): {who} differs from the trainer: {problem or different}"
+        for who, replica in (("a follower", follower), ("a new replica", None)):
+            replica, problem = _follow(root, replica)
+            if problem or replica is None or (problem := _differs(replica, last)):
+                return f"schedule {seed} ({kills} kills): {who}: {problem or 'nothing is published'}"
     return ""
 
 
@@ -280,8 +358,10 @@ def _differs(replica: Replica, last: dict[str, Tensor]) -> str:
     with replica.state() as (model, have):
         found = dict(zip(table_names(INPUTS), (table.stored for table in model.tables), strict=True))
         found |= weights_of(model.dense)
+        places = model.places[table_names(INPUTS).index("t_item")]
+        found |= {"t_item.ids": places.ids, "t_item.rows": places.rows}
         different = [name for name, tensor in found.items() if not torch.equal(tensor, last[name])]
-        return f"{', '.join(different)} at {have.name}" if different else ""
+        return f"{', '.join(different)} at {have.name} differs from the trainer" if different else ""
 
 
 def whole_life(layers: bytes) -> int:
@@ -299,13 +379,28 @@ def break_code(what: str | None) -> None:
     if what == "touches":  # as dirtiness: what was written back is clean
         add = TouchedKeys.add
         TouchedKeys.add = lambda self, keys: add(self, keys[::2])
+    if what in ("deleted", "reused", "given"):
+        take = PoolIdMaps.take_changes
+
+        def broken(self: PoolIdMaps, keys: Tensor) -> tuple[Tensor, list[ChangedRows]]:
+            keys, (found,) = take(self, keys)
+            if what == "deleted":
+                stays = found.new != NO_ID
+                return keys, [ChangedRows(found.rows[stays], found.old[stays], found.new[stays], found.live)]
+            if what == "reused":
+                return keys, [replace(found, old=torch.full_like(found.old, NO_ID))]
+            return keys[~torch.isin(keys, found.rows)], [found]  # the weights of rows that were given away
+
+        PoolIdMaps.take_changes = broken
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.publications", description=__doc__)
     parser.add_argument("--schedules", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--without", choices=["correction", "touches"], help="a negative control")
+    parser.add_argument(
+        "--without", choices=["correction", "touches", "deleted", "reused", "given"], help="a negative control"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     break_code(arguments.without)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from embershard.cache import CacheConfig
+from embershard.data import StreamState
 from embershard.data.config import SyntheticConfig
 from embershard.launch.config import load_config
 from embershard.pipeline.config import LookAheadConfig
@@ -14,9 +15,11 @@ from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.quality.equivalence import Equivalence, compare_with_stock
 from embershard.training.quality.reports import TrainReport
+from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here
+from tests.unit.data.windows import hstu_overrides
 
 PROJECT = Path(__file__).resolve().parents[2]
 STEPS = 16
@@ -38,8 +41,8 @@ def own_config(**changes: Any) -> RunConfig:
 
 
 def history_config(arch: Any, folder: Path, **changes: Any) -> RunConfig:
-    """DIN or TBSM on windows of events that `embershard data events` wrote to `folder`."""
-    config = load_config(RunConfig, folder / "run.toml")
+    """DIN, TBSM or HSTU on windows of events that `embershard data events` wrote to `folder`."""
+    config = load_config(RunConfig, folder / "run.toml", hstu_overrides(folder) if arch == "hstu" else [])
     parts: dict[str, Any] = {
         "model": replace(config.model, arch=arch, embedding_dim=8, dense_arch_layer_sizes=(8,)),
         "cache": CacheConfig(ratio=0.12),
@@ -79,6 +82,16 @@ def resumed_equals_whole(config: RunConfig, checkpoints: Path) -> list[str]:
     for _ in second.train():
         pass
     return differences(snapshot(whole.model), snapshot(second.model))
+
+
+def label_losses(config: RunConfig) -> tuple[list[int], list[dict[str, float | None]]]:
+    """How many samples of this rank's first batch have each label, and each label's loss of each step."""
+    trainer = Trainer(config, here())
+    with open_stream(config, trainer.source, here(), StreamState(seed=config.data.seed), None) as stream:
+        counts = (~next(stream).labels.isnan()).sum(dim=0).tolist()
+    losses = [report.label_losses for report in trainer.train() if isinstance(report, TrainReport)]
+    trainer.close()
+    return counts, losses
 
 
 def trained(config: RunConfig) -> tuple[list[float], dict[str, Any]]:

@@ -26,6 +26,7 @@ from embershard.launch.export.write import export_base
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import cache_stats
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedRows
 from embershard.training.config import RunConfig
 from embershard.training.quality.reports import PublicationReport
 from embershard.training.trainer import Trainer
@@ -88,7 +89,7 @@ def live(
 ) -> Life:
     """Train, publish and follow, from the checkpoint of step `start` on; with something `broken`."""
     ranks, config = here(), _config(folder, plan, lookahead, steps, dtype, policy, batch, every, ratio)
-    with _broken(broken):
+    with with_fault(broken):
         trainer = Trainer(config, ranks, folder / "checkpoints", export=partial(export_base, config))
         if start is not None:
             trainer.resume(folder / "checkpoints" / f"step_{start}")
@@ -145,7 +146,7 @@ def keys_of_deltas(folder: Path) -> dict[str, dict[str, set[int]]]:
 
 
 @contextmanager
-def _broken(what: str) -> Iterator[None]:
+def with_fault(what: str) -> Iterator[None]:
     """Do something wrong, which must be noticed."""
     if not what:
         yield
@@ -172,6 +173,9 @@ def _broken(what: str) -> Iterator[None]:
             begin(self, ticket)
 
         with mock.patch.object(RowCache, "begin_update", by_slots):
+            yield
+    elif what == "hot rows":
+        with mock.patch.object(ReplicatedRows, "_begin_update", return_value=None):
             yield
     else:
         raise ValueError(what)

@@ -36,6 +36,8 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         matrix("din", "two_ranks"),
         matrix("tbsm", "one_rank"),
         matrix("tbsm", "two_ranks"),
+        matrix("hstu", "one_rank"),
+        ("hstu", "two_ranks"),
     ],
 )
 def test_cached_equals_stock_and_no_row_is_late(
@@ -64,6 +66,16 @@ def test_a_plan_of_several_collections_is_obeyed(two_ranks: RankPool, tmp_path: 
     planned = replace(config, sharding=ShardingConfig(plan=plan))
     verdicts = two_ranks.run(own_models.verdict, planned)
     assert all(verdict.is_equal and verdict.caches[0].evictions > 50 for verdict in verdicts), verdicts
+
+
+def test_a_resumed_hstu_has_the_bits_of_a_whole_run(two_ranks: RankPool, windows: Path, tmp_path: Path):
+    """Its dropout draws the masks that it would have drawn."""
+    config = own_models.history_config(
+        "hstu", windows, checkpoint=CheckpointConfig(at_end=True, every_steps=own_models.STEPS // 2)
+    )
+    sizes = replace(config.model.hstu, input_dropout=0.1, linear_dropout=0.2)
+    config = replace(config, model=replace(config.model, hstu=sizes))
+    assert two_ranks.run(own_models.resumed_equals_whole, config, tmp_path / "checkpoints") == [[], []]
 
 
 def test_a_checkpoint_has_all_collections(two_ranks: RankPool, tmp_path: Path):

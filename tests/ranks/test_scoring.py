@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,12 +10,15 @@ import pytest
 import torch
 
 from embershard.data import open_source
+from embershard.decoding import flat
 from embershard.distributed import CheckpointConfig
 from embershard.launch.export import serving_model
 from embershard.launch.export.write import ExportRequest, write_export
+from embershard.training.quality.config import MetricsConfig
 from tests.ranks import scoring
 from tests.ranks.planned import make_config, mixed_plan
 from tests.ranks.workers import RankPool
+from tests.unit.data.targets import target_config, write_targets
 
 pytestmark = pytest.mark.ranks
 _BATCH = 20
@@ -46,3 +50,25 @@ def test_any_number_of_ranks_scores_as_the_export_does(one_rank: RankPool, two_r
                 offsets = [torch.arange(stop - start + 1) for _ in ids]
                 logits.append(model(batch.dense_features[start:stop], part, offsets))
     assert torch.cat(logits).tolist() == one["logit"].to_pylist()
+
+
+def test_figures_are_the_same_on_any_number_of_ranks(
+    one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
+):
+    """Of two labels, of users and of slices: of equal scores, the same bits; a model's scores are rounded otherwise on
+    other ranks. 357 and 120 samples in batches of 16: some ranks have a short one at the end, or none."""
+    pools = one_rank, two_ranks, four_ranks
+    (first,), *others = (pool.run(scoring.judge_scores) for pool in pools)
+    assert first["quality"]["of"]["buy"]["more"].keys() == {"gauc", "ndcg@3"}
+    assert [each == first for pool in others for each in pool] == [True] * 6
+
+    config = target_config(write_targets(tmp_path / "samples.parquet"), "several")
+    metrics = MetricsConfig(("auc", "logloss", "gauc", "ndcg@2", "recall@2"), "user", ("item",), most_slices=3)
+    config = replace(config, metrics=metrics, checkpoint=CheckpointConfig(at_end=True))
+    one_rank.run(scoring.train, config, tmp_path / "checkpoints")
+    (alone,), *others = (pool.run(scoring.evaluate, config, tmp_path / "checkpoints") for pool in pools)
+    assert len(alone["slices"]["item"]) == 4, "three values, and the others"
+    wanted = {name: value for name, value in flat({**alone, "curves": {}}).items() if value is not None}
+    assert len(wanted) > 40
+    for each in (each for pool in others for each in pool):
+        assert {name: flat(each)[name] for name in wanted} == pytest.approx(wanted, rel=1e-6)

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from embershard.decoding import to_toml
-from embershard.launch import cli
-from embershard.sharding.config import ShardingConfig
 from embershard.training.config import RunConfig
 from tests.ranks import own_models
 from tests.ranks.parity import differences
+from tests.ranks.planned_by_commands import expect_planned_equals_stock
 from tests.ranks.rounding import loss_rounding
 from tests.ranks.workers import RankPool
 from tests.unit.data.targets import target_config, write_targets
@@ -35,13 +33,7 @@ def test_cached_equals_stock(samples: Path, one_rank: RankPool, two_ranks: RankP
 
 def test_a_plan_of_shared_tables_is_obeyed(samples: Path, two_ranks: RankPool, tmp_path: Path):
     """Profiled and planned by the commands."""
-    config = target_config(samples, "several")
-    run, profile, plan = (str(tmp_path / name) for name in ("run.toml", "p.npz", "plan.json"))
-    Path(run).write_text(to_toml(config))
-    assert cli.main(["profile", "--config", run, "-o", profile]) == 0
-    assert cli.main(["plan", "--config", run, "--profile", profile, "--ranks", "2", "-o", plan]) == 0
-    verdicts = two_ranks.run(own_models.verdict, replace(config, sharding=ShardingConfig(plan=plan)))
-    assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
+    expect_planned_equals_stock(two_ranks, target_config(samples, "several"), tmp_path)
 
 
 def test_weights_of_one_change_no_bit(samples: Path, two_ranks: RankPool):

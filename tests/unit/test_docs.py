@@ -84,6 +84,7 @@ PARSED = (
     *("profile", "plan", "report", "ckpt", "data", "verify", "sweep", "predict", "eval", "export"),
     "serve",
     "publish",
+    "compare",
     "completion",
 )
 

@@ -30,7 +30,16 @@ def test_what_was_written_is_read(tmp_path: Path):
 
 
 #: What later versions added, as a file without it is read.
-NEW = {"windows": [], "held_out": None, "best": None, "keeps_best": False, "stopped_early": False}
+NEW = {
+    "ids": {},
+    "label_losses": {},
+    "slices": {},
+    "windows": [],
+    "held_out": None,
+    "best": None,
+    "keeps_best": False,
+    "stopped_early": False,
+}
 
 
 def test_a_result_of_the_version_before_formats_is_read(tmp_path: Path):

@@ -197,7 +197,7 @@ class Module(modules.CachedModule, nn.Module):
             return features.values().sum()  # as tables in the GPU's own memory read it
         return self.pool(features.values(), features.offsets())
 
-    def keep(self, cache: Any, ticket: Ticket, output: Tensor) -> None:
+    def keep(self, cache: Any, ticket: Ticket, output: Tensor, zeros: Any) -> None:
         """In place of a hook on autograd's node: :meth:`backward` releases the ticket."""
         self.trained = ticket
 

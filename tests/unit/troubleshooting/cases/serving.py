@@ -57,7 +57,8 @@ CASES = [
     _case(
         "The folder to serve is no export",
         ("serve", "mine"),
-        "mine/export.json: not there, or no JSON; give a folder that embershard export wrote.",
+        "mine/export.json: not there, or no JSON; give a folder that embershard export wrote, or a "
+        "publish.folder that has its first base (base_0).",
         "Export the run: `embershard export mine -o exported`, then `embershard serve exported`.",
         files=_RUN,
     ),

@@ -1,0 +1,81 @@
+"""Towers for several labels, some of which are missing: cached equals stock TorchRec, bit for bit, also planned and
+resumed; and a step has one loss on any number of ranks, however the missing labels are spread over them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embershard.models import ModelConfig
+from embershard.training.config import RunConfig
+from tests.ranks import own_models
+from tests.ranks.planned_by_commands import expect_planned_equals_stock
+from tests.ranks.rounding import loss_rounding
+from tests.ranks.workers import RankPool
+from tests.unit.data.targets import target_config, write_targets
+
+pytestmark = pytest.mark.ranks
+
+#: Each architecture, over each interaction, with each weighting of losses; and a funnel.
+MODELS: dict[str, dict[str, Any]] = {
+    "shared_bottom": {"funnel": ("click", "bought")},
+    "mmoe": {"interaction": "dlrm_dcn", "num_experts": 3},
+    "ple": {"label_weighting": "uncertainty", "dropout": 0.2},
+}
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_targets(tmp_path_factory.mktemp("tasks") / "samples.parquet")
+
+
+def tasks_config(samples: Path, arch: Any, **changes: Any) -> RunConfig:
+    model = ModelConfig(arch, 8, (8,), (6, 1), expert_layer_sizes=(8, 6), **MODELS[arch])
+    return target_config(samples, "tasks", model=model, **changes)
+
+
+@pytest.mark.parametrize("arch", MODELS)
+def test_cached_equals_stock(arch: str, samples: Path, one_rank: RankPool, two_ranks: RankPool):
+    for pool in (one_rank, two_ranks):
+        verdicts = pool.run(own_models.verdict, tasks_config(samples, arch))
+        assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
+
+
+def test_a_plan_is_obeyed(samples: Path, two_ranks: RankPool, tmp_path: Path):
+    """Profiled and planned by the commands."""
+    expect_planned_equals_stock(two_ranks, tasks_config(samples, "mmoe"), tmp_path)
+
+
+def test_a_resume_goes_on_as_the_whole_run(samples: Path, two_ranks: RankPool, tmp_path: Path):
+    """With the learned weights of the losses, and dropout's masks."""
+    config = tasks_config(samples, "ple")
+    config = replace(config, train=replace(config.train, max_steps=own_models.STEPS))
+    assert two_ranks.run(own_models.resumed_equals_whole, config, tmp_path / "checkpoints") == [[], []]
+
+
+def test_a_step_has_one_loss_on_any_number_of_ranks(samples: Path, one_rank: RankPool, two_ranks: RankPool):
+    """In the first batch one rank has all ratings, and the other none; a loss divided by what each rank has would be
+    another one."""
+    config = tasks_config(samples, "mmoe")
+    config = replace(config, data=replace(config.data, shuffle=False, chunk_rows=16))
+    whole = replace(config, train=replace(config.train, batch_size=32))
+    ((alone, _),) = one_rank.run(own_models.trained, whole)
+    ((counts, own), *_) = one_rank.run(own_models.label_losses, whole)
+    found = two_ranks.run(own_models.label_losses, config)
+    assert sorted(each[2] for each, _ in found) == [0, 16]
+    assert counts == [sum(each) for each in zip(*(each for each, _ in found), strict=True)]
+    bound = loss_rounding(len(alone), 32)
+    together, _ = two_ranks.run(own_models.trained, config)[0]
+    assert together == pytest.approx(alone, rel=bound)
+    for step, of_ranks in zip(own, found[0][1], strict=True):
+        assert of_ranks == pytest.approx(step, rel=bound)
+    assert found[0][1] == found[1][1]
+    masked = replace(whole.data.table, label_masks=("", "", ""))
+    ((other, _),) = one_rank.run(own_models.trained, replace(whole, data=replace(whole.data, table=masked)))
+    assert other == pytest.approx(alone, rel=bound), "bought is empty without a click anyway"
+    everywhere = replace(masked, label=("click", "buy", "stars"), missing_labels="bad_row")
+    ((other, _),) = one_rank.run(own_models.trained, replace(whole, data=replace(whole.data, table=everywhere)))
+    assert other != pytest.approx(alone, rel=1e-2), "the control"
