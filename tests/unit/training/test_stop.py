@@ -153,7 +153,11 @@ def test_a_signal_before_the_training_ends_the_process(number, code, monkeypatch
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.delenv("RANK", raising=False)
-    with stop_training_on_signals(Supervision()):
-        os.kill(os.getpid(), number)
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored, and stays so
+    try:
+        with stop_training_on_signals(Supervision()):
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
     assert ended == [code]
     assert capfd.readouterr().err == "embershard: stopped before the first step. Nothing was trained.\n"
