@@ -106,6 +106,22 @@ def test_a_resume_goes_on_on_any_ranks(one_rank, two_ranks, clicks, tmp_path, ki
     assert joined(two_ranks.run(partial(train, resume=20), clicks, _copy(tmp_path, 20), other)) == everything
 
 
+@pytest.mark.matrix
+def test_in_float64_losses_do_not_depend_on_the_number_of_ranks(one_rank, two_ranks, four_ranks, clicks):
+    """Of tables placed whole, from the first step to the last; in float32 they do."""
+    runs = [
+        pool.run(partial(train, pooling="sum", precision="fp64"), clicks, None, "table_wise")
+        for pool in (one_rank, two_ranks, four_ranks)
+    ]
+    alone = [loss for _, loss in runs[0][0].losses]
+    assert len(alone) == STEPS
+    for ranks in runs[1:]:
+        assert joined(ranks) == joined(runs[0])
+        assert [loss for _, loss in ranks[0].losses] == pytest.approx(alone, rel=0, abs=1e-12)
+    rounded = two_ranks.run(partial(train, pooling="sum"), clicks, None, "table_wise")[0].losses
+    assert [loss for _, loss in rounded] != pytest.approx(alone, rel=0, abs=1e-9)
+
+
 def planned(clicks: Path, folder: Path, num_ranks: int, *more: str) -> Plan:
     """The plan of the commands, in FOLDER/plan.json, with other caches than those of the settings."""
     settings, profile, plan = (str(folder / name) for name in ("run.toml", "profile.npz", "plan.json"))

@@ -74,11 +74,11 @@ def write_clicks(folder: Path) -> Path:
     return path
 
 
-def make_config(path: Path, **train: Any) -> RunConfig:
+def make_config(path: Path, pooling: str = "mean", **train: Any) -> RunConfig:
     features = {
         "age": TableFeature("dense"),
         "user": TableFeature("sparse", num_rows=240, mapping="ids"),
-        "item": TableFeature("sparse", num_rows=480, mapping="text_ids", pooling="mean"),
+        "item": TableFeature("sparse", num_rows=480, mapping="text_ids", pooling=pooling),
         "city": TableFeature("sparse", num_rows=51, mapping="modulo"),
     }
     return RunConfig(
