@@ -36,7 +36,7 @@ CASES: list[tuple[dict[str, Any], list[list[float]], dict[int, str]]] = [
     (  # by another label; of a label that a sample has, a missing cell is a bad row
         {"task": TASKS, "label_masks": ("", "click", "buy")},
         [[1, 1, 4.5], [0, NAN, NAN], [1, 0, NAN], [0, NAN, NAN]],
-        {4: "buy=nan: a label must be 0 or 1"},
+        {4: 'buy=nan: a label must be 0 or 1; of several labels, data.table.missing_labels = "masked"'},
     ),
     (  # and with missing cells
         {"task": TASKS, "label_masks": ("", "click", ""), "missing_labels": "masked"},

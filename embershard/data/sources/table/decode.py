@@ -53,6 +53,7 @@ _SAME = {b"True": b"true", b"TRUE": b"true", b"False": b"false", b"FALSE": b"fal
 _NEEDED_LABEL = (
     'a label must be 0 or 1; data.kind = "table" takes other numbers, by label_at_least or task = "regression"'
 )
+_MISSING_LABEL = '; of several labels, data.table.missing_labels = "masked" trains on those that are there'
 Float32s = NDArray[np.float32]
 
 
@@ -369,11 +370,13 @@ def _is_masked(decoder: ChunkDecoder, mask: str, labels: Mapping[str, Float32s])
 
 def _label(decoder: ChunkDecoder, name: str, task: Task, least: float | None, is_masked: NDArray[np.bool_]) -> Float32s:
     numbers = decoder.numbers(name)
+    is_missing = np.isnan(numbers) & ~is_masked
     if task == "binary" and least is None:
-        decoder.note(~np.isin(numbers, (0, 1)) & ~is_masked, name, numbers, _NEEDED_LABEL)
+        decoder.note(is_missing, name, numbers, f"a label must be 0 or 1{_MISSING_LABEL}")
+        decoder.note(~np.isin(numbers, (0, 1)) & ~is_missing & ~is_masked, name, numbers, _NEEDED_LABEL)
         found = numbers.astype(np.float32)
     else:
-        decoder.note(np.isnan(numbers) & ~is_masked, name, numbers, "a label must be a number")
+        decoder.note(is_missing, name, numbers, f"a label must be a number{_MISSING_LABEL}")
         found = numbers.astype(np.float32) if least is None else (numbers >= least).astype(np.float32)
     found[is_masked] = np.nan
     return found
