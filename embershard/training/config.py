@@ -22,7 +22,7 @@ from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimi
 from embershard.training.quality.config import MetricsConfig
 from embershard.training.quality.quality import Judge
 
-TrackerKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
+TrackerKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus", "mlperf"]
 
 _BATCH_SIZE = 1024
 #: Batches that are read, beside those of the look-ahead and those that were parsed ahead, when a loss is known.
@@ -144,13 +144,16 @@ class TrackingConfig:
 
     trackers: Free[tuple[TrackerKind, ...]] = ("tensorboard",)
     """Who gets the run's settings, reports and result: TensorBoard, Weights & Biases, MLflow, Trackio; and Prometheus,
-    which reads them from a port of this machine. Each must be installed. See docs/tracking.md."""
+    which reads them from a port of this machine; and a log as MLPerf Training asks for it, of DLRMv4. Each must be
+    installed. See docs/tracking.md."""
     project: Free[str] = "embershard"
     """Name under which Weights & Biases and Trackio gather runs; for MLflow, the experiment."""
     prometheus_port: Free[int] = 9464
     """Port at which Prometheus reads the newest reports."""
     prometheus_host: Free[str] = "127.0.0.1"
     """Address of that port. Anyone who can reach it can read the reports."""
+    mlperf_org: Free[str] = "none"
+    """Who submits, in the log for MLPerf."""
 
     def __post_init__(self) -> None:
         known = get_args(TrackerKind)
@@ -167,6 +170,8 @@ class TrackingConfig:
         is_changed = (self.prometheus_port, self.prometheus_host) != (9464, "127.0.0.1")
         if is_changed and "prometheus" not in self.trackers:
             raise ConfigError('tracking.prometheus_port and prometheus_host have no effect without "prometheus".')
+        if self.mlperf_org != "none" and "mlperf" not in self.trackers:
+            raise ConfigError('tracking.mlperf_org has no effect without "mlperf" in tracking.trackers.')
 
 
 @dataclass(frozen=True)
@@ -289,7 +294,12 @@ class RunConfig:
             )
 
     def _check_model(self) -> None:
-        """Raise where the model's tables cannot be placed in the way that the settings ask for."""
+        """Raise where the model's tables cannot be placed in the way that the settings ask for, or it has no log for MLPerf."""
+        if "mlperf" in self.tracking.trackers and self.model.arch != "hstu":
+            raise ConfigError(
+                f'tracking.trackers has "mlperf", whose log is that of DLRMv4: needed model.arch = "hstu", got '
+                f'"{self.model.arch}". Leave it out.'
+            )
         if self.model.is_torchrecs:
             return
         self._check_times()

@@ -47,6 +47,7 @@ TAKEN_ON_TRUST = {
     "source": "activates the reader's environment",
     "git clone": "needs a network",
     "tensorboard": "a server; another project's",
+    "python -m mlperf_logging": "of an extra; tests/unit/launch/test_mlperf.py runs it where that is installed",
     "pip config": "shows the reader's settings",
 }
 # Names of other projects that documents mention without saying whose.

@@ -33,7 +33,7 @@ from embershard.launch.ranks import launcher
 from embershard.launch.ranks.launcher import default_ranks, planned_ranks, warn_of_cores
 from embershard.launch.ranks.stop_signals import stop_code
 from embershard.launch.run_dir import check_run_dir, default_run_dir, was_resumed_by_this_job
-from embershard.launch.trackers import check_trackers
+from embershard.launch.tracking.trackers import check_trackers
 from embershard.training.config import RunConfig
 
 if TYPE_CHECKING:  # it loads torch, and a launcher needs it not

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from embershard.decoding import flat
@@ -24,7 +25,8 @@ from embershard.launch.run_dir import (
     note_resume,
 )
 from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
-from embershard.launch.trackers import TrackedRun, Trackers
+from embershard.launch.tracking.run import TrackedRun
+from embershard.launch.tracking.trackers import Trackers
 from embershard.launch.train.progress import ProgressDisplay, closing_table
 from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan
@@ -152,7 +154,18 @@ class _Outputs:
         self._trainer, self._folder, self._console = trainer, run_dir, console
         self._record = RunRecord(run_dir, trainer.config, resumed_at, trainer.plan)
         settings = flat(dataclasses.asdict(trainer.config))
-        run = TrackedRun(run_dir, settings, trainer.config.tracking, resumed_at)
+        ranks = trainer.ranks
+        device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+        run = TrackedRun(
+            run_dir,
+            settings,
+            trainer.config.tracking,
+            resumed_at,
+            ranks.world_size,
+            global_batch(trainer.config, ranks.world_size),
+            trainer.source.chunks("train").num_samples,
+            f"{ranks.world_size} x {device}",
+        )
         self._trackers = Trackers(run, partial(say, console))
         if trainer.following is not None and not isinstance(console, JsonLines):
             say(console, trainer.following.outlook)

@@ -146,7 +146,7 @@ def test_ranks_trace_the_steps_that_were_asked_for(started, tmp_path, capsys):
 
 
 def test_a_tracker_that_is_not_installed_stops_before_ranks_start(started, monkeypatch, capsys):
-    monkeypatch.setattr("embershard.launch.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("embershard.launch.tracking.trackers.find_spec", lambda name: None)
     assert cli.main(["train", QUICK, "--set", "tracking.trackers=wandb"]) == 2
     assert 'Try: pip install "wandb>=' in capsys.readouterr().err
     assert started == []

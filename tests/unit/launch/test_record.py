@@ -181,6 +181,8 @@ def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path):
         trainer: Any = SimpleNamespace(
             config=RunConfig(), plan=None, total_steps=40, steps=resumed_at or 0, following=None
         )
+        trainer.ranks = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+        trainer.source = SimpleNamespace(chunks=lambda split: SimpleNamespace(num_samples=100))
         with closing(_Outputs(trainer, tmp_path, resumed_at, Console(file=io.StringIO()))) as outputs:
             for report in reports:
                 outputs.add(report)

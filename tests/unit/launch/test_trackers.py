@@ -16,8 +16,9 @@ import pytest
 
 from embershard.decoding import flat
 from embershard.errors import ConfigError, SetupError
-from embershard.launch import trackers as module
-from embershard.launch.trackers import TrackedRun, Trackers, check_trackers
+from embershard.launch.tracking import trackers as module
+from embershard.launch.tracking.run import TrackedRun
+from embershard.launch.tracking.trackers import Trackers, check_trackers
 from embershard.training.config import TrackingConfig
 
 SETTINGS = flat({"train": {"batch_size": 8, "epochs": None}, "data": {"path": "/a b", "bag_sizes": (1, 2)}})

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Protocol
 
 from embershard.decoding import flat
 from embershard.errors import SetupError
+from embershard.launch.tracking.mlperf import MlperfTracker
+from embershard.launch.tracking.run import TrackedRun
 from embershard.training.config import TrackingConfig
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run, as trackers know it.
-
-    Attributes:
-        folder: of the run; its name is the run's.
-        settings: all settings, by `section.key`.
-        resumed_at: step from which an earlier run goes on; None for a new run.
-    """
-
-    folder: Path
-    settings: Mapping[str, Any]
-    config: TrackingConfig
-    resumed_at: int | None
-
-    @property
-    def name(self) -> str:
-        """The run's name."""
-        return self.folder.absolute().name
 
 
 class Tracker(Protocol):
@@ -195,6 +174,7 @@ _KINDS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]] = {
     "mlflow": (MlflowTracker, "mlflow", "mlflow-skinny>=2.20"),
     "trackio": (TrackioTracker, "trackio", "trackio>=0.20"),
     "prometheus": (PrometheusTracker, "prometheus_client", "prometheus-client>=0.20"),
+    "mlperf": (MlperfTracker, "mlperf_logging", "mlperf-logging>=4.1.68"),
 }
 
 

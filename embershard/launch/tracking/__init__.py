@@ -1,0 +1,1 @@
+"""What a run tells experiment trackers, and the log of MLPerf."""
