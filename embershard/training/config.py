@@ -294,7 +294,7 @@ class RunConfig:
             )
 
     def _check_model(self) -> None:
-        """Raise where the model's tables cannot be placed in the way that the settings ask for, or it has no log for MLPerf."""
+        """Raise where the model's tables cannot be placed as the settings ask for, or it has no log for MLPerf."""
         if "mlperf" in self.tracking.trackers and self.model.arch != "hstu":
             raise ConfigError(
                 f'tracking.trackers has "mlperf", whose log is that of DLRMv4: needed model.arch = "hstu", got '
