@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,33 @@ def test_a_run_that_goes_on_reports_all_its_windows(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "AUC by window" in page
     assert "calibration by window" in page
+
+
+@pytest.mark.matrix
+def test_days_of_music_killed_and_resumed_are_those_of_a_whole_run(tmp_path: Path) -> None:
+    """HSTU, caches with evictions, two ranks: killed before the end of a day whose next one is then evaluated."""
+    log, made = str(tmp_path / "log"), str(tmp_path / "samples")
+    embershard(tmp_path, "data", "yambda-like", "--scale", "0.0001", "--events", "30", "--days", "4", "-o", log)
+    sizes = ("--history", "12", "--cross-scale", "0.0001")
+    embershard(tmp_path, "data", "yambda", f"{log}/multi_event.parquet", *sizes, "-o", made)
+    train = ("train", "--config", f"{made}/run.toml", "--nproc", "2", "--set", "train.device=cpu", "--set")
+    train = (*train, "train.batch_size=16", "--set", "cache.ratio=0.6", "--set", "checkpoint.every_steps=20")
+    run_dirs = {name: tmp_path / name for name in ("whole", "parts")}
+    embershard(tmp_path, *train, "--run-dir", str(run_dirs["whole"]))
+    part = commands.start([*train, "--run-dir", str(run_dirs["parts"])], tmp_path / "killed.txt")
+    try:
+        for _ in range(6000):
+            if (run_dirs["parts"] / "checkpoints" / "step_20").exists() or part.poll() is not None:
+                break
+            time.sleep(0.02)
+    finally:
+        part.kill()
+    assert part.wait(60) == -signal.SIGKILL
+    last = max(int(path.name.partition("_")[2]) for path in (run_dirs["parts"] / "checkpoints").glob("step_*"))
+    said = embershard(tmp_path, *train, "--run-dir", str(run_dirs["parts"]), "--resume")
+    assert f"step_{last}" in said
+    whole, parts = (json.loads((folder / "result.json").read_text()) for folder in run_dirs.values())
+    assert [each["step"] > last for each in whole["windows"]].count(True) >= 1, "a day's end lies behind the kill"
+    assert parts["windows"] == whole["windows"], "bit for bit, each once"
+    assert (parts["loss"], parts["steps"]) == (whole["loss"], whole["steps"])
+    assert whole["cache"]["evictions"] > 0
