@@ -1,9 +1,10 @@
 """Rows that each policy fills, over the fewest that any cache can fill (the offline optimum).
 
-    python -m benchmarks.fill_optimality STREAM [--path FILE_OR_FOLDER]
+    python -m benchmarks.fill_optimality STREAM [--path FILE_OR_FOLDER] [--config RUN.toml]
 
 STREAM is `criteo` (click logs at --path, in the file's order), `steady` (generated, the same rows popular
-throughout), `drift` (generated, popularity moves to other rows) or `all`.
+throughout), `drift` (generated, popularity moves to other rows), `all` of these, or `run` (the data and tables of
+--config, in the order in which it trains, on one rank).
 
 Every figure comes from running the cache itself, which starts empty, over all tables of the stream in one pool. Each
 batch adds one to its rows, and at the end every row of the host tier must hold the number of batches that used it.
@@ -23,10 +24,12 @@ batch ahead. After the first batch no fill is late.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -38,7 +41,10 @@ from embershard.cache import HostStore, RowCache, Ticket
 from embershard.cache.config import CachePolicy, Scoring
 from embershard.data import BatchStream, CriteoConfig, DataConfig, SyntheticConfig, open_source
 from embershard.frequency import FrequencyProfile
+from embershard.launch.config import load_config
+from embershard.models import model_tables
 from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
+from embershard.training.config import RunConfig
 
 LOOKAHEADS = (8, 32, 128, 256)
 TARGET = 1.03
@@ -54,19 +60,22 @@ _DIM = 4
 def main() -> None:
     """Measure and print."""
     parser = make_parser(__doc__)
-    parser.add_argument("stream", choices=["criteo", "steady", "drift", "all"])
+    parser.add_argument("stream", choices=["criteo", "steady", "drift", "all", "run"])
     parser.add_argument("--path", help="criteo: a file or a folder of click logs")
+    parser.add_argument("--config", help="run: a run's settings")
     parser.add_argument("--criteo-rows", type=int, default=20_000, help="rows of each of the 26 tables")
     parser.add_argument("--criteo-batch-sizes", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--scale", type=float, default=0.01, help="generated: rows relative to Criteo Kaggle")
     parser.add_argument("--drift", type=float, default=0.5, help="drift: share of popularity ranks that change hands")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256], help="generated")
-    parser.add_argument("--batches", type=int, default=600, help="generated")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256], help="generated, or of a run")
+    parser.add_argument("--batches", type=int, default=600, help="generated; of a run, at most")
     parser.add_argument("--capacities", type=float, nargs="+", default=[2, 4, 8, 16], help="in batches' unique ids")
     parser.add_argument("--prefetch", type=int, default=1)
     options = parser.parse_args()
     if options.stream in ("criteo", "all") and not options.path:
         parser.error(f"stream {options.stream} needs --path: a file of Criteo click logs, or a folder of them")
+    if options.stream == "run" and options.config is None:
+        parser.error("stream run needs --config: the settings of a run, as TOML")
     torch.set_num_threads(1)
     print(_HEADER, file=sys.stderr)
     points = []
@@ -90,18 +99,24 @@ def main() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Batches of keys (table offset + id), int64 [F * B] each, feature after feature as TorchRec gives them; one id per
-    feature and sample, one table per feature."""
+    """Batches of keys (table offset + id), int64 [N] each, feature after feature as TorchRec gives them.
+
+    Attributes:
+        lengths: ids per feature of each batch, int64 [F]; by default one per sample.
+        table_of: the table of each feature; by default each has its own.
+    """
 
     name: str
     batch_size: int
     rows_per_table: list[int]
     batches: list[Tensor]
+    lengths: list[Tensor] = field(default_factory=list)
+    table_of: list[int] = field(default_factory=list)
 
-    @property
-    def feature_lengths(self) -> Tensor:
-        """Ids per feature of each batch, int64 [F]."""
-        return torch.full((len(self.rows_per_table),), self.batch_size)
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each batch's keys and ids per feature."""
+        one_each = torch.full((len(self.rows_per_table),), self.batch_size)
+        yield from zip(self.batches, self.lengths or [one_each] * len(self.batches), strict=True)
 
     @property
     def num_rows(self) -> int:
@@ -115,6 +130,10 @@ class Stream:
 
 def open_streams(options: argparse.Namespace) -> Iterator[Stream]:
     """Yield the streams of the options."""
+    if options.stream == "run":
+        config = load_config(RunConfig, Path(options.config))
+        yield from (read_run(config, batch_size, options.batches) for batch_size in options.batch_sizes)
+        return
     names = ("criteo", "steady", "drift") if options.stream == "all" else (options.stream,)
     for name in names:
         for batch_size in options.criteo_batch_sizes if name == "criteo" else options.batch_sizes:
@@ -139,6 +158,24 @@ def read_stream(name: str, batch_size: int, config: DataConfig) -> Stream:
     ) as batches:
         keys = [(batch.sparse_features.values().view(len(rows), -1) + offsets).flatten() for batch in batches]
     return Stream(name, batch_size, rows, keys)
+
+
+def read_run(config: RunConfig, batch_size: int, most: int) -> Stream:
+    """Read what a run would train on one rank, `most` batches of it."""
+    source = open_source(config.data)
+    tables = model_tables(config.model, source.schema)
+    table_of = {name: number for number, table in enumerate(tables) for name in table.features}
+    offsets = [0, *itertools.accumulate(table.num_rows for table in tables)]
+    keys, lengths = [], []
+    with BatchStream(
+        source, batch_size=batch_size, rank=0, world_size=1, split="train", epochs=1, config=config.data
+    ) as batches:
+        for batch in itertools.islice(batches, most):
+            ids = {name: each.values() for name, each in batch.sparse_features.to_dict().items() if name in table_of}
+            keys.append(torch.cat([values + offsets[table_of[name]] for name, values in ids.items()]))
+            lengths.append(torch.tensor([values.numel() for values in ids.values()]))
+    order = [table_of[name] for name in ids]
+    return Stream("run", batch_size, [table.num_rows for table in tables], keys, lengths, order)
 
 
 # -- one point: a stream and a capacity
@@ -227,7 +264,6 @@ class Run:
 
     def __init__(self, stream: Stream, num_slots: int, scoring: Scoring, look_ahead: bool = False) -> None:
         self._stream = stream
-        self._lengths = stream.feature_lengths
         self._host = HostStore(stream.rows_per_table, _DIM, torch.float32, [])
         counts = None
         if scoring == "frequency":
@@ -239,7 +275,7 @@ class Run:
             self._host,
             self._device_payload,
             num_slots,
-            tables,
+            stream.table_of or tables,
             CachePolicy(scoring, by_next_use=look_ahead),
             _CPU,
             row_counts=counts,
@@ -252,8 +288,8 @@ class Run:
 
     def one_by_one(self) -> None:
         """Train without look-ahead: a batch becomes known when it is needed."""
-        for batch in self._stream.batches:
-            self._train(self._cache.prepare(batch, self._lengths))
+        for batch, lengths in self._stream:
+            self._train(self._cache.prepare(batch, lengths))
 
     def ahead(self, lookahead: int, prefetch: int) -> tuple[int, float]:
         """Train as the pipeline does: batches become known, then resident, then train.
@@ -262,18 +298,18 @@ class Run:
             Critical-path fills after the first batch, and the mean number of batches resident beyond the one in
             training.
         """
-        cache, batches, lengths = self._cache, self._stream.batches, self._lengths
-        unknown, known, resident = deque(batches), deque[tuple[Tensor, Any]](), deque[Ticket | None]()
+        cache = self._cache
+        unknown, known, resident = deque(self._stream), deque[tuple[Tensor, Tensor, Any]](), deque[Ticket | None]()
         first_fills, depths = None, []
-        for _ in batches:
+        for _ in self._stream.batches:
             while unknown and len(resident) + len(known) <= lookahead:
-                known.append((unknown[0], cache.know(unknown.popleft(), lengths)))
+                known.append((*unknown[0], cache.know(*unknown.popleft())))
             if not resident:  # training waits
-                batch, ids = known.popleft()
+                batch, lengths, ids = known.popleft()
                 resident.append(cache.prepare(batch, lengths, known=ids))
                 first_fills = self._late_fills() if first_fills is None else first_fills
             while known and len(resident) <= prefetch:
-                batch, ids = known[0]
+                batch, lengths, ids = known[0]
                 ticket = cache.prepare(batch, lengths, critical_path=False, known=ids, if_it_fits=True)
                 if ticket is None:
                     break

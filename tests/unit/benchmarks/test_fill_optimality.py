@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from benchmarks import fill_optimality
-from benchmarks.fill_optimality import LOOKAHEADS, Run, Stream, measure
+from benchmarks.fill_optimality import LOOKAHEADS, Run, Stream, measure, open_streams
 from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
 
 pytestmark = pytest.mark.slow
@@ -108,6 +112,36 @@ def test_the_command_prints_and_writes_json(
     assert [(point["stream"], point["batches"]) for point in result["points"]] == [(name, 12)]
     assert result["points"][0]["reached"] is not None
     assert sum("|" in line for line in printed.err.splitlines()) == 2, "the heading and a point; torch may warn beside"
+
+
+def test_a_run_s_own_data_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history of items, whose table the scored item has too: as many ids as there are, and rows of one table."""
+    draw = np.random.default_rng(0)
+    histories = [draw.integers(0, 50, draw.integers(0, 6)).tolist() for _ in range(160)]
+    columns = {"label": draw.integers(0, 2, 160), "item": draw.integers(0, 50, 160), "seen": histories}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    (tmp_path / "run.toml").write_text(
+        f"""
+        data.kind = "parquet"
+        data.path = "{tmp_path}/a.parquet"
+        data.eval_fraction = 0.0
+        data.shuffle = false
+        data.parquet = {{sparse = ["item", "seen"], num_rows = [51, 51], id_mapping = "none"}}
+        model = {{arch = "din", target = ["item"], history = ["seen"]}}
+        """
+    )
+    options = argparse.Namespace(stream="run", config=str(tmp_path / "run.toml"), batch_sizes=[16], batches=8)
+    (stream,) = open_streams(options)
+    assert (stream.rows_per_table, stream.table_of, len(stream.batches)) == ([51], [0, 0], 8)
+    wanted = torch.zeros(51, dtype=torch.int64)
+    for first in range(0, 128, 16):
+        part = slice(first, first + 16)
+        ids = {*columns["item"][part].tolist(), *itertools.chain(*histories[part])}
+        wanted[list(ids)] += 1
+    assert stream.uses().tolist() == wanted.tolist()
+    point = measure(stream, capacity_batches=2.0, prefetch=1)
+    assert 1.0 <= point.over_optimum["lookahead 128"] <= 1.1
+    assert max(point.late_fills.values()) == 0
 
 
 def test_the_real_sample_needs_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
