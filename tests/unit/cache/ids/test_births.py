@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,14 @@ class BirthPool(Pool):
         self.trained -= set(rows)
         self.num_births, self.num_emptied = self.num_births + len(rows), self.num_emptied + len(emptied)
         return super()._leave(oldest) | emptied
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loops_are_compiled() -> None:
+    """Initial weights are compiled in the first batch that has any. Numba keeps errors that it handled, and so
+    their frames and a ticket, until Python collects cycles: a batch that is abandoned then would stay pinned."""
+    run(BirthPool(num_slots=12, policy="lru", lazy=True), random_operations(seed=0, steps=10))
+    gc.collect()
 
 
 def table_of(number: int) -> ShardWeights:
