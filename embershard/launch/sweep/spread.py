@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from embershard.decoding import flat, toml
+from embershard.decoding import flat, read_toml, toml
+from embershard.launch.config import RUN_CONFIG
 from embershard.launch.quality_text import form_of, held_out_warning, main_names, steady_mark, title_of
 from embershard.launch.sweep.experiments import SEEDS, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
@@ -147,7 +149,37 @@ def read_configurations(sweep: Path) -> list[Configuration]:
         folders = tuple(run_folder(sweep, each.name) for each in own if each.status == "finished")
         results = tuple(map(RunResult.read, folders))
         found.append(Configuration(settings, differing, tuple(own), folders, results))
+    found = _with_labels(found)
     return sorted(found, key=lambda each: [_place(each.varied.get(key)) for key in differing])
+
+
+def _with_labels(configurations: list[Configuration]) -> list[Configuration]:
+    """Return configurations in which the figures of runs with one label have its name, as `auc/click`, where others
+    have several labels and this is one of them: so they stand in one column."""
+    names = {name for each in configurations for result in each.results for name in result.quality}
+    labels = {label for _, _, label in (name.partition("/") for name in names) if label}
+    if not labels:
+        return configurations
+    return [
+        replace(each, results=tuple(map(partial(_with_label, labels), each.folders, each.results)))
+        for each in configurations
+    ]
+
+
+def _with_label(labels: Collection[str], folder: Path, result: RunResult) -> RunResult:
+    found = flat(read_toml(folder / RUN_CONFIG)).get("data.table.label")
+    own = [found] if isinstance(found, str) else found or []
+    if len(own) != 1 or own[0] not in labels:
+        return result
+    label = own[0]
+    slices = {
+        column: {
+            value: {name if name == "samples" else f"{name}/{label}": each for name, each in figures.items()}
+            for value, figures in values.items()
+        }
+        for column, values in result.slices.items()
+    }
+    return replace(result, quality={f"{name}/{label}": each for name, each in result.quality.items()}, slices=slices)
 
 
 def _place(value: Any) -> tuple[bool, float, str]:
