@@ -1,4 +1,4 @@
-"""Adds to each rating what the user liked before, and holds out a tenth of each user's ratings: samples for DIN and others.
+"""Adds to each rating what the user liked before, and holds out a tenth of each user's ratings.
 
     embershard data convert ml-100k.inter --join ml-100k.user --join ml-100k.item -o ratings.parquet
     python examples/movielens.py ratings.parquet movielens
