@@ -69,6 +69,7 @@ class ScoreJob(Job):
         output: file for the scores; None: the quality is shown.
         keep: columns of the data that the file gets, too.
         form: in which the quality is printed, of `launch.report.results.FORMATS`; None: as tables.
+        stdout_is_taken: what is said goes to the standard error: the standard output is for a program.
     """
 
     checkpoints: Path
@@ -76,6 +77,7 @@ class ScoreJob(Job):
     output: Path | None
     keep: tuple[str, ...] = ()
     form: str | None = None
+    stdout_is_taken: bool = False
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> ScoreJob:
@@ -84,12 +86,13 @@ class ScoreJob(Job):
         checkpoints = run_dir / CHECKPOINTS
         config, keep = run_config(arguments), tuple(getattr(arguments, "keep", ()))
         form = getattr(arguments, "format", None)
-        return ScoreJob(config, run_dir, arguments.trust_code, checkpoints, arguments.step, output, keep, form)
+        places = config, run_dir, arguments.trust_code, checkpoints, arguments.step, output
+        taken = form is not None or getattr(arguments, "stdout_is_taken", False)
+        return ScoreJob(*places, keep, form, taken)
 
     def run(self, ranks: Ranks, supervision: Supervision) -> int:
         """Score the held-out samples: into the file, or, without one, show the quality. Return 0. Collective."""
-        # With a format, standard output is for a program.
-        console, output = plain_console(quiet=not ranks.is_first, stderr=self.form is not None), self.output
+        console, output = plain_console(quiet=not ranks.is_first, stderr=self.stdout_is_taken), self.output
         with console.status("reading the checkpoint"):
             from embershard.data import open_source
             from embershard.training.trained_run import Scorer, open_trained
@@ -137,6 +140,19 @@ def evaluate(argv: Sequence[str]) -> int:
     return _score("eval", argv)
 
 
+def score_held_out(run_dir: Path, output: Path, keep: Sequence[str] = (), *, trust_code: bool = False) -> None:
+    """Score what a run holds out, into a file; say nothing on the standard output.
+
+    Raises:
+        ConfigError: it cannot be scored; the reason was printed.
+    """
+    words = [str(run_dir), "-o", str(output), *(["--keep", ",".join(keep)] if keep else [])]
+    arguments = _parser("predict", starts_ranks=True).parse_args([*words, *(["--trust-code"] if trust_code else [])])
+    arguments.stdout_is_taken = True
+    if _start(arguments):
+        raise ConfigError(f"{run_dir} could not be scored; its messages stand above.")
+
+
 def _score(command: str, argv: Sequence[str]) -> int:
     """Start the ranks, or be one of those that torchrun started."""
     if is_rank():
@@ -144,6 +160,10 @@ def _score(command: str, argv: Sequence[str]) -> int:
     arguments = _parser(command, starts_ranks=True).parse_args(argv)
     if command == "predict":
         check_new_output(arguments.output)
+    return _start(arguments)
+
+
+def _start(arguments: argparse.Namespace) -> int:
     job = ScoreJob.of(arguments)
     job.config.train.rank_batch_size(arguments.nproc)  # raises before any rank starts
     return launcher.start_ranks(

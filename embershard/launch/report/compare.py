@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embershard.errors import ConfigError, naming_file
+from embershard.errors import ConfigError
 from embershard.launch.arguments import add_trust, make_parser, positive
 from embershard.launch.quality_text import form_of, title_of
+from embershard.launch.report.compared import Candidate, Scores, read_pairs
 from embershard.launch.screen import make_table, say, wide_console
 
 if TYPE_CHECKING:
@@ -23,15 +24,18 @@ if TYPE_CHECKING:
     from embershard.training.quality.comparison import PairedDifference, Samples
 
 _HELP = """Compare two models on the same samples, by a paired bootstrap: the difference of each figure, the interval in
-which it is, and whether chance alone explains it. A and B are runs, which score what they hold out, or files of
-embershard predict with labels. With --group, all samples of a group (a user, a session) are drawn together: use it
-where they are alike, or the interval is too narrow. See docs/training.md.
+which it is, and whether chance alone explains it. A and B are runs, which score what they hold out, files of embershard
+predict with labels, or configurations of sweeps, whose runs are paired by their seeds: the interval then says what
+other seeds could change, too. With --group, all samples of a group (a user, a session) are drawn together: use it where
+they are alike, or the interval is too narrow. See docs/training.md.
 
   embershard compare runs/mine runs/other
   embershard compare runs/mine runs/other --group user_id --metrics auc,gauc,ndcg@10
   embershard compare a.parquet b.parquet --group user_id --json
+  embershard compare sweeps/models:model.arch=dlrm sweeps/models:model.arch=din
 """
 _LEVEL = 0.95
+_Pairs = Sequence[tuple[Scores, Scores]]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,23 +45,29 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: the two have not the same samples, or no labels.
     """
     arguments = _parser().parse_args(argv)
+    keep = [*filter(None, (arguments.group, arguments.weight))]
+    candidates = Candidate.of(arguments.a), Candidate.of(arguments.b)
     with tempfile.TemporaryDirectory() as folder:
-        tables = [
-            _scores(arguments, given, Path(folder) / f"{name}.parquet")
-            for name, given in zip("ab", (arguments.a, arguments.b), strict=True)
-        ]
-    labels = _labels_of(arguments, *tables)
-    found = {label.removeprefix("/"): _compared(arguments, label, *tables) for label in labels}
+        pairs = read_pairs(candidates, Path(folder), keep, trust_code=arguments.trust_code)
+    labels = _labels_of(keep, pairs)
+    found = {label.removeprefix("/"): _compared(arguments, label, pairs) for label in labels}
     if arguments.json:
         values = {
             label: [{**dataclasses.asdict(each), "better": each.better} for each in differences]
             for label, differences in found.items()
         }
-        print(json.dumps({"samples": len(tables[0]), "level": _LEVEL, "labels": values}, indent=2, allow_nan=False))
+        of = {"samples": len(pairs[0][0].table), "seeds": len(pairs), "level": _LEVEL}
+        print(json.dumps({**of, "labels": values}, indent=2, allow_nan=False))
         return 0
+    _show(arguments, pairs, found)
+    return 0
+
+
+def _show(arguments: argparse.Namespace, pairs: _Pairs, found: dict[str, list[PairedDifference]]) -> None:
     console = wide_console()
     of = f", by {arguments.group}" if arguments.group else ""
-    say(console, f"A: {arguments.a}. B: {arguments.b}. {len(tables[0]):,} samples{of}.")
+    seeds = f", means of {len(pairs)} seeds" if len(pairs) > 1 else ""
+    say(console, f"A: {arguments.a}. B: {arguments.b}. {len(pairs[0][0].table):,} samples{of}{seeds}.")
     for label, differences in found.items():
         table = make_table(label, ["figure"], ["A", "B", "B - A", "95 % of it", "p", "better"])
         for each in differences:
@@ -67,13 +77,16 @@ def main(argv: Sequence[str]) -> int:
             verdict = (each.better or "they differ") if each.is_different else "no difference"
             table.add_row(title_of(each.metric), *row, f"{each.p_value:.3g}", verdict)
         console.print(table)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("compare", _HELP)
     for name in "ab":
-        parser.add_argument(name, type=Path, metavar=name.upper(), help="folder of a run, or a Parquet file of scores")
+        parser.add_argument(
+            name,
+            metavar=name.upper(),
+            help="folder of a run, a Parquet file of scores, or SWEEP:SETTING=VALUE, a configuration of a sweep",
+        )
     parser.add_argument(
         "--metrics",
         type=lambda text: text.split(","),
@@ -92,73 +105,54 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _scores(arguments: argparse.Namespace, given: Path, output: Path) -> pa.Table:
-    """Return the scores of a file, or of a run on what it holds out."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    kept = list(filter(None, (arguments.group, arguments.weight)))
-    if given.is_dir():
-        from embershard.launch.score import predict
-
-        keep = ["--keep", ",".join(kept)] if kept else []
-        trust = ["--trust-code"] if arguments.trust_code else []
-        if predict([str(given), "-o", str(output), *keep, *trust]):
-            raise ConfigError(f"{given} could not be scored; its messages stand above.")
-        given = output
-    try:
-        with naming_file(given):
-            table: pa.Table = pq.read_table(given)
-    except pa.ArrowException as error:
-        raise ConfigError(f"{given}: not a Parquet file of scores: {error}") from None
-    for name in kept:
-        if name not in table.column_names:
-            raise ConfigError(
-                f"{given} has no column {name!r}. Keep it when you score: embershard predict ... --keep {name}."
-            )
-    return table
-
-
-def _labels_of(arguments: argparse.Namespace, a: pa.Table, b: pa.Table) -> list[str]:
-    """Return the ends of the names of the columns of each label that both files have, as "" or "/click"."""
-    names = [[name[len("score") :] for name in table.column_names if name.startswith("score")] for table in (a, b)]
-    common = [name for name in names[0] if name in names[1]]
-    for given, table in ((arguments.a, a), (arguments.b, b)):
+def _labels_of(keep: Sequence[str], pairs: _Pairs) -> list[str]:
+    """Return the ends of the names of the columns of each label that all scores have, as "" or "/click"."""
+    every = [each for pair in pairs for each in pair]
+    first = every[0]
+    names = [[name[len("score") :] for name in each.table.column_names if name.startswith("score")] for each in every]
+    common = [name for name in names[0] if all(name in own for own in names)]
+    for each in every:
         missing = [f"{kind}{name}" for name in common or [""] for kind in ("score", "label")]
-        missing = [name for name in missing if name not in table.column_names]
+        missing = [name for name in missing if name not in each.table.column_names]
         if missing:
-            raise ConfigError(f"{given} has no column {missing[0]!r}: needed scores of samples with labels.")
-    if len(a) != len(b):
-        raise ConfigError(
-            f"{arguments.a} has {len(a):,} samples and {arguments.b} {len(b):,}: needed the same ones. Score both on "
-            "the same file (embershard predict RUN --data FILE -o SCORES)."
-        )
-    same = [*(f"label{name}" for name in common), *filter(None, (arguments.group, arguments.weight))]
-    for name in same:
-        if a[name].equals(b[name]):
-            continue
-        pairs = zip(a[name].to_pylist(), b[name].to_pylist(), strict=True)
-        if (row := next((row for row, (x, y) in enumerate(pairs) if x != y), None)) is not None:
+            raise ConfigError(f"{each.name} has no column {missing[0]!r}: needed scores of samples with labels.")
+        if len(first.table) != len(each.table):
             raise ConfigError(
-                f"{arguments.a} and {arguments.b} are not of the same samples: {name} of row {row} is "
-                f"{a[name][row].as_py()!r} and {b[name][row].as_py()!r}."
+                f"{first.name} has {len(first.table):,} samples and {each.name} {len(each.table):,}: needed the same "
+                "ones. Score both on the same file (embershard predict RUN --data FILE -o SCORES)."
             )
+        for name in [*(f"label{name}" for name in common), *keep]:
+            _check_same(name, first, each)
     return common
 
 
-def _compared(arguments: argparse.Namespace, label: str, a: pa.Table, b: pa.Table) -> list[PairedDifference]:
+def _check_same(name: str, first: Scores, other: Scores) -> None:
+    if first.table[name].equals(other.table[name]):
+        return
+    pairs = zip(first.table[name].to_pylist(), other.table[name].to_pylist(), strict=True)
+    if (row := next((row for row, (x, y) in enumerate(pairs) if x != y), None)) is not None:
+        raise ConfigError(
+            f"{first.name} and {other.name} are not of the same samples: {name} of row {row} is "
+            f"{first.table[name][row].as_py()!r} and {other.table[name][row].as_py()!r}."
+        )
+
+
+def _compared(arguments: argparse.Namespace, label: str, pairs: _Pairs) -> list[PairedDifference]:
+    import numpy as np
+
     from embershard.training.quality import comparison
     from embershard.training.quality.quality import OF_TASK
 
-    is_binary = f"logit{label}" in a.column_names
+    first = pairs[0][0].table
+    is_binary = f"logit{label}" in first.column_names
     metrics = arguments.metrics
     if metrics is None:
         metrics = [*OF_TASK["binary" if is_binary else "regression"]]
         metrics += ["gauc"] if is_binary and arguments.group else []
-    samples = _samples(arguments, a, label)
-    scores_a, scores_b = (_numbers(table, f"score{label}") for table in (a, b))
+    samples = _samples(arguments, first, label)
+    a, b = (np.stack([_numbers(each.table, f"score{label}") for each in own]) for own in zip(*pairs, strict=True))
     options: dict[str, Any] = {"num_replicates": arguments.replicates, "seed": arguments.seed}
-    return comparison.compare(samples, scores_a, scores_b, metrics, confidence=_LEVEL, **options)
+    return comparison.compare(samples, a, b, metrics, confidence=_LEVEL, **options)
 
 
 def _samples(arguments: argparse.Namespace, table: pa.Table, label: str) -> Samples:

@@ -1,11 +1,14 @@
-"""Two models on the same samples: the difference of their figures, and how much of it may be chance."""
+"""Two models on the same samples: the difference of their figures, and how much of it may be chance.
+
+Letters: N samples, R replicates, S seeds with which both models were trained.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +47,9 @@ class PairedDifference:
     """A figure of two models, A and B.
 
     Attributes:
-        a, b: the figure of each.
+        a, b: the figure of each; of several seeds, its mean.
         low, high: of the interval in which b - a is with the confidence that was asked for.
-        p_value: how often chance alone gives a difference as large, by the replicates; at least 1 / R.
+        p_value: how often chance alone gives a difference as large. Of one seed by the replicates, so at least 1 / R.
     """
 
     metric: str
@@ -82,8 +85,12 @@ def compare(
 ) -> list[PairedDifference]:
     """Return the difference of each metric; one that is undefined for these samples is left out.
 
+    Of one seed, the interval says what other samples could change. Of several, what other seeds could, too
+    (`_over_seeds`).
+
     Args:
-        a, b: [N], what each model predicts: probabilities, or numbers for the metrics of a regression.
+        a, b: [N] or [S, N], what each model predicts: probabilities, or numbers for the metrics of a regression. Place
+            s of both was trained with the same seed.
         metrics: of `OF_TASK`, and with groups of `GROUPED`, as "gauc" and "ndcg@10".
 
     Raises:
@@ -94,21 +101,79 @@ def compare(
     >>> found.a, found.b, found.better
     (0.5, 1.0, 'B')
     """
-    draws = _Draws(samples, (a, b), num_replicates, seed)
+    of_seeds = [
+        _figures(samples, pair, metrics, num_replicates, seed)
+        for pair in zip(np.atleast_2d(a), np.atleast_2d(b), strict=True)
+    ]
     found = []
     for metric in metrics:
+        figures = np.array([of_seed[metric].figures for of_seed in of_seeds])
+        replicates = np.stack([of_seed[metric].differences for of_seed in of_seeds])
+        replicates = replicates[:, ~np.isnan(replicates).any(axis=0)]
+        if np.isnan(figures).any() or replicates.shape[1] < 2:
+            continue
+        if len(of_seeds) == 1:
+            interval = _of_one_seed(replicates[0], confidence)
+        else:
+            interval = _over_seeds(figures[:, 1] - figures[:, 0], replicates, confidence)
+        figure_a, figure_b = figures.mean(axis=0).tolist()
+        found.append(PairedDifference(metric, figure_a, figure_b, *interval))
+    return found
+
+
+class _Figures(NamedTuple):
+    """A metric of both models: what it is, and the difference of B and A in each replicate, [R]."""
+
+    figures: tuple[float, float]
+    differences: Floats
+
+
+def _figures(
+    samples: Samples, models: tuple[Floats, Floats], metrics: Sequence[str], num_replicates: int, seed: int
+) -> dict[str, _Figures]:
+    draws = _Draws(samples, models, num_replicates, seed)
+    for metric in metrics:
         draws.add(metric)
+    found = {}
     for metric in metrics:
         (figure_a, draws_a), (figure_b, draws_b) = draws.of(metric)
-        differences = draws_b - draws_a
-        differences = differences[~np.isnan(differences)]
-        if np.isnan(figure_a + figure_b) or not len(differences):
-            continue
-        low, high = np.quantile(differences, [(1 - confidence) / 2, (1 + confidence) / 2]).tolist()
-        tail = min(float((differences <= 0).mean()), float((differences >= 0).mean()))
-        p_value = min(1.0, max(2 * tail, 1 / len(differences)))
-        found.append(PairedDifference(metric, figure_a, figure_b, low, high, p_value))
+        found[metric] = _Figures((figure_a, figure_b), draws_b - draws_a)
     return found
+
+
+def _of_one_seed(replicates: Floats, confidence: float) -> tuple[float, float, float]:
+    """Return the ends of the interval and the p-value, by the replicates' quantiles."""
+    low, high = np.quantile(replicates, [(1 - confidence) / 2, (1 + confidence) / 2]).tolist()
+    tail = min(float((replicates <= 0).mean()), float((replicates >= 0).mean()))
+    return low, high, min(1.0, max(2 * tail, 1 / len(replicates)))
+
+
+def _over_seeds(differences: Floats, replicates: Floats, confidence: float) -> tuple[float, float, float]:
+    """Return the ends of the interval of the mean difference over all seeds and samples, and the p-value, by Student's
+    t.
+
+    The variance of the mean over S seeds and N samples is samples / N + seeds / S + both / (S N), where `both` is what
+    a seed changes on one sample and not on another. Replicates, which draw samples alone, have the first and the last
+    part; the variance of the differences between seeds has the two last. So the last one is taken out once: replicates
+    of one seed vary by samples / N + both / N, those of the mean by samples / N + both / (S N).
+
+    Args:
+        differences: [S].
+        replicates: [S, R], with the same draws for all seeds.
+    """
+    from scipy.special import stdtr, stdtrit
+
+    count, mean = len(differences), float(differences.mean())
+    of_samples = float(replicates.mean(axis=0).var(ddof=1))
+    between_seeds = float(differences.var(ddof=1)) / count
+    of_both = (float(replicates.var(axis=1, ddof=1).mean()) - of_samples) / (count - 1)
+    variance = of_samples + max(between_seeds - of_both, 0.0)
+    if variance == 0:
+        return mean, mean, 1.0 if mean == 0 else 0.0
+    # Welch and Satterthwaite: the seeds' variance is known of S - 1 differences, that of samples of very many.
+    freedom = min((count - 1) * (variance / between_seeds) ** 2, 1e9) if between_seeds else 1e9
+    half = float(stdtrit(freedom, (1 + confidence) / 2)) * variance**0.5
+    return mean - half, mean + half, 2 * float(stdtr(freedom, -abs(mean) / variance**0.5))
 
 
 class _Draws:

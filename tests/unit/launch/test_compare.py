@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from embershard.errors import ConfigError
 from embershard.launch import score
 from embershard.launch.cli import main as embershard
 from embershard.launch.report.compare import main
-from tests.unit.launch.conftest import score_here
+from embershard.launch.sweep.outcomes import Outcome, keep_outcome
+from tests.unit.launch.conftest import start_here
 
 
 def write(path: Path, seed: int, skill: float, **changed: Any) -> str:
@@ -90,14 +92,97 @@ def test_other_numbers_of_samples_and_other_files_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_runs_score_what_they_hold_out(trained, monkeypatch, capsys):
-    def here(words: list[str]) -> int:
-        return score_here(*words)
-
-    monkeypatch.setattr(score, "predict", here)
+def test_runs_score_what_they_hold_out(trained, monkeypatch, capfd):
+    monkeypatch.setattr(score.launcher, "start_ranks", start_here)
     assert main([str(trained.run_dir), str(trained.run_dir), "--group", "user", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.split("\n{", 1)[-1].join(["{", ""]))["labels"][""]
+    shown = capfd.readouterr()
+    assert "Scoring" in shown.err, "the standard output is for a program"
+    found = json.loads(shown.out)["labels"][""]
     assert [each["metric"] for each in found][-1] == "gauc"
     result = json.loads((trained.run_dir / "result.json").read_text())
     assert found[0]["a"] == pytest.approx(result["auc"], abs=1e-6)
     assert not any(each["better"] for each in found)
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """A sweep of two configurations, each trained with the seeds 1 and 2, the second with seed 3, too; its runs give
+    scores without a training. The second one has two labels."""
+
+    def run(number: int, seed: int, skill: float, label: str | list[str]) -> None:
+        varied = {"model.arch": "mmoe" if number else "dlrm", "model.over_arch_layer_sizes": [64, 1]}
+        name = f"{number}-{seed}"
+        varied = {**(varied if number else {"model.arch": "dlrm"}), "train.seed": seed}
+        outcome = Outcome(
+            name, name, 0, 1, varied, "finished", "", 1.0, "2026-11-25T00:00:00+00:00", 1, group=str(number)
+        )
+        folder = tmp_path / "sweep" / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text(f"[train]\nseed = {seed}\n[data.table]\nlabel = {json.dumps(label)}\n")
+        shutil.copy(Path(__file__).parent / "result_without_format.json", folder / "result.json")
+        keep_outcome(outcome, tmp_path / "sweep")
+        source = pq.read_table(write(folder / "scores.parquet", 10 * number + seed, skill))
+        if isinstance(label, list):
+            names = [f"{each}/liked" if each != "user_id" else each for each in source.column_names]
+            source = source.rename_columns(names).append_column("score/stars", source["score"])
+        pq.write_table(source, folder / "scores.parquet")
+
+    for seed in (1, 2):
+        run(0, seed, 0.2, "liked")
+    for seed in (2, 1, 3):
+        run(1, seed, 2.0, ["liked", "stars"])
+
+    def score_held_out(folder: Path, output: Path, keep: list[str], *, trust_code: bool) -> None:
+        assert (keep, trust_code) == (["user_id"], False)
+        shutil.copy(folder / "scores.parquet", output)
+
+    monkeypatch.setattr(score, "score_held_out", score_held_out)
+    return tmp_path / "sweep"
+
+
+def test_configurations_of_sweeps_are_paired_by_seed(swept, capsys):
+    """Figures are the means of the seeds that both have; of the one label that both have, whatever it is named."""
+    names = [f"{swept}:model.arch=dlrm", f"{swept}:model.arch=mmoe:model.over_arch_layer_sizes=[64, 1]"]
+    options = ["--group", "user_id", "--metrics", "auc,gauc", "--json"]
+    assert main([*names, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seeds"] == 2
+    assert list(found["labels"]) == ["liked"]
+    each = [
+        pq.read_table(swept / "runs" / f"{number}-{seed}" / "scores.parquet").rename_columns(
+            ["user_id", "logit", "score", "label", "more"][: 5 if number else 4]
+        )
+        for number in (0, 1)
+        for seed in (1, 2)
+    ]
+    for number, table in enumerate(each):
+        pq.write_table(table, swept / f"{number}.parquet")
+    alone = []
+    for a, b in ((0, 2), (1, 3)):
+        main([str(swept / f"{a}.parquet"), str(swept / f"{b}.parquet"), *options])
+        alone.append(json.loads(capsys.readouterr().out)["labels"][""])
+    for place, both in enumerate(found["labels"]["liked"]):
+        for model in "ab":
+            assert both[model] == pytest.approx(np.mean([of_seed[place][model] for of_seed in alone]))
+        assert both["better"] == "B"
+        assert both["low"] < both["b"] - both["a"] < both["high"]
+    assert main([*names, "--group", "user_id"]) == 0
+    assert "means of 2 seeds" in capsys.readouterr().out
+    assert main([*reversed(names), *options]) == 0
+    back = json.loads(capsys.readouterr().out)["labels"]["liked"]
+    assert [each["better"] for each in back] == ["A", "A"]
+    assert [each["low"] for each in back] == pytest.approx([-each["high"] for each in found["labels"]["liked"]])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", r"got 2 configurations, needed one.*\n  \S+:model.arch=dlrm\n  '\S+:model.arch=mmoe:"),
+        (":model.arch=din", "got 0 configurations, needed one"),
+        ("/runs/1-3", "no seed in common"),
+        ("/scores:a=1", "is not the folder of a sweep"),
+    ],
+)
+def test_what_of_a_sweep_is_meant(swept, spec, message):
+    with pytest.raises(ConfigError, match=message):
+        main([f"{swept}:model.arch=dlrm", f"{swept}{spec}", "--group", "user_id"])

@@ -85,6 +85,35 @@ def test_equal_models_seldom_differ_and_a_better_one_does(metric: str) -> None:
     assert found.low < found.b - found.a < found.high
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.4], ids=["samples alone", "seeds that differ"])
+def test_over_seeds_equal_models_seldom_differ(spread: float) -> None:
+    """With 5 seeds each, of which every one is as good as its luck. The control leaves the seeds' luck out."""
+    wrong, without = 0, 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        logit = rng.normal(-1, 1, 300)
+        labels = (rng.random(300) < 1 / (1 + np.exp(-logit))).astype(float)
+        noise = np.exp(rng.normal(0, spread, (2, 5, 1)))
+        a, b = 1 / (1 + np.exp(-logit - noise * rng.normal(size=(2, 5, 300))))
+        (found,) = compare(Samples(labels), a, b, ["logloss"], num_replicates=100, seed=seed)
+        wrong += found.is_different
+        (alone,) = compare(Samples(labels), a.mean(axis=0), b.mean(axis=0), ["logloss"], num_replicates=100, seed=seed)
+        without += abs(found.b - found.a) > (alone.high - alone.low) / 2
+    assert wrong <= 11
+    assert (without > 20) == bool(spread)
+
+
+def test_over_seeds_a_better_model_is_found() -> None:
+    labels, *_ = clicks(2000, seed=7)
+    a, b = (np.stack([clicks(2000, 7, noise)[model] for model in (1, 2)]) for noise in (1.0, 0.5))
+    (found,) = compare(Samples(labels), a, b, ["logloss"])
+    assert found.better == "B"
+    each = [compare(Samples(labels), a[place], b[place], ["logloss"])[0] for place in (0, 1)]
+    assert (found.a, found.b) == pytest.approx((np.mean([of.a for of in each]), np.mean([of.b for of in each])))
+    (same,) = compare(Samples(labels), a, a, ["logloss"])
+    assert (same.low, same.high, same.p_value, same.better) == (0, 0, 1, "")
+
+
 def test_samples_of_a_group_are_drawn_together() -> None:
     """Copies of a sample tell nothing new: drawn one by one they would make the interval too narrow."""
     labels, a, b = (np.repeat(each, 9) for each in clicks(300, seed=11))

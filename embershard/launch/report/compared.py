@@ -1,0 +1,162 @@
+"""What `embershard compare` sets beside each other: the scores of a file, of a run, or of a sweep's runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from embershard.decoding import flat, read_toml
+from embershard.errors import ConfigError, naming_file
+from embershard.launch.config import RUN_CONFIG
+from embershard.launch.report.run_folder import is_sweep
+from embershard.launch.sweep.experiments import SEEDS, shown
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_Seeds = tuple[object, ...]
+
+
+class Scores(NamedTuple):
+    """Scores of samples, as `embershard predict` writes them, and where they are from."""
+
+    name: str
+    table: pa.Table
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of the two models that are compared: a file of scores, or runs that differ in their seeds alone.
+
+    Attributes:
+        given: as the user named it.
+        sources: by seeds a run, or the file.
+    """
+
+    given: str
+    sources: dict[_Seeds, Path]
+
+    @staticmethod
+    def of(given: str) -> Candidate:
+        """Return what `PATH`, or `SWEEP:SETTING=VALUE:...` for one of its configurations, names.
+
+        Raises:
+            ConfigError: no run of the sweep finished, or more than one configuration is meant.
+        """
+        path, settings = Path(given), []
+        if not path.exists():
+            first, *settings = given.split(":")
+            path = Path(first)
+        if is_sweep(path):
+            return Candidate(given, _runs_of(path, settings))
+        if settings:
+            raise ConfigError(f"{given}: {path} is not the folder of a sweep; needed one before the settings.")
+        return Candidate(given, {_seeds_of(path) if path.is_dir() else (): path})
+
+    @property
+    def label(self) -> str:
+        """The one label of a run's data; "" of several, and of a file, which does not tell."""
+        run = next(iter(self.sources.values()))
+        names = flat(read_toml(run / RUN_CONFIG)).get("data.table.label", "") if run.is_dir() else ""
+        return names if isinstance(names, str) else names[0] if len(names) == 1 else ""
+
+    def scores(self, seeds: _Seeds, folder: Path, keep: Sequence[str], *, trust_code: bool) -> Scores:
+        """Return the scores of one seed; a run scores what it holds out.
+
+        Args:
+            folder: for files of scores.
+            keep: columns of the data that are needed, too.
+
+        Raises:
+            ConfigError: the run cannot be scored, or the file is none of scores, or has not the columns.
+        """
+        source = self.sources[seeds]
+        table = _read(source, folder, keep, trust_code=trust_code)
+        return Scores(self.given if len(self.sources) == 1 else str(source), table)
+
+
+def _runs_of(sweep: Path, settings: Sequence[str]) -> dict[_Seeds, Path]:
+    from embershard.launch.sweep.spread import read_configurations
+
+    found = [each for each in read_configurations(sweep) if each.folders]
+    chosen = [each for each in found if {*settings} <= {shown({key: each.varied[key]}) for key in each.varied}]
+    if not found:
+        raise ConfigError(f"{sweep}: no run of the sweep has finished.")
+    if len(chosen) != 1:
+        names = [
+            ":".join([str(sweep), *(shown({key: each.varied[key]}) for key in each.differing if key in each.varied)])
+            for each in chosen or found
+        ]
+        raise ConfigError(
+            f"{':'.join([str(sweep), *settings])}: got {len(chosen)} configurations, needed one. Name it, by as few "
+            "of its settings as do:" + "".join(f"\n  {shlex.quote(name)}" for name in names)
+        )
+    return {_seeds_of(folder): folder for folder in reversed(chosen[0].folders)}
+
+
+def _seeds_of(run: Path) -> _Seeds:
+    """Return what repeats of a run differ in; () where the folder is not that of a run."""
+    file = run / RUN_CONFIG
+    settings = flat(read_toml(file)) if file.is_file() else {}
+    return tuple(settings[key] for key in SEEDS if key in settings)
+
+
+def _read(source: Path, folder: Path, keep: Sequence[str], *, trust_code: bool) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = source
+    if source.is_dir():
+        from embershard.launch.score import score_held_out
+
+        path = folder / f"{len(list(folder.iterdir()))}.parquet"
+        score_held_out(source, path, keep, trust_code=trust_code)
+    try:
+        with naming_file(path):
+            table: pa.Table = pq.read_table(path)
+    except pa.ArrowException as error:
+        raise ConfigError(f"{source}: not a Parquet file of scores: {error}") from None
+    for name in keep:
+        if name not in table.column_names:
+            raise ConfigError(
+                f"{source} has no column {name!r}. Keep it when you score: embershard predict ... --keep {name}."
+            )
+    return table
+
+
+def read_pairs(
+    candidates: tuple[Candidate, Candidate], folder: Path, keep: Sequence[str], *, trust_code: bool
+) -> list[tuple[Scores, Scores]]:
+    """Return the scores of both models, with each seed that they have in common; of one each, whatever their seeds.
+
+    Raises:
+        ConfigError: as `Candidate.scores`, or they have no seed in common.
+    """
+    a, b = candidates
+    chosen = [(seeds, seeds) for seeds in a.sources if seeds in b.sources]
+    if len(a.sources) == len(b.sources) == 1:
+        chosen = [(next(iter(a.sources)), next(iter(b.sources)))]
+    if not chosen:
+        raise ConfigError(
+            f"{a.given} and {b.given} have no seed in common ({', '.join(SEEDS)}), so there are no pairs. Train them "
+            "with the same seeds, or name one run of each."
+        )
+    of_a, of_b = (
+        [candidate.scores(seeds, folder, keep, trust_code=trust_code) for seeds in own]
+        for candidate, own in zip(candidates, zip(*chosen, strict=True), strict=True)
+    )
+    return [*zip(_named(of_a, a.label, of_b), _named(of_b, b.label, of_a), strict=True)]
+
+
+def _named(own: list[Scores], label: str, others: list[Scores]) -> list[Scores]:
+    """Return scores of a model with one label by its name, as `score/click`, where the other has several labels."""
+    if not label or f"score/{label}" not in others[0].table.column_names:
+        return own
+    new = {name: f"{name}/{label}" for name in ("logit", "score", "label")}
+    return [
+        each._replace(table=each.table.rename_columns([new.get(name, name) for name in each.table.column_names]))
+        for each in own
+    ]
