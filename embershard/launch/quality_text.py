@@ -87,7 +87,7 @@ def quality_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def slice_rows(values: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return titles and rows of a table of samples, given by name with "samples" and their figures. Of several labels,
-    each has a row.
+    each has a row, with its own "samples/LABEL" where others lack it.
 
     >>> slice_rows({"DE": {"samples": 1200, "auc": 0.75}, "FR": {"samples": 9, "auc": None}})
     (['samples', 'AUC'], [['DE', '1,200', '0.7500'], ['FR', '9', 'n/a']])
@@ -100,7 +100,8 @@ def slice_rows(values: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list
         for label in labels:
             keys = [f"{name}/{label}" if label else name for name in names]
             cells = [number(of[key], form_of(key)) if key in of else "" for key in keys]
-            rows.append([value, *([label] if len(labels) > 1 else []), number(of["samples"], ",.0f"), *cells])
+            count = number(of.get(f"samples/{label}", of["samples"]), ",.0f")
+            rows.append([value, *([label] if len(labels) > 1 else []), count, *cells])
     return [*(["label"] if len(labels) > 1 else []), "samples", *map(title_of, names)], rows
 
 

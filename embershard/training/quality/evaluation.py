@@ -158,8 +158,12 @@ class Evaluator:
         for value, numbers in column.slices(metrics.most_slices):
             rows = torch.from_numpy(numbers)
             own = None if groups is None else groups[rows]
-            figures = quality_values(judge_with(target, predicted.take(rows), metrics, own))
-            found[value] = {name: figure for name, figure in figures.items() if name.partition("/")[0] in wanted}
+            quality = judge_with(target, predicted.take(rows), metrics, own)
+            figures = {name: each for name, each in quality_values(quality).items() if name.partition("/")[0] in wanted}
+            if isinstance(quality, LabelQualities):
+                counts = {f"samples/{label}": each.samples for label, each in quality.of.items()}
+                figures |= {name: count for name, count in counts.items() if count != quality.samples}
+            found[value] = figures
         return found
 
     def _columns_of(self, source: Source) -> Iterator[pa.Table]:

@@ -19,6 +19,7 @@ from torchrec.metrics.ne_with_recalibration import RecalibratedNEMetricComputati
 from embershard.data import Target
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
+from embershard.launch.quality_text import slice_rows
 from embershard.training.quality.config import MetricsConfig
 from embershard.training.quality.evaluation import MISSING, OTHERS, Evaluation, Evaluator, ValueNumbers, value_numbers
 from embershard.training.quality.metrics import Predicted, judge
@@ -159,6 +160,24 @@ def test_recalibrated_ne_is_torchrecs() -> None:
     values = quality_values(found.quality)
     assert values["recalibrated_ne"] == pytest.approx(ne, rel=1e-9)
     assert values["recalibrated_ne"] != pytest.approx(values["ne"], rel=0.01)
+
+
+def test_a_slice_tells_how_many_samples_have_a_label() -> None:
+    labels = torch.tensor([[1, math.nan], [0, 1], [1, 0], [0, 1], [1, 1]])
+    target = Target(("click", "buy"), may_be_missing=True)
+    predicted = Predicted(torch.randn(5, 2), labels)
+    metrics = MetricsConfig(names=("auc",), slices=("country",))
+    found = evaluate(predicted, metrics, target, country=["DE", "DE", "DE", "FR", "FR"]).slices["country"]
+    assert (found["DE"]["samples"], found["DE"]["samples/buy"], found["FR"]["samples"]) == (3, 2, 2)
+    assert "samples/buy" not in found["FR"], "all have it"
+    titles, rows = slice_rows(found)
+    assert titles == ["label", "samples", "AUC"]
+    assert [row[:3] for row in rows] == [
+        ["DE", "click", "3"],
+        ["DE", "buy", "2"],
+        ["FR", "click", "2"],
+        ["FR", "buy", "2"],
+    ]
 
 
 def test_slices_with_few_samples_are_one() -> None:
