@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,20 +130,24 @@ def _labels_of(keep: Sequence[str], pairs: _Pairs) -> list[str]:
 def _check_same(name: str, first: Scores, other: Scores) -> None:
     if first.table[name].equals(other.table[name]):
         return
-    pairs = zip(first.table[name].to_pylist(), other.table[name].to_pylist(), strict=True)
-    if (row := next((row for row, (x, y) in enumerate(pairs) if x != y), None)) is not None:
-        raise ConfigError(
-            f"{first.name} and {other.name} are not of the same samples: {name} of row {row} is "
-            f"{first.table[name][row].as_py()!r} and {other.table[name][row].as_py()!r}."
-        )
+    a, b = (each.table[name].to_pylist() for each in (first, other))
+    for row, (x, y) in enumerate(zip(a, b, strict=True)):
+        both_are_missing = isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y)
+        if x != y and not both_are_missing:
+            raise ConfigError(
+                f"{first.name} and {other.name} are not of the same samples: {name} of row {row} is {x!r} and {y!r}."
+            )
 
 
 def _compared(arguments: argparse.Namespace, label: str, pairs: _Pairs) -> list[PairedDifference]:
     import numpy as np
+    import pyarrow as pa
 
     from embershard.training.quality import comparison
     from embershard.training.quality.quality import OF_TASK
 
+    there = pa.array(~np.isnan(_numbers(pairs[0][0].table, f"label{label}")))  # samples that have the label
+    pairs = [(a._replace(table=a.table.filter(there)), b._replace(table=b.table.filter(there))) for a, b in pairs]
     first = pairs[0][0].table
     is_binary = f"logit{label}" in first.column_names
     metrics = arguments.metrics

@@ -61,6 +61,28 @@ def test_several_labels_and_regressions(tmp_path, capsys):
     }  # fmt: skip
 
 
+def test_samples_without_a_label_do_not_count_for_it(tmp_path, capsys):
+    def some(path: Path, seed: int) -> tuple[str, str]:
+        table = pq.read_table(write(path, seed, 1.0))
+        is_there = np.arange(len(table)) % 3 > 0
+        label = np.where(is_there, table["label"].to_numpy(), np.nan).astype(np.float32)
+        of_place = table.column_names.index("label")
+        pq.write_table(table.set_column(of_place, "label", pa.array(label)), path)
+        own = path.with_suffix(".own.parquet")
+        pq.write_table(table.filter(pa.array(is_there)), own)
+        return str(path), str(own)
+
+    files = zip(some(tmp_path / "a.parquet", 1), some(tmp_path / "b.parquet", 2), strict=True)
+    found = []
+    for pair in files:
+        assert main([*pair, "--group", "user_id", "--metrics", "auc,gauc,logloss", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["labels"])
+    masked, own = found
+    assert masked == own
+    with pytest.raises(ConfigError, match="label of row 0 is nan and"):
+        main([str(tmp_path / "a.parquet"), write(tmp_path / "c.parquet", 3, 1.0)])
+
+
 @pytest.mark.parametrize(
     ("changed", "words", "message"),
     [
