@@ -49,8 +49,8 @@ def main(path: Path, folder: Path, seed: int = 0) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     table, held_out = pa.table(samples), pa.array(is_held_out)
-    pq.write_table(table.filter(pc.invert(held_out)), folder / "train.parquet")
-    pq.write_table(table.filter(held_out), folder / "eval.parquet")
+    pq.write_table(table.filter(pc.invert(held_out)), folder / "train.parquet", write_page_checksum=True)
+    pq.write_table(table.filter(held_out), folder / "eval.parquet", write_page_checksum=True)
 
 
 if __name__ == "__main__":

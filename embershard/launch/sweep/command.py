@@ -93,12 +93,13 @@ def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Co
     """Write and show what all runs gave together; return the exit code."""
     from embershard.launch.sweep.experiments import shown
     from embershard.launch.sweep.spread import best_sentence, read_configurations
-    from embershard.launch.sweep.view import spread_table, write_configurations
+    from embershard.launch.sweep.view import spread_tables, write_configurations
 
     configurations = read_configurations(folder)
     write_configurations(folder, configurations)
     if any(len(each.results) > 1 for each in configurations):
-        console.print(spread_table(configurations))
+        for table in spread_tables(configurations):
+            console.print(table)
     failed = [outcome for outcome in ended if outcome.status != "finished"]
     for outcome in failed:
         say(console, f"{outcome.status}: {shown(outcome.varied)}: {outcome.reason} (outputs/{outcome.name}.txt)")

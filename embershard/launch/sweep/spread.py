@@ -190,7 +190,7 @@ def _place(value: Any) -> tuple[bool, float, str]:
 
 def main_figures(results: Iterable[RunResult]) -> dict[str, tuple[str, str]]:
     """Return the figures by which runs are compared: title and format by name."""
-    judged = main_names(result.quality for result in results)
+    judged = main_names((result.quality for result in results), "ne")
     main = {name: (title, form) for name, (title, form, _) in _FIGURES.items()}
     return {**main, **{name: (title_of(name), form_of(name)) for name in judged}}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +24,11 @@ from embershard.launch.sweep.experiments import Experiment, shown
 from embershard.launch.sweep.outcomes import Outcome, read_outcomes, run_folder
 from embershard.launch.sweep.spread import Configuration, main_figures, result_rows, spread_text
 from embershard.run_result import RunResult
+from embershard.training.quality.quality import MORE_IS_BETTER, metric_of
 from embershard.whole_file import whole_file
 
+_TITLE_WIDTH = 12
+_MOST_FIGURES = 6  # of a table that a screen is wide enough for
 _LEFT_OUT = {"versions", "changes", "plan", "world_size"}
 
 
@@ -75,17 +80,18 @@ class SweepDisplay:
         varied = [key for key in keys if len({str(each.varied.get(key)) for each in self._experiments}) > 1]
         ended = [each.name for each in self._experiments if each.name in self._outcomes]
         results = {name: RunResult.find(run_folder(self._sweep, name)) for name in ended}
-        names = main_names(each.quality for each in results.values() if each is not None)
+        names = main_names((each.quality for each in results.values() if each is not None), "ne")
         right = ["seconds", "samples/s", "training loss", *map(title_of, names)]
-        table = make_table(str(self._sweep), ["state", *varied, "repeat"], right)
-        for experiment in self._experiments:
+        settings, cells = _settings([each.varied for each in self._experiments], varied)
+        table = _table(str(self._sweep), ["state", *settings, "repeat"], right)
+        for experiment, own in zip(self._experiments, cells, strict=True):
             outcome = self._outcomes.get(experiment.name)
             waiting = "running" if experiment.name in self._running else "waiting"
             result = results.get(experiment.name)
             quality = {} if result is None else result.quality
             table.add_row(
                 waiting if outcome is None else outcome.status,
-                *(str(experiment.varied.get(key, "")) for key in varied),
+                *own,
                 str(experiment.repeat + 1),
                 number(None if outcome is None else outcome.seconds, ".1f"),
                 "n/a" if result is None else number(result.samples_per_second, ",.0f") + steady_mark(result),
@@ -99,26 +105,53 @@ class SweepDisplay:
             self._live.update(self.table())
 
 
-def spread_table(configurations: Sequence[Configuration]) -> Table:
-    """Return the table of configurations: means, confidence intervals and deviations over their runs."""
-    names = configurations[0].differing
+def spread_tables(configurations: Sequence[Configuration]) -> list[Table]:
+    """Return the table of configurations: means, confidence intervals and deviations over their runs. Where there are
+    many figures, speed and hits have a table of their own."""
+    settings, cells = _settings([each.varied for each in configurations], configurations[0].differing)
     figures = main_figures(result for each in configurations for result in each.results)
+    others = [name for name in figures if metric_of(name) not in MORE_IS_BETTER]
     title, verdicts = against_best(configurations)
-    table = make_table("Means of repeats", [*names, "runs"], [*(title for title, _ in figures.values()), title])
-    table.caption = (
+    many = len(figures) > _MOST_FIGURES
+    tables: list[Table] = []
+    for names in ([name for name in figures if not many or name not in others], others if many else []):
+        more = [title] if not tables else []
+        table = _table("Means of repeats", [*settings, "runs"], [*(figures[name][0] for name in names), *more])
+        for each, own, verdict in zip(configurations, cells, verdicts, strict=True):
+            texts = [spread_text(each.results, name, figures[name][1]) or "n/a" for name in names]
+            lines = [re.sub(r" (?=[(±]|to )", "\n", text) for text in (*texts, *([verdict] if more else []))]
+            table.add_row(*own, str(len(each.results)), *lines)
+        if names:
+            tables.append(table)
+    tables[-1].caption = (
         "±: half of the mean's 95 % confidence interval (Student's t); sd: standard deviation; worse: over seeds, by "
         "more than chance explains"
     )
-    for each, verdict in zip(configurations, verdicts, strict=True):
-        texts = (spread_text(each.results, name, form) for name, (_, form) in figures.items())
-        cells = (text.replace(" (", "\n(") or "n/a" for text in texts)
-        table.add_row(
-            *(str(each.varied.get(name, "")) for name in names),
-            str(len(each.results)),
-            *cells,
-            verdict.replace(" (", "\n("),
-        )
+    return tables
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """Return a table whose numbers are whole on any screen: their columns are as narrow as titles and texts allow."""
+    table = make_table(title, left, [textwrap.fill(name, _TITLE_WIDTH) for name in right])
+    for column in table.columns[len(left) :]:
+        column.no_wrap = True
     return table
+
+
+def _settings(varied: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells of the settings that differ. Those that only some runs have share a column."""
+    rare = [key for key in keys if not all(key in each for each in varied)]
+    if len(rare) < 2:
+        rare = []
+    own = [key for key in keys if key not in rare]
+    cells = [
+        [
+            *(str(each.get(key, "")) for key in own),
+            *(["\n".join(shown({key: each[key]}) for key in rare if key in each)] if rare else []),
+        ]
+        for each in varied
+    ]
+    return [*own, *(["also"] if rare else [])], cells
 
 
 def write_configurations(sweep: Path, configurations: Sequence[Configuration]) -> None:

@@ -89,7 +89,8 @@ def test_the_sweep_of_the_page(ratings, project_dir, capsys):
     head, *runs = (project_dir / file).read_text().split("[[runs]]")
     assert "seed = [1, 2, 3, 4, 5]" in head
     head = head.replace('"movielens.toml"', f'"{folder / "movielens.toml"}"').replace("[1, 2, 3, 4, 5]", "[1, 2]")
-    Path("two.toml").write_text("[[runs]]".join([f"{head}\n[set]\ntrain.max_steps = 8\n\n", *runs[-2:]]))
+    head = head.replace("[set]", "[set]\ntrain.max_steps = 8")
+    Path("two.toml").write_text("[[runs]]".join([head, *runs[-2:]]))
     assert cli.main([*words[1:], "two.toml"]) == 0
     rows = pq.read_table("sweeps/two/configurations.parquet").to_pylist()
     assert sorted(row["model.arch"] for row in rows) == ["din", "mmoe"]
@@ -101,3 +102,9 @@ def test_the_sweep_of_the_page(ratings, project_dir, capsys):
     assert other is None
     out = capsys.readouterr().out
     assert "Best by AUC liked: model.arch=" in out
+    means = out[out.index("Means of repeats") :]
+    assert "model.history=['past_items']" in means, "in the column of settings that some runs have"
+    for row in rows:
+        for name in ("auc", "gauc", "ne"):
+            assert f"{row[f'result.{name}/liked']:.4f}" in means, "no number is cut"
+            assert f"± {row[f'result.{name}/liked.ci95']:.4f}" in means
