@@ -307,7 +307,10 @@ class TableConfig:
     `label_at_least` or task = "regression"."""
     task: OfModel[Task | tuple[Task, ...]] = "binary"
     """"binary": scores are probabilities of label 1. "regression": scores are numbers, near the labels in the mean of
-    the squared distance. Of several labels, one for all or one each."""
+    the squared distance. "multiclass": labels are among `classes`; there is a score for each class, and their sum is 1.
+    Of several labels, one for all or one each."""
+    classes: OfModel[dict[str, tuple[float, ...]]] = field(default_factory=dict, hash=False)
+    """Of each label with task = "multiclass", the numbers that it can be. A class has a label of its own, `stars=4`."""
     label_at_least: OfTraining[float | tuple[float, ...] | None] = None
     """A binary label is 1 where the column's number is at least this, else 0; of several, one number for all or a
     number each. Default: the columns have 0 and 1."""
@@ -348,6 +351,7 @@ class TableConfig:
             **label_needs(
                 self.labels,
                 task=self.task,
+                classes=self.classes,
                 least=self.label_at_least,
                 mean=self.label_mean,
                 weights=self.label_weights,
@@ -387,11 +391,17 @@ class TableConfig:
         mean = self.label_mean
         means = mean if isinstance(mean, tuple) else () if mean is None else (mean,)
         may_be_missing = any(self.label_masks) or self.missing_labels == "masked"
-        return Target(self.labels, self.task, self.label_weights, self.weight, means, may_be_missing)
+        named = Target(self.labels, self.task, self.label_weights, self.weight, means, may_be_missing)
+        return named.with_classes(self.classes)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The task of each column of labels."""
+        return self.task if isinstance(self.task, tuple) else (self.task,) * len(self.labels)
 
     def thresholds(self) -> tuple[float | None, ...]:
         """Return from which number on each label is 1; None: it has 0 and 1, or is no binary one."""
-        least, tasks = self.label_at_least, self.target.tasks
+        least, tasks = self.label_at_least, self.tasks
         each = iter(least if isinstance(least, tuple) else (least,) * len(tasks))
         return tuple(next(each) if task == "binary" else None for task in tasks)
 

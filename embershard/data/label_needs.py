@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import struct
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from embershard.data.schema import Task
 
-_CLASSES = "; of a label with more classes, make a column of 0 and 1 for each class"
+#: Each class has an output, figures and curves of its own.
+_MOST_CLASSES = 100
 
 
 def label_needs(
     labels: Sequence[str],
     *,
     task: Task | tuple[Task, ...],
+    classes: Mapping[str, Sequence[float]],
     least: float | tuple[float, ...] | None,
     mean: float | tuple[float, ...] | None,
     weights: Sequence[float],
@@ -34,7 +38,12 @@ def label_needs(
             len(labels) > 0 and all(labels) and len(set(labels)) == len(labels),
             "the name of a column, or names, each once",
         ),
-        "task": (is_task, f"one of {known}{', or one each' if is_several else ''}{_CLASSES}"),
+        "task": (is_task, f"one of {known}{', or one each' if is_several else ''}"),
+        "classes": (
+            {name for name, task in zip(labels, each, strict=False) if task == "multiclass"} == set(classes)
+            and all(_are_classes(numbers) for numbers in classes.values()),
+            f'of each label with task = "multiclass" 2 to {_MOST_CLASSES} numbers, each once, and nothing otherwise',
+        ),
         "label_at_least": (
             least is None or (num_binary > 0 and num_least == num_binary),
             f"one number, or {num_binary}, one for each {'binary ' if num_numbers else ''}label"
@@ -60,6 +69,12 @@ def label_needs(
             '"bad_row" or "masked"' if is_several else '"bad_row": there is one label',
         ),
     }
+
+
+def _are_classes(numbers: Sequence[float]) -> bool:
+    # Labels are float32 in a batch.
+    distinct = {struct.pack("f", each) for each in numbers if math.isfinite(each)}
+    return len(distinct) == len(numbers) and 2 <= len(numbers) <= _MOST_CLASSES
 
 
 def _are_factors(weights: Sequence[float], count: int) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from embershard.errors import ConfigError
 
-Task = Literal["binary", "regression"]
+#: The last one is of settings: `Target.with_classes` makes it binary labels.
+Task = Literal["binary", "regression", "multiclass"]
 Pooling = Literal["sum", "mean"]
 
 
@@ -19,12 +23,14 @@ class Target:
     'binary'
 
     Attributes:
-        labels: names of their columns.
+        labels: names of their columns; of a label with classes, names as "stars=4".
         task: "binary": labels are 0 or 1; "regression": any numbers. One for all labels, or one each.
         label_weights: factor of each label's loss; empty: 1 each.
         weight: column of the samples' weights; None: 1 each.
         label_means: of each regression, where a model's outputs start; empty: at 0.
         may_be_missing: a sample's labels that are NaN are missing: they train nothing, and count in no figure.
+        widths: how many of `labels` each label of the settings is: one, or one for each of its classes, of which a
+            sample has one; empty: 1 each.
     """
 
     labels: tuple[str, ...] = ("label",)
@@ -33,6 +39,43 @@ class Target:
     weight: str | None = None
     label_means: tuple[float, ...] = ()
     may_be_missing: bool = False
+    widths: tuple[int, ...] = ()
+
+    def with_classes(self, classes: Mapping[str, Sequence[float]]) -> Target:
+        """Return the target in which a label with classes is a binary label for each of them.
+
+        >>> target = Target(("click", "stars"), ("binary", "multiclass")).with_classes({"stars": [1, 2.5]})
+        >>> target.labels, target.widths
+        (('click', 'stars=1', 'stars=2.5'), (1, 2))
+        """
+        if not classes:
+            return self
+        labels: list[str] = []
+        tasks: list[Task] = []
+        weights: list[float] = []
+        widths = []
+        for place, (label, task) in enumerate(zip(self.labels, self.tasks, strict=True)):
+            own = [f"{label}={int(each) if each == int(each) else each}" for each in classes.get(label, ())] or [label]
+            labels += own
+            tasks += ["binary" if label in classes else task] * len(own)
+            weights += self.label_weights[place : place + 1] * len(own)
+            widths.append(len(own))
+        return replace(
+            self, labels=tuple(labels), task=tuple(tasks), label_weights=tuple(weights), widths=tuple(widths)
+        )
+
+    @cached_property
+    def heads(self) -> dict[str, range]:
+        """Places of each label of the settings among `labels`, by its name.
+
+        >>> Target(("click", "stars=1", "stars=2", "stars=3"), widths=(1, 3)).heads
+        {'click': range(0, 1), 'stars': range(1, 4)}
+        """
+        ends = list(accumulate(self.widths or (1,) * len(self.labels)))
+        places = [range(start, end) for start, end in pairwise([0, *ends])]
+        first = [self.labels[each[0]] for each in places]
+        names = [name if len(each) == 1 else name.rpartition("=")[0] for name, each in zip(first, places, strict=True)]
+        return dict(zip(names, places, strict=True))
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -25,7 +25,9 @@ _METRICS = {
     "r2": _Metric("R2", ".4f", "0 is always predicting the mean label, 1 is perfect"),
     "ne": _Metric("NE", ".4f", "normalized entropy; below 1 beats the average click rate"),
     "logloss": _Metric("logloss", ".4f", "held-out samples"),
-    "accuracy": _Metric("accuracy", ".1%", "predictions on the label's side of 0.5"),
+    "accuracy": _Metric(
+        "accuracy", ".1%", "predictions on the label's side of 0.5; most probable classes that are right"
+    ),
     "calibration": _Metric("calibration", ".3f", "predicted over real clicks: 1 is perfect"),
     "recalibrated_ne": _Metric("recalibrated NE", ".4f", "NE of the odds times metrics.recalibration"),
     "gauc": _Metric("GAUC", ".4f", "mean AUC of the groups, by their samples"),
@@ -78,10 +80,10 @@ def quality_line(values: Mapping[str, Any]) -> str:
 def quality_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return rows of a table for a newcomer: title, value, meaning.
 
-    >>> quality_rows({"auc/click": 0.75, "accuracy/click": 0.5})
-    [('AUC click', '0.7500', 'held-out samples; 0.5 is guessing, 1 is perfect')]
+    >>> [title for title, *_ in quality_rows({"auc/click": 0.75, "accuracy/click": 0.5, "accuracy/stars": 0.4})]
+    ['AUC click', 'accuracy stars']
     """
-    shown = {key: value for key, value in values.items() if metric_of(key) in _IN_TABLE}
+    shown = {key: value for key, value in values.items() if metric_of(key) in _IN_TABLE or _is_of_classes(key, values)}
     return [(f"{title} {label}".strip(), value, meaning) for title, label, value, meaning in figures(shown)]
 
 
@@ -154,6 +156,11 @@ def held_out_warning(results: Iterable[RunResult]) -> str:
 def steady_mark(*results: RunResult) -> str:
     """Return what stands beside the speed of runs: a hint where one was too short to have that of a long run."""
     return "" if all(result.is_steady for result in results) else " (not steady yet)"
+
+
+def _is_of_classes(name: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a figure is the accuracy of a label with classes: which has no AUC of its own."""
+    return name.startswith("accuracy/") and name.replace("accuracy", "auc", 1) not in values
 
 
 def _of_metric(metric: str, values: Mapping[str, Any]) -> list[str]:

@@ -65,7 +65,7 @@ def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) ->
             model = DLRM_DCN(collection, len(schema.dense), *layers, *cross, dense_device=device)
         if has_towers:
             width = next(each.in_features for each in model.over_arch.modules() if isinstance(each, nn.Linear))
-            model.over_arch = build_towers(config, width, schema.target.labels)
+            model.over_arch = build_towers(config, width, schema.target.heads)
         add_dropout(model.inter_arch.deep_fm if config.arch == "deepfm" else model.over_arch, config.dropout)
         return WithLoss(model, schema.target, config.label_weighting)
 

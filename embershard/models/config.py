@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from embershard.errors import ConfigError
 from embershard.models.hstu_config import HstuConfig
+from embershard.models.schema import TargetLike
 from embershard.own_code import names_function
 from embershard.resume_rules import Free, OfModel, OfTraining
 
@@ -183,8 +183,12 @@ class ModelConfig:
                 f'model.funnel: got {list(self.funnel)}, needed two labels or more, each once: ["click", "buy"].'
             )
 
-    def check_labels(self, labels: Sequence[str], tasks: Sequence[str], weights: Sequence[float]) -> None:
+    def check_target(self, target: TargetLike) -> None:
         """Raise `ConfigError` where a setting does not fit what is predicted."""
+        of_task = {
+            name: target.tasks[head.start] if len(head) == 1 else "multiclass" for name, head in target.heads.items()
+        }
+        labels, weights = list(of_task), target.label_weights
         needs_several = f"arch = {self.arch!r}" if self.arch in WITH_TOWERS else ""
         if not needs_several and self.label_weighting != "fixed":
             needs_several = f"label_weighting = {self.label_weighting!r}"
@@ -198,7 +202,6 @@ class ModelConfig:
                 f"data.table.label_weights = {list(weights)} has no effect with model.label_weighting = "
                 f"{self.label_weighting!r}, which learns them. Remove one."
             )
-        of_task = dict(zip(labels, tasks, strict=True))
         for name in self.funnel:
             if of_task.get(name) != "binary":
                 found = "no such label" if name not in of_task else f"its task is {of_task[name]!r}"

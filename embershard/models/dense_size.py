@@ -52,18 +52,18 @@ class DenseSize:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, num_dense: int, num_features: int, number_bytes: int = 4, num_labels: int = 1
+        cls, config: ModelConfig, num_dense: int, num_features: int, number_bytes: int = 4, widths: Sequence[int] = (1,)
     ) -> DenseSize:
-        """The dense part of the model that `build_model` builds from `config`."""
+        """The dense part of the model that `build_model` builds from `config`; `widths`: outputs of each label."""
         cross = (0, 0)
         if config.crossing == "dlrm_dcn":
             cross = (config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM)
-        over = () if config.arch in WITH_TOWERS else config.over_layers(num_labels)
+        over = () if config.arch in WITH_TOWERS else config.over_layers(sum(widths))
         layers = (config.dense_arch_layer_sizes, over)
         size = cls(config.crossing, num_dense, num_features, config.embedding_dim, *layers, *cross, number_bytes)
         if over:
             return size
-        return replace(size, tower_layers=tuple(_tower_layers(config, size._interaction_width, num_labels)))
+        return replace(size, tower_layers=tuple(_tower_layers(config, size._interaction_width, widths)))
 
     @property
     def flops_per_sample(self) -> float:
@@ -122,9 +122,9 @@ class DenseSize:
         return [*(layer for mlp in widths for layer in pairwise(mlp)), *self.tower_layers]
 
 
-def _tower_layers(config: ModelConfig, width: int, num_labels: int) -> Iterator[tuple[int, int]]:
+def _tower_layers(config: ModelConfig, width: int, widths: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield input and output width of every layer over an interaction of `width` numbers."""
-    is_ple = config.arch == "ple"
+    is_ple, num_labels = config.arch == "ple", len(widths)
     num_shared = 1 if config.arch == "shared_bottom" else config.experts
     num_own = config.label_experts if is_ple else 0
     num_levels = config.levels if is_ple else 1
@@ -135,15 +135,17 @@ def _tower_layers(config: ModelConfig, width: int, num_labels: int) -> Iterator[
             yield from [(inputs, num_shared + num_own)] * num_labels
         if level < num_levels - 1:
             yield inputs, num_shared + num_labels * num_own
-    yield from list(pairwise((config.expert_layers[-1], *config.over_arch_layer_sizes))) * num_labels
+    for outputs in widths:
+        yield from pairwise((config.expert_layers[-1], *config.over_arch_layer_sizes[:-1], outputs))
 
 
 def built_in_parameters(config: ModelConfig, schema: SchemaLike) -> int:
     """Return the number of weights and biases of the dense layers of a built-in model."""
     num_dense, num_sparse, num_labels = len(schema.dense), len(schema.sparse), len(schema.target.labels)
-    learned = num_labels if config.label_weighting == "uncertainty" else 0
+    widths = [*map(len, schema.target.heads.values())]
+    learned = len(widths) if config.label_weighting == "uncertainty" else 0
     if config.arch not in WITH_HISTORY:
-        size = DenseSize.of(config, num_dense, num_sparse, number_bytes=1, num_labels=num_labels)
+        size = DenseSize.of(config, num_dense, num_sparse, number_bytes=1, widths=widths)
         return size.parameter_bytes + learned
     events, dim, over = len(config.target), config.embedding_dim, config.over_layers(num_labels)
     others = num_sparse - len(config.event_features) + (num_dense > 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss, softplus
 
 from embershard.models.schema import TargetLike
 from embershard.models.tasks import Towers
@@ -22,16 +22,18 @@ def loss_of(
     """Return the loss [] of a batch: the sum, over the labels, of each label's factor times the mean of w x l.
 
     l is a sample's loss, the binary cross entropy or the squared distance, and w its weight; 0 where its label is
-    missing. The mean is the sum over the batch divided by B, not by the sum of w: what a sample adds then depends on no
-    other sample, and the mean over ranks with B samples each is that of all their samples.
+    missing. Of a class, l is the sample's cross entropy where it has this class, and 0 elsewhere: the sum over the
+    classes is that of the softmax. The mean is the sum over the batch divided by B, not by the sum of w: what a sample
+    adds then depends on no other sample, and the mean over ranks with B samples each is that of all their samples.
 
     Args:
-        outputs: [B], or [B, T] of several labels: logits, or predicted numbers with task "regression".
+        outputs: [B], or [B, T] of several labels: logits, of classes by `class_logits`, or predicted numbers with task
+            "regression".
         labels: of the same shape; NaN where one is missing, if `target.may_be_missing`.
         weights: [B], of the samples; None: 1 each, with the same bits as ones.
-        log_variances: [T], the learned s of each label in place of its factor. A sample then adds exp(-s) l + s / 2,
-            and of a regression exp(-s) l / 2 + s / 2 (Kendall, Gal and Cipolla, "Multi-Task Learning Using Uncertainty
-            to Weigh Losses", CVPR 2018, equations 7 and 10).
+        log_variances: the learned s of each label, one for all its classes, in place of its factor. A sample then adds
+            exp(-s) l + s / 2, and of a regression exp(-s) l / 2 + s / 2 (Kendall, Gal and Cipolla, "Multi-Task Learning
+            Using Uncertainty to Weigh Losses", CVPR 2018, equations 7 and 10).
 
     >>> import torch
     >>> from embershard.data import Target
@@ -47,21 +49,24 @@ def loss_of(
     else:
         shares = present(labels).to(outputs.dtype)
         shares = (shares if weights is None else shares * weights.unsqueeze(1)).mean(dim=0)
-        halves = [0.5 if task == "regression" else 1.0 for task in target.tasks]
-        scaled = zip(each, halves, log_variances.unbind(), shares.unbind(), strict=True)
-        each = [half * torch.exp(-s) * loss + 0.5 * s * share for loss, half, s, share in scaled]
+        of_outputs, each = each, []
+        for head, s in zip(target.heads.values(), log_variances.unbind(), strict=True):
+            loss = sum(of_outputs[head.start + 1 : head.stop], start=of_outputs[head.start])
+            half = 0.5 if target.tasks[head.start] == "regression" else 1.0
+            each.append(half * torch.exp(-s) * loss + 0.5 * s * shares[head.start])
     return sum(each[1:], start=each[0])
 
 
 def label_losses(target: TargetLike, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> list[Tensor]:
     """Return the mean [] of w x l of each of several labels; see `loss_of`."""
+    each = [weights] * len(target.labels)
     if target.may_be_missing:
         there = present(labels)
         labels = labels.masked_fill(~there, 0.0)
-        each = there.to(outputs.dtype)
-        each = each if weights is None else each * weights.unsqueeze(1)
-        return [_mean_loss(task, outputs[:, t], labels[:, t], each[:, t]) for t, task in enumerate(target.tasks)]
-    return [_mean_loss(task, outputs[:, t], labels[:, t], weights) for t, task in enumerate(target.tasks)]
+        shares = there.to(outputs.dtype)
+        each = [*(shares if weights is None else shares * weights.unsqueeze(1)).unbind(dim=1)]
+    tasks = ["class" if len(head) > 1 else target.tasks[t] for head in target.heads.values() for t in head]
+    return [_mean_loss(task, outputs[:, t], labels[:, t], each[t]) for t, task in enumerate(tasks)]
 
 
 def present(labels: Tensor) -> Tensor:
@@ -72,8 +77,32 @@ def present(labels: Tensor) -> Tensor:
 def _mean_loss(task: str, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
     if task == "binary":
         return binary_cross_entropy_with_logits(outputs, labels, weights)
-    each = mse_loss(outputs, labels, reduction="none")
+    each = labels * softplus(-outputs) if task == "class" else mse_loss(outputs, labels, reduction="none")
     return (each if weights is None else each * weights).mean()
+
+
+def class_logits(target: TargetLike, outputs: Tensor) -> Tensor:
+    """Return outputs [B, T] in which those of a label's classes, z, are the logits of the softmax's probabilities,
+    z_k - log(sum over the others j of exp(z_j)): like those of any binary label.
+
+    >>> import torch
+    >>> from embershard.data import Target
+    >>> target = Target(("click", "stars=1", "stars=2"), widths=(1, 2))
+    >>> class_logits(target, torch.tensor([[0.5, 3.0, 1.0]]))
+    tensor([[ 0.5000,  2.0000, -2.0000]])
+    """
+    heads = target.heads.values()
+    if all(len(head) == 1 for head in heads):
+        return outputs
+    parts = []
+    for head in heads:
+        z = outputs[:, head.start : head.stop]
+        if len(head) > 1:
+            z = z.to(torch.promote_types(z.dtype, torch.float32))
+            itself = torch.eye(len(head), dtype=torch.bool, device=z.device)
+            z = z - z.unsqueeze(1).masked_fill(itself, -torch.inf).logsumexp(dim=2)
+        parts.append(z)
+    return torch.cat(parts, dim=1)
 
 
 class WithLoss(nn.Module):
@@ -82,31 +111,33 @@ class WithLoss(nn.Module):
     Args:
         model: from dense features [B, num_dense] and sparse features to outputs [B, T], by its last linear layer, or
             by one for each label.
-        target: what the outputs are.
+        target: what the outputs are; those of classes before the softmax.
         label_weighting: with "uncertainty" the model learns the losses' weights.
     """
 
     def __init__(self, model: nn.Module, target: TargetLike, label_weighting: str = "fixed") -> None:
         super().__init__()
-        self.model, self._target = model, target
+        self.model, self.target = model, target
         learns = label_weighting == "uncertainty"
-        self.log_variances = nn.Parameter(torch.zeros(len(target.labels))) if learns else None
+        self.log_variances = nn.Parameter(torch.zeros(len(target.heads))) if learns else None
         if target.label_means:
             self._start_at(target.label_means)
 
     def _start_at(self, means: Sequence[float]) -> None:
         """Let the outputs of regressions start at their labels' means."""
-        places = [place for place, task in enumerate(self._target.tasks) if task == "regression"]
+        places = [place for place, task in enumerate(self.target.tasks) if task == "regression"]
         towers = [module for module in self.model.modules() if isinstance(module, Towers)]
         if towers:
-            for place, mean in zip(places, means, strict=True):
-                nn.init.constant_(towers[0].last_layers[place].bias, mean)
+            heads = zip(self.target.heads.values(), towers[0].last_layers, strict=True)
+            last_layers = [layer for head, layer in heads if head.start in places]
+            for layer, mean in zip(last_layers, means, strict=True):
+                nn.init.constant_(layer.bias, mean)
             return
         *_, last = (layer for layer in self.model.modules() if isinstance(layer, nn.Linear))
         last.bias.data[places] = torch.tensor(means)
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the loss [], and without gradients the loss, the outputs and the labels: [B], or [B, T] of several."""
-        outputs = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
-        loss = loss_of(self._target, outputs, batch.labels, batch.weights, self.log_variances)
+        outputs = class_logits(self.target, self.model(batch.dense_features, batch.sparse_features).squeeze(-1))
+        loss = loss_of(self.target, outputs, batch.labels, batch.weights, self.log_variances)
         return loss, (loss.detach(), outputs.detach(), batch.labels.detach())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from embershard.errors import ConfigError
 from embershard.models.config import ModelConfig
-from embershard.models.loss import loss_of
+from embershard.models.loss import class_logits, loss_of
 from embershard.models.own_errors import note_batch
 from embershard.models.schema import SchemaLike, TargetLike
 from embershard.models.table_modules import collections_of, tables_in
@@ -26,7 +26,7 @@ class OwnModel(nn.Module):
 
     Args:
         model: from a batch to outputs [B] or [B, 1], of several labels [B, T], of which `loss_of` gives the loss; or to
-            `(loss [], outputs)`.
+            `(loss [], outputs)`. Outputs of classes are those before the softmax.
 
     Attributes:
         target: what is predicted of a sample.
@@ -45,7 +45,7 @@ class OwnModel(nn.Module):
             raise
         loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (None, found)
         self._check(loss, outputs, labels)
-        outputs = outputs.reshape(labels.shape)
+        outputs = class_logits(self.target, outputs.reshape(labels.shape))
         if loss is None:
             loss = loss_of(self.target, outputs, labels.to(outputs.dtype), batch.weights)
         return loss, (loss.detach(), outputs.detach(), labels.detach())

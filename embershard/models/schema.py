@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from embershard.errors import ConfigError
@@ -45,6 +45,9 @@ class TargetLike(Protocol):
 
     @property
     def label_means(self) -> Sequence[float]: ...
+
+    @property
+    def heads(self) -> Mapping[str, range]: ...
 
 
 class SchemaLike(Protocol):

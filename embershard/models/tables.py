@@ -52,7 +52,7 @@ class ModelTable:
 def built_in_tables(config: ModelConfig, schema: SchemaLike) -> tuple[ModelTable, ...]:
     """Return the tables of a built-in model, in the order of its modules. It is built from them. Errors as then."""
     target = schema.target
-    config.check_labels(target.labels, target.tasks, target.label_weights)
+    config.check_target(target)
     if config.arch in WITH_HISTORY:
         return tuple(_with_history(config, schema))
     check_schema(schema)

@@ -1,11 +1,12 @@
 """Layers over the interaction for several labels: shared bottom, MMoE and PLE, and a tower for each label.
 
-Letters: B samples, I numbers of the interaction, E experts, W numbers of an expert's output, T labels.
+Letters: B samples, I numbers of the interaction, E experts, W numbers of an expert's output, T labels. A label with
+classes is one label here, whose tower has an output for each class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -146,7 +147,8 @@ class Towers(nn.Module):
 
     Args:
         bottom: from features [B, I] to T times [B, width].
-        layers: of a tower; the last one is 1.
+        layers: of a tower, without its outputs.
+        widths: outputs of each label's tower.
         funnel: places of the funnel's labels, the first one first.
 
     Attributes:
@@ -158,14 +160,13 @@ class Towers(nn.Module):
         bottom: Callable[[Tensor], list[Tensor]],
         width: int,
         layers: Sequence[int],
-        num_labels: int,
+        widths: Sequence[int],
         funnel: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        *hidden, last = layers
         self.bottom, self._steps = bottom, list(pairwise(funnel))
         self.towers = nn.ModuleList(
-            nn.Sequential(MLP(width, hidden), nn.Linear([width, *hidden][-1], last)) for _ in range(num_labels)
+            nn.Sequential(MLP(width, list(layers)), nn.Linear([width, *layers][-1], each)) for each in widths
         )
 
     @property
@@ -173,7 +174,7 @@ class Towers(nn.Module):
         return [tower[1] for tower in self.towers]  # type: ignore[index, misc]
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the outputs [B, T] of features [B, I]."""
+        """Return the outputs [B, sum of the widths] of features [B, I]."""
         found = [tower(x) for tower, x in zip(self.towers, self.bottom(features), strict=True)]
         for before, after in self._steps:
             found[after] = logit_of_both(found[before], found[after])
@@ -189,14 +190,14 @@ def logit_of_both(first: Tensor, second: Tensor) -> Tensor:
     return -torch.stack([-first, -second, -first - second]).logsumexp(dim=0)
 
 
-def build_towers(config: ModelConfig, width: int, labels: Sequence[str]) -> Towers:
-    """Return the layers of `config` over an interaction of `width` numbers."""
-    layers, count = config.expert_layers, len(labels)
+def build_towers(config: ModelConfig, width: int, heads: Mapping[str, range]) -> Towers:
+    """Return the layers of `config` over an interaction of `width` numbers; `heads` are the target's."""
+    layers, count = config.expert_layers, len(heads)
     if config.arch == "shared_bottom":
         bottom: nn.Module = SharedBottom(width, layers, count)
     elif config.arch == "mmoe":
         bottom = MMoE(width, layers, config.experts, count)
     else:
         bottom = PLE(width, layers, config.experts, config.label_experts, config.levels, count)
-    funnel = [labels.index(name) for name in config.funnel]
-    return Towers(bottom, layers[-1], config.over_arch_layer_sizes, count, funnel)
+    funnel = [list(heads).index(name) for name in config.funnel]
+    return Towers(bottom, layers[-1], config.over_arch_layer_sizes[:-1], [*map(len, heads.values())], funnel)

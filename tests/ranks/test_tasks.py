@@ -44,6 +44,29 @@ def test_cached_equals_stock(arch: str, samples: Path, one_rank: RankPool, two_r
         assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
 
 
+@pytest.mark.parametrize("arch", ["dlrm", "ple"])
+def test_classes(arch: str, samples: Path, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
+    """A label with classes beside others: cached equals stock, and a step has one loss on one rank and on two."""
+    towers = {"expert_layer_sizes": (8, 6), **MODELS["ple"]} if arch == "ple" else {}
+    config = target_config(samples, "classes", model=ModelConfig(arch, 8, (8,), (6, 1), **towers))  # type: ignore[arg-type]
+    if towers:
+        table = replace(config.data.table, label_weights=())
+        config = replace(config, data=replace(config.data, table=table))
+    for pool in (one_rank, two_ranks):
+        verdicts = pool.run(own_models.verdict, config)
+        assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
+    assert two_ranks.run(own_models.resumed_equals_whole, longer(config), tmp_path / "checkpoints") == [[], []]
+    if not towers:  # whose dropout differs
+        config = replace(config, data=replace(config.data, shuffle=False, chunk_rows=16))
+        ((alone, _),) = one_rank.run(own_models.trained, replace(config, train=replace(config.train, batch_size=32)))
+        together, _ = two_ranks.run(own_models.trained, config)[0]
+        assert together == pytest.approx(alone, rel=loss_rounding(len(alone), 32))
+
+
+def longer(config: RunConfig) -> RunConfig:
+    return replace(config, train=replace(config.train, max_steps=own_models.STEPS))
+
+
 def test_a_plan_is_obeyed(samples: Path, two_ranks: RankPool, tmp_path: Path):
     """Profiled and planned by the commands."""
     expect_planned_equals_stock(two_ranks, tasks_config(samples, "mmoe"), tmp_path)
@@ -51,8 +74,7 @@ def test_a_plan_is_obeyed(samples: Path, two_ranks: RankPool, tmp_path: Path):
 
 def test_a_resume_goes_on_as_the_whole_run(samples: Path, two_ranks: RankPool, tmp_path: Path):
     """With the learned weights of the losses, and dropout's masks."""
-    config = tasks_config(samples, "ple")
-    config = replace(config, train=replace(config.train, max_steps=own_models.STEPS))
+    config = longer(tasks_config(samples, "ple"))
     assert two_ranks.run(own_models.resumed_equals_whole, config, tmp_path / "checkpoints") == [[], []]
 
 

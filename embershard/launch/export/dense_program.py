@@ -16,6 +16,7 @@ from embershard.distributed.checkpoint.load import load_tensors
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, ModelTable, build_model
 from embershard.models.history import features_read_as_ids
+from embershard.models.loss import class_logits
 from embershard.models.own_model import OwnModel
 from embershard.models.schema import TargetLike
 from embershard.models.table_modules import collections_of, tables_in
@@ -128,7 +129,7 @@ class DenseLayers(nn.Module):
             outputs = outputs[1] if isinstance(outputs, tuple) else outputs
         else:
             outputs = self.model.model(dense, features)
-        return outputs.squeeze(-1) if outputs.dim() > 1 else outputs
+        return class_logits(self.model.target, outputs.squeeze(-1) if outputs.dim() > 1 else outputs)
 
 
 def _unlabelled_batch(dense: Tensor, features: Any, target: TargetLike) -> Batch:

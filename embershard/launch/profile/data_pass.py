@@ -356,7 +356,8 @@ def count_clicks(data: DataConfig, rows: HotRows, options: PassOptions, reader: 
     Raises:
         SetupError: a process ended by itself.
     """
-    if schema_of(data).target.tasks[0] != "binary":
+    target = schema_of(data).target
+    if target.tasks[0] != "binary" or len(next(iter(target.heads.values()))) > 1:
         return []
     of_tables = list(rows.rows.values())
     ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from embershard.data import schema_of
 from embershard.models import ModelTable, model_tables, num_parameters
@@ -80,7 +80,8 @@ def _dense_part(config: RunConfig) -> tuple[float, int, float]:
     """Return operations of a sample, bytes of the parameters, and bytes that a sample's forward keeps."""
     schema = schema_of(config.data)
     if config.model.is_torchrecs:
-        return torchrec_dense_part(config, schema.num_dense, len(schema.sparse), len(schema.target.labels))
+        widths = [*map(len, schema.target.heads.values())]
+        return torchrec_dense_part(config, schema.num_dense, len(schema.sparse), widths)
     parameters = num_parameters(config.model, schema)
     kept = 4.0 * sum(table.dim * len(table.features) for table in tables_of_run(config))
     flops = float(_FLOPS_PER_PARAMETER * parameters)
@@ -93,9 +94,9 @@ def _dense_part(config: RunConfig) -> tuple[float, int, float]:
 
 
 def torchrec_dense_part(
-    config: RunConfig, num_dense: int, num_features: int, num_labels: int = 1
+    config: RunConfig, num_dense: int, num_features: int, widths: Sequence[int] = (1,)
 ) -> tuple[float, int, float]:
-    """Return the same for one of TorchRec's models, over so many features."""
+    """Return the same for one of TorchRec's models, over so many features; `widths`: outputs of each label."""
     number_bytes = 8 if config.train.precision == "fp64" else 4
-    dense = DenseSize.of(config.model, num_dense, num_features, number_bytes, num_labels)
+    dense = DenseSize.of(config.model, num_dense, num_features, number_bytes, widths)
     return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample

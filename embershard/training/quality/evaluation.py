@@ -207,7 +207,8 @@ def judge_with(target: Target, predicted: Predicted, metrics: MetricsConfig, gro
             more["recalibrated_ne"] = getattr(judge_label(task, shifted), "ne", None)
         found[label] = {name: more[name] for name in names}
     if isinstance(quality, LabelQualities):
-        return replace(quality, of={label: replace(each, more=found[label]) for label, each in quality.of.items()})
+        of = {label: replace(each, more=found.get(label, {})) for label, each in quality.of.items()}
+        return replace(quality, of=of)
     return replace(quality, more=found[target.labels[0]])
 
 

@@ -13,13 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, Target
 from embershard.data.schema import Task
 from embershard.distributed import Ranks, Supervision
 from embershard.training.config import TrainConfig
-from embershard.training.quality.quality import AnyQuality, LabelQualities, Quality, RegressionQuality
+from embershard.training.quality.quality import (
+    AnyQuality,
+    ClassesQuality,
+    LabelQualities,
+    Quality,
+    RegressionQuality,
+)
 from embershard.training.quality.ranking import by_group
 
 #: Least distance of a prediction from 0 and 1 in logarithms, as in TorchRec's metrics.
@@ -111,8 +118,11 @@ def judge(target: Target, predicted: Predicted) -> AnyQuality:
     1.0
     """
     labels = zip(predicted.by_label(target).items(), target.tasks, strict=True)
-    each = {name: judge_label(task, own) for (name, own), task in labels}
-    return each[target.labels[0]] if len(each) == 1 else LabelQualities(len(predicted.labels), each)
+    each: dict[str, Any] = {name: judge_label(task, own) for (name, own), task in labels}
+    if len(each) == 1:
+        return each[target.labels[0]]  # type: ignore[no-any-return]
+    each |= {name: _judge_classes(predicted, head) for name, head in target.heads.items() if len(head) > 1}
+    return LabelQualities(len(predicted.labels), each)
 
 
 def judge_label(task: Task, predicted: Predicted) -> Quality | RegressionQuality:
@@ -162,6 +172,19 @@ def _judge_numbers(outputs: Tensor, labels: Tensor, weights: Tensor | None) -> R
         mae=_ratio((weight * distance.abs()).sum(), count),
         r2=1 - squared / variance if squared is not None and variance else None,
     )
+
+
+def _judge_classes(predicted: Predicted, head: range) -> ClassesQuality:
+    """Return the quality of a label's classes, which are these outputs: logits of probabilities, whose sum is 1."""
+    places = slice(head.start, head.stop)
+    there = ~predicted.labels[:, head.start].isnan()
+    logits, labels, weights = predicted.take(there)
+    logits, labels = logits[:, places].double(), labels[:, places].double()
+    weight = labels.new_ones(len(labels)) if weights is None else weights.double()
+    right = logits.argmax(dim=1) == labels.argmax(dim=1)
+    entropy = (labels * softplus(-logits)).sum(dim=1)
+    count = weight.sum()
+    return ClassesQuality(len(labels), _ratio((weight * entropy).sum(), count), _ratio((weight * right).sum(), count))
 
 
 def _ratio(total: Tensor, count: Tensor) -> float | None:

@@ -66,17 +66,36 @@ class RegressionQuality:
 
 
 @dataclass(frozen=True)
-class LabelQualities:
-    """Quality for each of several labels, by its name."""
+class ClassesQuality:
+    """Quality of a label with classes, beside that of each class alone. None without samples."""
+
+    main: ClassVar[str] = "accuracy"
 
     samples: int
-    of: dict[str, Quality | RegressionQuality]
+    """Samples of all ranks."""
+
+    logloss: float | None
+    """Mean cross entropy of the softmax in nats."""
+
+    accuracy: float | None
+    """Share of samples whose class has the largest probability; of equal ones, the first counts."""
+
+    more: dict[str, float | None] = field(default_factory=dict)
+    """As in `Quality`; empty."""
+
+
+@dataclass(frozen=True)
+class LabelQualities:
+    """Quality for each of several labels, by its name; of one with classes for each class, and for the label."""
+
+    samples: int
+    of: dict[str, Quality | RegressionQuality | ClassesQuality]
 
 
 AnyQuality = Quality | RegressionQuality | LabelQualities
 
 
-def quality_values(quality: AnyQuality) -> dict[str, Any]:
+def quality_values(quality: AnyQuality | ClassesQuality) -> dict[str, Any]:
     """Return all figures by name; of several labels a figure is named as `auc/click`.
 
     >>> quality_values(LabelQualities(9, {"stars": RegressionQuality(9, 0.5, 0.4, None)}))
@@ -119,14 +138,18 @@ def metric_names(target: Target, more: Callable[[Task], Sequence[str]] = lambda 
     >>> metric_names(Target(("click", "buy")))[:2]
     ['logloss/click', 'auc/click']
     """
-    names = []
-    for task in target.tasks:
-        kind = Quality if task == "binary" else RegressionQuality
-        own = [each.name for each in fields(kind) if each.name not in ("samples", "more")]
-        names.append([*own, *(name for name in more(task) if name not in own)])
-    if len(target.labels) == 1:
-        return names[0]
-    return [f"{name}/{label}" for label, own in zip(target.labels, names, strict=True) for name in own]
+    names = {}
+    for label, task in zip(target.labels, target.tasks, strict=True):
+        own = _names_of(Quality if task == "binary" else RegressionQuality)
+        names[label] = [*own, *(name for name in more(task) if name not in own)]
+    if len(names) == 1:
+        return names[target.labels[0]]
+    names |= {label: _names_of(ClassesQuality) for label, head in target.heads.items() if len(head) > 1}
+    return [f"{name}/{label}" for label, own in names.items() for name in own]
+
+
+def _names_of(kind: type) -> list[str]:
+    return [each.name for each in fields(kind) if each.name not in ("samples", "more")]
 
 
 #: Figures by which evaluations are compared, and whether more is better. (Calibration is best at 1.)

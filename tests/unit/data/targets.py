@@ -40,6 +40,13 @@ TARGETS: dict[str, dict[str, Any]] = {
         "label_masks": ("", "click", ""),
         "missing_labels": "masked",
     },
+    "classes": {
+        "label": ("click", "grade", "rated"),
+        "task": ("binary", "multiclass", "regression"),
+        "classes": {"grade": (0, 2.5, 1)},
+        "missing_labels": "masked",
+        "label_weights": (1.0, 0.5, 1.0),
+    },
 }
 
 
@@ -63,8 +70,10 @@ def write_targets(path: Path, rows: int = ROWS) -> Path:
             "tags": [[f"t{n}" for n in draw.integers(0, 40, draw.integers(1, 3))] for _ in range(rows)],
         }
     )
-    # Bought is missing without a click, or by chance; rated in every other sixteen rows.
+    # Bought is missing without a click, or by chance; rated in every other sixteen rows; the grade in one of five rows.
     rows_of = np.arange(rows)
+    grades = np.choose(np.digitize(table["stars"].to_numpy(), (2.5, 3.5)), (0, 1, 2.5))
+    table = table.append_column("grade", pa.array(grades, mask=rows_of % 5 == 0))
     is_bought = (table["click"].to_numpy() == 1) & (rows_of % 7 > 0)
     for name, source, is_there in (("bought", "buy", is_bought), ("rated", "stars", rows_of // 16 % 2 == 1)):
         table = table.append_column(name, pa.array(table[source].to_numpy(), mask=~is_there))

@@ -48,6 +48,22 @@ CASES: list[tuple[dict[str, Any], list[list[float]], dict[int, str]]] = [
         [[1, 1, 4.5], [0, NAN, NAN], [NAN, NAN, NAN], [0, 1, 2]],
         {4: "shown=nan: a mask must be a number"},
     ),
+    (  # the column of a class is 1 where the label is it; a label masks by its number, also one with classes
+        {
+            "label": ("stars", "buy"),
+            "task": ("multiclass", "binary"),
+            "classes": {"stars": (2, 4.5)},
+            "label_masks": ("", "stars"),
+            "missing_labels": "masked",
+        },
+        [[0, 1, 1], [NAN, NAN, NAN], [NAN, NAN, NAN], [1, 0, 1]],
+        {4: "stars=3.0: a label must be one of data.table.classes.stars = [2, 4.5]"},
+    ),
+    (  # a label with classes alone
+        {"label": "click", "task": "multiclass", "classes": {"click": (1, 0)}},
+        [[1, 0], [0, 1], [1, 0], [0, 1], [1, 0]],
+        {},
+    ),
     (  # a label that is 1 from a number on masks by what it is then
         {"label": ("stars", "buy"), "label_at_least": (3, 1), "label_masks": ("", "stars"), "missing_labels": "masked"},
         [[1, 1], [NAN, NAN], [NAN, NAN], [0, NAN], [1, NAN]],

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from embershard.data.config import TableConfig
 from embershard.decoding import to_toml
 from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.launch import cli
@@ -166,6 +167,56 @@ def test_several_tasks_from_file_to_scores(made, folder, capsys, arch):
     assert cli.main(["predict", "run", "--data", "new.parquet", "-o", "new_scores.parquet"]) == 0
 
 
+@pytest.mark.parametrize("arch", keep(["mmoe"], ["mmoe", "deepfm", "dlrm"]))
+def test_classes_from_file_to_scores(made, folder, capsys, arch):
+    """A grade with three classes beside a click and a rating: figures, scores, export, server, page, comparison."""
+    Path("samples.parquet").symlink_to(made)
+    layers, towers = (
+        ((8, 8), {}) if arch == "deepfm" else ((8,), {"expert_layer_sizes": (8,)} if arch == "mmoe" else {})
+    )
+    config = longer(
+        target_config(Path("samples.parquet"), "classes", model=ModelConfig(arch, 8, layers, (6, 1), **towers))
+    )
+    result = train(replace(config, train=replace(config.train, epochs=6)))
+    grades = ["grade=0", "grade=2.5", "grade=1"]
+    scores_and_export([*(f"logit/{name}" for name in ("click", *grades)), "score/rated"])
+    scores, table = pq.read_table("scores.parquet"), pq.read_table(made).slice(ROWS - HELD_OUT)
+    there = table["grade"].is_valid().to_numpy()
+    assert 0 < there.sum() < HELD_OUT
+    shares = np.stack([scores[f"score/{name}"].to_numpy() for name in grades], axis=1)
+    assert np.allclose(shares.sum(axis=1), 1, atol=1e-6)
+    own = np.searchsorted([0, 1, 2.5], table["grade"].to_numpy()[there])
+    own = np.array([0, 2, 1])[own]
+    assert result["accuracy/grade"] == pytest.approx((shares[there].argmax(axis=1) == own).mean())
+    most = np.bincount(own).max() / len(own)
+    assert result["accuracy/grade"] > most + 0.05, "better than always saying the most frequent one"
+    entropy = -np.log(shares[there][np.arange(len(own)), own]).mean()
+    assert result["logloss/grade"] == pytest.approx(entropy, rel=1e-5)
+    assert {"auc/grade=2.5", "auc/click", "rmse/rated"} < set(result)
+    assert "auc/grade" not in result
+    names = [f"score/{name}" for name in ("click", *grades, "rated")]
+    assert serves(Path("exported"), table, {name: scores[name].to_numpy() for name in names}, names)
+    for words in (
+        ["report", "run"],
+        ["report", "run", "-o", "page.html"],
+        ["compare", "scores.parquet", "scores.parquet"],
+    ):
+        assert cli.main(words) == 0
+    assert "accuracy grade" in capsys.readouterr().out
+    assert cli.main(["data", "validate", "--config", "run.toml"]) == 0
+    with pytest.raises(CheckpointError, match=r"data.table.classes"):
+        score_here("run", "--set", "data.table.classes.grade=[0, 1, 2.5]")
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [{}, {"stars": (1, 2), "click": (0, 1)}, {"stars": (1,)}, {"stars": (1, 1)}, {"stars": (1, float("nan"))}],
+)
+def test_classes_that_do_not_fit_are_refused(classes):
+    with pytest.raises(ConfigError, match=r"data.table.classes .* needed of each label with .* 2 to 100 numbers"):
+        TableConfig(FEATURES, label=("click", "stars"), task=("binary", "multiclass"), classes=classes)
+
+
 def test_the_example_of_the_page_trains(folder, capsys, project_dir):
     """The commands of docs/own_data.md, for a few steps."""
     (page,) = (
@@ -190,7 +241,7 @@ def serves(exported: Path, table: pa.Table, scores: dict[str, np.ndarray], names
     answer = predictor.predict(table.select(list(FEATURES)).slice(0, 5).to_pylist())
     predictor.close()
     assert answer["labels"] == [name.partition("/")[2] for name in names]
-    assert [row[2] for row in answer["logits"]] == [None] * 5
+    assert [row[-1] for row in answer["logits"]] == [None] * 5
     expected = np.stack([scores[name][:5] for name in names], axis=1)
     return bool(np.allclose(answer["scores"], expected, rtol=1e-5))
 
@@ -246,7 +297,7 @@ def test_bad_weights_are_named(made, folder, weight):
         ({"label_weights": (1.0,)}, "nothing: there is one label"),
         ({"label": ("a", "b"), "label_weights": (1.0, 0.0)}, "2 numbers above 0"),
         ({"weight": ""}, "the name of a column"),
-        ({"task": "multiclass"}, "make a column of 0 and 1 for each class"),
+        ({"task": "multiclass"}, "2 to 100 numbers, each once"),
         ({"task": ("binary",)}, "needed one of"),
         ({"label": ("a", "b"), "task": ("binary",)}, "or one each"),
         ({"label": ("a", "b"), "task": ("binary", "regression"), "label_at_least": (1.0, 2.0)}, "each binary label"),

@@ -6,18 +6,21 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, Schema, SparseFeature, Target
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import WITH_TOWERS
-from embershard.models.loss import loss_of
+from embershard.models.loss import class_logits, label_losses, loss_of
 from embershard.models.table_modules import collections_of
 from embershard.models.tasks import PLE, MMoE, logit_of_both
 
 CPU = torch.device("cpu")
 SIZE = 40
+#: Clicks; and stars of a third of the samples, of which each has one of three numbers.
+GRADED = Target(("click", "stars"), ("binary", "multiclass"), (), None, (), True).with_classes({"stars": (1, 2.5, 4)})
 MIXED = Target(("click", "stars"), ("binary", "regression"), may_be_missing=True)
 SCHEMA = Schema(("d",), (SparseFeature("a", 30), SparseFeature("b", 30)), MIXED)
 
@@ -118,6 +121,53 @@ def test_learned_weights_follow_the_formula():
     assert abs(float(slope[0])) > 1e-2, "the control"
 
 
+def graded() -> Tensor:
+    """Labels of `GRADED`, [B, 4]."""
+    found, chosen = labels(), torch.arange(SIZE) % 7 % 3
+    stars = torch.nn.functional.one_hot(chosen, 3).float()
+    stars[found[:, 1].isnan()] = float("nan")
+    return torch.cat([found[:, :1], stars], dim=1)
+
+
+@pytest.mark.parametrize("weights", [None, numbers(SIZE, seed=5).abs()], ids=["plain", "weighted"])
+@pytest.mark.parametrize("scale", [1.0, 60.0], ids=["usual", "large"])
+def test_classes_have_the_softmax_and_its_loss(weights, scale):
+    """Scores are the softmax's probabilities; values and gradients are those of torch's cross entropy."""
+    raw, masked = (scale * numbers(SIZE, 4)).requires_grad_(), graded()
+    outputs, there = class_logits(GRADED, raw), ~masked[:, 1].isnan()
+    assert torch.equal(outputs[:, 0], raw[:, 0])
+    assert torch.allclose(outputs[:, 1:].sigmoid(), raw[:, 1:].softmax(dim=1), rtol=1e-4, atol=1e-7)
+    whole = loss_of(GRADED, outputs, masked, weights)
+    clicks = loss_of(Target(), raw[:, 0], masked[:, 0], weights)
+    each = cross_entropy(raw[there, 1:], masked[there, 1:], reduction="none")
+    expected = clicks + (each if weights is None else each * weights[there]).sum() / SIZE
+    assert torch.allclose(whole, expected, rtol=1e-5)
+    found, wanted = (torch.autograd.grad(loss, raw)[0] for loss in (whole, expected))
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-7)
+    assert (found[~there, 1:] == 0).all()
+    binary = loss_of(Target(GRADED.labels, may_be_missing=True), outputs, masked, weights)
+    assert binary > whole + 0.1, "the control: a binary loss counts the classes that a sample has not, too"
+
+
+def test_all_classes_of_a_label_share_a_learned_weight():
+    outputs, masked = class_logits(GRADED, numbers(SIZE, 4)), graded()
+    s = torch.tensor([0.3, -0.2])
+    click, *stars = label_losses(GRADED, outputs, masked, None)
+    share = (~masked[:, 1].isnan()).float().mean()
+    expected = (-s[0]).exp() * click + s[0] / 2 + (-s[1]).exp() * sum(stars) + share * s[1] / 2
+    assert loss_of(GRADED, outputs, masked, None, s) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("arch", WITH_TOWERS)
+def test_a_label_with_classes_has_one_tower(arch):
+    model = small(arch, GRADED, label_weighting="uncertainty")
+    loss, (_, outputs, _) = model(batch(graded()))
+    assert [tower.out_features for tower in model.model.over_arch.last_layers] == [1, 3]
+    assert torch.allclose(outputs[:, 1:].sigmoid().sum(dim=1), torch.ones(SIZE))
+    loss.backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
 @pytest.mark.parametrize("arch", WITH_TOWERS)
 @pytest.mark.parametrize("interaction", ["dlrm", "dlrm_dcn"])
 def test_all_parameters_train(arch, interaction):
@@ -188,6 +238,9 @@ def test_outputs_of_regressions_start_at_their_means(arch):
         ),
         ({"arch": "ple", "funnel": ("x", "z")}, Target(("x", "y")), "'z': no such label; needed binary .* x, y"),
         ({"arch": "ple", "funnel": ("x", "y")}, Target(("x", "y"), ("binary", "regression")), "'y': its task is"),
+        ({"arch": "ple", "funnel": ("click", "stars")}, GRADED, "'stars': its task is 'multiclass'"),
+        ({"arch": "ple", "funnel": ("click", "stars=4")}, GRADED, "'stars=4': no such label; .* among click, stars"),
+        ({"arch": "mmoe"}, Target(("x=1", "x=2"), widths=(2,)), "needs several labels, the data have 'x' alone"),
     ],
 )
 def test_what_does_not_fit_the_labels_is_refused(settings, target, said):

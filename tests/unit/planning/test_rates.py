@@ -80,11 +80,12 @@ def test_dense_sizes_are_those_of_the_model(arch, interaction) -> None:
     cross = {"dcn_num_layers": 2, "dcn_low_rank_dim": 3} if crossing == "dlrm_dcn" else {}
     over = (12, 1) if arch == "deepfm" else (12, 6, 1)
     config = ModelConfig(arch, 8, (20, 8), over, interaction=interaction, **cross)
-    labels = ("x", "y", "z") if interaction else ("x",)
-    schema = Schema(("a", "b", "c"), tuple(SparseFeature(f"s{i}", 5) for i in range(4)), Target(labels))
+    labels, widths = (("x", "y=1", "y=2", "y=3", "z"), (1, 3, 1)) if interaction else (("x",), (1,))
+    target = Target(labels, widths=widths)
+    schema = Schema(("a", "b", "c"), tuple(SparseFeature(f"s{i}", 5) for i in range(4)), target)
     model = build_model(config, schema, torch.device("cpu"))
     dense = [p for p in model.parameters() if not p.is_meta]
-    size = DenseSize.of(config, 3, 4, num_labels=len(labels))
+    size = DenseSize.of(config, 3, 4, widths=widths)
     assert size.parameter_bytes == sum(p.numel() * 4 for p in dense)
     weights = sum(p.numel() for p in dense if p.dim() == 2)
     others = {"dlrm": 5 * 5 * 8, "dlrm_dcn": 0, "deepfm": 2 * 5 * 8}[crossing]  # of 5 vectors of dim 8
@@ -92,7 +93,7 @@ def test_dense_sizes_are_those_of_the_model(arch, interaction) -> None:
     assert size.activation_bytes_per_sample > 0
     if not interaction:
         assert size == DenseSize(arch, 3, 4, 8, (20, 8), over, *cross.values())
-    in_fp64 = DenseSize.of(config, 3, 4, number_bytes=8, num_labels=len(labels))
+    in_fp64 = DenseSize.of(config, 3, 4, number_bytes=8, widths=widths)
     assert in_fp64.parameter_bytes == 2 * size.parameter_bytes
     assert in_fp64.activation_bytes_per_sample == 2 * size.activation_bytes_per_sample
 

@@ -341,7 +341,7 @@ def labels_and_weights(
     there = chunk.table.column_names
     missing = np.full(chunk.table.num_rows, np.nan, np.float32)
     masks = settings.label_masks or ("",) * len(settings.labels)
-    each = zip(settings.labels, settings.target.tasks, settings.thresholds(), masks, strict=True)
+    each = zip(settings.labels, settings.tasks, settings.thresholds(), masks, strict=True)
     found: dict[str, Float32s] = {}
     for name, task, least, mask in each:
         found[name] = missing
@@ -349,8 +349,8 @@ def labels_and_weights(
             is_masked = _is_masked(decoder, mask, found)
             if settings.missing_labels == "masked":
                 is_masked |= np.isnan(decoder.numbers(name))
-            found[name] = _label(decoder, name, task, least, is_masked)
-    columns = list(found.values())
+            found[name] = _label(decoder, name, task, least, settings.classes.get(name, ()), is_masked)
+    columns = [column for name, values in found.items() for column in _by_class(values, settings.classes.get(name, ()))]
     labels = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
     if settings.weight is None:
         return labels, None
@@ -368,18 +368,32 @@ def _is_masked(decoder: ChunkDecoder, mask: str, labels: Mapping[str, Float32s])
     return np.asarray(numbers == 0, np.bool_)
 
 
-def _label(decoder: ChunkDecoder, name: str, task: Task, least: float | None, is_masked: NDArray[np.bool_]) -> Float32s:
+def _label(
+    decoder: ChunkDecoder,
+    name: str,
+    task: Task,
+    least: float | None,
+    classes: Sequence[float],
+    is_masked: NDArray[np.bool_],
+) -> Float32s:
     numbers = decoder.numbers(name)
     is_missing = np.isnan(numbers) & ~is_masked
-    if task == "binary" and least is None:
-        decoder.note(is_missing, name, numbers, f"a label must be 0 or 1{_MISSING_LABEL}")
-        decoder.note(~np.isin(numbers, (0, 1)) & ~is_missing & ~is_masked, name, numbers, _NEEDED_LABEL)
-        found = numbers.astype(np.float32)
-    else:
-        decoder.note(is_missing, name, numbers, f"a label must be a number{_MISSING_LABEL}")
-        found = numbers.astype(np.float32) if least is None else (numbers >= least).astype(np.float32)
+    is_click = task == "binary" and least is None
+    decoder.note(is_missing, name, numbers, f"a label must be {'0 or 1' if is_click else 'a number'}{_MISSING_LABEL}")
+    if allowed := (0, 1) if is_click else classes:
+        needed = _NEEDED_LABEL if is_click else f"a label must be one of data.table.classes.{name} = {list(classes)}"
+        decoder.note(~np.isin(numbers, allowed) & ~is_missing & ~is_masked, name, numbers, needed)
+    found = numbers.astype(np.float32) if least is None else (numbers >= least).astype(np.float32)
     found[is_masked] = np.nan
     return found
+
+
+def _by_class(label: Float32s, classes: Sequence[float]) -> list[Float32s]:
+    """Return a label [n] as the columns of the target: one, or one of 0 and 1 for each class; NaN stays."""
+    if not classes:
+        return [label]
+    is_missing = np.isnan(label)
+    return [np.where(is_missing, label, label == np.float32(each)).astype(np.float32) for each in classes]
 
 
 def _weights(decoder: ChunkDecoder, name: str) -> Float32s:

@@ -20,10 +20,11 @@ from embershard.data import Target
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.launch.quality_text import slice_rows
+from embershard.models.loss import class_logits
 from embershard.training.quality.config import MetricsConfig
 from embershard.training.quality.evaluation import MISSING, OTHERS, Evaluation, Evaluator, ValueNumbers, value_numbers
 from embershard.training.quality.metrics import Predicted, judge
-from embershard.training.quality.quality import OF_TASK, quality_values
+from embershard.training.quality.quality import OF_TASK, metric_names, quality_values
 from tests.unit.training.quality.columns import Columns
 
 CPU = torch.device("cpu")
@@ -160,6 +161,33 @@ def test_recalibrated_ne_is_torchrecs() -> None:
     values = quality_values(found.quality)
     assert values["recalibrated_ne"] == pytest.approx(ne, rel=1e-9)
     assert values["recalibrated_ne"] != pytest.approx(values["ne"], rel=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 3.0])), max_size=20), st.integers(0, 99))
+@settings(max_examples=40)
+def test_figures_of_classes_are_those_of_the_textbook(samples: list[tuple[int, float]], seed: int) -> None:
+    """Of samples of which some have not the label (class 3); beside the figures of each class."""
+    classes = np.array([each for each, _ in samples], int)
+    weights = torch.tensor([weight for _, weight in samples], dtype=torch.float32)
+    target = Target(("stars",), "multiclass", weight="w", may_be_missing=True).with_classes({"stars": (1, 2, 3)})
+    raw = torch.randn(len(samples), 3, generator=torch.Generator().manual_seed(seed))
+    labels = torch.full((len(samples), 3), math.nan)
+    there = classes < 3
+    labels[torch.from_numpy(there)] = torch.eye(3)[classes[there]]
+    values = quality_values(judge(target, Predicted(class_logits(target, raw), labels, weights)))
+    own = list(zip(raw.double().softmax(dim=1).numpy()[there], classes[there], weights.numpy()[there], strict=True))
+    total = sum(weight for *_, weight in own)
+    names = {f"{name}/stars" for name in ("logloss", "accuracy")}
+    assert set(metric_names(target)) == set(values) - {"samples"} >= names
+    if not total:
+        assert {values[name] for name in names} == {None}
+        return
+    loss = sum(-weight * math.log(shares[each]) for shares, each, weight in own)
+    assert values["logloss/stars"] == pytest.approx(loss / total, rel=1e-5)
+    right = sum(weight * (max(shares) == shares[each]) for shares, each, weight in own)
+    assert values["accuracy/stars"] == pytest.approx(right / total)
+    of_second = sum(-w * math.log(shares[1] if each == 1 else 1 - shares[1]) for shares, each, w in own)
+    assert values["logloss/stars=2"] == pytest.approx(of_second / total, rel=1e-5)
 
 
 def test_a_slice_tells_how_many_samples_have_a_label() -> None:
