@@ -219,6 +219,10 @@ def _settings(
                 'task = "regression"    # predicts the number. To predict clicks, in place of these two lines:'
             )
             lines.append(f"# {threshold}")
+    if label.classes:
+        lines.append("# Or, to predict a probability for each number:")
+        lines.append('# task = "multiclass"')
+        lines.append(f"# classes.{toml_key(label.column)} = {toml(list(label.classes))}")
     if form.is_text:
         lines.append(f"separator = {toml(form.form.separator)}")
         given = {"columns": form.form.columns, "null_values": tuple(null_values), "quoted": form.form.quoted}

@@ -40,6 +40,7 @@ _UNIQUE_SHARE, _UNIQUE_ROWS = 0.95, 1000
 _ROWS_PER_VALUE, _MANY_VALUES, _ROWS_PER_ONE_OF_MANY = 10, 1_000_000, 2
 _LEAST_ROWS = 16
 _TRIED = 200
+_MOST_CLASSES = 20
 _VALUES_OF_CLICKS = 2
 _SKEWED = 5.0  # standard deviations from the mean to the largest number
 _QUANTILE_PARTS = 16
@@ -77,12 +78,14 @@ class LabelSuggestion:
         at_least: from which number on a label would be 1; None: the column has 0 and 1.
         mean: where the numbers themselves are predicted, since the column has more than two values: their mean.
         why: what the column holds.
+        classes: all numbers that it may have, where these are few and whole.
     """
 
     column: str
     at_least: float | None
     mean: float | None
     why: str
+    classes: tuple[int, ...] = ()
 
 
 def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> LabelSuggestion:
@@ -113,7 +116,9 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
     least = float(floor(middle) + 1) if numbers.are_whole else middle
     why = f"{said}; {numbers.share_at_least(least):.1%} are at least {least:g}"
     has_many = numeric[found].values.estimate > _VALUES_OF_CLICKS
-    return LabelSuggestion(found, least, _rounded(numbers.mean) if has_many else None, why)
+    few = range(int(numbers.least), int(numbers.largest) + 1) if numbers.are_whole else range(0)
+    classes = tuple(few) if 2 < len(few) <= _MOST_CLASSES else ()
+    return LabelSuggestion(found, least, _rounded(numbers.mean) if has_many else None, why, classes)
 
 
 def num_bad_labels(column: ColumnSurvey) -> int:

@@ -360,16 +360,20 @@ def test_a_label_must_be_found_or_named(folder, capsys):
 
 
 def test_a_label_of_many_values_is_predicted_as_a_number(folder):
-    """And the other way to train on it stands beside."""
+    """And the two other ways to train on it stand beside."""
     Path("a.csv").write_text("kind,stars\na,1\nb,3\nb,5\n")
     assert cli.main(["data", "inspect", "a.csv", "--label", "stars", "-o", "run.toml"]) == 0
     assert load_config(RunConfig, Path("run.toml")).data.table.task == "regression"
     lines = Path("run.toml").read_text().splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("task = "))
     assert lines[place + 1].startswith("# label_at_least = 4 ")
-    lines[place - 1 : place + 2] = [lines[place + 1].removeprefix("# ")]
-    Path("clicks.toml").write_text("\n".join(lines))
+    of_clicks, of_classes = ([line.removeprefix("# ") for line in lines[start:end]]
+                             for start, end in ((place + 1, place + 2), (place + 3, place + 5)))  # fmt: skip
+    for name, own in (("clicks", of_clicks), ("classes", of_classes)):
+        Path(f"{name}.toml").write_text("\n".join([*lines[: place - 1], *own, *lines[place + 5 :]]))
     assert load_config(RunConfig, Path("clicks.toml")).data.table.label_at_least == 4
+    target = load_config(RunConfig, Path("classes.toml")).data.table.target
+    assert target.labels == ("stars=1", "stars=2", "stars=3", "stars=4", "stars=5")
 
 
 def test_samples_of_a_program_become_a_file(folder):
