@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from typing import get_args
+
+import numpy as np
 
 from embershard.data.schema import Task
 
@@ -72,8 +73,9 @@ def label_needs(
 
 
 def _are_classes(numbers: Sequence[float]) -> bool:
-    # Labels are float32 in a batch.
-    distinct = {struct.pack("f", each) for each in numbers if math.isfinite(each)}
+    with np.errstate(over="ignore"):
+        as_in_batches = np.asarray(numbers, np.float32).tolist()
+    distinct = {each for each in as_in_batches if math.isfinite(each)}
     return len(distinct) == len(numbers) and 2 <= len(numbers) <= _MOST_CLASSES
 
 

@@ -56,13 +56,6 @@ class Candidate:
             raise ConfigError(f"{given}: {path} is not the folder of a sweep; needed one before the settings.")
         return Candidate(given, {_seeds_of(path) if path.is_dir() else (): path})
 
-    @property
-    def label(self) -> str:
-        """The one label of a run's data; "" of several, and of a file, which does not tell."""
-        run = next(iter(self.sources.values()))
-        names = flat(read_toml(run / RUN_CONFIG)).get("data.table.label", "") if run.is_dir() else ""
-        return names if isinstance(names, str) else names[0] if len(names) == 1 else ""
-
     def scores(self, seeds: _Seeds, folder: Path, keep: Sequence[str], *, trust_code: bool) -> Scores:
         """Return the scores of one seed; a run scores what it holds out.
 
@@ -148,11 +141,15 @@ def read_pairs(
         [candidate.scores(seeds, folder, keep, trust_code=trust_code) for seeds in own]
         for candidate, own in zip(candidates, zip(*chosen, strict=True), strict=True)
     )
-    return [*zip(_named(of_a, a.label, of_b), _named(of_b, b.label, of_a), strict=True)]
+    return [*zip(_named(of_a, a, of_b), _named(of_b, b, of_a), strict=True)]
 
 
-def _named(own: list[Scores], label: str, others: list[Scores]) -> list[Scores]:
-    """Return scores of a model with one label by its name, as `score/click`, where the other has several labels."""
+def _named(own: list[Scores], candidate: Candidate, others: list[Scores]) -> list[Scores]:
+    """Return scores of runs with one label by its name, as `score/click`, where the other has several labels."""
+    from embershard.launch.sweep.spread import only_label
+
+    run = next(iter(candidate.sources.values()))
+    label = only_label(run) if run.is_dir() else ""
     if not label or f"score/{label}" not in others[0].table.column_names:
         return own
     new = {name: f"{name}/{label}" for name in ("logit", "score", "label")}

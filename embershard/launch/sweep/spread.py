@@ -167,19 +167,26 @@ def _with_labels(configurations: list[Configuration]) -> list[Configuration]:
 
 
 def _with_label(labels: Collection[str], folder: Path, result: RunResult) -> RunResult:
-    found = flat(read_toml(folder / RUN_CONFIG)).get("data.table.label")
-    own = [found] if isinstance(found, str) else found or []
-    if len(own) != 1 or own[0] not in labels:
+    if (label := only_label(folder)) not in labels:
         return result
-    label = own[0]
+
+    def named(figures: Mapping[str, Any]) -> dict[str, Any]:
+        return {name if name == "samples" or "/" in name else f"{name}/{label}": each for name, each in figures.items()}
+
     slices = {
-        column: {
-            value: {name if name == "samples" else f"{name}/{label}": each for name, each in figures.items()}
-            for value, figures in values.items()
-        }
-        for column, values in result.slices.items()
+        column: {value: named(figures) for value, figures in values.items()} for column, values in result.slices.items()
     }
-    return replace(result, quality={f"{name}/{label}": each for name, each in result.quality.items()}, slices=slices)
+    return replace(result, quality=named(result.quality), slices=slices)
+
+
+def only_label(run: Path) -> str:
+    """Return the name of the one label of a run's table; "" of several, and of other data.
+
+    Raises:
+        ConfigError: the run's settings cannot be read.
+    """
+    found = flat(read_toml(run / RUN_CONFIG)).get("data.table.label", "")
+    return found if isinstance(found, str) else found[0] if len(found) == 1 else ""
 
 
 def _place(value: Any) -> tuple[bool, float, str]:

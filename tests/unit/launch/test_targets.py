@@ -210,9 +210,13 @@ def test_classes_from_file_to_scores(made, folder, capsys, arch):
 
 @pytest.mark.parametrize(
     "classes",
-    [{}, {"stars": (1, 2), "click": (0, 1)}, {"stars": (1,)}, {"stars": (1, 1)}, {"stars": (1, float("nan"))}],
-)
+    [
+        {}, {"stars": (1, 2), "click": (0, 1)}, {"stars": (1,)}, {"stars": (1, 1)}, {"stars": (1, float("nan"))},
+        {"stars": (1, 1e39)}, {"stars": (1, 1 + 1e-9)},
+    ],
+)  # fmt: skip
 def test_classes_that_do_not_fit_are_refused(classes):
+    """Of all labels with classes; numbers that float32 does not tell apart, or does not have."""
     with pytest.raises(ConfigError, match=r"data.table.classes .* needed of each label with .* 2 to 100 numbers"):
         TableConfig(FEATURES, label=("click", "stars"), task=("binary", "multiclass"), classes=classes)
 

@@ -380,10 +380,12 @@ def _label(
     is_missing = np.isnan(numbers) & ~is_masked
     is_click = task == "binary" and least is None
     decoder.note(is_missing, name, numbers, f"a label must be {'0 or 1' if is_click else 'a number'}{_MISSING_LABEL}")
-    if allowed := (0, 1) if is_click else classes:
-        needed = _NEEDED_LABEL if is_click else f"a label must be one of data.table.classes.{name} = {list(classes)}"
-        decoder.note(~np.isin(numbers, allowed) & ~is_missing & ~is_masked, name, numbers, needed)
     found = numbers.astype(np.float32) if least is None else (numbers >= least).astype(np.float32)
+    if is_click:
+        decoder.note(~np.isin(numbers, (0, 1)) & ~is_missing & ~is_masked, name, numbers, _NEEDED_LABEL)
+    elif classes:
+        needed = f"a label must be one of data.table.classes.{name} = {list(classes)}"
+        decoder.note(~np.isin(found, np.asarray(classes, np.float32)) & ~is_missing & ~is_masked, name, numbers, needed)
     found[is_masked] = np.nan
     return found
 
