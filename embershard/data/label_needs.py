@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import get_args
 
 import numpy as np
@@ -30,9 +30,8 @@ def label_needs(
     known = get_args(Task)
     is_task = set(tasks) <= set(known) and (isinstance(task, str) or len(tasks) == len(labels) > 1)
     each = tasks if isinstance(task, tuple) else tasks * len(labels)
-    num_binary, num_numbers = each.count("binary"), each.count("regression")
+    num_numbers = each.count("regression")
     is_several, one_label = len(labels) > 1, "nothing: there is one label"
-    num_least = len(least) if isinstance(least, tuple) else num_binary
     num_means = len(mean) if isinstance(mean, tuple) else 1
     return {
         "label": (
@@ -40,17 +39,10 @@ def label_needs(
             "the name of a column, or names, each once",
         ),
         "task": (is_task, f"one of {known}{', or one each' if is_several else ''}"),
-        "classes": (
-            {name for name, task in zip(labels, each, strict=False) if task == "multiclass"} == set(classes)
-            and all(_are_classes(numbers) for numbers in classes.values()),
-            f'of each label with task = "multiclass" 2 to {_MOST_CLASSES} numbers, each once, and nothing otherwise',
+        "classes": _needed_classes(
+            {name for name, own in zip(labels, each, strict=False) if own == "multiclass"}, classes
         ),
-        "label_at_least": (
-            least is None or (num_binary > 0 and num_least == num_binary),
-            f"one number, or {num_binary}, one for each {'binary ' if num_numbers else ''}label"
-            if num_binary
-            else 'nothing: with task = "regression", labels are numbers as they are',
-        ),
+        "label_at_least": _needed_thresholds(least, each),
         "label_mean": (
             mean is None or mean == () or (num_numbers > 0 and num_means == num_numbers),
             f'{num_numbers or len(labels)} numbers with task = "regression", and nothing otherwise',
@@ -70,6 +62,21 @@ def label_needs(
             '"bad_row" or "masked"' if is_several else '"bad_row": there is one label',
         ),
     }
+
+
+def _needed_thresholds(least: float | tuple[float, ...] | None, tasks: Sequence[Task]) -> tuple[bool, str]:
+    count = tasks.count("binary")
+    is_met = least is None or (count > 0 and (not isinstance(least, tuple) or len(least) == count))
+    if not count:
+        return is_met, f'nothing: with task = "{tasks[0]}", labels are numbers as they are'
+    return is_met, f"one number, or {count}, one for each {'binary ' if count < len(tasks) else ''}label"
+
+
+def _needed_classes(labels: Set[str], classes: Mapping[str, Sequence[float]]) -> tuple[bool, str]:
+    return (
+        labels == set(classes) and all(map(_are_classes, classes.values())),
+        f'of each label with task = "multiclass" 2 to {_MOST_CLASSES} numbers, each once, and nothing otherwise',
+    )
 
 
 def _are_classes(numbers: Sequence[float]) -> bool:

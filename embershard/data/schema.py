@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -64,23 +64,28 @@ class Target:
             self, labels=tuple(labels), task=tuple(tasks), label_weights=tuple(weights), widths=tuple(widths)
         )
 
-    @cached_property
+    @property
     def heads(self) -> dict[str, range]:
         """Places of each label of the settings among `labels`, by its name.
 
         >>> Target(("click", "stars=1", "stars=2", "stars=3"), widths=(1, 3)).heads
         {'click': range(0, 1), 'stars': range(1, 4)}
         """
-        ends = list(accumulate(self.widths or (1,) * len(self.labels)))
-        places = [range(start, end) for start, end in pairwise([0, *ends])]
-        first = [self.labels[each[0]] for each in places]
-        names = [name if len(each) == 1 else name.rpartition("=")[0] for name, each in zip(first, places, strict=True)]
-        return dict(zip(names, places, strict=True))
+        return dict(_heads(self.labels, self.widths))
 
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The task of each label."""
         return self.task if isinstance(self.task, tuple) else (self.task,) * len(self.labels)
+
+
+@cache  # a forward asks for it
+def _heads(labels: tuple[str, ...], widths: tuple[int, ...]) -> dict[str, range]:
+    ends = accumulate(widths or (1,) * len(labels))
+    places = [range(start, end) for start, end in pairwise([0, *ends])]
+    first = [labels[each.start] for each in places]
+    names = [name if len(each) == 1 else name.rpartition("=")[0] for name, each in zip(first, places, strict=True)]
+    return dict(zip(names, places, strict=True))
 
 
 @dataclass(frozen=True)

@@ -209,20 +209,7 @@ def _settings(
         "[data.table]",
         f"label = {toml(label.column)}    # {label.why}",
     ]
-    if label.at_least is not None:
-        threshold = f"label_at_least = {label.at_least:g}    # labels are 1 from here on, else 0"
-        if label.mean is None:
-            lines.append(threshold)
-        else:
-            lines.append(f"label_mean = {label.mean:g}")
-            lines.append(
-                'task = "regression"    # predicts the number. To predict clicks, in place of these two lines:'
-            )
-            lines.append(f"# {threshold}")
-    if label.classes:
-        lines.append("# Or, to predict a probability for each number:")
-        lines.append('# task = "multiclass"')
-        lines.append(f"# classes.{toml_key(label.column)} = {toml(list(label.classes))}")
+    lines += _tasks(label)
     if form.is_text:
         lines.append(f"separator = {toml(form.form.separator)}")
         given = {"columns": form.form.columns, "null_values": tuple(null_values), "quoted": form.form.quoted}
@@ -234,6 +221,21 @@ def _settings(
         sign = "# " if suggestion.may_be_result else ""
         lines += [f"{sign}{toml_key(name)} = {toml(settings)}" for name, settings in suggestion.features.items()]
     return "\n".join([*lines, *_of_the_model(used, num_rows)])
+
+
+def _tasks(label: LabelSuggestion) -> list[str]:
+    """Return the lines that say what is predicted of a label, and in comments what else could be."""
+    if label.at_least is None:
+        return []
+    lines = [f"label_at_least = {label.at_least:g}    # labels are 1 from here on, else 0"]
+    if label.mean is not None:
+        others = f"# {lines[0]}"
+        said = "# predicts the number. To predict clicks, in place of these two lines:"
+        lines = [f"label_mean = {label.mean:g}", f'task = "regression"    {said}', others]
+    if label.classes:
+        classes = f"# classes.{toml_key(label.column)} = {toml(list(label.classes))}"
+        lines += ["# Or, to predict a probability for each number:", '# task = "multiclass"', classes]
+    return lines
 
 
 def _bad_rows(num_bad: int, num_rows: int) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_trust, make_parser, positive
 from embershard.launch.quality_text import form_of, title_of
-from embershard.launch.report.compared import Candidate, Scores, read_pairs
+from embershard.launch.report.compared import ComparedModel, Scores, read_pairs
 from embershard.launch.screen import make_table, say, wide_console
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     keep = [*filter(None, (arguments.group, arguments.weight))]
-    candidates = Candidate.of(arguments.a), Candidate.of(arguments.b)
+    models = ComparedModel.of(arguments.a), ComparedModel.of(arguments.b)
     with tempfile.TemporaryDirectory() as folder:
-        pairs = read_pairs(candidates, Path(folder), keep, trust_code=arguments.trust_code)
+        pairs = read_pairs(models, Path(folder), keep, trust_code=arguments.trust_code)
     labels = _labels_of(keep, pairs)
     found = {label.removeprefix("/"): _compared(arguments, label, pairs) for label in labels}
     if arguments.json:

@@ -28,7 +28,7 @@ class Scores(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ComparedModel:
     """One of the two models that are compared: a file of scores, or runs that differ in their seeds alone.
 
     Attributes:
@@ -40,7 +40,7 @@ class Candidate:
     sources: dict[_Seeds, Path]
 
     @staticmethod
-    def of(given: str) -> Candidate:
+    def of(given: str) -> ComparedModel:
         """Return what `PATH`, or `SWEEP:SETTING=VALUE:...` for one of its configurations, names.
 
         Raises:
@@ -51,10 +51,10 @@ class Candidate:
             first, *settings = given.split(":")
             path = Path(first)
         if is_sweep(path):
-            return Candidate(given, _runs_of(path, settings))
+            return ComparedModel(given, _runs_of(path, settings))
         if settings:
             raise ConfigError(f"{given}: {path} is not the folder of a sweep; needed one before the settings.")
-        return Candidate(given, {_seeds_of(path) if path.is_dir() else (): path})
+        return ComparedModel(given, {_seeds_of(path) if path.is_dir() else (): path})
 
     def scores(self, seeds: _Seeds, folder: Path, keep: Sequence[str], *, trust_code: bool) -> Scores:
         """Return the scores of one seed; a run scores what it holds out.
@@ -121,14 +121,14 @@ def _read(source: Path, folder: Path, keep: Sequence[str], *, trust_code: bool) 
 
 
 def read_pairs(
-    candidates: tuple[Candidate, Candidate], folder: Path, keep: Sequence[str], *, trust_code: bool
+    models: tuple[ComparedModel, ComparedModel], folder: Path, keep: Sequence[str], *, trust_code: bool
 ) -> list[tuple[Scores, Scores]]:
     """Return the scores of both models, with each seed that they have in common; of one each, whatever their seeds.
 
     Raises:
-        ConfigError: as `Candidate.scores`, or they have no seed in common.
+        ConfigError: as `ComparedModel.scores`, or they have no seed in common.
     """
-    a, b = candidates
+    a, b = models
     chosen = [(seeds, seeds) for seeds in a.sources if seeds in b.sources]
     if len(a.sources) == len(b.sources) == 1:
         chosen = [(next(iter(a.sources)), next(iter(b.sources)))]
@@ -138,17 +138,17 @@ def read_pairs(
             "with the same seeds, or name one run of each."
         )
     of_a, of_b = (
-        [candidate.scores(seeds, folder, keep, trust_code=trust_code) for seeds in own]
-        for candidate, own in zip(candidates, zip(*chosen, strict=True), strict=True)
+        [model.scores(seeds, folder, keep, trust_code=trust_code) for seeds in own]
+        for model, own in zip(models, zip(*chosen, strict=True), strict=True)
     )
     return [*zip(_named(of_a, a, of_b), _named(of_b, b, of_a), strict=True)]
 
 
-def _named(own: list[Scores], candidate: Candidate, others: list[Scores]) -> list[Scores]:
+def _named(own: list[Scores], model: ComparedModel, others: list[Scores]) -> list[Scores]:
     """Return scores of runs with one label by its name, as `score/click`, where the other has several labels."""
     from embershard.launch.sweep.spread import only_label
 
-    run = next(iter(candidate.sources.values()))
+    run = next(iter(model.sources.values()))
     label = only_label(run) if run.is_dir() else ""
     if not label or f"score/{label}" not in others[0].table.column_names:
         return own
