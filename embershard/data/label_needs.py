@@ -68,14 +68,16 @@ def _needed_thresholds(least: float | tuple[float, ...] | None, tasks: Sequence[
     count = tasks.count("binary")
     is_met = least is None or (count > 0 and (not isinstance(least, tuple) or len(least) == count))
     if not count:
-        return is_met, f'nothing: with task = "{tasks[0]}", labels are numbers as they are'
+        others = " and ".join(f'"{task}"' for task in dict.fromkeys(tasks))
+        return is_met, f"nothing: with task = {others}, labels are numbers as they are"
     return is_met, f"one number, or {count}, one for each {'binary ' if count < len(tasks) else ''}label"
 
 
 def _needed_classes(labels: Set[str], classes: Mapping[str, Sequence[float]]) -> tuple[bool, str]:
+    of = f" ({', '.join(sorted(labels))})" if labels else ""
     return (
         labels == set(classes) and all(map(_are_classes, classes.values())),
-        f'of each label with task = "multiclass" 2 to {_MOST_CLASSES} numbers, each once, and nothing otherwise',
+        f'of each label with task = "multiclass"{of} 2 to {_MOST_CLASSES} numbers, each once, and nothing otherwise',
     )
 
 

@@ -138,7 +138,7 @@ class Schema:
     target: Target = field(default_factory=Target)
 
     def __post_init__(self) -> None:
-        names = [*self.dense, *self.keys, *self.target.labels]
+        names = [*self.dense, *self.keys, *dict.fromkeys([*self.target.labels, *self.target.heads])]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"the schema has columns twice: {', '.join(twice)}; every name must be unique")

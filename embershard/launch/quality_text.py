@@ -25,9 +25,7 @@ _METRICS = {
     "r2": _Metric("R2", ".4f", "0 is always predicting the mean label, 1 is perfect"),
     "ne": _Metric("NE", ".4f", "normalized entropy; below 1 beats the average click rate"),
     "logloss": _Metric("logloss", ".4f", "held-out samples"),
-    "accuracy": _Metric(
-        "accuracy", ".1%", "predictions on the label's side of 0.5; most probable classes that are right"
-    ),
+    "accuracy": _Metric("accuracy", ".1%", "predictions on the label's side of 0.5"),
     "calibration": _Metric("calibration", ".3f", "predicted over real clicks: 1 is perfect"),
     "recalibrated_ne": _Metric("recalibrated NE", ".4f", "NE of the odds times metrics.recalibration"),
     "gauc": _Metric("GAUC", ".4f", "mean AUC of the groups, by their samples"),
@@ -35,6 +33,7 @@ _METRICS = {
     "precision": _Metric("precision", ".4f", "mean over the groups: clicks among the first k, over k"),
     "recall": _Metric("recall", ".4f", "mean over the groups: clicks among the first k, of all clicks"),
 }
+_OF_CLASSES = "how often the most probable class is right"
 _MAIN = ("auc", "rmse")  # by which a label's predictions are judged
 _CHOSEN = ("recalibrated_ne", *GROUPED)  # a run has them where metrics.names asks for them
 _IN_TABLE = ("auc", "rmse", "mae", "r2", "ne", "logloss", *_CHOSEN)
@@ -83,13 +82,17 @@ def quality_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     >>> [title for title, *_ in quality_rows({"auc/click": 0.75, "accuracy/click": 0.5, "accuracy/stars": 0.4})]
     ['AUC click', 'accuracy stars']
     """
-    shown = {key: value for key, value in values.items() if metric_of(key) in _IN_TABLE or _is_of_classes(key, values)}
-    return [(f"{title} {label}".strip(), value, meaning) for title, label, value, meaning in figures(shown)]
+    whole = {f"accuracy/{label}" for label in _with_classes(values)}
+    shown = {key: value for key, value in values.items() if metric_of(key) in _IN_TABLE or key in whole}
+    return [
+        (f"{title} {label}".strip(), value, _OF_CLASSES if title == "accuracy" else meaning)
+        for title, label, value, meaning in figures(shown)
+    ]
 
 
 def slice_rows(values: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return titles and rows of a table of samples, given by name with "samples" and their figures. Of several labels,
-    each has a row, with its own "samples/LABEL" where others lack it.
+    each has a row, with the number of its own samples where there is one.
 
     >>> slice_rows({"DE": {"samples": 1200, "auc": 0.75}, "FR": {"samples": 9, "auc": None}})
     (['samples', 'AUC'], [['DE', '1,200', '0.7500'], ['FR', '9', 'n/a']])
@@ -102,7 +105,8 @@ def slice_rows(values: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list
         for label in labels:
             keys = [f"{name}/{label}" if label else name for name in names]
             cells = [number(of[key], form_of(key)) if key in of else "" for key in keys]
-            count = number(of.get(f"samples/{label}", of["samples"]), ",.0f")
+            names_of_count = (f"samples/{label}", f"samples/{label.rpartition('=')[0]}", "samples")
+            count = number(next(of[name] for name in names_of_count if name in of), ",.0f")
             rows.append([value, *([label] if len(labels) > 1 else []), count, *cells])
     return [*(["label"] if len(labels) > 1 else []), "samples", *map(title_of, names)], rows
 
@@ -121,12 +125,20 @@ def slice_tables(slices: Slices) -> list[Table]:
 
 def main_names(results: Iterable[Mapping[str, Any]], *more: str) -> list[str]:
     """Return the names of the figures by which runs are judged, of `more` metrics, and of those that `metrics.names`
-    asked for: those that any of the results has, or "auc".
+    asked for: those that any of the results has, or "auc". A label with classes has its own figures, not theirs.
 
     >>> main_names([{"auc": 0.7, "ne": 0.9}, {"rmse": 1.0}])
     ['auc', 'rmse']
+    >>> main_names([{"auc/stars=1": 0.7, "auc/stars=2": 0.6, "accuracy/stars": 0.4, "logloss/stars": 1.2}])
+    ['accuracy/stars', 'logloss/stars']
     """
-    found = [key for result in results for name in (*_MAIN, *more, *_CHOSEN) for key in _of_metric(name, result)]
+    found = []
+    for result in results:
+        whole = _with_classes(result)
+        classes = tuple(f"{label}=" for label in whole)
+        keys = [key for name in (*_MAIN, *more, *_CHOSEN) for key in _of_metric(name, result)]
+        found += [key for key in keys if not key.partition("/")[2].startswith(classes)]
+        found += [f"{name}/{label}" for label in whole for name in ("accuracy", "logloss")]
     return list(dict.fromkeys(found)) or ["auc"]
 
 
@@ -158,9 +170,10 @@ def steady_mark(*results: RunResult) -> str:
     return "" if all(result.is_steady for result in results) else " (not steady yet)"
 
 
-def _is_of_classes(name: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a figure is the accuracy of a label with classes: which has no AUC of its own."""
-    return name.startswith("accuracy/") and name.replace("accuracy", "auc", 1) not in values
+def _with_classes(values: Mapping[str, Any]) -> list[str]:
+    """Return the labels with classes: they have an accuracy, and no AUC of their own."""
+    labels = [name.partition("/")[2] for name in values if name.startswith("accuracy/")]
+    return [label for label in labels if f"auc/{label}" not in values]
 
 
 def _of_metric(metric: str, values: Mapping[str, Any]) -> list[str]:

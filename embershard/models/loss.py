@@ -97,12 +97,19 @@ def class_logits(target: TargetLike, outputs: Tensor) -> Tensor:
     parts = []
     for head in heads:
         z = outputs[:, head.start : head.stop]
-        if len(head) > 1:
-            z = z.to(torch.promote_types(z.dtype, torch.float32))
-            itself = torch.eye(len(head), dtype=torch.bool, device=z.device)
-            z = z - z.unsqueeze(1).masked_fill(itself, -torch.inf).logsumexp(dim=2)
-        parts.append(z)
+        parts.append(z if len(head) == 1 else z - _log_sum_of_others(z))
     return torch.cat(parts, dim=1)
+
+
+def _log_sum_of_others(z: Tensor) -> Tensor:
+    """Return log(sum over the others j of exp(z_j)) for each z_k, [B, K]; nothing is lost where exp(z_k) is nearly all
+    of the sum."""
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    is_largest = torch.zeros_like(z, dtype=torch.bool).scatter(1, z.argmax(dim=1, keepdim=True), value=True)
+    without_largest = z.masked_fill(is_largest, -torch.inf).logsumexp(dim=1, keepdim=True)
+    whole = z.logsumexp(dim=1, keepdim=True)
+    share = (z - whole).exp().masked_fill(is_largest, 0.0)  # at most a half
+    return torch.where(is_largest, without_largest, whole + torch.log1p(-share))
 
 
 class WithLoss(nn.Module):

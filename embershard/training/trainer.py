@@ -383,7 +383,7 @@ class Trainer:
             samples=self.samples,
             global_batch=global_batch(self.config, self.ranks.world_size),
             loss=self.loss_monitor.mean(),
-            label_losses=dict(zip(self.target.labels, self.loss_monitor.label_means(), strict=False)),
+            label_losses=dict(zip(self.target.heads, self.loss_monitor.label_means(), strict=False)),
             batches=None if schedule is None else dict(schedule.num_trained),
             learning_rate_factor=self.optimizers.factor or 1.0,
         )

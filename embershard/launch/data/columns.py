@@ -234,7 +234,8 @@ def _tasks(label: LabelSuggestion) -> list[str]:
         lines = [f"label_mean = {label.mean:g}", f'task = "regression"    {said}', others]
     if label.classes:
         classes = f"# classes.{toml_key(label.column)} = {toml(list(label.classes))}"
-        lines += ["# Or, to predict a probability for each number:", '# task = "multiclass"', classes]
+        others = "label_at_least" if label.mean is None else "label_mean and task"
+        lines += [f"# A probability for each number, in place of {others}:", '# task = "multiclass"', classes]
     return lines
 
 

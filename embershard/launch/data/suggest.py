@@ -78,7 +78,7 @@ class LabelSuggestion:
         at_least: from which number on a label would be 1; None: the column has 0 and 1.
         mean: where the numbers themselves are predicted, since the column has more than two values: their mean.
         why: what the column holds.
-        classes: all numbers that it may have, where these are few and whole.
+        classes: all numbers that it has, where these are few, whole and without a gap.
     """
 
     column: str
@@ -117,7 +117,7 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> La
     why = f"{said}; {numbers.share_at_least(least):.1%} are at least {least:g}"
     has_many = numeric[found].values.estimate > _VALUES_OF_CLICKS
     few = range(int(numbers.least), int(numbers.largest) + 1) if numbers.are_whole else range(0)
-    classes = tuple(few) if 2 < len(few) <= _MOST_CLASSES else ()
+    classes = tuple(few) if 2 < len(few) == numeric[found].values.estimate <= _MOST_CLASSES else ()
     return LabelSuggestion(found, least, _rounded(numbers.mean) if has_many else None, why, classes)
 
 

@@ -20,7 +20,7 @@ from embershard.run_result import Slices
 from embershard.training.quality.config import MetricsConfig
 from embershard.training.quality.curves import Curves, curves_of
 from embershard.training.quality.metrics import Predicted, PredictionBuffer, judge, judge_label
-from embershard.training.quality.quality import AnyQuality, LabelQualities, quality_values
+from embershard.training.quality.quality import OF_TASK, AnyQuality, LabelQualities, quality_values
 from embershard.training.quality.ranking import by_group, weighted_mean
 
 #: Slices of samples without a value, and of values with few samples.
@@ -155,16 +155,18 @@ class Evaluator:
     ) -> dict[str, dict[str, int | float | None]]:
         metrics, target, found = self._metrics, self._target, {}
         wanted = {"samples", *(name for task in target.tasks for name in metrics.of_task(task))}
+        with_classes = [label for label, head in target.heads.items() if len(head) > 1]
+        wanted |= {f"{name}/{label}" for label in with_classes for name in OF_TASK["multiclass"]}
         for value, numbers in column.slices(metrics.most_slices):
             rows = torch.from_numpy(numbers)
             own = None if groups is None else groups[rows]
-            quality = judge_with(target, predicted.take(rows), metrics, own)
-            figures = {name: each for name, each in quality_values(quality).items() if name.partition("/")[0] in wanted}
-            if isinstance(quality, LabelQualities):
-                counts = {f"samples/{label}": each.samples for label, each in quality.of.items()}
-                figures |= {name: count for name, count in counts.items() if count != quality.samples}
-            found[value] = figures
-        return found
+            values = quality_values(judge_with(target, predicted.take(rows), metrics, own))
+            found[value] = {
+                name: each for name, each in values.items() if name in wanted or name.partition("/")[0] in wanted
+            }
+        # Where some slices lack a label, all say how many samples have it.
+        counts = sorted({name for figures in found.values() for name in figures if name.startswith("samples/")})
+        return {value: {**dict.fromkeys(counts, figures["samples"]), **figures} for value, figures in found.items()}
 
     def _columns_of(self, source: Source) -> Iterator[pa.Table]:
         if not isinstance(source, ColumnSource):

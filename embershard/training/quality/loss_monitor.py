@@ -23,7 +23,7 @@ MOST_SKIPPED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class _PendingLoss:
-    """A step whose losses, signals and sums of labels [world_size, 2 + 2 T] are on their way to the host: there after
+    """A step whose losses, signals and sums of labels [world_size, 2 + 2 H] are on their way to the host: there after
     `event`."""
 
     number: int
@@ -52,13 +52,16 @@ def in_float64(
 def label_sums(
     target: Target, outputs: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the sums of w x l of each of several labels, and how many samples have it, float64 [2 T]; of one label
-    [0]."""
-    if len(target.labels) == 1:
+    """Return the sums of w x l of each of several labels, over its classes, and how many samples have it, float64
+    [2 H] of H labels; of one label [0]."""
+    heads = target.heads.values()
+    if len(heads) == 1:
         return labels.new_empty(0, dtype=torch.float64)
     wide = None if weights is None else weights.double()
     means = label_losses(target, outputs.detach().double(), labels.double(), wide)
-    return torch.cat([torch.stack(means) * len(labels), present(labels).sum(dim=0).double()])
+    losses = torch.stack([torch.stack(means[head.start : head.stop]).sum() for head in heads])
+    counts = present(labels[:, [head.start for head in heads]]).sum(dim=0)
+    return torch.cat([losses * len(labels), counts.double()])
 
 
 class LossMonitor:

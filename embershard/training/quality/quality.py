@@ -96,17 +96,22 @@ AnyQuality = Quality | RegressionQuality | LabelQualities
 
 
 def quality_values(quality: AnyQuality | ClassesQuality) -> dict[str, Any]:
-    """Return all figures by name; of several labels a figure is named as `auc/click`.
+    """Return all figures by name; of several labels a figure is named as `auc/click`, and where not all samples have a
+    label, `samples/click` is how many do.
 
-    >>> quality_values(LabelQualities(9, {"stars": RegressionQuality(9, 0.5, 0.4, None)}))
-    {'samples': 9, 'rmse/stars': 0.5, 'mae/stars': 0.4, 'r2/stars': None}
+    >>> quality_values(LabelQualities(9, {"stars": RegressionQuality(7, 0.5, 0.4, None)}))
+    {'samples': 9, 'samples/stars': 7, 'rmse/stars': 0.5, 'mae/stars': 0.4, 'r2/stars': None}
     """
     if not isinstance(quality, LabelQualities):
         values = asdict(quality)
         return values | values.pop("more")
     found: dict[str, Any] = {"samples": quality.samples}
+    with_classes = tuple(f"{label}=" for label, each in quality.of.items() if isinstance(each, ClassesQuality))
     for label, each in quality.of.items():
-        found |= {f"{name}/{label}": value for name, value in quality_values(each).items() if name != "samples"}
+        own = quality_values(each)
+        if each.samples == quality.samples or label.startswith(with_classes):  # a class has the samples of its label
+            own.pop("samples")
+        found |= {f"{name}/{label}": value for name, value in own.items()}
     return found
 
 
@@ -125,6 +130,7 @@ def main_values(quality: AnyQuality) -> dict[str, float | None]:
 OF_TASK = {
     "binary": ("auc", "ne", "logloss", "accuracy", "calibration"),
     "regression": ("rmse", "mae", "r2"),
+    "multiclass": ("logloss", "accuracy"),
 }  # fmt: skip
 GROUPED = ("gauc", "ndcg", "precision", "recall")
 
@@ -140,16 +146,13 @@ def metric_names(target: Target, more: Callable[[Task], Sequence[str]] = lambda 
     """
     names = {}
     for label, task in zip(target.labels, target.tasks, strict=True):
-        own = _names_of(Quality if task == "binary" else RegressionQuality)
+        kind = Quality if task == "binary" else RegressionQuality
+        own = [each.name for each in fields(kind) if each.name not in ("samples", "more")]
         names[label] = [*own, *(name for name in more(task) if name not in own)]
     if len(names) == 1:
         return names[target.labels[0]]
-    names |= {label: _names_of(ClassesQuality) for label, head in target.heads.items() if len(head) > 1}
+    names |= {label: [*OF_TASK["multiclass"]] for label, head in target.heads.items() if len(head) > 1}
     return [f"{name}/{label}" for label, own in names.items() for name in own]
-
-
-def _names_of(kind: type) -> list[str]:
-    return [each.name for each in fields(kind) if each.name not in ("samples", "more")]
 
 
 #: Figures by which evaluations are compared, and whether more is better. (Calibration is best at 1.)
@@ -170,14 +173,19 @@ def metric_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Judge:
-    """Compares evaluations by one figure; of several labels by that of one, or by the mean over all.
+    """Compares evaluations by one figure; of several labels by that of one, or by the mean over all. A label with
+    classes counts once: by its own figure, or else by the mean of its classes', without those that are undefined.
 
     >>> judge = Judge.of(None, Target(("click", "buy")))
     >>> judge.value({"auc/click": 0.7, "auc/buy": 0.75, "logloss/buy": 0.2}), judge.is_better(0.7, than=0.7)
     (0.725, False)
+
+    Attributes:
+        classes: the label of each class, by their names.
     """
 
     metric: str
+    classes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, metric: str | None, target: Target, more: Callable[[Task], Sequence[str]] = lambda task: ()) -> Judge:
@@ -189,19 +197,29 @@ class Judge:
         Raises:
             ConfigError: no model of this target has such a figure, or it has no direction.
         """
+        heads = {name: head for name, head in target.heads.items() if len(head) > 1}
+        classes = {target.labels[place]: name for name, head in heads.items() for place in head}
         if metric is None:
-            return cls("auc" if "binary" in target.tasks else "rmse")
+            return cls("auc" if "binary" in target.tasks else "rmse", classes)
         names = [name for name in metric_names(target, more) if metric_of(name) in MORE_IS_BETTER]
         known = list(dict.fromkeys([name.partition("/")[0] for name in names] + names))
         if metric not in known:
             raise ConfigError(f"train.metric: got {metric!r}, needed one of {', '.join(known)}.")
-        return cls(metric)
+        return cls(metric, classes)
 
     def value(self, quality: Mapping[str, Any]) -> float | None:
         """Return the figure among those of `quality_values`; None where it is undefined, or not finite."""
-        found = [value for name, value in quality.items() if self.metric in (name, name.partition("/")[0])]
-        is_defined = found and all(value is not None and math.isfinite(value) for value in found)
-        return math.fsum(found) / len(found) if is_defined else None
+        by_label: dict[str, list[float]] = {}
+        for name, value in quality.items():
+            metric, _, label = name.partition("/")
+            own = self.classes.get(label, label)
+            is_told_by_label = own != label and f"{metric}/{own}" in quality
+            if name == self.metric or (metric == self.metric and not is_told_by_label):
+                values = by_label.setdefault(own, [])
+                values += [value] if value is not None and math.isfinite(value) else []
+        if not by_label or not all(by_label.values()):
+            return None
+        return math.fsum(math.fsum(values) / len(values) for values in by_label.values()) / len(by_label)
 
     def is_better(self, value: float | None, than: float | None) -> bool:
         """Return whether a value is better than another one; an undefined one is not, and is worse than any other."""

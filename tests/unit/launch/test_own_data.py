@@ -363,6 +363,10 @@ def test_a_label_of_many_values_is_predicted_as_a_number(folder):
     """And the two other ways to train on it stand beside."""
     Path("a.csv").write_text("kind,stars\na,1\nb,3\nb,5\n")
     assert cli.main(["data", "inspect", "a.csv", "--label", "stars", "-o", "run.toml"]) == 0
+    assert "multiclass" not in Path("run.toml").read_text(), "2 and 4 may be no classes"
+    Path("a.csv").write_text("kind,stars\na,1\nb,3\nb,5\nc,2\na,4\n")
+    Path("run.toml").unlink()
+    assert cli.main(["data", "inspect", "a.csv", "--label", "stars", "-o", "run.toml"]) == 0
     assert load_config(RunConfig, Path("run.toml")).data.table.task == "regression"
     lines = Path("run.toml").read_text().splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("task = "))

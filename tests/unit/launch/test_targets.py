@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from embershard.data import Schema, SparseFeature, Target
 from embershard.data.config import TableConfig
 from embershard.decoding import to_toml
 from embershard.errors import CheckpointError, ConfigError, DataError
@@ -208,6 +209,12 @@ def test_classes_from_file_to_scores(made, folder, capsys, arch):
         score_here("run", "--set", "data.table.classes.grade=[0, 1, 2.5]")
 
 
+def test_a_label_with_classes_is_no_feature():
+    target = Target(("click", "stars"), ("binary", "multiclass")).with_classes({"stars": (1, 2)})
+    with pytest.raises(ConfigError, match="columns twice: stars"):
+        Schema(("stars",), (SparseFeature("user", 9),), target)
+
+
 @pytest.mark.parametrize(
     "classes",
     [
@@ -314,7 +321,5 @@ def test_bad_weights_are_named(made, folder, weight):
     ],
 )
 def test_settings_without_a_meaning_are_refused(changes, said):
-    from embershard.data.config import TableConfig
-
     with pytest.raises(ConfigError, match=said):
         TableConfig(**changes)

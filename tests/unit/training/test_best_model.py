@@ -309,6 +309,12 @@ def test_the_best_of_several_labels_is_that_of_their_mean():
     assert Judge.of("auc", Target(("a", "b"))).value({"auc/a": 0.5, "auc/b": 0.7, "ne/a": 0.1}) == 0.6
     assert Judge.of("auc/b", Target(("a", "b"))).value({"auc/a": 0.5, "auc/b": 0.7}) == 0.7
     assert Judge.of("auc", Target(("a", "b"))).value({"auc/a": 0.5, "auc/b": None}) is None
+    graded = Target(("a", "s"), ("binary", "multiclass")).with_classes({"s": (1, 2, 3)})
+    figures = {"auc/a": 0.5, "auc/s=1": 0.8, "auc/s=2": None, "auc/s=3": 0.6, "logloss/s=1": 9.0, "logloss/s": 1.0}
+    assert Judge.of(None, graded).value(figures) == pytest.approx((0.5 + 0.7) / 2), "a class without samples, a label"
+    assert Judge.of("logloss", graded).value({**figures, "logloss/a": 2.0}) == 1.5, "of the label, not of its classes"
+    assert Judge.of("auc/s=1", graded).value(figures) == 0.8
+    assert Judge.of("auc/s=2", graded).value(figures) is None
     smaller = Judge.of(None, Target(task="regression"))
     assert (smaller.metric, smaller.is_better(1.0, 2.0), smaller.is_better(2.0, 1.0)) == ("rmse", True, False)
 

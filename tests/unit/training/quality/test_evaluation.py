@@ -24,7 +24,7 @@ from embershard.models.loss import class_logits
 from embershard.training.quality.config import MetricsConfig
 from embershard.training.quality.evaluation import MISSING, OTHERS, Evaluation, Evaluator, ValueNumbers, value_numbers
 from embershard.training.quality.metrics import Predicted, judge
-from embershard.training.quality.quality import OF_TASK, metric_names, quality_values
+from embershard.training.quality.quality import OF_TASK, metric_names, metric_of, quality_values
 from tests.unit.training.quality.columns import Columns
 
 CPU = torch.device("cpu")
@@ -178,7 +178,8 @@ def test_figures_of_classes_are_those_of_the_textbook(samples: list[tuple[int, f
     own = list(zip(raw.double().softmax(dim=1).numpy()[there], classes[there], weights.numpy()[there], strict=True))
     total = sum(weight for *_, weight in own)
     names = {f"{name}/stars" for name in ("logloss", "accuracy")}
-    assert set(metric_names(target)) == set(values) - {"samples"} >= names
+    assert set(metric_names(target)) == {name for name in values if metric_of(name) != "samples"} >= names
+    assert values.get("samples/stars", values["samples"]) == there.sum()
     if not total:
         assert {values[name] for name in names} == {None}
         return
@@ -197,7 +198,8 @@ def test_a_slice_tells_how_many_samples_have_a_label() -> None:
     metrics = MetricsConfig(names=("auc",), slices=("country",))
     found = evaluate(predicted, metrics, target, country=["DE", "DE", "DE", "FR", "FR"]).slices["country"]
     assert (found["DE"]["samples"], found["DE"]["samples/buy"], found["FR"]["samples"]) == (3, 2, 2)
-    assert "samples/buy" not in found["FR"], "all have it"
+    assert found["FR"]["samples/buy"] == 2, "all have it"
+    assert "samples/click" not in found["DE"]
     titles, rows = slice_rows(found)
     assert titles == ["label", "samples", "AUC"]
     assert [row[:3] for row in rows] == [

@@ -9,7 +9,7 @@ from embershard.data import Target
 from embershard.models.loss import loss_of
 from embershard.training.quality.loss_monitor import label_sums
 from embershard.training.quality.metrics import Predicted, judge
-from embershard.training.quality.quality import Judge, LabelQualities, metric_names, quality_values
+from embershard.training.quality.quality import Judge, LabelQualities, metric_names, metric_of, quality_values
 
 TARGET = Target(("click", "buy", "stars"), ("binary", "binary", "regression"), may_be_missing=True)
 
@@ -34,7 +34,11 @@ def test_figures_are_those_of_the_samples_with_the_label(weighted):
         alone = Predicted(whole.outputs[there, place], whole.labels[there, place], weights)
         assert found.of[name] == judge(Target((name,), task), alone)
         assert found.of[name].samples == there.sum()
-    assert set(metric_names(target)) == set(quality_values(found)) - {"samples"}
+    values = quality_values(found)
+    assert set(metric_names(target)) == {name for name in values if metric_of(name) != "samples"}
+    assert {name: values[name] for name in values if metric_of(name) == "samples"} == {
+        "samples": 60, "samples/buy": found.of["buy"].samples, "samples/stars": found.of["stars"].samples
+    }  # fmt: skip
 
 
 def test_a_label_that_no_sample_has_has_no_figure():
