@@ -98,7 +98,7 @@ def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Co
     configurations = read_configurations(folder)
     write_configurations(folder, configurations)
     if any(len(each.results) > 1 for each in configurations):
-        for table in spread_tables(configurations):
+        for table in spread_tables(configurations, console.width):
             console.print(table)
     failed = [outcome for outcome in ended if outcome.status != "finished"]
     for outcome in failed:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 from pyarrow import csv, parquet
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
@@ -27,8 +27,7 @@ from embershard.run_result import RunResult
 from embershard.training.quality.quality import MORE_IS_BETTER, metric_of
 from embershard.whole_file import whole_file
 
-_TITLE_WIDTH = 12
-_MOST_FIGURES = 6  # of a table that a screen is wide enough for
+_TITLE_WIDTH, _SETTING_WIDTH, _BORDER = 12, 24, 3
 _LEFT_OUT = {"versions", "changes", "plan", "world_size"}
 
 
@@ -74,55 +73,54 @@ class SweepDisplay:
             say(self._console, f"{place} {shown(outcome.varied)}, repeat {outcome.repeat + 1}: {what}")
         self._refresh()
 
-    def table(self) -> Table:
+    def table(self) -> Group:
         """Return the table of all runs."""
         keys = dict.fromkeys(key for each in self._experiments for key in each.varied)
         varied = [key for key in keys if len({str(each.varied.get(key)) for each in self._experiments}) > 1]
         ended = [each.name for each in self._experiments if each.name in self._outcomes]
         results = {name: RunResult.find(run_folder(self._sweep, name)) for name in ended}
         names = main_names((each.quality for each in results.values() if each is not None), "ne")
-        right = ["seconds", "samples/s", "training loss", *map(title_of, names)]
         settings, cells = _settings([each.varied for each in self._experiments], varied)
-        table = _table(str(self._sweep), ["state", *settings, "repeat"], right)
+        left, right = [], []
         for experiment, own in zip(self._experiments, cells, strict=True):
             outcome = self._outcomes.get(experiment.name)
             waiting = "running" if experiment.name in self._running else "waiting"
             result = results.get(experiment.name)
             quality = {} if result is None else result.quality
-            table.add_row(
-                waiting if outcome is None else outcome.status,
-                *own,
-                str(experiment.repeat + 1),
-                number(None if outcome is None else outcome.seconds, ".1f"),
-                "n/a" if result is None else number(result.samples_per_second, ",.0f") + steady_mark(result),
-                number(None if result is None else result.loss, ".5f"),
-                *(number(quality.get(name), form_of(name)) for name in names),
+            left.append([waiting if outcome is None else outcome.status, *own, str(experiment.repeat + 1)])
+            right.append(
+                [
+                    number(None if outcome is None else outcome.seconds, ".1f"),
+                    "n/a" if result is None else number(result.samples_per_second, ",.0f") + steady_mark(result),
+                    number(None if result is None else result.loss, ".5f"),
+                    *(number(quality.get(name), form_of(name)) for name in names),
+                ]
             )
-        return table
+        titles = ["seconds", "samples/s", "training loss", *map(title_of, names)]
+        columns = (["state", *settings, "repeat"], left), (titles, right)
+        return Group(*_tables(str(self._sweep), *columns, self._console.width))
 
     def _refresh(self) -> None:
         if self._live is not None:
             self._live.update(self.table())
 
 
-def spread_tables(configurations: Sequence[Configuration]) -> list[Table]:
-    """Return the table of configurations: means, confidence intervals and deviations over their runs. Where there are
-    many figures, speed and hits have a table of their own."""
+def spread_tables(configurations: Sequence[Configuration], width: int) -> list[Table]:
+    """Return the table of configurations: means, confidence intervals and deviations over their runs. Where a screen of
+    `width` characters has not all figures beside each other, there are several."""
     settings, cells = _settings([each.varied for each in configurations], configurations[0].differing)
     figures = main_figures(result for each in configurations for result in each.results)
-    others = [name for name in figures if metric_of(name) not in MORE_IS_BETTER]
+    quality = [name for name in figures if metric_of(name) in MORE_IS_BETTER]
     title, verdicts = against_best(configurations)
-    many = len(figures) > _MOST_FIGURES
-    tables: list[Table] = []
-    for names in ([name for name in figures if not many or name not in others], others if many else []):
-        more = [title] if not tables else []
-        table = _table("Means of repeats", [*settings, "runs"], [*(figures[name][0] for name in names), *more])
-        for each, own, verdict in zip(configurations, cells, verdicts, strict=True):
-            texts = [spread_text(each.results, name, figures[name][1]) or "n/a" for name in names]
-            lines = [re.sub(r" (?=[(±]|to )", "\n", text) for text in (*texts, *([verdict] if more else []))]
-            table.add_row(*own, str(len(each.results)), *lines)
-        if names:
-            tables.append(table)
+    left, right = [], []
+    for each, own, verdict in zip(configurations, cells, verdicts, strict=True):
+        of = {name: spread_text(each.results, name, form) or "n/a" for name, (_, form) in figures.items()}
+        texts = [*(of.pop(name) for name in quality), verdict, *of.values()]
+        left.append([*own, str(len(each.results))])
+        right.append([re.sub(r" (?=[(±]|to )", "\n", text) for text in texts])
+    others = [figures[name][0] for name in figures if name not in quality]
+    titles = [*(figures[name][0] for name in quality), title, *others]
+    tables = _tables("Means of repeats", ([*settings, "runs"], left), (titles, right), width)
     tables[-1].caption = (
         "±: half of the mean's 95 % confidence interval (Student's t); sd: standard deviation; worse: over seeds, by "
         "more than chance explains"
@@ -130,12 +128,40 @@ def spread_tables(configurations: Sequence[Configuration]) -> list[Table]:
     return tables
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """Return a table whose numbers are whole on any screen: their columns are as narrow as titles and texts allow."""
-    table = make_table(title, left, [textwrap.fill(name, _TITLE_WIDTH) for name in right])
-    for column in table.columns[len(left) :]:
-        column.no_wrap = True
-    return table
+_Columns = tuple[Sequence[str], Sequence[Sequence[str]]]
+
+
+def _tables(title: str, left: _Columns, right: _Columns, width: int) -> list[Table]:
+    """Return a table, or several with the same columns on their left: no number is cut, and as many columns of numbers
+    as fit into `width` characters are beside each other."""
+    titles = [textwrap.fill(name, _TITLE_WIDTH) for name in right[0]]
+    left_widths = [min(each, _SETTING_WIDTH) for each in _widths(*left)]
+    parts: list[list[int]] = [[]]
+    free = width - sum(left_widths) - _BORDER * (len(left_widths) + 1)
+    used = 0
+    for place, each in enumerate(_widths(titles, right[1])):
+        if parts[-1] and used + each + _BORDER > free:
+            parts.append([])
+            used = 0
+        parts[-1].append(place)
+        used += each + _BORDER
+    tables = []
+    for part in parts:
+        table = make_table(title, left[0], [titles[place] for place in part])
+        for column, least in zip(table.columns, left_widths, strict=False):
+            column.min_width, column.overflow = least, "fold"
+        for column in table.columns[len(left_widths) :]:
+            column.no_wrap = True
+        for own, numbers in zip(left[1], right[1], strict=True):
+            table.add_row(*own, *(numbers[place] for place in part))
+        tables.append(table)
+    return tables
+
+
+def _widths(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the length of the longest line of each column."""
+    columns = zip(titles, *rows, strict=True)
+    return [max(len(line) for text in column for line in text.splitlines() or [""]) for column in columns]
 
 
 def _settings(varied: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[list[str], list[list[str]]]:

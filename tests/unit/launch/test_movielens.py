@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import runpy
 import shlex
@@ -12,8 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from embershard.launch import cli
+from embershard.launch.sweep.spread import read_configurations
+from embershard.launch.sweep.view import spread_tables
 from tests.unit.test_docs import blocks, commands
 
 NUM_RATINGS = 3000
@@ -108,3 +112,13 @@ def test_the_sweep_of_the_page(ratings, project_dir, capsys):
         for name in ("auc", "gauc", "ne"):
             assert f"{row[f'result.{name}/liked']:.4f}" in means, "no number is cut"
             assert f"± {row[f'result.{name}/liked.ci95']:.4f}" in means
+    for width in (80, 150):
+        console = Console(width=width, file=io.StringIO())
+        console.print(*spread_tables(read_configurations(Path("sweeps/two")), width))
+        said = console.file.getvalue()
+        assert max(map(len, said.splitlines())) <= width
+        for row in rows:
+            assert all(f"{row[f'result.{name}/liked']:.4f}" in said for name in ("auc", "gauc", "ne")), "none is cut"
+            assert f"│{row['model.arch']}" in said
+        assert "…" not in said
+        assert (said.count("Means of repeats") > 2) == (width == 80), "in as many tables as it takes"
