@@ -110,7 +110,8 @@ class ScoreJob(Job):
         if output is None:
             self._show(scorer.evaluate(), trained.saved.step, console)
         else:
-            _write(ScoresFile(output, scorer.target, kept) if ranks.is_first else None, scorer, console, output)
+            name = "" if self.stdout_is_taken else str(output)
+            _write(ScoresFile(output, scorer.target, kept) if ranks.is_first else None, scorer, console, name)
         return 0
 
     def _show(self, found: Evaluation, step: int, console: Console) -> None:
@@ -269,7 +270,8 @@ def kept_columns(source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
     return source.held_out_columns(list(names))
 
 
-def _write(file: ScoresFile | None, scorer: Scorer, console: Console, output: Path) -> None:
+def _write(file: ScoresFile | None, scorer: Scorer, console: Console, name: str) -> None:
+    """Write all scores; say where they are, if the file has a `name` for people."""
     num_written = 0
     try:
         with progress_bar(console, "samples") as show:
@@ -284,7 +286,8 @@ def _write(file: ScoresFile | None, scorer: Scorer, console: Console, output: Pa
         if file is not None:
             file.close()
     left_out = scorer.num_samples - num_written
-    say(console, f"{num_written:,} scores are in {output}.")
+    if name:
+        say(console, f"{num_written:,} scores are in {name}.")
     if left_out:
         say(console, f"{left_out:,} bad rows were left out (data.bad_rows): scores are not numbered as the rows are.")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_trust, make_parser, positive
 from embershard.launch.quality_text import form_of, title_of
-from embershard.launch.report.compared import ComparedModel, Scores, read_pairs
+from embershard.launch.report.compared import ComparedModel, Scores, read_pairs, seeds_text
 from embershard.launch.screen import make_table, say, wide_console
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from embershard.training.quality.comparison import PairedDifference, Samples
+
+    _Floats = NDArray[np.float64]
+    _Found = tuple[int, list[PairedDifference]]
 
 _HELP = """Compare two models on the same samples, by a paired bootstrap: the difference of each figure, the interval in
 which it is, and whether chance alone explains it. A and B are runs, which score what they hold out, files of embershard
@@ -52,25 +55,29 @@ def main(argv: Sequence[str]) -> int:
         pairs = read_pairs(models, Path(folder), keep, trust_code=arguments.trust_code)
     labels = _labels_of(keep, pairs)
     found = {label.removeprefix("/"): _compared(arguments, label, pairs) for label in labels}
+    found |= {label: _with_classes(arguments, own, pairs) for label, own in _classes(labels, pairs).items()}
     if arguments.json:
         values = {
             label: [{**dataclasses.asdict(each), "better": each.better} for each in differences]
-            for label, differences in found.items()
+            for label, (_, differences) in found.items()
         }
-        of = {"samples": len(pairs[0][0].table), "seeds": len(pairs), "level": _LEVEL}
+        of: dict[str, Any] = {"samples": len(pairs[0][0].table), "seeds": len(pairs), "level": _LEVEL}
+        of["samples_of"] = {label: count for label, (count, _) in found.items()}
         print(json.dumps({**of, "labels": values}, indent=2, allow_nan=False))
         return 0
-    _show(arguments, pairs, found)
+    _show(arguments, models, pairs, found)
     return 0
 
 
-def _show(arguments: argparse.Namespace, pairs: _Pairs, found: dict[str, list[PairedDifference]]) -> None:
-    console = wide_console()
+def _show(
+    arguments: argparse.Namespace, models: tuple[ComparedModel, ComparedModel], pairs: _Pairs, found: dict[str, _Found]
+) -> None:
+    console, count = wide_console(), len(pairs[0][0].table)
     of = f", by {arguments.group}" if arguments.group else ""
-    seeds = f", means of {len(pairs)} seeds" if len(pairs) > 1 else ""
-    say(console, f"A: {arguments.a}. B: {arguments.b}. {len(pairs[0][0].table):,} samples{of}{seeds}.")
-    for label, differences in found.items():
-        table = make_table(label, ["figure"], ["A", "B", "B - A", "95 % of it", "p", "better"])
+    say(console, f"A: {arguments.a}. B: {arguments.b}. {count:,} samples{of}.", *seeds_text(models, len(pairs)))
+    for label, (own, differences) in found.items():
+        title = f"{label}: {own:,} samples have it" if own != count else label
+        table = make_table(title, ["figure"], ["A", "B", "B - A", "95 % of it", "p", "better"])
         for each in differences:
             form = form_of(each.metric)
             low, high = format(each.low, f"+{form}"), format(each.high, f"+{form}")
@@ -108,15 +115,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _labels_of(keep: Sequence[str], pairs: _Pairs) -> list[str]:
     """Return the ends of the names of the columns of each label that all scores have, as "" or "/click"."""
-    every = [each for pair in pairs for each in pair]
-    first = every[0]
-    names = [[name[len("score") :] for name in each.table.column_names if name.startswith("score")] for each in every]
-    common = [name for name in names[0] if all(name in own for own in names)]
-    for each in every:
-        missing = [f"{kind}{name}" for name in common or [""] for kind in ("score", "label")]
-        missing = [name for name in missing if name not in each.table.column_names]
-        if missing:
-            raise ConfigError(f"{each.name} has no column {missing[0]!r}: needed scores of samples with labels.")
+    first, *others = [each for pair in pairs for each in pair]
+    names = [name[len("score") :] for name in first.table.column_names if name.startswith("score")]
+    columns = [{*each.table.column_names} for each in (first, *others)]
+    common = [name for name in names if all({f"score{name}", f"label{name}"} <= own for own in columns)]
+    if not common:
+        wanted = [f"{kind}{name}" for name in names or [""] for kind in ("score", "label")]
+        lacking = (
+            (each, name)
+            for each, own in zip((first, *others), columns, strict=True)
+            for name in wanted
+            if name not in own
+        )
+        each, name = next(lacking)
+        raise ConfigError(f"{each.name} has no column {name!r}: needed scores of samples with labels.")
+    for each in others:
         if len(first.table) != len(each.table):
             raise ConfigError(
                 f"{first.name} has {len(first.table):,} samples and {each.name} {len(each.table):,}: needed the same "
@@ -125,6 +138,21 @@ def _labels_of(keep: Sequence[str], pairs: _Pairs) -> list[str]:
         for name in [*(f"label{name}" for name in common), *keep]:
             _check_same(name, first, each)
     return common
+
+
+def _classes(labels: Sequence[str], pairs: _Pairs) -> dict[str, list[str]]:
+    """Return the labels that are classes of one, as "/stars=4", by its name: a sample that has it has one of them."""
+    import numpy as np
+
+    found: dict[str, list[str]] = {}
+    for label in labels:
+        found.setdefault(label.removeprefix("/").rpartition("=")[0], []).append(label)
+    for name in [*found]:
+        numbers = [_numbers(pairs[0][0].table, f"label{label}") for label in found[name]]
+        total = np.sum(numbers, axis=0)
+        if not name or len(numbers) < 2 or not (np.isnan(total) | (total == 1)).all():
+            del found[name]
+    return found
 
 
 def _check_same(name: str, first: Scores, other: Scores) -> None:
@@ -139,28 +167,73 @@ def _check_same(name: str, first: Scores, other: Scores) -> None:
             )
 
 
-def _compared(arguments: argparse.Namespace, label: str, pairs: _Pairs) -> list[PairedDifference]:
+def _compared(arguments: argparse.Namespace, label: str, pairs: _Pairs) -> _Found:
     import numpy as np
-    import pyarrow as pa
 
-    from embershard.training.quality import comparison
     from embershard.training.quality.quality import OF_TASK
 
-    there = pa.array(~np.isnan(_numbers(pairs[0][0].table, f"label{label}")))  # samples that have the label
-    pairs = [(a._replace(table=a.table.filter(there)), b._replace(table=b.table.filter(there))) for a, b in pairs]
+    pairs = _with_label(label, pairs)
     first = pairs[0][0].table
     is_binary = f"logit{label}" in first.column_names
     metrics = arguments.metrics
     if metrics is None:
         metrics = [*OF_TASK["binary" if is_binary else "regression"]]
         metrics += ["gauc"] if is_binary and arguments.group else []
-    samples = _samples(arguments, first, label)
+    samples = _samples(arguments, first, _numbers(first, f"label{label}"))
     a, b = (np.stack([_numbers(each.table, f"score{label}") for each in own]) for own in zip(*pairs, strict=True))
+    return len(first), _differences(arguments, samples, a, b, metrics)
+
+
+def _with_classes(arguments: argparse.Namespace, labels: Sequence[str], pairs: _Pairs) -> _Found:
+    """Compare the accuracy and the log loss of a label with classes, whose own labels these are."""
+    import numpy as np
+
+    from embershard.training.quality.quality import OF_TASK
+
+    pairs = _with_label(labels[0], pairs)
+    table = pairs[0][0].table
+    own = np.stack([_numbers(table, f"label{label}") for label in labels], axis=1)
+    samples = _samples(arguments, table, np.ones(len(table)))
+    found = []
+    for metric in OF_TASK["multiclass"]:
+        if arguments.metrics is not None and metric not in arguments.metrics:
+            continue
+        a, b = (
+            np.stack([_right(each.table, labels, own, metric) for each in model]) for model in zip(*pairs, strict=True)
+        )
+        found += _differences(arguments, samples, a, b, [metric])
+    return len(table), found
+
+
+def _right(table: pa.Table, labels: Sequence[str], own: _Floats, metric: str) -> _Floats:
+    """Return for each sample, of its class, the probability ("logloss"), or 1 if that is the largest ("accuracy")."""
+    import numpy as np
+
+    scores = np.stack([_numbers(table, f"score{label}") for label in labels], axis=1)
+    if metric == "logloss":
+        return np.asarray((scores * own).sum(axis=1))
+    return np.asarray(scores.argmax(axis=1) == own.argmax(axis=1), np.float64)
+
+
+def _with_label(label: str, pairs: _Pairs) -> _Pairs:
+    """Return the scores of the samples that have a label."""
+    import numpy as np
+    import pyarrow as pa
+
+    there = pa.array(~np.isnan(_numbers(pairs[0][0].table, f"label{label}")))
+    return [(a._replace(table=a.table.filter(there)), b._replace(table=b.table.filter(there))) for a, b in pairs]
+
+
+def _differences(
+    arguments: argparse.Namespace, samples: Samples, a: _Floats, b: _Floats, metrics: Sequence[str]
+) -> list[PairedDifference]:
+    from embershard.training.quality import comparison
+
     options: dict[str, Any] = {"num_replicates": arguments.replicates, "seed": arguments.seed}
     return comparison.compare(samples, a, b, metrics, confidence=_LEVEL, **options)
 
 
-def _samples(arguments: argparse.Namespace, table: pa.Table, label: str) -> Samples:
+def _samples(arguments: argparse.Namespace, table: pa.Table, labels: _Floats) -> Samples:
     import numpy as np
 
     from embershard.training.quality.comparison import Samples
@@ -170,7 +243,7 @@ def _samples(arguments: argparse.Namespace, table: pa.Table, label: str) -> Samp
     if arguments.group:
         codes = table[arguments.group].combine_chunks().dictionary_encode().indices
         groups = codes.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    return Samples(_numbers(table, f"label{label}"), weights, groups)
+    return Samples(labels, weights, groups)
 
 
 def _numbers(table: pa.Table, name: str) -> NDArray[np.float64]:

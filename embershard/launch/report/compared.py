@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from embershard.decoding import flat, read_toml
+from embershard.decoding import flat, read_toml, toml_value
 from embershard.errors import ConfigError, naming_file
 from embershard.launch.config import RUN_CONFIG
 from embershard.launch.report.run_folder import is_sweep
@@ -48,12 +49,16 @@ class ComparedModel:
         """
         path, settings = Path(given), []
         if not path.exists():
-            first, *settings = given.split(":")
+            first, *settings = re.split(r":(?=[A-Za-z_][\w.]*=)", given)
             path = Path(first)
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or folder; needed a run, a sweep or a Parquet file of scores.")
         if is_sweep(path):
             return ComparedModel(given, _runs_of(path, settings))
         if settings:
             raise ConfigError(f"{given}: {path} is not the folder of a sweep; needed one before the settings.")
+        if path.is_dir() and not (path / RUN_CONFIG).is_file():
+            raise ConfigError(f"{path} is the folder of neither a run nor a sweep.")
         return ComparedModel(given, {_seeds_of(path) if path.is_dir() else (): path})
 
     def scores(self, seeds: _Seeds, folder: Path, keep: Sequence[str], *, trust_code: bool) -> Scores:
@@ -74,26 +79,41 @@ class ComparedModel:
 def _runs_of(sweep: Path, settings: Sequence[str]) -> dict[_Seeds, Path]:
     from embershard.launch.sweep.spread import read_configurations
 
-    found = [each for each in read_configurations(sweep) if each.folders]
-    chosen = [each for each in found if {*settings} <= {shown({key: each.varied[key]}) for key in each.varied}]
-    if not found:
-        raise ConfigError(f"{sweep}: no run of the sweep has finished.")
+    found = read_configurations(sweep)
+    own = [{key: each.varied[key] for key in each.differing if key in each.varied} for each in found]
+    chosen = [place for place, each in enumerate(found) if all(_has(each.varied, setting) for setting in settings)]
+    # Where one configuration has no other setting than these, it is meant.
+    whole = [place for place in chosen if sum(_has(own[place], setting) for setting in settings) == len(own[place])]
+    chosen = whole if len(whole) == 1 else chosen
+    given = ":".join([str(sweep), *settings])
     if len(chosen) != 1:
+        places = chosen or range(len(found))
         names = [
-            ":".join([str(sweep), *(shown({key: each.varied[key]}) for key in each.differing if key in each.varied)])
-            for each in chosen or found
+            ":".join([str(sweep), *(shown({key: value}) for key, value in own[place].items())]) for place in places
         ]
         raise ConfigError(
-            f"{':'.join([str(sweep), *settings])}: got {len(chosen)} configurations, needed one. Name it, by as few "
-            "of its settings as do:" + "".join(f"\n  {shlex.quote(name)}" for name in names)
+            f"{given}: got {len(chosen)} configurations, needed one. Name it, by as few of its settings as do:"
+            + "".join(f"\n  {shlex.quote(name)}" for name in names)
         )
-    return {_seeds_of(folder): folder for folder in reversed(chosen[0].folders)}
+    folders = found[chosen[0]].folders
+    if not folders:
+        raise ConfigError(f"{given}: none of its runs has finished.")
+    return {_seeds_of(folder): folder for folder in reversed(folders)}
+
+
+def _has(varied: Mapping[str, Any], setting: str) -> bool:
+    """Return whether a configuration has a setting, given as KEY=VALUE."""
+    key, _, text = setting.partition("=")
+    try:
+        value = toml_value(text)
+    except ValueError:  # a text without quotes
+        value = text
+    return key in varied and (str(varied[key]) == text or bool(varied[key] == value))
 
 
 def _seeds_of(run: Path) -> _Seeds:
-    """Return what repeats of a run differ in; () where the folder is not that of a run."""
-    file = run / RUN_CONFIG
-    settings = flat(read_toml(file)) if file.is_file() else {}
+    """Return what repeats of a run differ in."""
+    settings = flat(read_toml(run / RUN_CONFIG))
     return tuple(settings[key] for key in SEEDS if key in settings)
 
 
@@ -142,6 +162,16 @@ def read_pairs(
         for model, own in zip(models, zip(*chosen, strict=True), strict=True)
     )
     return [*zip(_named(of_a, a, of_b), _named(of_b, b, of_a), strict=True)]
+
+
+def seeds_text(models: tuple[ComparedModel, ComparedModel], num_pairs: int) -> list[str]:
+    """Return sentences that say which seeds were compared; none where neither model has several."""
+    a, b = (each.sources.keys() for each in models)
+    if max(len(a), len(b)) == 1:
+        return []
+    left_out = "; ".join(shown(dict(zip(SEEDS, seeds, strict=False))) for seeds in [*(a - b), *(b - a)])
+    what = f"Means of {num_pairs} seeds." if num_pairs > 1 else "One seed: what another one would change is not known."
+    return [what, *([f"Not in both, and left out: {left_out}."] if left_out else [])]
 
 
 def _named(own: list[Scores], model: ComparedModel, others: list[Scores]) -> list[Scores]:

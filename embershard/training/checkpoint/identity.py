@@ -26,6 +26,7 @@ BATCH, SEED = "train.global_batch_size", "data.seed"
 #: Whether batches are packed of hot and cold samples, and of which; "plain": they are not.
 ORDER, PLAIN = "data.order", "plain"
 FEATURES, LABELS, IDS = "data.table.features", "data.table.label", "ids"
+CLASSES = "data.table.classes"
 #: The file that defines a model of one's own. Not compared where a trained model scores: its weights must fit.
 SOURCE = "model.source"
 _FILES = ("data.files", "data.eval_files")
@@ -155,8 +156,9 @@ def refusal(found: Sequence[Change]) -> str:
     rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
-    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER, SOURCE, FEATURES, IDS)]
+    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER, SOURCE, FEATURES, CLASSES, IDS)]
     back += ["the features"] if any(change.key == FEATURES for change in found) else []
+    back += [f"{CLASSES} in the file"] if any(change.key == CLASSES for change in found) else []
     back += ["the rules of ids"] if any(change.key == IDS for change in found) else []
     back += (
         ["sharding.mode, sharding.hot_bytes and the profile"] if any(change.key == ORDER for change in found) else []

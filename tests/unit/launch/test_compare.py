@@ -16,6 +16,7 @@ from embershard.errors import ConfigError
 from embershard.launch import score
 from embershard.launch.cli import main as embershard
 from embershard.launch.report.compare import main
+from embershard.launch.report.compared import ComparedModel
 from embershard.launch.sweep.outcomes import Outcome, keep_outcome
 from tests.unit.launch.conftest import start_here
 
@@ -149,6 +150,9 @@ def swept(tmp_path, monkeypatch):
             source = source.rename_columns(names).append_column("score/stars", source["score"])
         pq.write_table(source, folder / "scores.parquet")
 
+    failed = {"model.arch": "own:build", "train.seed": 1}
+    outcome = Outcome("2-1", "2-1", 0, 1, failed, "failed", "", 1.0, "2026-11-25T00:00:00+00:00", 1, group="2")
+    keep_outcome(outcome, tmp_path / "sweep")
     for seed in (1, 2):
         run(0, seed, 0.2, "liked")
     for seed in (2, 1, 3):
@@ -189,20 +193,75 @@ def test_configurations_of_sweeps_are_paired_by_seed(swept, capsys):
         assert both["better"] == "B"
         assert both["low"] < both["b"] - both["a"] < both["high"]
     assert main([*names, "--group", "user_id"]) == 0
-    assert "means of 2 seeds" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Means of 2 seeds." in said
+    assert "Not in both, and left out: train.seed=3." in said
     assert main([*reversed(names), *options]) == 0
     back = json.loads(capsys.readouterr().out)["labels"]["liked"]
     assert [each["better"] for each in back] == ["A", "A"]
     assert [each["low"] for each in back] == pytest.approx([-each["high"] for each in found["labels"]["liked"]])
 
 
+def test_settings_of_a_configuration_are_values(swept):
+    """As TOML or as texts; and a configuration is meant that has no other setting than these."""
+    shared = {"model.over_arch_layer_sizes=[64,1]", "model.over_arch_layer_sizes=[64, 1]"}
+    for setting in (*shared, 'model.arch="mmoe"', "model.arch=mmoe"):
+        assert len(ComparedModel.of(f"{swept}:{setting}").sources) == 3
+    run = swept / "runs" / "0-9"
+    shutil.copytree(swept / "runs" / "0-1", run)
+    bare = Outcome(
+        "0-9", "0-9", 0, 1, {"train.seed": 9}, "finished", "", 1.0, "2026-11-25T00:00:00+00:00", 1, group="9"
+    )
+    keep_outcome(bare, swept)
+    assert [*ComparedModel.of(str(swept)).sources.values()] == [run]
+
+
+def test_one_seed_in_common_is_said(swept, capsys):
+    assert main([str(swept / "runs" / "0-1"), f"{swept}:model.arch=mmoe", "--group", "user_id"]) == 0
+    said = capsys.readouterr().out
+    assert "One seed: what another one would change is not known." in said
+    assert "left out: train.seed=2; train.seed=3." in said or "left out: train.seed=3; train.seed=2." in said
+
+
+def test_a_label_with_classes_has_figures_of_its_own(tmp_path, capsys):
+    """Accuracy and log loss of the most probable class, against numpy; of the samples that have the label."""
+    rng = np.random.default_rng(0)
+    own, there = rng.integers(0, 3, 500), rng.random(500) < 0.7
+    shares = [rng.dirichlet(np.ones(3) + skill * np.eye(3)[each]) for skill in (0.5, 3.0) for each in own]
+    files = []
+    for name, scores in zip("ab", np.array(shares).reshape(2, 500, 3), strict=True):
+        columns = {}
+        for place, each in enumerate(("stars=1", "stars=2", "stars=3")):
+            columns[f"logit/{each}"] = np.log(scores[:, place] / (1 - scores[:, place]))
+            columns[f"score/{each}"] = scores[:, place]
+            columns[f"label/{each}"] = np.where(there, own == place, np.nan)
+        columns |= {"score/a=x": rng.random(500), "label/a=x": np.arange(500.0), "label/only": own}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+        files.append(str(tmp_path / f"{name}.parquet"))
+    assert main([*files, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["labels"]) == ["stars=1", "stars=2", "stars=3", "a=x", "stars"]
+    assert found["samples_of"] == {**dict.fromkeys(["stars=1", "stars=2", "stars=3", "stars"], there.sum()), "a=x": 500}
+    loss, accuracy = found["labels"]["stars"]
+    for model, scores in zip("ab", np.array(shares).reshape(2, 500, 3), strict=True):
+        right = scores[np.arange(500), own][there]
+        assert loss[model] == pytest.approx(-np.log(right).mean())
+        assert accuracy[model] == pytest.approx((scores.argmax(axis=1) == own)[there].mean())
+    assert (loss["metric"], accuracy["metric"], loss["better"], accuracy["better"]) == ("logloss", "accuracy", "B", "B")
+    assert main([*files, "--metrics", "accuracy"]) == 0
+    assert f"stars: {there.sum()} samples have it" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("", r"got 2 configurations, needed one.*\n  \S+:model.arch=dlrm\n  '\S+:model.arch=mmoe:"),
+        ("", r"got 3 configurations, needed one.*\n  \S+:model.arch=dlrm\n  '\S+:model.arch=mmoe:"),
         (":model.arch=din", "got 0 configurations, needed one"),
         ("/runs/1-3", "no seed in common"),
-        ("/scores:a=1", "is not the folder of a sweep"),
+        ("/states:a=1", "is not the folder of a sweep"),
+        ("/states", "neither a run nor a sweep"),
+        ("/none", "none: no such file or folder"),
+        (":model.arch=own:build", "own:build: none of its runs has finished"),
     ],
 )
 def test_what_of_a_sweep_is_meant(swept, spec, message):

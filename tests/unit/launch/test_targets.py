@@ -197,6 +197,7 @@ def test_classes_from_file_to_scores(made, folder, capsys, arch):
     assert "auc/grade" not in result
     names = [f"score/{name}" for name in ("click", *grades, "rated")]
     assert serves(Path("exported"), table, {name: scores[name].to_numpy() for name in names}, names)
+    assert json.loads(Path("exported/export.json").read_text())["classes"] == {"grade": grades}
     for words in (
         ["report", "run"],
         ["report", "run", "-o", "page.html"],
@@ -205,6 +206,9 @@ def test_classes_from_file_to_scores(made, folder, capsys, arch):
         assert cli.main(words) == 0
     assert "accuracy grade" in capsys.readouterr().out
     assert cli.main(["data", "validate", "--config", "run.toml"]) == 0
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert {"loss/click", "loss/grade", "loss/rated"} < set([line for line in lines if line["kind"] == "train"][-1])
+    assert set(result["label_losses"]) == {"click", "grade", "rated"}
     with pytest.raises(CheckpointError, match=r"data.table.classes"):
         score_here("run", "--set", "data.table.classes.grade=[0, 1, 2.5]")
 
