@@ -55,7 +55,9 @@ def main(argv: Sequence[str]) -> int:
         pairs = read_pairs(models, Path(folder), keep, trust_code=arguments.trust_code)
     labels = _labels_of(keep, pairs)
     found = {label.removeprefix("/"): _compared(arguments, label, pairs) for label in labels}
-    found |= {label: _with_classes(arguments, own, pairs) for label, own in _classes(labels, pairs).items()}
+    for label, own in _classes(labels, pairs).items():
+        if (of_classes := _with_classes(arguments, own, pairs))[1]:
+            found[label] = of_classes
     if arguments.json:
         values = {
             label: [{**dataclasses.asdict(each), "better": each.better} for each in differences]

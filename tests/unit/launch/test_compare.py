@@ -250,6 +250,8 @@ def test_a_label_with_classes_has_figures_of_its_own(tmp_path, capsys):
     assert (loss["metric"], accuracy["metric"], loss["better"], accuracy["better"]) == ("logloss", "accuracy", "B", "B")
     assert main([*files, "--metrics", "accuracy"]) == 0
     assert f"stars: {there.sum()} samples have it" in capsys.readouterr().out
+    assert main([*files, "--metrics", "calibration", "--json"]) == 0
+    assert "stars" not in json.loads(capsys.readouterr().out)["labels"], "it has no such figure"
 
 
 @pytest.mark.parametrize(
