@@ -74,6 +74,15 @@ class Target:
         return dict(_heads(self.labels, self.widths))
 
     @property
+    def classes(self) -> dict[str, list[str]]:
+        """The labels that are the classes of one, by its name.
+
+        >>> Target(("click", "stars=1", "stars=2", "stars=3"), widths=(1, 3)).classes
+        {'stars': ['stars=1', 'stars=2', 'stars=3']}
+        """
+        return {name: [self.labels[place] for place in head] for name, head in self.heads.items() if len(head) > 1}
+
+    @property
     def tasks(self) -> tuple[Task, ...]:
         """The task of each label."""
         return self.task if isinstance(self.task, tuple) else (self.task,) * len(self.labels)

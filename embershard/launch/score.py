@@ -87,8 +87,7 @@ class ScoreJob(Job):
         config, keep = run_config(arguments), tuple(getattr(arguments, "keep", ()))
         form = getattr(arguments, "format", None)
         places = config, run_dir, arguments.trust_code, checkpoints, arguments.step, output
-        taken = form is not None or getattr(arguments, "stdout_is_taken", False)
-        return ScoreJob(*places, keep, form, taken)
+        return ScoreJob(*places, keep, form, stdout_is_taken=form is not None)
 
     def run(self, ranks: Ranks, supervision: Supervision) -> int:
         """Score the held-out samples: into the file, or, without one, show the quality. Return 0. Collective."""
@@ -149,8 +148,7 @@ def score_held_out(run_dir: Path, output: Path, keep: Sequence[str] = (), *, tru
     """
     words = [str(run_dir), "-o", str(output), *(["--keep", ",".join(keep)] if keep else [])]
     arguments = _parser("predict", starts_ranks=True).parse_args([*words, *(["--trust-code"] if trust_code else [])])
-    arguments.stdout_is_taken = True
-    if _start(arguments):
+    if _start(arguments, dataclasses.replace(ScoreJob.of(arguments), stdout_is_taken=True)):
         raise ConfigError(f"{run_dir} could not be scored; its messages stand above.")
 
 
@@ -161,11 +159,10 @@ def _score(command: str, argv: Sequence[str]) -> int:
     arguments = _parser(command, starts_ranks=True).parse_args(argv)
     if command == "predict":
         check_new_output(arguments.output)
-    return _start(arguments)
+    return _start(arguments, ScoreJob.of(arguments))
 
 
-def _start(arguments: argparse.Namespace) -> int:
-    job = ScoreJob.of(arguments)
+def _start(arguments: argparse.Namespace, job: ScoreJob) -> int:
     job.config.train.rank_batch_size(arguments.nproc)  # raises before any rank starts
     return launcher.start_ranks(
         arguments.nproc,

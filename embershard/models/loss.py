@@ -91,11 +91,11 @@ def class_logits(target: TargetLike, outputs: Tensor) -> Tensor:
     >>> class_logits(target, torch.tensor([[0.5, 3.0, 1.0]]))
     tensor([[ 0.5000,  2.0000, -2.0000]])
     """
-    heads = target.heads.values()
-    if all(len(head) == 1 for head in heads):
+    heads = target.heads
+    if len(heads) == len(target.labels):
         return outputs
     parts = []
-    for head in heads:
+    for head in heads.values():
         z = outputs[:, head.start : head.stop]
         parts.append(z if len(head) == 1 else z - _log_sum_of_others(z))
     return torch.cat(parts, dim=1)

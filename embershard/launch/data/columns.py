@@ -229,9 +229,8 @@ def _tasks(label: LabelSuggestion) -> list[str]:
         return []
     lines = [f"label_at_least = {label.at_least:g}    # labels are 1 from here on, else 0"]
     if label.mean is not None:
-        others = f"# {lines[0]}"
         said = "# predicts the number. To predict clicks, in place of these two lines:"
-        lines = [f"label_mean = {label.mean:g}", f'task = "regression"    {said}', others]
+        lines = [f"label_mean = {label.mean:g}", f'task = "regression"    {said}', f"# {lines[0]}"]
     if label.classes:
         classes = f"# classes.{toml_key(label.column)} = {toml(list(label.classes))}"
         others = "label_at_least" if label.mean is None else "label_mean and task"

@@ -139,11 +139,7 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
         "arch": config.model.title,
         "labels": schema.target.labels,
         "task": schema.target.task,
-        "classes": {
-            name: [schema.target.labels[place] for place in head]
-            for name, head in schema.target.heads.items()
-            if len(head) > 1
-        },
+        "classes": schema.target.classes,
         "dtype": request.dtype,
         "versions": versions(),
     }

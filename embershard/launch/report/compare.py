@@ -174,16 +174,18 @@ def _compared(arguments: argparse.Namespace, label: str, pairs: _Pairs) -> _Foun
 
     from embershard.training.quality.quality import OF_TASK
 
-    pairs = _with_label(label, pairs)
     first = pairs[0][0].table
+    labels = _numbers(first, f"label{label}")
+    there = ~np.isnan(labels)  # the samples that have the label
     is_binary = f"logit{label}" in first.column_names
     metrics = arguments.metrics
     if metrics is None:
         metrics = [*OF_TASK["binary" if is_binary else "regression"]]
         metrics += ["gauc"] if is_binary and arguments.group else []
-    samples = _samples(arguments, first, _numbers(first, f"label{label}"))
-    a, b = (np.stack([_numbers(each.table, f"score{label}") for each in own]) for own in zip(*pairs, strict=True))
-    return len(first), _differences(arguments, samples, a, b, metrics)
+    a, b = (
+        np.stack([_numbers(each.table, f"score{label}")[there] for each in model]) for model in zip(*pairs, strict=True)
+    )
+    return int(there.sum()), _differences(arguments, _samples(arguments, first, labels[there], there), a, b, metrics)
 
 
 def _with_classes(arguments: argparse.Namespace, labels: Sequence[str], pairs: _Pairs) -> _Found:
@@ -192,38 +194,28 @@ def _with_classes(arguments: argparse.Namespace, labels: Sequence[str], pairs: _
 
     from embershard.training.quality.quality import OF_TASK
 
-    pairs = _with_label(labels[0], pairs)
     table = pairs[0][0].table
     own = np.stack([_numbers(table, f"label{label}") for label in labels], axis=1)
-    samples = _samples(arguments, table, np.ones(len(table)))
+    there = ~np.isnan(own[:, 0])
+    own = own[there]
+    samples = _samples(arguments, table, np.ones(len(own)), there)
+    of_models = [[_right(each.table, labels, own, there) for each in model] for model in zip(*pairs, strict=True)]
     found = []
     for metric in OF_TASK["multiclass"]:
-        if arguments.metrics is not None and metric not in arguments.metrics:
-            continue
-        a, b = (
-            np.stack([_right(each.table, labels, own, metric) for each in model]) for model in zip(*pairs, strict=True)
-        )
-        found += _differences(arguments, samples, a, b, [metric])
-    return len(table), found
+        if arguments.metrics is None or metric in arguments.metrics:
+            a, b = (np.stack([right[metric] for right in model]) for model in of_models)
+            found += _differences(arguments, samples, a, b, [metric])
+    return len(own), found
 
 
-def _right(table: pa.Table, labels: Sequence[str], own: _Floats, metric: str) -> _Floats:
-    """Return for each sample, of its class, the probability ("logloss"), or 1 if that is the largest ("accuracy")."""
+def _right(table: pa.Table, labels: Sequence[str], own: _Floats, there: NDArray[np.bool_]) -> dict[str, _Floats]:
+    """Return for each sample, of the class that it has, the probability ("logloss"), and 1 if that is the largest
+    ("accuracy")."""
     import numpy as np
 
-    scores = np.stack([_numbers(table, f"score{label}") for label in labels], axis=1)
-    if metric == "logloss":
-        return np.asarray((scores * own).sum(axis=1))
-    return np.asarray(scores.argmax(axis=1) == own.argmax(axis=1), np.float64)
-
-
-def _with_label(label: str, pairs: _Pairs) -> _Pairs:
-    """Return the scores of the samples that have a label."""
-    import numpy as np
-    import pyarrow as pa
-
-    there = pa.array(~np.isnan(_numbers(pairs[0][0].table, f"label{label}")))
-    return [(a._replace(table=a.table.filter(there)), b._replace(table=b.table.filter(there))) for a, b in pairs]
+    scores = np.stack([_numbers(table, f"score{label}")[there] for label in labels], axis=1)
+    is_largest = scores.argmax(axis=1) == own.argmax(axis=1)
+    return {"logloss": (scores * own).sum(axis=1), "accuracy": is_largest.astype(np.float64)}
 
 
 def _differences(
@@ -235,15 +227,16 @@ def _differences(
     return comparison.compare(samples, a, b, metrics, confidence=_LEVEL, **options)
 
 
-def _samples(arguments: argparse.Namespace, table: pa.Table, labels: _Floats) -> Samples:
+def _samples(arguments: argparse.Namespace, table: pa.Table, labels: _Floats, there: NDArray[np.bool_]) -> Samples:
     import numpy as np
+    import pyarrow as pa
 
     from embershard.training.quality.comparison import Samples
 
-    weights = _numbers(table, arguments.weight) if arguments.weight else None
+    weights = _numbers(table, arguments.weight)[there] if arguments.weight else None
     groups = None
     if arguments.group:
-        codes = table[arguments.group].combine_chunks().dictionary_encode().indices
+        codes = table[arguments.group].filter(pa.array(there)).combine_chunks().dictionary_encode().indices
         groups = codes.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     return Samples(labels, weights, groups)
 

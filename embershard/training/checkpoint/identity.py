@@ -26,7 +26,6 @@ BATCH, SEED = "train.global_batch_size", "data.seed"
 #: Whether batches are packed of hot and cold samples, and of which; "plain": they are not.
 ORDER, PLAIN = "data.order", "plain"
 FEATURES, LABELS, IDS = "data.table.features", "data.table.label", "ids"
-CLASSES = "data.table.classes"
 #: The file that defines a model of one's own. Not compared where a trained model scores: its weights must fit.
 SOURCE = "model.source"
 _FILES = ("data.files", "data.eval_files")
@@ -156,9 +155,8 @@ def refusal(found: Sequence[Change]) -> str:
     rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
-    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER, SOURCE, FEATURES, CLASSES, IDS)]
+    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER, SOURCE, FEATURES, IDS)]
     back += ["the features"] if any(change.key == FEATURES for change in found) else []
-    back += [f"{CLASSES} in the file"] if any(change.key == CLASSES for change in found) else []
     back += ["the rules of ids"] if any(change.key == IDS for change in found) else []
     back += (
         ["sharding.mode, sharding.hot_bytes and the profile"] if any(change.key == ORDER for change in found) else []
@@ -171,6 +169,8 @@ def refusal(found: Sequence[Change]) -> str:
 
 
 def _set_back(change: Change) -> str:
+    if change.saved.startswith("{"):  # a table, of which --set takes one value at a time
+        return f"{change.key} in the file"
     alone = "--set train.batch_size=none " if change.key == BATCH else ""  # one of the two decides
     return f"{alone}--set {shlex.quote(f'{change.key}={change.saved}')}"
 

@@ -155,8 +155,7 @@ class Evaluator:
     ) -> dict[str, dict[str, int | float | None]]:
         metrics, target, found = self._metrics, self._target, {}
         wanted = {"samples", *(name for task in target.tasks for name in metrics.of_task(task))}
-        with_classes = [label for label, head in target.heads.items() if len(head) > 1]
-        wanted |= {f"{name}/{label}" for label in with_classes for name in OF_TASK["multiclass"]}
+        wanted |= {f"{name}/{label}" for label in target.classes for name in OF_TASK["multiclass"]}
         for value, numbers in column.slices(metrics.most_slices):
             rows = torch.from_numpy(numbers)
             own = None if groups is None else groups[rows]

@@ -121,7 +121,7 @@ def judge(target: Target, predicted: Predicted) -> AnyQuality:
     each: dict[str, Any] = {name: judge_label(task, own) for (name, own), task in labels}
     if len(each) == 1:
         return each[target.labels[0]]  # type: ignore[no-any-return]
-    each |= {name: _judge_classes(predicted, head) for name, head in target.heads.items() if len(head) > 1}
+    each |= {name: _judge_classes(predicted, target.heads[name]) for name in target.classes}
     return LabelQualities(len(predicted.labels), each)
 
 

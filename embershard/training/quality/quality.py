@@ -151,7 +151,7 @@ def metric_names(target: Target, more: Callable[[Task], Sequence[str]] = lambda 
         names[label] = [*own, *(name for name in more(task) if name not in own)]
     if len(names) == 1:
         return names[target.labels[0]]
-    names |= {label: [*OF_TASK["multiclass"]] for label, head in target.heads.items() if len(head) > 1}
+    names |= {label: [*OF_TASK["multiclass"]] for label in target.classes}
     return [f"{name}/{label}" for label, own in names.items() for name in own]
 
 
@@ -197,8 +197,7 @@ class Judge:
         Raises:
             ConfigError: no model of this target has such a figure, or it has no direction.
         """
-        heads = {name: head for name, head in target.heads.items() if len(head) > 1}
-        classes = {target.labels[place]: name for name, head in heads.items() for place in head}
+        classes = {each: label for label, own in target.classes.items() for each in own}
         if metric is None:
             return cls("auc" if "binary" in target.tasks else "rmse", classes)
         names = [name for name in metric_names(target, more) if metric_of(name) in MORE_IS_BETTER]

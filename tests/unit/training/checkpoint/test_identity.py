@@ -304,6 +304,17 @@ def test_outputs_keep_their_labels_and_one_may_be_renamed():
     assert not labels_change({}, {"data.table.label": ["a", "b"]}), "saved before there were several"
 
 
+def test_a_setting_that_is_a_table_is_set_back_in_the_file():
+    """--set takes one value of it at a time, and would refuse the whole."""
+    for key, saved, now in (
+        ("model.options", "{hidden = 8}", "{hidden = 9}"),
+        ("data.table.classes", "{a = [1]}", "{}"),
+    ):
+        said = refusal([Change(key, saved, now)])
+        assert f"Set back what should not change ({key} in the file)" in said
+        assert "--set" not in said
+
+
 def test_the_way_back_can_be_pasted():
     said = refusal([Change("data.table.label", '["click", "buy"]', '["buy", "click"]')])
     assert """(--set 'data.table.label=["click", "buy"]')""" in said
