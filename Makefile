@@ -1,6 +1,7 @@
 # The first two a newcomer needs: `make train` and `make test`. `make help` lists the rest.
 #
 # PYTHON=/path/to/python uses an environment of yours as it is, and skips the set-up.
+# IN_TIME="-p tests.in_time --until EPOCH_SECONDS --order TEXT" ends the long targets in time, as .ci/run does.
 # EMBERSHARD_VERSIONS=torchrec-1.9 takes another set of versions, in a folder of its own (docs/installation.md).
 
 SHELL := /bin/bash
@@ -20,11 +21,12 @@ endif
 CONFIG ?= examples/quickstart.toml
 NPROC ?=
 ARGS ?=
+IN_TIME ?=
 CODE := embershard tests scripts benchmarks examples
 TORCHREC_1.9 := build/torchrec-1.9.2
 TORCHREC_TESTS := tests/unit/sharding tests/unit/pipeline tests/unit/planning tests/ranks/test_exactness.py
 
-.PHONY: help setup setup-tests train test test-all test-fast test-torchrec-1.9 check format bench doctor clean clean-venv
+.PHONY: help setup setup-tests train test test-all test-matrix test-fast test-torchrec-1.9 check format bench doctor clean clean-venv
 
 help: ## this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9.-]+):.*## /\1\t/' | expand -t 19
@@ -42,9 +44,12 @@ test: $(SETUP_TESTS) ## every promise once: 8 to 10 minutes on 2 cores (ARGS="-k
 	@$(PYTHON) -m pytest -q -n 2 -m "not matrix" $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
 
-test-all: $(SETUP_TESTS) ## all tests, those of whole matrices as well: what CI runs
+test-all: $(SETUP_TESTS) ## all tests, those of whole matrices as well
 	@$(PYTHON) -m pytest -q -n 2 $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
+
+test-matrix: $(SETUP_TESTS) ## what test-all has, and test leaves out
+	@$(PYTHON) -m pytest -q -n 2 -m matrix $(IN_TIME) $(ARGS)
 
 test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: a minute on 2 cores (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow and not matrix" $(ARGS)
@@ -54,7 +59,7 @@ $(TORCHREC_1.9): | $(SETUP_TESTS)
 
 test-torchrec-1.9: $(SETUP_TESTS) $(TORCHREC_1.9) ## what TorchRec's changes reach, with 1.9 in front of the venv's (a few minutes)
 	@EMBERSHARD_VERSIONS=torchrec-1.9-on-torch-2.13 PYTHONPATH="$(CURDIR)/$(TORCHREC_1.9)$(addprefix :,$(PYTHONPATH))" \
-		$(PYTHON) -m pytest -q -n 2 $(or $(ARGS),$(TORCHREC_TESTS))
+		$(PYTHON) -m pytest -q -n 2 $(IN_TIME) $(or $(ARGS),$(TORCHREC_TESTS))
 
 check: $(SETUP_TESTS) ## lint, format, types and the import contract
 	$(PYTHON) -m ruff check $(CODE)

@@ -1,0 +1,44 @@
+"""Tests for as long as there is time: `python -m pytest -p tests.in_time --until EPOCH_SECONDS --order TEXT ...`.
+
+Files run in an order that the text decides, so what is left out on a slow machine changes with it. A test that would
+start after `--until` is skipped, and the end says how many were left out, by file.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from itertools import groupby
+
+import pytest
+
+_LEFT_OUT = "left out: no time"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--until", type=float, required=True, metavar="EPOCH_SECONDS", help="start no test after this")
+    parser.addoption("--order", required=True, metavar="TEXT", help="decides the order of the files: a commit, say")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle the files; the tests of each stay together, and in order."""
+    files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
+    random.Random(config.getoption("order")).shuffle(files)
+    items[:] = [item for tests in files for item in tests]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() >= item.config.getoption("until"):
+        pytest.skip(_LEFT_OUT)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    files = Counter(report.nodeid.split("::")[0] for report in skipped if _LEFT_OUT in str(report.longrepr))
+    if files:
+        terminalreporter.section(f"{files.total():,} tests were left out: the time was over")
+        for file, count in sorted(files.items()):
+            terminalreporter.write_line(f"{count:6,}  {file}")

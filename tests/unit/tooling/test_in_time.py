@@ -1,0 +1,55 @@
+"""`tests/in_time.py`: what continuous integration leaves out when time is over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+_FILES = [f"test_{letter}.py" for letter in "abcdef"]
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    for name in _FILES:
+        (tmp_path / name).write_text("def test_1():\n    pass\n\n\ndef test_2():\n    pass\n")
+    return tmp_path
+
+
+def _run(suite: Path, project: Path, until: float, order: str, *options: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.in_time", "--until", str(until), "--order", order, *options]
+    environment = os.environ | {"PYTHONPATH": str(project), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_order_of_files_is_that_of_the_commit(suite: Path, project_dir: Path) -> None:
+    def order(commit: str) -> list[str]:
+        lines = _run(suite, project_dir, time.time() + 3600, commit, "--collect-only", "-q").splitlines()
+        return [line for line in lines if "::" in line]
+
+    one, other = order("1f00"), order("2e11")
+    assert one == order("1f00")
+    assert one != other
+    assert sorted(one) == sorted(other)
+    for first, second in zip(one[::2], one[1::2], strict=True):
+        assert (first.split("::")[0], first[-1], second[-1]) == (second.split("::")[0], "1", "2"), "a file stays whole"
+
+
+def test_what_has_no_time_is_left_out_and_named(suite: Path, project_dir: Path) -> None:
+    told = _run(suite, project_dir, time.time() - 1, "1f00", "-n", "2")
+    assert "12 tests were left out: the time was over" in told
+    assert "12 skipped" in told
+    assert all(f"     2  {name}" in told for name in _FILES)
+
+
+def test_nothing_is_left_out_while_there_is_time(suite: Path, project_dir: Path) -> None:
+    told = _run(suite, project_dir, time.time() + 3600, "1f00")
+    assert "12 passed" in told
+    assert "left out" not in told
