@@ -113,13 +113,15 @@ def _schedules(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, capture_output=True, text=True)
 
 
-def test_replicas_differ_in_nothing_after_kills(project_dir: Path):
-    done = _schedules(project_dir, "--schedules", "8")
+@pytest.mark.parametrize("schedules", keep(["3"], ["3", "8"]))
+def test_replicas_differ_in_nothing_after_kills(project_dir: Path, schedules: str):
+    done = _schedules(project_dir, "--schedules", schedules)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ": 0 wrong" in done.stdout
 
 
-@pytest.mark.parametrize("without", ["correction", matrix("touches")])
+@pytest.mark.matrix  # tests/ranks/test_publications.py has a resume without the correction
+@pytest.mark.parametrize("without", ["correction", "touches"])
 def test_what_is_left_out_is_noticed(project_dir: Path, without: str):
     done = _schedules(project_dir, "--schedules", "8", "--without", without)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -96,21 +96,22 @@ def test_one_rank(one_rank: RankPool, name: str) -> None:
 
 
 #: Every setting of the others is in one of these.
-KEPT = ["row_wise", "known_ahead", "far_ahead_beside", "two_features_weighted", "mean", "sequence", "zeros"]
-KEPT += ["coins_and_ttl"]
+KEPT = ["known_ahead", "far_ahead_beside", "two_features_weighted", "mean", "sequence", "zeros", "coins_and_ttl"]
+#: Of the cases that more ranks train: ids and rows are evicted in each of them.
+STEPS = 60
 
 
 @pytest.mark.parametrize("name", keep(KEPT, TWO_RANKS))
 def test_two_ranks(two_ranks: RankPool, name: str) -> None:
-    check(two_ranks.run(compare, TWO_RANKS[name]))
+    check(two_ranks.run(compare, dataclasses.replace(TWO_RANKS[name], steps=STEPS)), evicted_ids=400, evicted_rows=400)
 
 
 def test_every_sharding_has_the_same_map(two_ranks: RankPool) -> None:
     """Rows, counts and last uses, of all ranks together; a full bucket refuses the same ids."""
     found = []
     for case in (Case(), Case(sharding="row_wise"), dataclasses.replace(AHEAD, sharding="row_wise", prefetch=3)):
-        outcomes = two_ranks.run(compare, with_rules(case, reserve=0.05))
-        check(outcomes, evicted_ids=500)
+        outcomes = two_ranks.run(compare, with_rules(dataclasses.replace(case, steps=STEPS), reserve=0.05))
+        check(outcomes, evicted_ids=200, evicted_rows=400)
         assert sum(refused for *_, refused in counts(outcomes).values()) > 100
         found.append((maps(outcomes), counts(outcomes)))
     assert found[0] == found[1] == found[2]
@@ -121,13 +122,13 @@ def test_every_sharding_has_the_same_map(two_ranks: RankPool) -> None:
 def test_four_ranks_have_the_map_of_one(four_ranks: RankPool, one_rank: RankPool, sharding: str) -> None:
     """And the counts of what was admitted, evicted and refused. Each equals stock on as many ranks; losses differ by
     the order of sums."""
-    case = with_rules(dataclasses.replace(AHEAD, sharding=sharding, optimizer="adagrad"), buckets=12)
+    case = with_rules(dataclasses.replace(AHEAD, sharding=sharding, optimizer="adagrad", steps=STEPS), buckets=12)
     four, one = four_ranks.run(compare, case), one_rank.run(compare, dataclasses.replace(case, shares=4))
     check(four), check(one)
     assert (maps(four), counts(four)) == (maps(one), counts(one))
     means = np.mean([outcome.losses for outcome in four], axis=0)
     assert means.tolist() == pytest.approx(one[0].losses, rel=0, abs=loss_rounding(case.steps, 4 * case.batch_size))
-    assert len(set(means.tolist())) > 100
+    assert len(set(means.tolist())) > 0.8 * case.steps
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,8 @@ def test_a_checkpoint_goes_on_anywhere(
     """Saved with eight batches known ahead: what it has is the state of its step, and on any ranks and shardings it
     goes on as stock does from a checkpoint of its own."""
     case = with_rules(dataclasses.replace(AHEAD, sharding=sharding, optimizer="adagrad", batch_size=8), buckets=12)
-    saved = two_ranks.run(save, dataclasses.replace(case, shares=2), 50, str(tmp_path))
+    case = dataclasses.replace(case, steps=STEPS)
+    saved = two_ranks.run(save, dataclasses.replace(case, shares=2), STEPS // 2, str(tmp_path))
     everything = {name: {**saved[0].get(name, {}), **saved[1].get(name, {})} for name in case.ids}
     assert one_rank.run(loaded_maps, case, str(tmp_path)) == [everything]
     other = dataclasses.replace(case, sharding="row_wise" if sharding == "table_wise" else "table_wise")
@@ -185,8 +187,8 @@ def test_a_checkpoint_goes_on_anywhere(
         (two_ranks, other, 2),
         (four_ranks, case, 1),
     ):
-        outcomes = ranks.run(resume, dataclasses.replace(resumed, shares=shares), 50, str(tmp_path))
-        check(outcomes, counts_anew=True)
+        outcomes = ranks.run(resume, dataclasses.replace(resumed, shares=shares), STEPS // 2, str(tmp_path))
+        check(outcomes, evicted_ids=200, evicted_rows=200, counts_anew=True)
         found.append(maps(outcomes))
     assert found[0] == found[1] == found[2] == found[3]
 
@@ -230,8 +232,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_caught(one_rank: RankPool, name: str) -> None:
     """Each case passes without its fault."""
-    case = FAULTS[name]
-    check(one_rank.run(compare, case), evicted_rows=500, counts_anew=bool(case.reload_every))
+    case = dataclasses.replace(FAULTS[name], steps=STEPS)
+    check(one_rank.run(compare, case), evicted_ids=200, evicted_rows=200, counts_anew=bool(case.reload_every))
     faulty = dataclasses.replace(case, fault=name)
     if name == "overwritten too early":  # the cache notices a row that is still in use
         with pytest.raises(RankError, match="is to begin anew while batch"):

@@ -36,8 +36,8 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         matrix("din", "two_ranks"),
         matrix("tbsm", "one_rank"),
         matrix("tbsm", "two_ranks"),
-        matrix("hstu", "one_rank"),
-        ("hstu", "two_ranks"),
+        ("hstu", "one_rank"),
+        matrix("hstu", "two_ranks"),
     ],
 )
 def test_cached_equals_stock_and_no_row_is_late(
@@ -68,6 +68,7 @@ def test_a_plan_of_several_collections_is_obeyed(two_ranks: RankPool, tmp_path: 
     assert all(verdict.is_equal and verdict.caches[0].evictions > 50 for verdict in verdicts), verdicts
 
 
+@pytest.mark.matrix
 def test_a_resumed_hstu_has_the_bits_of_a_whole_run(two_ranks: RankPool, windows: Path, tmp_path: Path):
     """Its dropout draws the masks that it would have drawn."""
     config = own_models.history_config(

@@ -11,6 +11,7 @@ import pytest
 
 from embershard.models import ModelConfig
 from embershard.training.config import RunConfig
+from tests.covering import keep
 from tests.ranks import own_models
 from tests.ranks.planned_by_commands import expect_planned_equals_stock
 from tests.ranks.rounding import loss_rounding
@@ -44,7 +45,7 @@ def test_cached_equals_stock(arch: str, samples: Path, one_rank: RankPool, two_r
         assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
 
 
-@pytest.mark.parametrize("arch", ["dlrm", "ple"])
+@pytest.mark.parametrize("arch", keep(["dlrm"], ["dlrm", "ple"]))
 def test_classes(arch: str, samples: Path, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
     """A label with classes beside others: cached equals stock, and a step has one loss on one rank and on two."""
     towers = {"expert_layer_sizes": (8, 6), **MODELS["ple"]} if arch == "ple" else {}

@@ -74,6 +74,7 @@ def embershard(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.matrix
 def test_a_run_that_goes_on_reports_all_its_windows(tmp_path: Path) -> None:
     path = time_order.write_clicks(tmp_path / "clicks")
     (tmp_path / "run.toml").write_text(to_toml(time_order.make_config(path, 5)))

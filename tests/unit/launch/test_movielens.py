@@ -84,12 +84,18 @@ def test_no_history_tells_how_a_held_out_rating_ends(ratings):
 
 
 @pytest.mark.slow
-def test_the_sweep_of_the_page(ratings, project_dir, capsys):
-    """All settings are checked; DIN and MMoE are trained, for a few steps."""
+def test_the_settings_of_the_pages_sweep(ratings, project_dir, capsys):
     _, _, (*words, file) = page_commands()
-    folder = project_dir / "examples"
     assert cli.main([*words[1:], str(project_dir / file), "--dry-run"]) == 0
     assert capsys.readouterr().out.count("embershard train") == 25
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_the_sweep_of_the_page(ratings, project_dir, capsys):
+    """DIN and MMoE are trained, for a few steps."""
+    _, _, (*words, file) = page_commands()
+    folder = project_dir / "examples"
     head, *runs = (project_dir / file).read_text().split("[[runs]]")
     assert "seed = [1, 2, 3, 4, 5]" in head
     head = head.replace('"movielens.toml"', f'"{folder / "movielens.toml"}"').replace("[1, 2, 3, 4, 5]", "[1, 2]")

@@ -44,7 +44,7 @@ def test_samples_train_day_by_day(folder):
     assert set(days) == {0, 1, 2, 3}
 
 
-def test_a_run_trains_and_every_day_but_the_first_is_evaluated_before(folder):
+def test_a_run_trains_and_every_day_but_the_first_is_evaluated_before(folder, one_rank_here):
     run = ["--config", str(folder / "samples" / "run.toml"), "--run-dir", str(folder / "run")]
     more = ["--set", "train.batch_size=200", "--set", "cache.ratio=0.5", "--set", "train.device=cpu"]
     assert cli.main(["train", *run, *more]) == 0

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.cache.config import CachePolicy
@@ -19,6 +19,7 @@ from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan, check_plan, pools_of
 from embershard.sharding.run_shape import ReplaySettings
+from tests.covering import examples
 from tests.unit.planning.requests import data_of, make_request, make_workload, random_rows, rates, round_robin
 
 pytestmark = pytest.mark.slow
@@ -95,7 +96,7 @@ def test_a_plan_is_complete_and_reads_back(tmp_path, name, budget):
     st.sampled_from([ReplaySettings(lookahead=3), ReplaySettings(CachePolicy("lru", by_next_use=False), 0)]),
     st.sampled_from(["fp32", "fp16"]),
 )
-@settings(max_examples=8)
+@examples(10)
 def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_rows, policy, dtype):
     rows, dims = zip(*tables, strict=True)
     request = make_request(
