@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -506,6 +507,25 @@ def without_ids(case: Case) -> str:
 
 def _saved(model: DistributedModelParallel) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+
+
+def warnings_of(case: Case) -> list[str]:
+    """What TorchRec and FBGEMM log, as warnings or worse, while the case trains: as a program would see it."""
+    model, said = build(case, cached=True), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchrec")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    for place in (logger, logging.getLogger()):
+        place.addHandler(handler)
+    try:
+        go_on(case, model, 0)
+    finally:
+        logger.setLevel(level)
+        for place in (logger, logging.getLogger()):
+            place.removeHandler(handler)
+    return said
 
 
 def refusal(case: Case) -> str:

@@ -19,6 +19,7 @@ from tests.ranks.id_tables import (
     refusal,
     resume,
     save,
+    warnings_of,
     with_rules,
     without_ids,
 )
@@ -196,6 +197,14 @@ def test_a_checkpoint_goes_on_anywhere(
 def test_rows_without_their_ids_are_not_loaded(one_rank: RankPool) -> None:
     (said,) = one_rank.run(without_ids, Case())
     assert "CheckpointError: the state dict has the rows of table 't0', and not whose they are" in said
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+@pytest.mark.parametrize("lookahead", [0, 4])
+def test_no_id_is_called_out_of_range(two_ranks: RankPool, sharding: str, lookahead: int) -> None:
+    """Any id has a place in these tables."""
+    case = Case(sharding=sharding, lookahead=lookahead, steps=2, evaluate_every=0)
+    assert two_ranks.run(warnings_of, case) == [[], []]
 
 
 REFUSED = {

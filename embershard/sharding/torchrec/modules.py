@@ -231,6 +231,19 @@ def _no_divisor(module: Any, ctx: Any, features: Any) -> Iterator[None]:
         module._has_mean_pooling_callback, ctx.divisor = True, torch.ones((), device=module._device)
 
 
+@contextmanager
+def _first_batch(module: Any) -> Iterator[None]:
+    """Return a context in which TorchRec's check of the first batch, which logs ids that are no rows, knows no table
+    that takes any id."""
+    configs = module._embedding_bag_configs
+    any_id = module._table_of_ids.values()
+    module._embedding_bag_configs = [config for config in configs if config.name not in any_id]
+    try:
+        yield
+    finally:
+        module._embedding_bag_configs = configs
+
+
 class CachedShardedEmbeddingBagCollection(CachedModule, ShardedEmbeddingBagCollection):
     """A `ShardedEmbeddingBagCollection` whose cached tables are in host memory behind device caches."""
 
@@ -246,7 +259,8 @@ class CachedShardedEmbeddingBagCollection(CachedModule, ShardedEmbeddingBagColle
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Check the ids, then run TorchRec's input all-to-all, or that of a mode."""
-        with _no_divisor(self, ctx, features):
+        is_first = self._has_uninitialized_input_dist and self._table_of_ids
+        with _no_divisor(self, ctx, features), _first_batch(self) if is_first else nullcontext():
             awaitable = super().input_dist(ctx, features)
         for number, input_dist in enumerate(self._input_dists):
             if isinstance(input_dist, OwnInput):
