@@ -12,6 +12,8 @@ from embershard.resume_rules import OfModel
 _BUCKETS = (240, 120, 60, 24)
 _LEAST_ROWS = 1024  # of a bucket, where another number of buckets allows it
 _MOST_ROWS = 2**31 - 1
+_MOST_BATCHES = 2**31 - 1  # as far as uses are counted, too
+_COIN_BITS = 53
 _RECORD_BYTES, _CELL_BYTES, _FREE_BYTES = 16, 8, 4  # of an id and its uses; cells of the hash table; free rows
 
 
@@ -30,8 +32,8 @@ class IdTable:
     are rows."""
 
     admit_probability: OfModel[float | None] = None
-    """In place of `admit_after`: the probability, in (0, 1), with which an id without a row gets one in a batch. One
-    coin per id and batch, a function of seed, table, id and batch."""
+    """In place of `admit_after`: the probability, from 2^-53 to below 1, with which an id without a row gets one in a
+    batch. One coin per id and batch, a function of seed, table, id and batch."""
 
     eviction: OfModel[Literal["lfu", "lru"]] = "lfu"
     """Ids that lose their rows first: the least used, then those unused for longest; or `lru`: unused for longest."""
@@ -55,13 +57,14 @@ class IdTable:
     their step."""
 
     reserve: OfModel[float] = 1 / 16
-    """Share of a bucket's rows that evictions keep free for new ids, those in quarantine included."""
+    """Share of a bucket's rows that evictions keep free for new ids, those in quarantine included: at least 2 rows."""
 
     def __post_init__(self) -> None:
         for name in ("admit_after", "half_life", "ttl_steps", "buckets", "quarantine"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name}: got {value!r}, needed a whole number of at least 1")
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_whole and 1 <= value <= _MOST_BATCHES):
+                raise ConfigError(f"{name}: got {value!r}, needed a whole number from 1 to {_MOST_BATCHES}")
         for name, choices in (("eviction", ("lfu", "lru")), ("unadmitted", ("shared", "zero"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, needed one of {', '.join(choices)}")
@@ -69,6 +72,11 @@ class IdTable:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise ConfigError(f"{name}: got {value!r}, needed a number between 0 and 1")
+        if self.admit_probability is not None and self.coin_bound == 0:
+            raise ConfigError(
+                f"admit_probability: got {self.admit_probability!r}, needed at least 2^-{_COIN_BITS} (1.2e-16): coins "
+                f"have {_COIN_BITS} bits, and none would win. Set a larger one"
+            )
         if self.admit_probability is not None and self.admit_after != 1:
             raise ConfigError(
                 f"admit_after={self.admit_after} and admit_probability={self.admit_probability}: one of them decides "
@@ -81,6 +89,11 @@ class IdTable:
     def decay(self) -> int:
         """What the loops take: -1 for `lru`, the half-life for `lfu`, 0 without one."""
         return -1 if self.eviction == "lru" else self.half_life or 0
+
+    @property
+    def coin_bound(self) -> int:
+        """Coins of 53 bits below it win; 0: there are none."""
+        return int((self.admit_probability or 0) * 2**_COIN_BITS)
 
     @property
     def row_bytes(self) -> int:

@@ -160,7 +160,6 @@ class IdMap:
         self.num_rows = self._num * buckets.rows
         digest = hashlib.blake2b(f"{seed} {table} admission".encode(), digest_size=8).digest()
         self._coin_key = int.from_bytes(digest, "little")
-        self._coin_bound = int((config.admit_probability or 0) * 2**53)
         self._records = np.zeros(2 * self.num_rows, np.int64)
         self._records[1::2] = -1
         self._candidates = np.zeros(2 * config.candidates_of(buckets) * self._num, np.int64)
@@ -244,7 +243,7 @@ class IdMap:
             clock,
             self.config.admit_after,
             coin_key,
-            self._coin_bound,
+            self.config.coin_bound,
             self._all.rows,
             self.config.candidates_of(self._all) // 8,
             *self._index,

@@ -48,7 +48,10 @@ def buckets_of_ids(mixed: Int64s, num_buckets: int, buckets: Int64s) -> None:
 
 @compiled
 def _cell(x: int, num_cells: int) -> int:
-    return (((x * _SPREAD) >> _WORD) & _LOW) * num_cells >> _WORD
+    """Return the first cell of x to look at, of fewer than 2^32: the product needs all 64 bits."""
+    return np.int64(  # type: ignore[return-value]
+        np.uint64(((x * _SPREAD) >> _WORD) & _LOW) * np.uint64(num_cells) >> np.uint64(_WORD)
+    )
 
 
 @compiled

@@ -64,6 +64,15 @@ def test_a_plan_places_them_whole_or_by_rows() -> None:
     assert plan.plan["bags"]["a"].sharding_type in ("table_wise", "row_wise")  # type: ignore[index]
 
 
+def test_a_plan_refuses_more_rows_than_such_a_table_can_have() -> None:
+    """Each of two ranks could number its half of a table of rows."""
+    tables = [EmbeddingBagConfig(name="a", embedding_dim=8, num_embeddings=240 * 2**24, feature_names=["a"])]
+    model = torch.nn.ModuleDict({"bags": EmbeddingBagCollection(tables, device=torch.device("meta"))})
+    sharder = CachedEmbeddingBagCollectionSharder(init_seed=1, ids={"a": IdTable()})
+    with pytest.raises(ConfigError, match="table 'a': got 4026531840 rows in 240 buckets.*to 2147483647"):
+        plan_sharding(model, [sharder], world_size=2, local_world_size=2, device="cpu")
+
+
 FEATURES = KeyedJaggedTensor(
     ["user", "item"], torch.tensor([2**63 - 1, -7, 3], dtype=torch.int64), lengths=torch.tensor([1, 1, 0, 1])
 )

@@ -85,6 +85,7 @@ def plan_sharding(
 
     Raises:
         ShardingError: constraints, memory, what a cache can number, or FBGEMM on a CPU leave no plan for named tables.
+        ConfigError: a table that takes any id has more rows than such a table can have, or they make no equal buckets.
     """
     if not 1 <= local_world_size <= world_size:
         raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
@@ -272,13 +273,15 @@ def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> lis
 def _constraint(given: ParameterConstraints | None, table: ShardableTable, device_type: str) -> ParameterConstraints:
     """Add our defaults to the user's constraint: cached if the sharder caches, sharded rather than replicated."""
     constraint = copy.deepcopy(given) if given is not None else ParameterConstraints()
-    replicated = constraint.sharding_types == [_DATA_PARALLEL]
+    replicated, caches = constraint.sharding_types == [_DATA_PARALLEL], has_cache(table.sharder)
+    rules = inner_sharder(table.sharder).ids.get(table.name) if caches else None
+    if rules is not None:
+        rules.buckets_of(table.name, table.weight.shape[0])  # raises for rows that no such table can have
     if constraint.sharding_types is None:
         types = table.sharder.sharding_types(device_type)
         constraint.sharding_types = [t for t in types if t not in _ONLY_ON_REQUEST]
-        if has_cache(table.sharder) and table.name in inner_sharder(table.sharder).ids:
+        if rules is not None:
             constraint.sharding_types = [t for t in constraint.sharding_types if t in ID_SHARDINGS]
-    caches = has_cache(table.sharder)
     if caches and constraint.compute_kernels is None:
         constraint.compute_kernels = [_DENSE] if replicated else [CACHED_KERNEL]
     if CACHED_KERNEL in (constraint.compute_kernels or ()):

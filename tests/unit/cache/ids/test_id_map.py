@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from embershard.cache.ids.config import Buckets, IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
+from embershard.cache.loops import ids as loops
 from embershard.errors import CacheError, ConfigError
 from tests.oracle.id_dictionary import IdDictionary, mix
 
@@ -336,7 +337,9 @@ def test_memory_is_what_it_promises() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"admit_after": 0}, "admit_after: got 0, needed a whole number of at least 1"),
+        ({"admit_after": 0}, "admit_after: got 0, needed a whole number from 1 to 2147483647"),
+        ({"admit_after": 2**31}, "admit_after: got 2147483648, needed a whole number from 1 to 2147483647"),
+        ({"half_life": 10**30}, "half_life: got 1000000000000000000000000000000, needed a whole number from 1"),
         ({"quarantine": True}, "quarantine: got True"),
         ({"admit_after": 2, "admit_probability": 0.5}, "admit_after=2 and admit_probability=0.5: one of them"),
         ({"admit_probability": 1.0}, "admit_probability: got 1.0, needed a number between 0 and 1"),
@@ -349,6 +352,53 @@ def test_settings_without_a_meaning_are_refused(settings: dict, message: str) ->
     with pytest.raises(ConfigError) as error:
         IdTable(**settings)
     assert message in str(error.value)
+
+
+LEAST = 2.0**-53
+
+
+@pytest.mark.parametrize("probability", [1e-17, 5e-324, LEAST * (1 - 2**-52)])
+def test_a_probability_of_no_coin_is_refused(probability: float) -> None:
+    """Rounded to no coin at all it would admit every id."""
+    with pytest.raises(ConfigError, match=rf"admit_probability: got {probability!r}, needed at least 2\^-53"):
+        IdTable(admit_probability=probability)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most_born"),
+    [
+        ({"admit_probability": LEAST}, 0),
+        ({"admit_probability": 1e-9}, 0),
+        ({"admit_after": 2**31 - 1}, 0),
+        ({"half_life": 2**31 - 1}, 20),
+        ({"ttl_steps": 2**31 - 1}, 20),
+        ({"quarantine": 2**31 - 1}, 20),
+        ({"reserve": 5e-324}, 20),
+        ({"reserve": 1 - 2**-53}, 20),
+    ],
+    ids=str,
+)
+def test_the_smallest_and_largest_settings_mean_what_they_say(settings: dict, most_born: int) -> None:
+    config = IdTable(buckets=1, **settings)
+    ids = IdMap("t", config, config.buckets_of("t", 64), SEED)
+    assert len(ids.resolve(mixed(np.arange(20))).born) == most_born
+    assert (ids.resolve(mixed(np.arange(20))).rows > 0).sum() == most_born
+
+
+@pytest.mark.parametrize("rows", [8, 2**29, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1])
+def test_every_id_has_a_cell_in_the_largest_table_too(rows: int) -> None:
+    """As Python's integers say it, for all that a table may have: no memory is taken for it."""
+    cells, words = 2 * rows + 1, [*EXTREMES, *np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 200).tolist()]
+    found = [int(loops._cell(np.int64(x), np.int64(cells))) for x in words]
+    spread = [(x * loops._SPREAD % 2**64) >> 32 for x in words]
+    assert found == [high * cells >> 32 for high in spread]
+    assert 0 <= min(found) and max(found) < cells
+
+
+def test_most_rows_of_a_table() -> None:
+    assert IdTable(buckets=1).buckets_of("t", 2**31 - 1).rows == 2**31 - 1
+    with pytest.raises(ConfigError, match="got 2147483648 rows in 1 buckets.*to 2147483647"):
+        IdTable(buckets=1).buckets_of("t", 2**31)
 
 
 def test_buckets_of_a_table() -> None:
