@@ -25,6 +25,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, LookAheadPipeline, cache_stats, plan_sharding
+from embershard.errors import EmbershardError
+from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
 
 FEATURES, ROWS, MOST_IDS, SAMPLES = ["viewed", "bought"], 300, 4, 16
 CPU = torch.device("cpu")
@@ -86,21 +88,83 @@ def trained(sharder: Any, plan: ShardingPlan | None, sharding: str, steps: int, 
 
 def cached_and_stock(sharding: str, steps: int, pipelined: bool) -> dict[str, Any]:
     """Train with caches and without, under one plan. Collective."""
-    ours = FeatureProcessedEmbeddingBagCollectionSharder(
-        CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.4, policy="lookahead" if pipelined else None))
-    )
+    config = CacheConfig(ratio=0.4, policy="lookahead" if pipelined else None)
+    ours = _with(CachedEmbeddingBagCollectionSharder(config))
     losses, state, plan, evictions = trained(ours, None, sharding, steps, pipelined)
     stock_plan = copy.deepcopy(plan)
     for tables in stock_plan.plan.values():
         for table in tables.values():  # type: ignore[attr-defined]
             table.compute_kernel, table.cache_params = "fused", None
-    stock = FeatureProcessedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder())
+    stock = _with(EmbeddingBagCollectionSharder())
     stock_losses, stock_state, _, _ = trained(stock, stock_plan, sharding, steps, pipelined=False)
     return {
         "same losses": losses == stock_losses,
         "different": [name for name in stock_state if not torch.equal(state[name], stock_state[name])],
         "evictions": evictions,
         "weights of positions": [value.unique().numel() for name, value in state.items() if "position_w" in name],
+    }
+
+
+def refusals() -> list[str]:
+    """What modes that cut bags say to feature processors: at the plan, and with another planner's at the first batch."""
+    said = []
+    rows = {f"t_{feature}": torch.arange(9) for feature in FEATURES}
+    plan = trained(_with(CachedEmbeddingBagCollectionSharder()), None, "table_wise", 1, pipelined=False)[2]
+    for arguments in ({"exchange": "rows"}, {"hot_rows": rows}, {"mode": "data_parallel"}):
+        sharder = _with(CachedEmbeddingBagCollectionSharder(**arguments))  # type: ignore[arg-type]
+        for given in (None, plan):
+            try:
+                trained(sharder, given, "row_wise", 1, pipelined=False)
+            except EmbershardError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def _with(sharder: EmbeddingBagCollectionSharder) -> FeatureProcessedEmbeddingBagCollectionSharder:
+    return FeatureProcessedEmbeddingBagCollectionSharder(sharder)
+
+
+def weight_gradients(steps: int, weights_train: bool) -> dict[str, Any]:
+    """Weighted bags whose weights have gradients, or have none, behind caches and in stock TorchRec: what differs."""
+    found = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        tables = [
+            EmbeddingBagConfig(name=f"t_{f}", num_embeddings=ROWS, embedding_dim=8, feature_names=[f]) for f in FEATURES
+        ]
+        bags = EmbeddingBagCollection(tables, is_weighted=True, device=torch.device("meta"))
+        apply_optimizer_in_backward(RowWiseAdagrad, bags.parameters(), {"lr": 0.5})
+        sharder = (
+            CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.4))
+            if cached
+            else StockEmbeddingBagCollectionSharder()
+        )
+        size = dist.get_world_size()
+        plan = plan_sharding(bags, [sharder], world_size=size, local_world_size=size, device=CPU)
+        model = DistributedModelParallel(bags, device=CPU, plan=plan, sharders=[sharder])
+        gradients = list[Tensor | None]()
+        for step in range(steps):
+            features = make_batch(step).sparse_features
+            weights = torch.rand(features.values().numel(), generator=torch.Generator().manual_seed(step))
+            weights.requires_grad_(weights_train)
+            given = KeyedJaggedTensor(FEATURES, features.values(), lengths=features.lengths(), weights=weights)
+            (model(given).values() ** 2).sum().backward()
+            gradients.append(weights.grad)
+        states = model.fused_optimizer.state_dict()["state"]
+        rows = {name: _own(value) for name, value in model.state_dict().items()}
+        rows |= {f"{name} {key}": _own(value) for name, state in states.items() for key, value in state.items()}
+        found.append((gradients, rows))
+    (gradients, rows), (stock_gradients, stock_rows) = found
+    return {
+        "gradients": [gradient is not None for gradient in gradients],
+        "stock has them": [gradient is not None for gradient in stock_gradients],
+        "different": [name for name in stock_rows if not torch.equal(rows[name], stock_rows[name])]
+        + [
+            f"gradient {step}"
+            for step, (own, stock) in enumerate(zip(gradients, stock_gradients, strict=True))
+            if own is not None and stock is not None and not torch.equal(own, stock)
+        ],
+        "compared": len(stock_rows),
     }
 
 

@@ -272,25 +272,28 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
                 f'mode="data_parallel" with {given}: no row travels, so there is nothing to place or '
                 "exchange. Remove one of the two"
             )
-        if self._ids and (exchange != "pooled" or self._is_data_parallel or hot_rows is not None):
-            given = (
-                f"exchange={exchange!r}"
-                if exchange != "pooled"
-                else "hot_rows"
-                if hot_rows is not None
-                else f"mode={mode!r}"
-            )
-            raise ConfigError(
-                f"ids with {given}: which row an id has is known to its owner alone. Remove one of the two"
-            )
         if hot_rows is not None:
             self._hot_rows = {table: _ascending(table, rows) for table, rows in hot_rows.items()}
+        if self._ids and self.mode_of_split_bags is not None:
+            raise ConfigError(
+                f"ids with {self.mode_of_split_bags}: which row an id has is known to its owner alone. Remove one of "
+                "the two"
+            )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all types that can do the exchange, on every device."""
         if self._is_data_parallel:
             return [ShardingType.ROW_WISE.value]
         return POOLED_TYPES if self._exchange == "pooled" else [ShardingType.DATA_PARALLEL.value, *ROWS_TYPES]
+
+    @property
+    def mode_of_split_bags(self) -> str | None:
+        """The argument by which a sample's ids of a feature are looked up in several parts; None: in one."""
+        if self._is_data_parallel:
+            return 'mode="data_parallel"'
+        if self._hot_rows is not None:
+            return "hot_rows"
+        return 'exchange="rows"' if self._exchange == "rows" else None
 
     def _rows_tables(self, params: dict[str, ParameterSharding]) -> frozenset[str]:
         if self._plan is not None:

@@ -66,6 +66,7 @@ class SlotTable(nn.Module):
             device=device,
         )
         self._pinned_of_feature: list[tuple[int, int]] = [(0, 0)] * len(self._table_of_feature)
+        self._no_weight_gradients = torch.zeros(len(self._table_of_feature), dtype=torch.int32, device=device)
         self.tbe = self._build_slots(num_slots=1)
         self._reader: SplitTableBatchedEmbeddingBagsCodegen | None = None
 
@@ -112,6 +113,9 @@ class SlotTable(nn.Module):
     @is_stage("lookup")
     def forward(self, slots: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
         """Run FBGEMM's forward over `slots` int64 [N]; its backward trains the rows in them."""
+        weights = arguments.get("per_sample_weights")
+        if weights is not None and not weights.requires_grad:  # FBGEMM would compute their gradients nevertheless
+            arguments["feature_requires_grad"] = self._no_weight_gradients
         return self.tbe(indices=slots, offsets=offsets, **arguments)
 
     def train_rows(self, slots: Tensor, gradients: Tensor) -> None:

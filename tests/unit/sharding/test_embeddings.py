@@ -6,6 +6,7 @@ The bitwise comparison of whole models on several ranks is in tests/ranks.
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +93,35 @@ def test_training_is_bit_for_bit_fbgemm_s(optimizer, data_type, policy):
     for own_table, their_table in zip(own_states, their_states, strict=True):
         assert [torch.equal(a, b) for a, b in zip(own_table, their_table, strict=True)] == [True] * len(own_table)
     assert [set(a) for a in pool.get_optimizer_state()] == [set(b) for b in stock.get_optimizer_state()]
+
+
+@pytest.mark.parametrize("weights_train", [False, True])
+@pytest.mark.parametrize("sizes_differ", [False, True])
+def test_weights_take_gradients_only_where_they_train(weights_train, sizes_differ):
+    """Rows are bit for bit FBGEMM's, which computes the weights' gradients for nobody unless it gets a mask."""
+    pool = make_pool()
+    stock = make_stock(pool, "rowwise_adagrad")
+    sizes = {"batch_size_per_feature_per_rank": [[5], [3]]} if sizes_differ else {}
+    with mock.patch.object(pool.slots.tbe, "forward", wraps=pool.slots.tbe.forward) as fbgemm:
+        for seed in range(20):
+            ids, offsets = batch(seed)
+            found = []
+            for module in (pool, stock):
+                weights = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed))
+                weights.requires_grad_(weights_train)
+                output = module(ids, offsets, per_sample_weights=weights, **sizes)
+                (output * torch.arange(1.0, output.shape[-1] + 1)).sum().backward()
+                found.append((output, weights.grad))
+            assert torch.equal(found[0][0], found[1][0])
+            assert (found[0][1] is None) == (not weights_train)
+            assert not weights_train or torch.equal(found[0][1], found[1][1])
+    masks = [call.kwargs.get("feature_requires_grad") for call in fbgemm.call_args_list]
+    assert [mask is None or mask.tolist() for mask in masks] == [True if weights_train else [0, 0]] * 20
+    pool.flush()
+    for own, theirs in zip(pool.split_embedding_weights(), stock.split_embedding_weights(), strict=True):
+        assert torch.equal(own, theirs)
+    for own, theirs in zip(pool.split_optimizer_states(), stock.split_optimizer_states(), strict=True):
+        assert torch.equal(own[0], theirs[0])
 
 
 def test_growing_in_the_middle_changes_no_result():

@@ -35,8 +35,8 @@ IDS = {"users": IdTable()}
     ("arguments", "message"),
     [
         ({}, "ids without init_seed"),
-        ({"init_seed": 1, "exchange": "rows"}, "ids with exchange='rows'"),
-        ({"init_seed": 1, "mode": "data_parallel"}, "ids with mode='data_parallel'"),
+        ({"init_seed": 1, "exchange": "rows"}, 'ids with exchange="rows"'),
+        ({"init_seed": 1, "mode": "data_parallel"}, 'ids with mode="data_parallel"'),
         ({"init_seed": 1, "hot_rows": {"users": torch.tensor([1])}}, "ids with hot_rows"),
         ({"init_seed": 1, "profile": FrequencyProfile.count([], {"users": 9})}, "ids with a profile"),
         ({"init_seed": 1, "ids": {"users": 1000}}, "ids of table 'users': got 1000, needed an IdTable"),

@@ -10,10 +10,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
+from embershard.errors import ConfigError
 
 _ID_BITS = 40  # more than the rows of any table
+
+
+def check_weights(features: KeyedJaggedTensor, mode: str) -> None:
+    """Check a batch of weighted tables before its bags are cut into parts, as `mode` does.
+
+    Raises:
+        ConfigError: the ids have no weights yet. A feature processor would weigh them by their positions in the parts.
+    """
+    weights = features.weights_or_none()
+    if weights is None or not torch.is_floating_point(weights):
+        raise ConfigError(
+            f"{mode}: the tables of {features.keys()[:5]} are weighted, and the batch has no weights. Feature "
+            "processors (FeatureProcessedEmbeddingBagCollection) find weights after the ids were exchanged, by their "
+            'places in whole bags: with them use exchange="pooled" and mode="sharded", without hot rows. Without '
+            "them, give each id a weight, or the collection is_weighted=False"
+        )
 
 
 class DistinctIds(NamedTuple):

@@ -25,6 +25,7 @@ from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.compat import as_keyed_jagged
 from embershard.sharding.torchrec.feature_keys import add_per_feature
+from embershard.sharding.torchrec.modes.bags import check_weights
 from embershard.sharding.torchrec.modes.hot_tables import HotTable, HotTables, OutputFeature
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedBags
 from embershard.sharding.torchrec.modules import (
@@ -237,8 +238,11 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
 
         Raises:
             ShardingError: features differ in their number of samples; or cold ids in a batch without.
+            ConfigError: the tables are weighted, and the ids are not.
         """
         features = as_keyed_jagged(features)
+        if self._is_weighted:
+            check_weights(features, "hot rows on every rank")
         if features.variable_stride_per_key():
             raise ShardingError(
                 "got a batch whose features differ in their number of samples; hot rows on every rank need the same "

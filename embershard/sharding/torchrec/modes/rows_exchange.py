@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS, OwnInput, OwnShardingInfo
-from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
+from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds, check_weights
 from embershard.sharding.torchrec.spec import CacheSpec
 
 _COLUMN_WISE = SEQUENCE_SHARDINGS[ShardingType.COLUMN_WISE.value]
@@ -58,15 +58,21 @@ class RowsInput(OwnInput):
         inner: TorchRec's, for sequences.
         num_features: features of each table, in the order of the input's keys.
         is_mean: for each feature, whether its bags are averaged here.
+        is_weighted: the tables are.
     """
 
     _is_mean: Tensor
 
     def __init__(
-        self, inner: nn.Module, num_features: Sequence[int], is_mean: Sequence[bool], device: torch.device | None = None
+        self,
+        inner: nn.Module,
+        num_features: Sequence[int],
+        is_mean: Sequence[bool],
+        device: torch.device | None = None,
+        is_weighted: bool = False,
     ) -> None:
         super().__init__()
-        self._inner = inner
+        self._inner, self._is_weighted = inner, is_weighted
         self._num_features = num_features
         self._has_means = any(is_mean)
         self.register_buffer("_is_mean", torch.tensor(is_mean, device=device).unsqueeze(1), persistent=False)
@@ -77,7 +83,10 @@ class RowsInput(OwnInput):
 
         Raises:
             ShardingError: features differ in their number of samples.
+            ConfigError: the tables are weighted, and the ids are not.
         """
+        if self._is_weighted:
+            check_weights(features, "exchange of distinct rows")
         if features.variable_stride_per_key():
             raise ShardingError(
                 "got a batch whose features differ in their number of samples; the exchange of distinct rows needs the "
@@ -174,7 +183,7 @@ class ExchangesRows:
                 '(which divide by the number of ids, and by the sum of weights). Use SUM, or exchange "pooled"'
             )
         inner = super().create_input_dist(device)  # type: ignore[misc]
-        return RowsInput(inner, [len(table.feature_names) for table in tables], is_mean, device)
+        return RowsInput(inner, [len(table.feature_names) for table in tables], is_mean, device, tables[0].is_weighted)
 
     def create_output_dist(self, device: torch.device | None = None) -> RowsOutput:
         inner = super().create_output_dist(device)  # type: ignore[misc]

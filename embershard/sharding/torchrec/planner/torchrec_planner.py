@@ -118,6 +118,16 @@ def _refuse_managed_collisions(sharders: Sequence[ModuleSharder]) -> None:
             )
 
 
+def _refuse_split_bags(sharders: Sequence[ModuleSharder]) -> None:
+    for sharder in sharders:
+        inner = inner_sharder(sharder)
+        if inner is not sharder and has_cache(sharder) and (mode := inner.mode_of_split_bags) is not None:
+            raise ShardingError(
+                f"{type(sharder).__name__} with {type(inner).__name__}({mode}): this mode cuts bags into parts before "
+                f"feature processors see them, and they would weigh ids by their places in the parts. Leave {mode} out"
+            )
+
+
 def _plan(
     model: nn.Module,
     sharders: Sequence[ModuleSharder],
@@ -261,6 +271,7 @@ class ShardableTable:
 def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> list[ShardableTable]:
     """Return every table that one of the sharders will shard, in the order of the modules."""
     _refuse_managed_collisions(sharders)
+    _refuse_split_bags(sharders)
     by_type = {sharder.module_type: sharder for sharder in sharders}
     return [
         ShardableTable(path, name, by_type[type(module)], weight)
