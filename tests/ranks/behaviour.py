@@ -9,10 +9,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, cache_stats, flush
+from embershard import (
+    CacheConfig,
+    CachedEmbeddingBagCollectionSharder,
+    CachedEmbeddingCollectionSharder,
+    cache_stats,
+    flush,
+    plan_sharding,
+)
+from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder as StockBagSharder
 from embershard.sharding.torchrec import cached_embeddings
+from tests.ranks.look_ahead import message_of
 from tests.ranks.parity import Case, batches, build, differences, snapshot, train
 
 
@@ -31,6 +46,50 @@ def load_full_state(case: Case) -> dict[str, Any]:
     loaded = differences(snapshot(a), snapshot(b))
     losses = train(a, case, steps=10, seed=9) == train(b, case, steps=10, seed=9)
     return {"loaded": loaded, "losses": losses, "later": differences(snapshot(a), snapshot(b))}
+
+
+class _GpuAtFirst:
+    """A CPU whose first question for its type is answered with a GPU's: `DMPCollection` asserts it, and needs none."""
+
+    def __init__(self) -> None:
+        self._types = iter(["cuda"])
+
+    @property
+    def type(self) -> str:
+        return next(self._types, "cpu")
+
+
+def in_two_dimensions(arguments: dict[str, Any] | None, sequence: bool, weighs_positions: bool) -> str:
+    """What sharding a model in TorchRec's 2D parallelism raises: every rank has a copy. `arguments`: of the cached
+    sharder; None: TorchRec's own."""
+    meta = torch.device("meta")
+    if sequence:
+        items = [EmbeddingConfig(name="t", num_embeddings=240, embedding_dim=8, feature_names=["f"])]
+        module: Any = EmbeddingCollection(items, device=meta)
+        sharder: Any = CachedEmbeddingCollectionSharder(**arguments or {})
+    else:
+        bags = [EmbeddingBagConfig(name="t", num_embeddings=240, embedding_dim=8, feature_names=["f"])]
+        module = EmbeddingBagCollection(bags, is_weighted=weighs_positions, device=meta)
+        sharder = CachedEmbeddingBagCollectionSharder(**arguments) if arguments is not None else StockBagSharder()
+    if weighs_positions:
+        processor = PositionWeightedModuleCollection({"f": 4}, device=torch.device("cpu"))
+        module = FeatureProcessedEmbeddingBagCollection(module, processor)
+        sharder = FeatureProcessedEmbeddingBagCollectionSharder(sharder)
+    model = nn.ModuleDict({"tables": module})
+    plan = plan_sharding(model, [sharder], world_size=1, local_world_size=1, device="cpu")
+
+    def shard() -> None:
+        DMPCollection(
+            model,
+            _GpuAtFirst(),  # type: ignore[arg-type]
+            plan,
+            world_size=dist.get_world_size(),
+            sharding_group_size=1,
+            global_pg=dist.group.WORLD,
+            sharders=[sharder],
+        )
+
+    return message_of(shard)
 
 
 def _clone(value: Any) -> Any:

@@ -106,7 +106,7 @@ def cached_and_stock(sharding: str, steps: int, pipelined: bool) -> dict[str, An
 
 
 def refusals() -> list[str]:
-    """What modes that cut bags say to feature processors: at the plan, and with another planner's at the first batch."""
+    """What modes that cut bags say: of plans, and under another planner's plan at the first batch."""
     said = []
     rows = {f"t_{feature}": torch.arange(9) for feature in FEATURES}
     plan = trained(_with(CachedEmbeddingBagCollectionSharder()), None, "table_wise", 1, pipelined=False)[2]

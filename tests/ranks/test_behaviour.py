@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from embershard import IdTable
 from tests.covering import covering, keep, matrix
 from tests.ranks import behaviour
 from tests.ranks.parity import Case
@@ -49,6 +52,34 @@ def test_prefetching_ahead_is_exact(two_ranks: RankPool, sharding: str, depth: i
     """Rows are filled between another batch's forward and backward; no step waits for one."""
     case = Case(sharding=sharding, ratio=0.2 + 0.15 * depth)
     assert two_ranks.run(behaviour.prefetch_ahead, case, depth) == [[], []]
+
+
+#: Arguments of the cached sharder, and the kind of module.
+WAYS_IN: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "bags": ({}, False, False),
+    "sequences": ({}, True, False),
+    "rows": ({"exchange": "rows"}, False, False),
+    "data_parallel": ({"mode": "data_parallel"}, False, False),
+    "hot rows": ({"hot_rows": {"t": torch.arange(9)}}, False, False),
+    "ids": ({"ids": {"t": IdTable()}, "init_seed": 1}, False, False),
+    "ids in sequences": ({"ids": {"t": IdTable()}, "init_seed": 1}, True, False),
+    "feature processors": ({}, False, True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_two_dimensions_are_refused(two_ranks: RankPool, way: str) -> None:
+    """Their sync averages slots by number, in which the copies have different rows."""
+    for said in two_ranks.run(behaviour.in_two_dimensions, *WAYS_IN[way]):
+        assert said.startswith("ShardingError: CachedEmbedding")
+        assert "2D parallelism" in said
+        assert "the same slot of two caches has different rows" in said
+
+
+def test_stock_tables_in_two_dimensions_are_not_refused(two_ranks: RankPool) -> None:
+    """They come further: to torch, which takes no stand-in for a GPU."""
+    for said in two_ranks.run(behaviour.in_two_dimensions, None, False, False):
+        assert said.startswith("TypeError: device() received")
 
 
 def test_a_second_backward_is_refused(one_rank: RankPool) -> None:

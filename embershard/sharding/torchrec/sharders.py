@@ -15,7 +15,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel, Shardin
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
@@ -156,6 +156,12 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
+        if isinstance(env, ShardingEnv2D):
+            raise ShardingError(
+                f"{type(self).__name__} under TorchRec's 2D parallelism (DMPCollection, ShardingEnv2D): its sync() "
+                f"averages tables by place, and the same slot of two caches has different rows. Take {self._STOCK} for "
+                f"the tables {sorted(params)[:5]}, or DistributedModelParallel over all ranks"
+            )
         is_data_parallel = self._is_data_parallel and env.world_size > 1
         rows_tables = self._rows_tables(params) if env.world_size > 1 else frozenset()  # one rank exchanges nothing
         check_groups(module, params, torch.device(device or "cpu").type, rows_tables)

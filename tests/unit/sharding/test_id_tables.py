@@ -69,7 +69,7 @@ def test_a_plan_refuses_more_rows_than_such_a_table_can_have() -> None:
     tables = [EmbeddingBagConfig(name="a", embedding_dim=8, num_embeddings=240 * 2**24, feature_names=["a"])]
     model = torch.nn.ModuleDict({"bags": EmbeddingBagCollection(tables, device=torch.device("meta"))})
     sharder = CachedEmbeddingBagCollectionSharder(init_seed=1, ids={"a": IdTable()})
-    with pytest.raises(ConfigError, match="table 'a': got 4026531840 rows in 240 buckets.*to 2147483647"):
+    with pytest.raises(ConfigError, match=r"table 'a': got 4026531840 rows in 240 buckets.*to 2147483647"):
         plan_sharding(model, [sharder], world_size=2, local_world_size=2, device="cpu")
 
 
