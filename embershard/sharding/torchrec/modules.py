@@ -22,6 +22,7 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
@@ -38,7 +39,7 @@ from embershard.sharding.torchrec.lookups import (
     OwnShardingInfo,
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
-from embershard.sharding.torchrec.table_arguments import check_table_arguments
+from embershard.sharding.torchrec.table_arguments import check_row_types, check_table_arguments
 
 ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
 
@@ -47,10 +48,12 @@ def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
     """Give the spec to the cached tables. `prefetch_pipeline` makes TorchRec group them apart, by dim.
 
     Raises:
-        ConfigError: a table's FBGEMM arguments do not work on slots. On every rank.
+        ConfigError: a table's type of rows, or its FBGEMM arguments, do not work on slots. On every rank.
     """
     every = [info for group in infos.values() for info in group]
     cached = [info for info in every if info.param_sharding.compute_kernel == CACHED_KERNEL]
+    configs = [info.embedding_config for info in cached]
+    check_row_types({config.name: data_type_to_dtype(config.data_type) for config in configs})
     check_table_arguments({info.embedding_config.name: info.fused_params or {} for info in cached})
     for info in cached:
         info.fused_params = {**(info.fused_params or {}), SPEC_KEY: spec, "prefetch_pipeline": True}

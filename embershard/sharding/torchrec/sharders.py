@@ -334,7 +334,7 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
         use_index_dedup: as TorchRec takes it. Only on GPUs: FBGEMM has no CPU kernel for it.
     """
 
-    _STOCK = "TorchRec's EmbeddingCollectionSharder"
+    _STOCK = "StockEmbeddingCollectionSharder"
     _groupings = _SEQUENCE_GROUPINGS
 
     def __init__(

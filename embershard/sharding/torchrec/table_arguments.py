@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -54,6 +55,9 @@ _OPTIMIZERS = (
 # which a new table of slots starts again; DECOUPLE_GLOBAL makes up for the steps that did not train a row, from a bound
 # that starts again, too.
 _WEIGHT_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
+
+#: Others have no kernels on a CPU, rows of other widths (scales beside quantized numbers), or were not compared.
+_ROW_TYPES = (torch.float32, torch.float16)
 
 _ARGUMENTS = frozenset(
     {
@@ -128,6 +132,26 @@ def check_table_arguments(arguments_of_table: Mapping[str, Mapping[str, Any]]) -
             refused.setdefault(message, []).append(table)
     for message, tables in refused.items():
         raise ConfigError(f"cached tables {sorted(tables)}: {message}, or place these tables without a cache")
+
+
+def check_row_types(type_of_table: Mapping[str, torch.dtype]) -> None:
+    """Refuse tables whose rows slots cannot train.
+
+    >>> check_row_types({"clicks": torch.float16})
+    >>> check_row_types({"clicks": torch.bfloat16})
+    Traceback (most recent call last):
+    embershard.errors.ConfigError: cached tables ['clicks']: got rows of bfloat16, needed float32 or float16...
+
+    Raises:
+        ConfigError: naming the tables and their type.
+    """
+    for dtype in dict.fromkeys(type_of_table.values()):
+        if dtype not in _ROW_TYPES:
+            tables = sorted(table for table, its_type in type_of_table.items() if its_type == dtype)
+            raise ConfigError(
+                f"cached tables {tables}: got rows of {str(dtype).removeprefix('torch.')}, needed float32 or float16. "
+                "Give these tables data_type=DataType.FP32 or DataType.FP16, or place them without a cache"
+            )
 
 
 def _problems(arguments: Mapping[str, Any]) -> list[str]:

@@ -24,13 +24,14 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import BoundsCheckMode, CacheAlgorithm, CacheParams, ShardingEnv
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from embershard import (
     CacheConfig,
     CachedEmbeddingBagCollectionSharder,
     CachedEmbeddingCollectionSharder,
+    IdTable,
     plan_sharding,
 )
 from embershard.errors import ConfigError
@@ -134,6 +135,55 @@ def test_only_the_tables_with_the_refused_argument_are_named(monkeypatch):
     apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.1, "dampening": 0.5})
     with pytest.raises(ConfigError, match=r"cached tables \['t1'\]: got dampening=0.5 in fused_params"):
         shard(monkeypatch, {}, model)
+
+
+#: Arguments of the cached sharder, whether it is that of sequences, and how tables are placed.
+ENTRIES: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "bags": ({}, False, "table_wise"),
+    "sequences": ({}, True, "table_wise"),
+    "seed": ({"init_seed": 1}, False, "row_wise"),
+    "rows": ({"exchange": "rows"}, False, "row_wise"),
+    "data_parallel": ({"mode": "data_parallel"}, False, "row_wise"),
+    "hot rows": ({"hot_rows": {"t": torch.arange(9)}}, False, "table_wise"),
+    "ids": ({"init_seed": 1, "ids": {"t": IdTable()}}, False, "table_wise"),
+    "ids in sequences": ({"init_seed": 1, "ids": {"t": IdTable()}}, True, "row_wise"),
+    "copies": ({}, False, "data_parallel"),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("data_type", [DataType.BF16, DataType.INT8, DataType.INT32, DataType.INT4, DataType.NFP8])
+@pytest.mark.parametrize("planned", [True, False], ids=["plan", "another's plan"])
+def test_rows_of_types_that_no_slot_trains_are_refused(entry, data_type, planned, monkeypatch):
+    arguments, sequence, sharding = ENTRIES[entry]
+    cls = CachedEmbeddingCollectionSharder if sequence else CachedEmbeddingBagCollectionSharder
+    sharders: Any = [cls(**arguments)]
+
+    def model_of(its_type: DataType) -> nn.Module:
+        common: list[Any] = [
+            {"name": name, "embedding_dim": 8, "num_embeddings": 240, "feature_names": [name], "data_type": type_of}
+            for name, type_of in (("t", its_type), ("cached", DataType.FP32))
+        ]
+        meta = torch.device("meta")
+        if sequence:
+            return nn.Sequential(EmbeddingCollection([EmbeddingConfig(**c) for c in common], device=meta))
+        return nn.Sequential(EmbeddingBagCollection([EmbeddingBagConfig(**c) for c in common], device=meta))
+
+    kernels = ["fused"] if sharding == "data_parallel" else None
+    placed = {"t": ParameterConstraints(sharding_types=[sharding], compute_kernels=kernels)}
+    refused, dtype = model_of(data_type), str(data_type_to_dtype(data_type)).removeprefix("torch.")
+    with pytest.raises(ConfigError, match=rf"cached tables \['t'\]: got rows of {dtype}, needed float32 or float16"):
+        plan = plan_sharding(
+            refused if planned else model_of(DataType.FP32),
+            sharders,
+            world_size=2,
+            local_world_size=2,
+            device="cpu",
+            constraints=placed,
+        )
+        with playing(0, make_plan([], 2, 2), monkeypatch):
+            env = ShardingEnv.from_process_group(dist.group.WORLD)
+            DistributedModelParallel(refused, env=env, device=CPU, plan=plan, sharders=sharders)
 
 
 def test_an_uncached_table_is_not_asked(monkeypatch):

@@ -23,7 +23,7 @@ from torchrec.distributed.sharding.dp_sharding import (
     DpPooledEmbeddingDist,
     DpSparseFeaturesDist,
 )
-from torchrec.modules.embedding_configs import PoolingType, data_type_to_sparse_type
+from torchrec.modules.embedding_configs import PoolingType, data_type_to_dtype, data_type_to_sparse_type
 from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -32,7 +32,7 @@ from embershard.sharding.torchrec.feature_keys import add_per_feature
 from embershard.sharding.torchrec.lookups import OwnShardingInfo, check_dims
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedRows
 from embershard.sharding.torchrec.spec import REPLICATED_KERNEL, CacheSpec
-from embershard.sharding.torchrec.table_arguments import check_table_arguments
+from embershard.sharding.torchrec.table_arguments import check_row_types, check_table_arguments
 
 
 class ReplicatedShardingInfo(OwnShardingInfo):
@@ -52,7 +52,7 @@ def group_replicated(
     """Take replicated tables out of TorchRec's `data_parallel` ones, into groups of equal dim.
 
     Raises:
-        ConfigError: a table's FBGEMM arguments do not work on slots, or its pooling is the mean of weighted rows.
+        ConfigError: a table's type of rows, or its FBGEMM arguments, do not work on slots, or its pooling is the mean of weighted rows.
     """
     grouped: dict[str, list[EmbeddingShardingInfo]] = {}
     for kind, members in infos.items():
@@ -68,6 +68,7 @@ def group_replicated(
 
 def _check(info: EmbeddingShardingInfo) -> None:
     config = info.embedding_config
+    check_row_types({config.name: data_type_to_dtype(config.data_type)})
     check_table_arguments({config.name: info.fused_params or {}})
     if config.pooling == PoolingType.MEAN and config.is_weighted:
         raise ConfigError(

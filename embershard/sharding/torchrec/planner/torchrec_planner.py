@@ -41,6 +41,7 @@ from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.modes.id_shardings import ID_SHARDINGS
 from embershard.sharding.torchrec.sharders import bags_of, check_groups, has_cache, inner_sharder
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
+from embershard.sharding.torchrec.table_arguments import check_row_types
 from embershard.units import size
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
@@ -85,7 +86,8 @@ def plan_sharding(
 
     Raises:
         ShardingError: constraints, memory, what a cache can number, or FBGEMM on a CPU leave no plan for named tables.
-        ConfigError: a table that takes any id has more rows than such a table can have, or they make no equal buckets.
+        ConfigError: a table has rows of a type that no cache trains; or one that takes any id has more rows than such a
+            table can have, or rows that make no equal buckets.
     """
     if not 1 <= local_world_size <= world_size:
         raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
@@ -295,6 +297,8 @@ def _constraint(given: ParameterConstraints | None, table: ShardableTable, devic
             constraint.sharding_types = [t for t in constraint.sharding_types if t in ID_SHARDINGS]
     if caches and constraint.compute_kernels is None:
         constraint.compute_kernels = [_DENSE] if replicated else [CACHED_KERNEL]
+    if caches and (_FUSED if replicated else CACHED_KERNEL) in (constraint.compute_kernels or ()):
+        check_row_types({table.name: table.weight.dtype})
     if CACHED_KERNEL in (constraint.compute_kernels or ()):
         constraint.sharding_types = [kind for kind in constraint.sharding_types if kind != _DATA_PARALLEL]
         if not constraint.sharding_types:
