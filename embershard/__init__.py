@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from embershard.sharding.torchrec import (
         CachedEmbeddingBagCollectionSharder,
         CachedEmbeddingCollectionSharder,
+        StockEmbeddingBagCollectionSharder,
+        StockEmbeddingCollectionSharder,
         cache_stats,
         flush,
         host_rows_changed,
@@ -39,6 +41,8 @@ __all__ = [
     "IdTable",
     "LookAheadPipeline",
     "RunConfig",
+    "StockEmbeddingBagCollectionSharder",
+    "StockEmbeddingCollectionSharder",
     "TableStats",
     "Trainer",
     "__version__",

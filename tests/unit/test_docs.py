@@ -12,6 +12,7 @@ import ast
 import configparser
 import functools
 import importlib.util
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -38,6 +39,7 @@ FOLDERS = ("embershard", "tests", "docs", "benchmarks", "examples", "scripts", "
 LOG = PROJECT / "docs" / "LOG.md"
 LOG_PAGES = sorted((PROJECT / "docs" / "log").glob("*.md"))
 ARCHITECTURE = PROJECT / "docs" / "architecture.md"
+USER_PAGES = [PROJECT / "README.md", *sorted({*(PROJECT / "docs").glob("*.md")} - {ARCHITECTURE, LOG})]
 LINE_LENGTH = 120  # as in the code
 
 # First words of a command -> why it is not checked here.
@@ -363,6 +365,44 @@ def unknown_names(text: str) -> list[str]:
         parts = [part for part in name[1].split(".") if re.search(r"_|[a-z][A-Z]|^[A-Z]", part)]
         unknown += [word] if set(parts) - known else []
     return unknown
+
+
+@functools.cache
+def classes_of_the_package() -> frozenset[str]:
+    files = (PROJECT / "embershard").rglob("*.py")
+    return frozenset(
+        name for file in files for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+
+
+def out_of_reach(text: str) -> list[str]:
+    """Return what a reader cannot import: classes in backticks that are called, which `embershard` does not export,
+    and names with their module, `embershard.room.name`, that are not there."""
+    import embershard
+
+    found = []
+    for word in quoted(text):
+        called = re.fullmatch(r"(\w+)\(.*\)", word)
+        if called and called[1] in classes_of_the_package() - set(embershard.__all__):
+            found.append(word)
+        dotted = re.match(r"embershard((?:\.\w+)+)", word)
+        if dotted and not word.endswith(".py"):
+            try:
+                pkgutil.resolve_name(dotted[0])
+            except (ImportError, AttributeError):
+                found.append(word)
+    return found
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_what_a_reader_is_to_call_can_be_imported(page: Path):
+    assert out_of_reach(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_name_out_of_reach_is_noticed():
+    assert out_of_reach("`CacheConfig(ratio=0.1)`, `RowCache`, `embershard.flush`, `embershard.cache.SlotScores`") == []
+    wrong = ["RowCache(tables)", "embershard.RowCache", "embershard.cache.none.SlotScores"]
+    assert out_of_reach(" ".join(f"`{name}`" for name in wrong)) == wrong
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
