@@ -10,11 +10,13 @@ import dataclasses
 import logging
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import _symbolic_trace
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.train_pipeline.utils import _rewrite_model
 from torchrec.distributed.types import ShardedModule
@@ -163,33 +165,44 @@ def pipelined_forwards(
     Raises:
         ShardingError: the model cannot be traced, or `features` leaves a module out.
     """
-    for module in model.modules():  # an earlier pipeline was not detached
-        while isinstance(module.forward, PipelinedForward):
-            module.forward.remove()
+    _give_back(model)  # an earlier pipeline was not detached
     if features is not None:
         return _named_forwards(model, batch, step, features)
     try:
-        with _interrupts_wait():
+        with _interrupts_wait(), _torch_fx_undone():
             modules, _, _, _, others = _rewrite_model(model, step, None, batch, pipelined_forward=PipelinedForward)
-    except Exception as error:
+    except BaseException as error:
+        _give_back(model)
+        if not isinstance(error, Exception):
+            raise
         raise ShardingError(
             f"the inputs of the sharded modules could not be traced through the model's forward ({error}). Pass "
             "features=lambda batch: {name of the sharded module: its KeyedJaggedTensor}, or keep control flow that "
             "depends on tensors out of the modules that hold the embeddings"
         ) from error
-    for name in others:
-        _log.warning("%s runs unpipelined: its input does not come straight from the batch", name)
-    forwards = {}
-    for module in modules:
-        module.is_pipelined = False  # else it keeps the whole batch for a stage of TorchRec's own pipelines
-        forward = module.forward
-        if modules.count(module) == 1:
-            forwards[forward.name] = forward
-        elif isinstance(forward, PipelinedForward):
-            _log.warning("%s runs unpipelined: it is called more than once in a forward", forward.name)
-            while isinstance(module.forward, PipelinedForward):  # one for each call
-                module.forward.remove()
-    return list(forwards.values())
+    calls = Counter([*(module.forward.name for module in modules), *others])
+    for name, count in calls.items():
+        if count > 1:  # whatever they read: what is brought in ahead is for one call
+            _log.warning("%s runs unpipelined: it is called more than once in a forward", name)
+        elif name in others:
+            _log.warning("%s runs unpipelined: its input does not come straight from the batch", name)
+    forwards = []
+    for module in dict.fromkeys(modules):
+        if calls[module.forward.name] == 1:
+            module.is_pipelined = False  # else it keeps the whole batch for a stage of TorchRec's own pipelines
+            forwards.append(module.forward)
+        else:
+            _give_back(module)
+    return forwards
+
+
+def _give_back(model: nn.Module) -> None:
+    """Give all modules their own forwards back, also where several stand in front of one."""
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.is_pipelined = False
+        while isinstance(module.forward, PipelinedForward):
+            module.forward.remove()
 
 
 @contextlib.contextmanager
@@ -208,6 +221,27 @@ def _interrupts_wait() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if waiting:
             handler(*waiting[-1])
+
+
+@contextlib.contextmanager
+def _torch_fx_undone() -> Iterator[None]:
+    """After an exception inside, undo what torch.fx does to the whole process while it traces: another one may have cut
+    off its own undoing (a second interrupt, a timeout, no memory), and would leave `nn.Module.__call__` replaced for
+    all models."""
+    dynamo = torch._dynamo.config
+    is_tracing, refuses_nested = _symbolic_trace._is_fx_tracing_flag, dynamo.error_on_nested_fx_trace
+    outer = _symbolic_trace.CURRENT_PATCHER
+    try:
+        yield
+    except BaseException:
+        patcher = _symbolic_trace.CURRENT_PATCHER
+        if patcher is not None and patcher is not outer:
+            for patch in reversed(patcher.patches_made):
+                with contextlib.suppress(KeyError):  # a name that was added, and is away already
+                    patch.revert()
+            patcher.patches_made.clear()  # nobody puts them in again
+        _symbolic_trace._is_fx_tracing_flag, dynamo.error_on_nested_fx_trace = is_tracing, refuses_nested
+        raise
 
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule]:

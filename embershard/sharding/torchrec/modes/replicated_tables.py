@@ -52,7 +52,8 @@ def group_replicated(
     """Take replicated tables out of TorchRec's `data_parallel` ones, into groups of equal dim.
 
     Raises:
-        ConfigError: a table's type of rows, or its FBGEMM arguments, do not work on slots, or its pooling is the mean of weighted rows.
+        ConfigError: a table's type of rows, or its FBGEMM arguments, do not work on slots, or its pooling is the mean
+            of weighted rows.
     """
     grouped: dict[str, list[EmbeddingShardingInfo]] = {}
     for kind, members in infos.items():
