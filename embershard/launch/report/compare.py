@@ -228,16 +228,16 @@ def _differences(
 
 
 def _samples(arguments: argparse.Namespace, table: pa.Table, labels: _Floats, there: NDArray[np.bool_]) -> Samples:
-    import numpy as np
     import pyarrow as pa
 
     from embershard.training.quality.comparison import Samples
+    from embershard.training.quality.evaluation import value_numbers
 
     weights = _numbers(table, arguments.weight)[there] if arguments.weight else None
     groups = None
     if arguments.group:
-        codes = table[arguments.group].filter(pa.array(there)).combine_chunks().dictionary_encode().indices
-        groups = codes.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        own = table.select([arguments.group]).filter(pa.array(there))
+        groups = value_numbers([own], [arguments.group])[arguments.group].numbers
     return Samples(labels, weights, groups)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embershard.data import Source, Target
 from embershard.data.sources.source import ColumnSource
+from embershard.data.sources.table.decode import cell_words
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.run_result import Slices
@@ -70,7 +71,8 @@ class ValueNumbers:
 
 
 def value_numbers(tables: Iterable[pa.Table], names: Sequence[str]) -> dict[str, ValueNumbers]:
-    """Return columns of samples by name. Values are compared as texts.
+    """Return columns of samples by name. Values are compared as texts, an empty one is none: as a feature takes them,
+    whatever the format of the file (`cell_words`).
 
     Raises:
         ConfigError: a column has lists, or other cells that are no texts.
@@ -79,14 +81,12 @@ def value_numbers(tables: Iterable[pa.Table], names: Sequence[str]) -> dict[str,
     for table in tables:
         for name in names:
             try:
-                encoded = pa.chunked_array(table[name]).combine_chunks().dictionary_encode()
-                texts = encoded.dictionary.cast(pa.string())
+                parts[name].append(cell_words(pa.chunked_array(table[name]).combine_chunks()))
             except pa.ArrowException:
                 raise ConfigError(
                     f"metrics: column {name!r} is of type {table[name].type}; needed one value in each row. Choose "
                     "another column for metrics.group and metrics.slices."
                 ) from None
-            parts[name].append(pa.DictionaryArray.from_arrays(encoded.indices.cast(pa.int32()), texts))
     found = {}
     for name, chunks in parts.items():
         column = pa.chunked_array(chunks, pa.dictionary(pa.int32(), pa.string())).unify_dictionaries()

@@ -269,3 +269,13 @@ def test_a_label_with_classes_has_figures_of_its_own(tmp_path, capsys):
 def test_what_of_a_sweep_is_meant(swept, spec, message):
     with pytest.raises(ConfigError, match=message):
         main([f"{swept}:model.arch=dlrm", f"{swept}{spec}", "--group", "user_id"])
+
+
+def test_an_empty_text_is_no_group_whoever_wrote_the_file(tmp_path, capsys):
+    found = []
+    for missing in ("", None):
+        users = pa.array([missing if n % 3 == 0 else f"u{n % 40}" for n in range(600)], pa.string())
+        files = [write(tmp_path / f"{seed}.parquet", seed, 1.0, user_id=users) for seed in (1, 2)]
+        assert main([*files, "--group", "user_id", "--metrics", "auc,gauc", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["labels"])
+    assert found[0] == found[1]

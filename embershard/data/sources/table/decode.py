@@ -280,6 +280,41 @@ def text_words(values: pa.Array) -> tuple[Words, Ids, Flags]:
     return keys[taken], sizes[taken], sizes[taken] == 0
 
 
+def cell_words(cells: pa.Array) -> pa.DictionaryArray:
+    """Return cells as texts [n] that are equal where a feature would take the cells for equal; null where it would take
+    them for missing: an empty text, and a number that is NaN.
+
+    Raises:
+        pa.ArrowException: they are lists, or other cells that are no texts.
+
+    >>> cell_words(pa.array(["7.0", "", None, "True"])).to_pylist()
+    ['7', None, None, 'true']
+    >>> cell_words(pa.array([7.0, float("nan")])).to_pylist()
+    ['7', None]
+    """
+    if not types.is_dictionary(cells.type):
+        cells = cells.dictionary_encode()
+    distinct = cells.dictionary
+    if types.is_floating(distinct.type):
+        distinct = pc.if_else(pc.is_nan(distinct), pa.scalar(None, distinct.type), distinct)
+    if not is_text(distinct.type):
+        distinct = distinct.cast(pa.string())
+    words = _decoded(_same_words(distinct.cast(pa.binary())))
+    words = readable(pa.chunked_array([words])).combine_chunks().dictionary_encode()
+    return pa.DictionaryArray.from_arrays(words.indices.take(cells.indices).cast(pa.int32()), words.dictionary)
+
+
+def readable(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the cells of a text file as texts; others as they are."""
+    if not types.is_binary(column.type):
+        return column
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        cells = column.to_pylist()
+        return pa.chunked_array([[cell and cell.decode("utf-8", "backslashreplace") for cell in cells]], pa.string())
+
+
 def _same_words(texts: pa.Array) -> pa.Array:
     """Return texts as bytes: of a whole number with a point its integer, and a bool in lower letters."""
     if pc.any(pc.match_substring(texts, ".")).as_py():

@@ -15,7 +15,7 @@ from embershard.data.schema import Schema, SparseFeature
 from embershard.data.sources.held_out import Share, alone, hold_out
 from embershard.data.sources.input_file import InputFile, list_files
 from embershard.data.sources.source import FileSource, Split, SplitChunks
-from embershard.data.sources.table.decode import ChunkDecoder, labels_and_weights
+from embershard.data.sources.table.decode import ChunkDecoder, labels_and_weights, readable
 from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet, first_rows, parquet_schema
 from embershard.data.sources.table.raw import RawChunk, TableFiles, check_columns, check_types, is_list, need_columns
 from embershard.data.sources.table.split import check_split, hold_out_by_column, in_windows
@@ -87,7 +87,7 @@ class TableSource(FileSource):
         bad = self._parsed.get(physical).bad if self._most_bad is None else {}
         rows = np.setdiff1d(members, list(bad), assume_unique=True)
         table = raw.table.take(np.searchsorted(raw.places, rows))
-        columns = {name: _readable(column) for name, column in zip(names, table.columns, strict=True)}
+        columns = {name: readable(column) for name, column in zip(names, table.columns, strict=True)}
         return pa.table(columns)
 
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
@@ -105,17 +105,6 @@ class TableSource(FileSource):
         if not decoder.is_sample.all():
             block = block.take(np.flatnonzero(decoder.is_sample))
         return ParsedChunk(block, dict(sorted(decoder.bad.items())))
-
-
-def _readable(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the cells of a text file as texts; others as they are."""
-    if not pa.types.is_binary(column.type):
-        return column
-    try:
-        return column.cast(pa.string())
-    except pa.ArrowInvalid:
-        cells = column.to_pylist()
-        return pa.chunked_array([[cell and cell.decode("utf-8", "backslashreplace") for cell in cells]], pa.string())
 
 
 def _open(files: list[InputFile], settings: TableConfig, config: DataConfig, needs_labels: bool) -> TableFiles:

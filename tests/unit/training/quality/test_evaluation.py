@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +19,7 @@ from torchmetrics.functional.regression import mean_absolute_error, mean_squared
 from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieval_precision, retrieval_recall
 from torchrec.metrics.ne_with_recalibration import RecalibratedNEMetricComputation
 
-from embershard.data import Target
+from embershard.data import DataConfig, TableConfig, TableFeature, Target, open_source
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.launch.quality_text import slice_rows
@@ -240,3 +243,38 @@ def test_what_the_data_do_not_have_is_refused() -> None:
         Evaluator(Target(), MetricsConfig(group="user"), nothing, ALONE)
     with pytest.raises(DataError, match="read for 1 held-out samples, and there are 2 predictions"):
         evaluate(Predicted(torch.zeros(2), torch.zeros(2)), MetricsConfig(group="user"), user=[1])
+
+
+def columns_in(folder: Path, form: str, cells: list[str | None]) -> ValueNumbers:
+    """The values of a column of texts, as an evaluation has them, from a file of this form."""
+    labels, numbers = [0] * len(cells), [*range(len(cells))]
+    if form == "csv":
+        lines = [f"0,{n},{'' if cell is None else cell}" for n, cell in enumerate(cells)]
+        (folder / "a.csv").write_text("\n".join(["label,number,user", *lines]) + "\n")
+    else:
+        kind = pa.string() if form == "dictionary" else pa.type_for_alias(form)
+        users = pa.array(cells, kind)
+        users = users.dictionary_encode() if form == "dictionary" else users
+        pq.write_table(pa.table({"label": labels, "number": numbers, "user": users}), folder / "a.parquet")
+    table = TableConfig({"item": TableFeature("sparse", column="number", mapping="none", num_rows=99)}, files=("*",))
+    source: Any = open_source(DataConfig("table", str(folder), table=table, eval_fraction=1.0, num_workers=0))
+    return value_numbers(source.held_out_columns(["user"]), ["user"])["user"]
+
+
+@given(cells=st.lists(st.sampled_from(["", None, "DE", "7", "7.0", "True", "true", "é"]), min_size=1, max_size=12))
+@settings(max_examples=15, deadline=None)
+def test_a_value_is_the_same_whatever_the_file_and_an_empty_text_is_none(cells):
+    found = []
+    for form in ("csv", "string", "large_string", "binary", "dictionary"):
+        with TemporaryDirectory() as folder:
+            column = columns_in(Path(folder), form, cells)
+        found.append([MISSING if number < 0 else column.values[number] for number in column.numbers])
+    same = {"": MISSING, None: MISSING, "7.0": "7", "True": "true"}
+    assert found == [[same.get(cell, cell) for cell in cells]] * 5
+
+
+def test_numbers_are_the_same_values_as_their_texts_and_not_a_number_is_none():
+    kinds = {"float": [7.0, math.nan, None], "text": ["7.0", "", None], "int": [7, None, None]}
+    for cells in kinds.values():
+        [column] = value_numbers([pa.table({"n": pa.array(cells)})], ["n"]).values()
+        assert (column.numbers.tolist(), column.values) == ([0, -1, -1], ["7"])
