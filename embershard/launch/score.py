@@ -261,8 +261,9 @@ def kept_columns(source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
 
     if not isinstance(source, TableSource):
         raise ConfigError('--keep: needed data of kind "table" or "parquet", whose columns have names. Leave it out.')
+    has_weights = source.schema.target.weight not in (None, "weight")
     for name in names:
-        if name.partition("/")[0] in ("logit", "score", "label"):
+        if name.partition("/")[0] in ("logit", "score", "label") or (name == "weight" and has_weights):
             raise ConfigError(f"--keep {name}: scores have a column of that name. Leave it out, or rename it.")
     return source.held_out_columns(list(names))
 
@@ -292,8 +293,8 @@ def _write(file: ScoresFile | None, scorer: Scorer, console: Console, name: str)
 class ScoresFile:
     """Columns `logit` and `score` (the probability), both float32, and `label`, float32, where the first samples have
     labels. With task "regression" there is no `logit`, and `score` is the predicted number; of several labels, names
-    are as `score/click`. Columns of the data that are kept stand before these. The file gets its name when it is
-    complete.
+    are as `score/click`. `weight`, float32, is that of the samples, where they have one. Columns of the data that are
+    kept stand before these. The file gets its name when it is complete.
 
     >>> import torch, pyarrow.parquet
     >>> from embershard.data import Target
@@ -343,7 +344,8 @@ class ScoresFile:
         if self._writer is not None:
             columns = {name: values for name, values in columns.items() if name in self._writer.schema.names}
         else:
-            is_empty = {name for name, values in columns.items() if name.startswith("label") and values.isnan().all()}
+            known = {name for name in columns if name.startswith(("label", "weight"))}
+            is_empty = {name for name in known if columns[name].isnan().all()}
             columns = {name: values for name, values in columns.items() if name not in is_empty}
         arrays = {name: pa.array(values.numpy(), pa.float32()) for name, values in columns.items()}
         table = pa.table({**self._take_kept(self._num_waiting), **arrays})
@@ -385,4 +387,5 @@ class ScoresFile:
                 found[f"logit{of}"] = output
             found[f"score{of}"] = torch.sigmoid(output) if task == "binary" else output
             found[f"label{of}"] = label
-        return found
+        weights = [each.weights for each in self._waiting if each.weights is not None]
+        return {**found, "weight": torch.cat(weights)} if weights else found

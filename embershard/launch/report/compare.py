@@ -31,7 +31,8 @@ _HELP = """Compare two models on the same samples, by a paired bootstrap: the di
 which it is, and whether chance alone explains it. A and B are runs, which score what they hold out, files of embershard
 predict with labels, or configurations of sweeps, whose runs are paired by their seeds: the interval then says what
 other seeds could change, too. With --group, all samples of a group (a user, a session) are drawn together: use it where
-they are alike, or the interval is too narrow. See docs/training.md.
+they are alike, or the interval is too narrow. Samples count by the weights of the runs' data, as in the runs' own
+figures; --weight and --no-weight say otherwise. See docs/training.md.
 
   embershard compare runs/mine runs/other
   embershard compare runs/mine runs/other --group user_id --metrics auc,gauc,ndcg@10
@@ -53,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
     models = ComparedModel.of(arguments.a), ComparedModel.of(arguments.b)
     with tempfile.TemporaryDirectory() as folder:
         pairs = read_pairs(models, Path(folder), keep, trust_code=arguments.trust_code)
+    if not arguments.weight and not arguments.no_weight and _have_weights(models, pairs):
+        arguments.weight = "weight"
+        keep.append("weight")
     labels = _labels_of(keep, pairs)
     found = {label.removeprefix("/"): _compared(arguments, label, pairs) for label in labels}
     for label, own in _classes(labels, pairs).items():
@@ -76,6 +80,7 @@ def _show(
 ) -> None:
     console, count = wide_console(), len(pairs[0][0].table)
     of = f", by {arguments.group}" if arguments.group else ""
+    of += f", weighted by {arguments.weight}" if arguments.weight else ""
     say(console, f"A: {arguments.a}. B: {arguments.b}. {count:,} samples{of}.", *seeds_text(models, len(pairs)))
     for label, (own, differences) in found.items():
         title = f"{label}: {own:,} samples have it" if own != count else label
@@ -105,7 +110,13 @@ def _parser() -> argparse.ArgumentParser:
         "recall@10, with any number (default: those of the scores, gauc with a group)",
     )
     parser.add_argument("--group", metavar="COLUMN", help="column of the data with the user or session of a sample")
-    parser.add_argument("--weight", metavar="COLUMN", help="column of the data with the weight of a sample")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
+        "--weight",
+        metavar="COLUMN",
+        help="column of the data with the weight of a sample (default: the weights of the runs' data)",
+    )
+    weights.add_argument("--no-weight", action="store_true", help="let every sample count once")
     parser.add_argument(
         "--replicates", type=positive, default=1000, metavar="R", help="of the bootstrap (default: %(default)s)"
     )
@@ -113,6 +124,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     add_trust(parser)
     return parser
+
+
+def _have_weights(models: tuple[ComparedModel, ComparedModel], pairs: _Pairs) -> bool:
+    """Return whether the samples of both models have weights.
+
+    Raises:
+        ConfigError: those of one model have.
+    """
+    of_models = [all("weight" in each.table.column_names for each in model) for model in zip(*pairs, strict=True)]
+    if any(of_models) and not all(of_models):
+        with_weights, without = (models[of_models.index(has)].given for has in (True, False))
+        raise ConfigError(
+            f"{with_weights} has weights of its samples, and {without} has none. Say what counts for both: --weight "
+            "COLUMN, or --no-weight."
+        )
+    return all(of_models)
 
 
 def _labels_of(keep: Sequence[str], pairs: _Pairs) -> list[str]:
@@ -228,12 +255,16 @@ def _differences(
 
 
 def _samples(arguments: argparse.Namespace, table: pa.Table, labels: _Floats, there: NDArray[np.bool_]) -> Samples:
+    import numpy as np
     import pyarrow as pa
 
     from embershard.training.quality.comparison import Samples
     from embershard.training.quality.evaluation import value_numbers
 
     weights = _numbers(table, arguments.weight)[there] if arguments.weight else None
+    if weights is not None and not (weights >= 0).all():
+        row = np.flatnonzero(there)[np.argmin(weights >= 0)]
+        raise ConfigError(f"{arguments.weight} of row {row} is {weights.min()}: needed a weight of at least 0.")
     groups = None
     if arguments.group:
         own = table.select([arguments.group]).filter(pa.array(there))

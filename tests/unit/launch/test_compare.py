@@ -11,13 +11,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from embershard.data import Target
 from embershard.errors import ConfigError
 from embershard.launch import score
 from embershard.launch.cli import main as embershard
 from embershard.launch.report.compare import main
 from embershard.launch.report.compared import ComparedModel
+from embershard.launch.score import ScoresFile
 from embershard.launch.sweep.outcomes import Outcome, keep_outcome
+from embershard.models.loss import class_logits
+from embershard.training.quality.config import MetricsConfig
+from embershard.training.quality.evaluation import judge_with, value_numbers
+from embershard.training.quality.metrics import Predicted
+from embershard.training.quality.quality import quality_values
 from tests.unit.launch.conftest import start_here
 
 
@@ -279,3 +287,59 @@ def test_an_empty_text_is_no_group_whoever_wrote_the_file(tmp_path, capsys):
         assert main([*files, "--group", "user_id", "--metrics", "auc,gauc", "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out)["labels"])
     assert found[0] == found[1]
+
+
+TARGETS = {
+    "click": Target(weight="w"),
+    "stars": Target(("stars",), ("regression",), weight="w"),
+    "two": Target(("click", "stars"), ("binary", "regression"), weight="w"),
+    "classes": Target(("s",), ("multiclass",), weight="w").with_classes({"s": [1, 2, 3]}),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_weighted_figures_are_those_of_the_evaluation(tmp_path, capsys, name):
+    target, rng = TARGETS[name], torch.Generator().manual_seed(0)
+    count, width = 500, len(target.labels)
+    outputs = torch.randn(count, width, generator=rng)
+    labels = (torch.randn(count, width, generator=rng) + outputs > 0).float()
+    if name == "classes":
+        labels = torch.eye(width)[torch.randint(width, (count,), generator=rng)]
+        outputs = class_logits(target, outputs)
+    if name == "two":
+        labels[::7, 0] = torch.nan
+    weights = torch.randint(0, 5, (count,), generator=rng).float() / 2
+    users = [None if n % 11 == 0 else f"u{n % 29}" for n in range(count)]
+    each = [outputs, labels] if width > 1 else [outputs[:, 0], labels[:, 0]]
+    file = ScoresFile(tmp_path / "a.parquet", target, iter([pa.table({"user": users})]))
+    file.add(Predicted(*each, weights))
+    file.finish()
+    groups = value_numbers([pa.table({"user": users})], ["user"])["user"].numbers
+    grouped = name != "stars"
+    metrics = MetricsConfig(group="user" if grouped else None)
+    own = quality_values(judge_with(target, Predicted(*each, weights), metrics, torch.from_numpy(groups)))
+    words = ["--group", "user"] if grouped else []
+
+    def found(*more: str) -> dict[str, float]:
+        assert main([*[str(tmp_path / "a.parquet")] * 2, "--replicates", "9", "--json", *words, *more]) == 0
+        labels = json.loads(capsys.readouterr().out)["labels"]
+        return {f"{one['metric']}{label and '/' + label}": one["a"] for label, each in labels.items() for one in each}
+
+    figures = found()
+    assert len(figures) >= 3
+    assert figures == {name: pytest.approx(own[name], abs=2e-6) for name in figures}
+    assert found("--weight", "weight") == figures
+    assert found("--no-weight") != figures
+
+
+def test_weights_of_one_model_alone_and_weights_that_differ_are_refused(tmp_path):
+    weights = np.arange(600, dtype=np.float32)
+    a, b = write(tmp_path / "a.parquet", 1, 1.0, weight=weights), write(tmp_path / "b.parquet", 2, 1.0)
+    with pytest.raises(ConfigError, match=r"a\.parquet has weights .*b\.parquet has none.*--no-weight"):
+        main([a, b])
+    with pytest.raises(ConfigError, match=r"weight of row 0 is 0\.0 and"):
+        main([a, write(tmp_path / "c.parquet", 2, 1.0, weight=weights + 1)])
+    bad = np.where(weights == 7, np.nan, weights)
+    with pytest.raises(ConfigError, match="weight of row 7 is nan: needed a weight"):
+        main([write(tmp_path / "d.parquet", 2, 1.0, weight=bad)] * 2)
+    assert main([a, b, "--no-weight", "--json"]) == 0
