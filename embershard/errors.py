@@ -27,9 +27,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class EmbershardError(Exception):
@@ -124,6 +126,21 @@ def os_problem(error: OSError, path: Path | str | None = None) -> str:
     what = error.strerror or str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0)
     return " ".join(f"{where}{': ' if where else ''}{what}.{f' {remedy}.' if remedy else ''}".split())
+
+
+def printable(value: Any) -> Any:
+    r"""Return a text with what is no UTF-8 escaped, as a byte of a file's name; such texts in a tuple, too; and other
+    values as they are.
+
+    >>> printable("a\udcff.parquet")
+    'a\\xff.parquet'
+    """
+    if isinstance(value, tuple):
+        return tuple(map(printable, value))
+    if not isinstance(value, str):
+        return value
+    shown = value.encode("utf-8", "backslashreplace").decode()
+    return re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", shown) if shown != value else value
 
 
 @contextmanager

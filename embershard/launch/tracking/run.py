@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embershard.errors import printable
 from embershard.training.config import TrackingConfig
 
 
@@ -16,7 +17,7 @@ class TrackedRun:
 
     Attributes:
         folder: of the run; its name is the run's.
-        settings: all settings, by `section.key`.
+        settings: all settings, by `section.key`; texts are UTF-8.
         resumed_at: step from which an earlier run goes on; None for a new run.
         global_batch_size: samples per step of all ranks.
         train_samples: of the training data.
@@ -32,7 +33,11 @@ class TrackedRun:
     train_samples: int = 0
     platform: str = "CPU"
 
+    def __post_init__(self) -> None:
+        settings = {printable(key): printable(value) for key, value in self.settings.items()}
+        object.__setattr__(self, "settings", settings)
+
     @property
     def name(self) -> str:
         """The run's name."""
-        return self.folder.absolute().name
+        return printable(self.folder.absolute().name)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from embershard.decoding import flat
-from embershard.errors import SetupError
+from embershard.errors import SetupError, printable
 from embershard.launch.tracking.mlperf import MlperfTracker
 from embershard.launch.tracking.run import TrackedRun
 from embershard.training.config import TrackingConfig
 
 
 class Tracker(Protocol):
-    """Gets the numbers of a run, on its first rank."""
+    """Gets the numbers of a run, on its first rank.
+
+    Numbers of two names stay two numbers, whatever text the names have: a tracker that takes fewer characters escapes
+    the others, one to one. Names are UTF-8.
+    """
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         """Note the numbers of a report at `step`, by `kind/name`.
@@ -30,8 +34,8 @@ class Tracker(Protocol):
         """Write what is left, and end."""
 
 
-#: MLflow takes at most so many parameters at once.
-_MOST_PARAMETERS = 100
+#: MLflow takes at most so many parameters at once, and so many characters of a name.
+_MOST_PARAMETERS, _MOST_CHARACTERS = 100, 250
 
 
 class TensorBoardTracker:
@@ -65,7 +69,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=run.config.project,
             name=run.name,
-            id=re.sub(r"[^A-Za-z0-9_-]", "_", run.name)[:64],
+            id=_wandb_id(run.name),
             resume="never" if run.resumed_at is None else "allow",
             dir=str(run.folder),
             config=dict(run.settings),
@@ -84,6 +88,16 @@ class WandbTracker:
         self._run.finish()
 
 
+def _wandb_id(name: str) -> str:
+    """Return the id of a run with this name, of each name another.
+
+    >>> _wandb_id("mine"), _wandb_id("my runs/1")[:10]
+    ('mine', 'my_runs_1-')
+    """
+    found = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64]
+    return found if found == name else f"{found[:47]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
 class MlflowTracker:
     """A run of MLflow. `MLFLOW_TRACKING_URI` says where it goes."""
 
@@ -95,7 +109,7 @@ class MlflowTracker:
         mlflow.start_run(run_name=run.name, log_system_metrics=False)
         if run.resumed_at is not None:
             mlflow.set_tag("resumed_at", str(run.resumed_at))
-        settings = list(run.settings.items())
+        settings = [(_mlflow_name(name), value) for name, value in run.settings.items()]
         for first in range(0, len(settings), _MOST_PARAMETERS):
             mlflow.log_params(dict(settings[first : first + _MOST_PARAMETERS]))
 
@@ -106,11 +120,28 @@ class MlflowTracker:
         self._mlflow.log_metrics(self._named(result))
 
     def _named(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return numbers by names that MLflow takes: it has no `ndcg@10`."""
-        return {re.sub(r"[^\w/. :-]", "_", name): value for name, value in numbers.items()}
+        return {_mlflow_name(name): value for name, value in numbers.items()}
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _mlflow_name(name: str) -> str:
+    """Return a name that MLflow takes, of each name another: other characters as their numbers, `:40:` of "@", parts
+    that a path would lose, too, and of a name that is too long the start and a digest.
+
+    >>> _mlflow_name("eval/ndcg@10"), _mlflow_name("eval//..")
+    ('eval/ndcg:40:10', 'eval/::/:2e::2e:')
+    """
+    escaped = re.sub(r"[^\w/. -]", lambda found: f":{ord(found[0]):x}:", name)
+    parts = [
+        "::" if not part else part.replace(".", ":2e:") if part in (".", "..") else part for part in escaped.split("/")
+    ]
+    found = "/".join(parts)
+    if len(found) <= _MOST_CHARACTERS:
+        return found
+    digest = f":{hashlib.sha256(name.encode()).hexdigest()}"
+    return found[: _MOST_CHARACTERS - len(digest)] + digest
 
 
 class TrackioTracker:
@@ -137,7 +168,11 @@ class TrackioTracker:
 
 
 class PrometheusTracker:
-    """The newest numbers, as gauges at `http://prometheus_host:prometheus_port/metrics`, until the run ends."""
+    """The newest numbers, as gauges at `http://prometheus_host:prometheus_port/metrics`, until the run ends.
+
+    A gauge has the numbers that are named alike but for names of columns, values, tables and labels: these are in its
+    label `name`, which is the whole name.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         import prometheus_client
@@ -153,10 +188,10 @@ class PrometheusTracker:
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         self._step = max(self._step, step)
         for name, value in {"step": self._step, **numbers}.items():
-            metric = "embershard_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            metric = _prometheus_metric(name)
             if metric not in self._gauges:
-                self._gauges[metric] = self._make(metric, name, ["run"], registry=self._registry)
-            self._gauges[metric].labels(self._name).set(value)
+                self._gauges[metric] = self._make(metric, metric, ["run", "name"], registry=self._registry)
+            self._gauges[metric].labels(self._name, name).set(value)
 
     def finish(self, result: Mapping[str, float]) -> None:
         pass  # the port closes with the run
@@ -165,6 +200,17 @@ class PrometheusTracker:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _prometheus_metric(name: str) -> str:
+    """Return the gauge that has a number of this name.
+
+    >>> _prometheus_metric("train/loss/click"), _prometheus_metric("eval/slices.country.DE.ndcg@10")
+    ('embershard_train_loss', 'embershard_eval_slices_ndcg_10')
+    """
+    first, *middle = name.split(".")
+    last = [each.partition("/")[0] for each in middle[-1:]]
+    return "embershard_" + re.sub(r"[^a-zA-Z0-9_]", "_", "_".join([*first.split("/")[:2], *last]))
 
 
 #: Of each tracker its class, the module that it needs, and what to install.
@@ -232,10 +278,21 @@ class Trackers:
         except Exception as error:  # whatever a tracker raises, the run matters more
             self._trackers.pop(name, None)
             first = (str(error).splitlines() or [""])[0]
-            self._warn(f"Warning: {name} failed and gets nothing more ({type(error).__name__}: {first}).")
+            self._warn(f"Warning: {name} failed and gets nothing more ({type(error).__name__}: {printable(first)}).")
 
 
-def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(at: str, values: Mapping[str, Any], separator: str = "/") -> dict[str, float]:
     """Return the numbers of nested values, by `kind/name.name`; lists, which have a value per table or rank, are left
-    out."""
-    return {f"{kind}/{name}": value for name, value in flat(values).items() if isinstance(value, (int, float))}
+    out. A point in a name, as in that of a slice, is `%2E`: so no two numbers have one name.
+
+    >>> _numbers("eval", {"auc": 0.5, "slices": {"age": {"7.5": {"auc": 0.25}}}})
+    {'eval/auc': 0.5, 'eval/slices.age.7%2E5.auc': 0.25}
+    """
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        place = at + separator + re.sub(r"[%.\ud800-\udfff]", lambda found: f"%{ord(found[0]):02X}", name)
+        if isinstance(value, Mapping):
+            found |= _numbers(place, value, ".")
+        elif isinstance(value, (int, float)):
+            found[place] = value
+    return found

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
+import re
 import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from embershard.decoding import flat
 from embershard.errors import ConfigError, SetupError
@@ -147,6 +152,93 @@ def test_tensorboard_has_reports_and_result(tmp_path):
     assert [each.value for each in events.Scalars("result/auc")] == [0.75]
 
 
+class MadeUpBackend:
+    """The modules of all trackers, which note the names that their stores would have, by their rules."""
+
+    def __init__(self) -> None:
+        self.names: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *words, **options: self  # what begins and ends runs
+
+    def log(self, numbers: dict[str, float], step: int | None = None) -> None:
+        self.names += [name for name in numbers if name != "step"]
+
+    def log_metrics(self, numbers: dict[str, float], step: int | None = None) -> None:
+        for name in numbers:  # mlflow.utils.validation
+            assert re.match(r"^[/\w.\- :]*$", name)
+            assert posixpath.normpath(name) == name
+            assert len(name) <= 250
+        self.names += numbers
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        from torch.utils.tensorboard.summary import scalar
+
+        self.names.append(scalar(name, value).value[0].tag)
+
+    def Gauge(self, name: str, words: str, labels: list[str], registry: Any) -> Any:  # noqa: N802
+        assert re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", name)
+        assert name not in self.gauges
+        self.gauges.add(name)
+        return SimpleNamespace(labels=lambda *values: SimpleNamespace(set=lambda _: self._gauge(name, values)))
+
+    def _gauge(self, name: str, labels: tuple[str, ...]) -> None:
+        if name != "embershard_step":
+            self.names.append((name, *labels))
+
+    def start_http_server(self, *_: Any) -> tuple[Any, Any]:
+        self.gauges = set[str]()
+        return self, self
+
+
+NAMES = st.text(st.sampled_from('aé/.:_-@%\\ \n\udcff~\ud800"') | st.characters(codec=None), max_size=5) | st.just(
+    "x" * 400
+)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow", "trackio", "prometheus"])
+@given(
+    st.dictionaries(NAMES, st.dictionaries(NAMES, st.just({"auc": 0.5, "ndcg@10": 0.5}), max_size=3), max_size=3),
+    st.sets(NAMES, max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+@example(
+    {"a": {"b.c": {"auc": 0.5}}, "a.b": {"c": {"auc": 0.5}}, "@": {"é": {"auc": 1}}, "_": {"é": {"auc": 1}}}, {"a b"}
+)
+@example({"c": {"x" * 400: {"auc": 0.5}, "x" * 401: {"auc": 0.5}, "/": {"auc": 0.5}, "//": {"auc": 0.5}}}, {"\udcff"})
+def test_numbers_of_two_names_stay_two_numbers_in_every_tracker(kind, slices, labels):
+    store = MadeUpBackend()
+    modules = {"wandb": store, "mlflow": store, "trackio": store, "prometheus_client": store}
+    values = {f"loss/{label}": 0.5 for label in labels}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, made_up in modules.items():
+            patch.setitem(sys.modules, name, made_up)
+        patch.setattr("torch.utils.tensorboard.SummaryWriter", lambda *_, **__: store)
+        patch.setattr(module, "check_trackers", lambda config: None)
+        trackers = Trackers(tracked(Path("runs/\udcff"), kind), pytest.fail)
+        trackers.add("eval", {"step": 1, "auc": 0.5, **values, "slices": slices})
+        trackers.close()
+    count = 1 + len(labels) + sum(len(figures) for of in slices.values() for figures in of.values())
+    assert len(store.names) == len(set(store.names)) == count
+    for name in store.names:
+        "".join(name).encode()
+    given = {"data.path": "/\udcff", "data.paths": ("/\udc80",)}
+    assert TrackedRun(Path("a"), given, TrackingConfig(), None).settings == {
+        "data.path": r"/\xff",
+        "data.paths": (r"/\x80",),
+    }
+
+
+def test_runs_of_two_names_are_two_runs_of_weights_and_biases(monkeypatch):
+    ids = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda id, **_: ids.append(id) or MadeUpBackend()))
+    for name in ("mine", "my run", "my_run", "my.run", "x" * 70, "x" * 71, "\udcff"):
+        module.WandbTracker(tracked(Path(name), "wandb"))
+    assert ids[0] == "mine"
+    assert len(set(ids)) == 7
+    assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", each) for each in ids)
+
+
 class MadeUpWandb:
     """Keeps numbers by W&B's rule: those of a step before its newest are dropped, without an error."""
 
@@ -231,8 +323,8 @@ def test_prometheus_reads_the_newest_numbers_on_this_machine_only(tmp_path):
         trackers.add("train", {"step": step, "loss": 1 / step})
     trackers.add("checkpoint", {"step": 10, "seconds": 0.5})  # of a save that ended later
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
-    assert 'embershard_train_loss{run="mine"} 0.05\n' in text
-    assert 'embershard_step{run="mine"} 20.0\n' in text
+    assert 'embershard_train_loss{name="train/loss",run="mine"} 0.05\n' in text
+    assert 'embershard_step{name="step",run="mine"} 20.0\n' in text
     with pytest.raises(OSError):
         socket.create_connection((socket.gethostname(), port), timeout=1).close() if is_elsewhere() else refuse()
     trackers.close()
