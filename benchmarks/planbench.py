@@ -109,7 +109,7 @@ def _random(request: PlanRequest) -> Placements:
         here = (drawn[:, :, None] == np.arange(costs.world_size)).astype(float)  # [placements, tables, ranks]
         totals = costs.base_seconds + np.einsum("ptr,ts->prs", here, np.concatenate([o.seconds for o in own]))
         memory = costs.base_memory + np.einsum("ptr,tc->prc", here, np.concatenate([o.memory for o in own]))
-        seconds = costs.formula.seconds(costs.formula.columns(totals).max(axis=1), 1)
+        seconds = costs.formula.seconds(costs.formula.slowest(totals), 1)
         seconds[costs.device_bytes(memory).max(axis=1) > (costs.device_limit or np.inf)] = np.inf
         for number in np.argsort(seconds, kind="stable")[:_SIZED]:
             found.append(_whole(request, drawn[number].tolist())[0 if resident else 1])

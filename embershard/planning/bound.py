@@ -4,7 +4,8 @@ A linear program over all options of all tables. It lets go of four things, each
 
 * a table may be in parts: 0.3 of it table-wise, 0.7 row-wise;
 * shards need no ranks of their own: the slowest rank of a stage takes at least the mean of all ranks, and at least the
-  largest shard of every table;
+  largest shard of every table. Where ranks of a CPU take turns on fewer cores, a shard is as fast as on a core of its
+  own: the other ranks of its node may be done;
 * memory is one: all ranks together, and all nodes, keep to the sum of their limits;
 * a cached table may have any size, and does the work of the next larger of some sizes.
 
@@ -27,6 +28,8 @@ from embershard.planning.cost_arrays import MEMORY, STAGES, CostArrays
 Floats = NDArray[np.float64]
 
 
+#: Stages that need a core, on a CPU; the others need the link.
+_NEEDS_CORE = {STAGES.index(name) for name in ("plan", "copies", "lookup", "update")}
 #: Of the solver, relative to the bound: it is given away.
 _TOLERANCE = 1e-6
 
@@ -44,13 +47,8 @@ class Bound:
     fixed_seconds: float
 
     def gap(self, step_seconds: float) -> float:
-        """Return how much longer a step takes, relative to the bound."""
-        return max(0.0, step_seconds / self.step_seconds - 1) if self.step_seconds > 0 else 0.0
-
-    def gap_of_tables(self, step_seconds: float) -> float:
-        """Return the same for what depends on the tables alone."""
-        left = self.step_seconds - self.fixed_seconds
-        return max(0.0, (step_seconds - self.fixed_seconds) / left - 1) if left > 0 else 0.0
+        """Return how much longer a step takes, relative to the bound. Below 0 the bound is none."""
+        return step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
 
 
 class _Program:
@@ -166,15 +164,23 @@ def _slowest(
     fixed: float,
 ) -> None:
     """The variable is at least the seconds of the slowest rank in these stages together."""
-    lookup = STAGES.index("lookup") in columns
+    lookup, alone = STAGES.index("lookup") in columns, _alone(costs, columns)
     means = []
     for own, options in zip(shares, costs.options, strict=True):
         everywhere = np.array([option.row_id_seconds * lookup for option in options])
         totals = np.array([option.seconds[:, columns].sum() for option in options]) / costs.world_size + everywhere
-        largest = np.array([option.seconds[:, columns].sum(axis=1).max() for option in options]) + everywhere
+        largest = alone * np.array([option.seconds[:, columns].sum(axis=1).max() for option in options]) + everywhere
         means.append((own, totals))
         program.at_most(-fixed, (variable, -1.0), (own, largest))
     program.at_most(-fixed, (variable, -1.0), *means)
+
+
+def _alone(costs: CostArrays, columns: list[int]) -> float:
+    """Return the seconds of such work on a rank whose node has none but that of all ranks, relative to those on one
+    whose ranks are all busy: where L ranks take turns on C cores, C/L. Links are not shared so."""
+    formula, local = costs.formula, min(costs.ranks_per_node, costs.world_size)
+    cores = formula.pipeline.cores_for(costs.world_size)
+    return 1.0 if cores is None or not _NEEDS_CORE.issuperset(columns) else cores / local
 
 
 def _add_groups(program: _Program, costs: CostArrays, shares: list[NDArray[np.int64]]) -> NDArray[np.int64]:

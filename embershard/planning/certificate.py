@@ -34,7 +34,7 @@ def certificate(quick: Prediction, bound: Bound, rates: Rates, shape: RunShape) 
     works = [StepWork(**rank.work) for rank in quick.ranks]
     return PlanBound(
         step_seconds=quick.step_seconds,
-        least_seconds=min(bound.step_seconds, quick.step_seconds),
+        least_seconds=bound.step_seconds,
         fixed_seconds=bound.fixed_seconds,
         rank=slowest.rank,
         stage=quick.bottleneck,

@@ -34,6 +34,8 @@ Ints = NDArray[np.int64]
 #: Columns of the seconds of shards and ranks: the stages of a step whose work depends on the tables.
 STAGES = ("plan", "copies", "lookup", "embeddings", "gradients", "update", "ids")
 _OF_STAGE = {"copies": ("write_backs", "fills")}
+#: Of `StepFormula.columns` on a CPU, those that need a core; the others need the link.
+_ON_CORES = [0, 3, 5]
 #: Columns of the device memory of shards and ranks: what is there whatever the caches' sizes, and of pooled rows
 #: without the ids; caches as large as a batch needs; caches as large as the seconds are of; ids that arrive in a step;
 #: shards that exchange rows.
@@ -179,7 +181,9 @@ class StepFormula:
 
     On a GPU: the training stream waits for the slowest rank at each collective; planning and copies are hidden up to
     the step; so are all collectives together, on their own stream. On a CPU, stages follow each other, and the slowest
-    rank decides in each segment between two collectives.
+    rank decides in each segment between two collectives. Where L ranks take turns on C cores, each has C/L of one, and
+    a whole one once C ranks are left. A node is then done after the work of its slowest rank, and 1/C of that of the
+    L - C ranks with the least, in seconds of a whole core.
 
     Attributes:
         pipeline: what overlaps.
@@ -222,8 +226,27 @@ class StepFormula:
             return np.stack([first, embeddings, gradients, last, ids, first + last], axis=-1)
         return np.stack([lookup + update, embeddings, gradients, update, ids, copies, plan, lookup], axis=-1)
 
+    def slowest(self, totals: Floats) -> Floats:
+        """Return when the last of the ranks is done with each column, [..., columns], from totals [..., R, stages]."""
+        columns = self.columns(totals)
+        found, num_ranks = columns.max(axis=-2), columns.shape[-2]
+        if (cores := self.pipeline.cores_for(num_ranks)) is not None:
+            local, own = min(self.pipeline.ranks_per_node, num_ranks), columns[..., _ON_CORES]
+            ranked = np.sort(own.reshape(*own.shape[:-2], -1, local, own.shape[-1]), axis=-2)
+            ends = (cores * ranked[..., -1, :] + ranked[..., : local - cores, :].sum(axis=-2)) / local
+            found[..., _ON_CORES] = ends.max(axis=-2)
+        return found
+
+    def slowest_with(self, totals: Floats, added: Floats) -> Floats:
+        """Return `slowest`, [..., R, columns], with the stages `added`, [..., stages], on each of the ranks in turn."""
+        num_ranks = totals.shape[-2]
+        if self.pipeline.cores_for(num_ranks) is not None:
+            return self.slowest(totals[..., None, :, :] + np.eye(num_ranks)[:, :, None] * added[..., None, None, :])
+        columns = self.columns(totals).max(axis=-2, keepdims=True)
+        return np.maximum(columns, self.columns(totals + added[..., None, :]))
+
     def seconds(self, maxima: Floats, num_groups: Floats | int) -> Floats:
-        """Return the seconds of a step, [...], from the maxima over the ranks of the columns, [..., columns]."""
+        """Return the seconds of a step, [...], from the `slowest` columns, [..., columns]."""
         out, back, sent = self.latencies(num_groups)
         all_reduce, last_bucket, late = self.reduction(num_groups)
         if self.pipeline.device == "cpu":

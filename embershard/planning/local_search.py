@@ -181,7 +181,7 @@ class _SearchState:
     def seconds(self) -> float:
         """Return the seconds of a step."""
         formula = self._costs.formula
-        return float(formula.seconds(formula.columns(self._totals).max(axis=0), len(self._groups)))
+        return float(formula.seconds(formula.slowest(self._totals), len(self._groups)))
 
     def pick(self, rng: np.random.Generator) -> list[int]:
         """Return tables to take out: of the slowest rank of a random stage, and others."""
@@ -307,12 +307,9 @@ class _SearchState:
     ) -> Floats:
         """Return the value, [O, R], with one shard of each option on each of the ranks, whose totals are these."""
         formula = self._costs.formula
-        maxima = np.maximum(
-            formula.columns(totals).max(axis=-2, keepdims=True), formula.columns(totals + seconds[:, None, :])
-        )
         load, added = totals.sum(axis=-1), seconds.sum(axis=-1)[:, None]
         spread = np.sqrt((np.square(load).sum(axis=-1, keepdims=True) + 2 * load * added + added**2) / load.shape[-1])
-        value = formula.seconds(maxima, groups) + _SPREAD * spread
+        value = formula.seconds(formula.slowest_with(totals, seconds), groups) + _SPREAD * spread
         if self._limit < math.inf:
             bytes_now = self._costs.device_bytes(memory)
             bytes_then = self._costs.device_bytes(memory + added_memory[:, None])
@@ -330,7 +327,7 @@ class _SearchState:
     def _of_totals(self, totals: Floats, memory: Floats, host: Floats, groups: Floats | int) -> Floats:
         """Return the value, [...], of totals [..., R, stages]."""
         formula = self._costs.formula
-        seconds = formula.seconds(formula.columns(totals).max(axis=-2), groups)
+        seconds = formula.seconds(formula.slowest(totals), groups)
         spread = np.sqrt(np.square(totals.sum(axis=-1)).mean(axis=-1))
         if self._limit < math.inf:
             seconds = seconds + _FULLEST_SECONDS * self._costs.device_bytes(memory).max(axis=-1) / self._limit

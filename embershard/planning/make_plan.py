@@ -91,7 +91,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
     """
     found, bound = _searched(request), best_bound(request)
     needs: list[LeastNeed] = []
-    if not found or (bound is not None and bound.gap(min(each.step_seconds for each in found)) > _CLOSE):
+    if not found or (bound is not None and not _is_close(bound.gap(min(each.step_seconds for each in found)))):
         if not found or _is_for_torchrec(request):
             needs = _least_needs(request)
             found += all_sized(request, [*(need.tables for need in needs), *by_torchrec(request, needs[0])])
@@ -112,6 +112,10 @@ def best_candidate(request: PlanRequest) -> Candidate:
     need.check_pools(request)
     need.check_host(request)
     raise ShardingError(_no_room(request, need))
+
+
+def _is_close(gap: float) -> bool:
+    return -_AS_FAST <= gap <= _CLOSE  # a bound above a plan is none
 
 
 def _searched(request: PlanRequest) -> list[Candidate]:

@@ -43,6 +43,8 @@ __all__ = [
 
 FORMAT = 1  # of a plan's file
 MOST_RANKS = 65_536  # checks per rank must end
+#: Of sums, in other orders.
+_ROUNDING = 1e-9
 #: Fields that a prediction depends on.
 _PREDICTED_FROM = ("world_size", "ranks_per_node", "batch_size", "device", "settings", "tables", "pools")
 
@@ -156,12 +158,13 @@ class Prediction:
 class PlanBound:
     """How far a plan can be from the best one under its cost model; from counts alone.
 
-    >>> print(PlanBound(0.0102, 0.01, 0.004, rank=3, stage="embedding", change="").sentence)
-    Within 2.0 % of the best plan under this cost model (3.3 % of what depends on the tables).
+    >>> bound = PlanBound(0.0102, 0.01, 0.004, rank=3, stage="embedding", change="")
+    >>> bound.sentence.partition(",")[0], bound.is_valid
+    ('Within 2.0 % of the best plan of these sharding types', True)
 
     Attributes:
         step_seconds: of the plan.
-        least_seconds: no plan of these tables, ranks and sharding types takes less.
+        least_seconds: no plan of these tables, ranks and sharding types, with these copies, takes less.
         fixed_seconds: of a step without sharded tables.
         rank, stage: the slowest rank, and what takes most of its step.
         change: of the machine, the smallest that makes a step 5 % shorter; empty: none does, or it is not known.
@@ -175,12 +178,24 @@ class PlanBound:
     change: str
 
     @property
+    def is_valid(self) -> bool:
+        """False where the bound is above the plan, by more than sums are rounded."""
+        return self.least_seconds <= self.step_seconds * (1 + _ROUNDING)
+
+    @property
     def sentence(self) -> str:
-        """The gaps, in percent."""
+        """The gaps, in percent; that the bound is none where it is above the plan."""
+        if not self.is_valid:
+            return (
+                f"The bound is not valid here: no plan should take less than {self.least_seconds * 1e3:.4g} ms a step, "
+                f"and this one takes {self.step_seconds * 1e3:.4g} ms. That is a mistake of embershard: please report "
+                "it with this plan's file."
+            )
         over, of_tables = self.step_seconds - self.least_seconds, self.least_seconds - self.fixed_seconds
         part = f" ({100 * over / of_tables:.1f} % of what depends on the tables)" if of_tables > 0 else ""
         gap = 100 * over / self.least_seconds if self.least_seconds > 0 else 0.0
-        return f"Within {gap:.1f} % of the best plan under this cost model{part}."
+        covered = "of these sharding types, without more copies of tables"
+        return f"Within {gap:.1f} % of the best plan {covered}, under this cost model{part}."
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,12 @@ class Pipeline:
         ahead = (shape.cache.lookahead, shape.cache.prefetch)
         return cls(shape.device, min(shape.ranks_per_node, shape.world_size), shape.cores_per_node, *ahead)
 
+    def cores_for(self, num_ranks: int) -> int | None:
+        """Return the cores that the ranks of a node take turns on, of so many ranks in all; None: each has its own."""
+        local, cores = min(self.ranks_per_node, num_ranks), self.cores_per_node
+        is_shared = self.device == "cpu" and cores is not None and local > cores and num_ranks % local == 0
+        return cores if is_shared else None
+
 
 @dataclass(frozen=True)
 class StepReplay:
@@ -212,8 +218,8 @@ def _shared(work: Floats, pipeline: Pipeline) -> Floats:
     Work is in seconds while all ranks of a node are at work. C cores give each of L > C ranks C/L of a core, and a
     whole one once no more than C of them are left.
     """
-    local, cores = min(pipeline.ranks_per_node, len(work)), pipeline.cores_per_node
-    if cores is None or local <= cores or len(work) % local:
+    local, cores = min(pipeline.ranks_per_node, len(work)), pipeline.cores_for(len(work))
+    if cores is None:
         return work
     nodes = work.reshape(-1, local) * (cores / local)  # seconds of one core
     order = nodes.argsort(axis=1)

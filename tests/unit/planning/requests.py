@@ -60,6 +60,7 @@ def make_workload(
     slot_map: MapKind | None = "array",
     exchange: ExchangeChoice = "pooled",
     hot_bytes: int = 0,
+    cores_per_node: int | None = None,
     **table: Any,
 ) -> Workload:
     """A model, its data and how it is trained; by default the maps of all pools are arrays, the largest ones' too."""
@@ -73,6 +74,7 @@ def make_workload(
         slot_map=slot_map,
         exchange=exchange,
         hot_bytes=hot_bytes,
+        cores_per_node=cores_per_node,
     )
     return Workload(model_of(rows, dims, **table), data or data_of(tuple(rows)), shape)
 

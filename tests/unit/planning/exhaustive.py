@@ -1,0 +1,184 @@
+"""Every plan of tiny tasks, each predicted as a whole: `python -m tests.unit.planning.exhaustive` tries all tasks.
+
+A bound above one of these plans is none. The plans are rated by the replay of their steps, not by the formula that the
+search and the bound share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from embershard.cache.config import CachePolicy
+from embershard.errors import ShardingError
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from embershard.planning.budget import placed
+from embershard.planning.cost.rates import Rates
+from embershard.planning.cost.topology import load_topology
+from embershard.planning.make_plan import best_bound, best_candidate, sized
+from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest
+from embershard.sharding.run_shape import ReplaySettings
+from embershard.sharding.shards import COLUMN_MULTIPLE, TablePlacement, no_rows_problem
+from embershard.sharding.sizes import TableSize
+from tests.unit.planning.requests import LFU, data_of, make_request
+
+#: Numbers of tasks of each kind.
+ON_TWO_RANKS, ON_SHARED_CORES = 200, 100
+_CORES = 2
+
+
+def on_two_ranks(seed: int) -> PlanRequest:
+    """Two tables on two ranks, of any size, on a GPU or not, with much memory, little, a ratio, or caches of a size."""
+    rng = np.random.default_rng(seed)
+    rows = tuple(int(count) for count in 10 ** rng.uniform(1.5, 4, 2))
+    dims = tuple(int(dim) for dim in rng.choice([16, 64, 128], 2))
+    taken = sum(count * (4 * dim + 4) for count, dim in zip(rows, dims, strict=True))
+    budgets = (
+        Budget(device_bytes=10**9),
+        Budget(device_bytes=400_000 + round(float(rng.uniform(0.3, 0.8)) * taken)),
+        Budget(ratio=float(rng.uniform(0.05, 0.5))),
+        Budget(cache_bytes=200_000 + taken // 3),
+    )
+    policy, lookahead = (CachePolicy("lru"), 4) if seed % 3 == 0 else (CachePolicy("lfu"), 0)
+    return make_request(
+        budgets[seed % len(budgets)],
+        rows=rows,
+        dims=dims,
+        batch_size=int(rng.choice([16, 256])),
+        device="cpu" if seed % 5 == 0 else "cuda",
+        exchange="auto" if seed % 7 == 0 else "pooled",
+        cache=ReplaySettings(policy, lookahead),
+    )
+
+
+def on_shared_cores(seed: int) -> PlanRequest:
+    """Tables on 2, 4 or 8 ranks of a CPU with two cores: two with skewed lookups, or three that are looked up evenly,
+    whose blocks of rows are alike. Whole tables leave ranks idle, row-wise ones do not."""
+    rng, world_size = np.random.default_rng(seed), (2, 4, 8)[seed % 3]
+    is_even = world_size == 8 or seed % 2 == 0
+    count = 3 if is_even else 2
+    rows = tuple(8 * int(each) for each in 10 ** rng.uniform(1.5, 4, count))
+    dims = tuple(int(dim) for dim in rng.choice([16, 32, 64], count))
+    bags = [int(bag) for bag in rng.choice([1, 2, 10, 40], count)]
+    tables = [AssumedTable(f"t{n}", rows[n], 0.0, bags[n]) for n in range(count)]
+    data = assumed_statistics(tables, 10**6) if is_even else data_of(rows, bag_size=bags[0])
+    budgets = (Budget(device_bytes=10**9), Budget(ratio=float(rng.uniform(0.05, 0.5))))
+    return make_request(
+        budgets[int(rng.random() < 0.25)],
+        rows=rows,
+        dims=dims,
+        data=data,
+        batch_size=int(rng.choice([64, 512])),
+        device="cpu",
+        cores_per_node=_CORES,
+        world_size=world_size,
+        exchange="auto" if seed % 7 == 0 else "pooled",
+        cache=LFU,
+        rates=_rates(world_size),
+        types=(["table_wise"], None, ["table_wise", "column_wise"])[seed // 3 % 3],
+    )
+
+
+def _rates(world_size: int) -> Rates:
+    """Of a CPU, without the overhead of a step, which hides what depends on the tables."""
+    return replace(load_topology("cpu").rates_for(world_size), step_overhead_seconds=0.0)
+
+
+def every_plan(request: PlanRequest) -> Iterator[float]:
+    """Yield the seconds of a step of all placements that fit: all sharding types, widths and ranks of one node, with
+    caches and without. Where blocks of rows are alike, ranks are, too: then each is counted under one numbering."""
+    world_size, is_alike = request.workload.shape.world_size, request.workload.data.trace is None
+    own = [list(_placements(request, table)) for table in request.sharded]
+    for tables in itertools.product(*own):
+        if is_alike and not _is_in_order(tables):
+            continue
+        if not no_rows_problem(tables, world_size) and (found := sized(request, placed(request, tables))) is not None:
+            yield found.step_seconds
+
+
+def _placements(request: PlanRequest, table: TableSize) -> Iterator[TablePlacement]:
+    ranks = range(request.workload.shape.world_size)
+    for name in request.allowed[table.table]:
+        counts = [1] if name == "table_wise" else [len(ranks)]
+        if name == "column_wise":
+            counts = range(2, len(ranks) + 1)
+            counts = [n for n in counts if table.dim % (n * COLUMN_MULTIPLE) == 0 and table.dim // n >= LEAST_COLUMNS]
+        for count, kernel in itertools.product(counts, ("cached", "device")):
+            for chosen in itertools.combinations(ranks, count):
+                yield TablePlacement(table.table, table.rows, table.dim, table.dtype, name, kernel, chosen)  # type: ignore[arg-type]
+
+
+def _is_in_order(tables: Sequence[TablePlacement]) -> bool:
+    """Return True if ranks come into use in the order of their numbers."""
+    used = 0
+    for table in tables:
+        new = [rank for rank in table.ranks if rank >= used]
+        if table.sharding != "row_wise" and new != list(range(used, used + len(new))):
+            return False
+        used += len(new) if table.sharding != "row_wise" else 0
+    return True
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A task, in seconds of a step: the best of all plans, the plan that is found, and the bound."""
+
+    num_plans: int
+    best: float | None
+    found: float | None
+    bound: float | None
+
+    @property
+    def problem(self) -> str:
+        """What is wrong; empty where nothing is."""
+        if self.best is None:
+            return "" if self.found is None else "a plan where none fits"
+        if self.bound is None or self.found is None:
+            return "no bound, or no plan, where one fits"
+        if self.bound > self.best * (1 + 1e-9):
+            return f"a bound of {self.bound * 1e3:.4f} ms, and a plan of {self.best * 1e3:.4f}"
+        return "" if self.best * (1 - 1e-9) <= self.found else "a plan that is not among all"
+
+
+def tried(request: PlanRequest) -> Tried:
+    """Try every plan of a task."""
+    seconds, bound = list(every_plan(request)), best_bound(request)
+    try:
+        found = best_candidate(request).step_seconds
+    except ShardingError:
+        found = None
+    return Tried(len(seconds), min(seconds, default=None), found, None if bound is None else bound.step_seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=ON_TWO_RANKS, help="of each kind, at most (default: all)")
+    options = parser.parse_args()
+    num_wrong = 0
+    for make, most in ((on_two_ranks, ON_TWO_RANKS), (on_shared_cores, ON_SHARED_CORES)):
+        of_kind = []
+        for seed in range(min(most, options.tasks)):
+            of_kind.append(tried(make(seed)))
+            if of_kind[-1].problem:
+                num_wrong += 1
+                print(f"{make.__name__} {seed}: {of_kind[-1].problem}", flush=True)
+        fitting = [each for each in of_kind if each.best and each.found and each.bound]
+        above = [100 * (each.found / each.best - 1) for each in fitting]  # type: ignore[operator]
+        told = [100 * (each.found / each.bound - 1) for each in fitting]  # type: ignore[operator]
+        print(
+            f"{make.__name__}: {len(of_kind)} tasks, {sum(each.num_plans for each in of_kind):,} plans; "
+            f"{sum(bool(each.problem) for each in of_kind)} wrong. Found over the best, percent: median "
+            f"{statistics.median(above):.2f}, most {max(above):.2f}; over the bound: median "
+            f"{statistics.median(told):.2f}, most {max(told):.2f}",
+            flush=True,
+        )
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
