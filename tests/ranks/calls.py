@@ -216,7 +216,7 @@ def cut_off_traces(at_first: bool) -> dict[str, Any]:
         try:
             with CutOff(number) as cut:
                 pipelined_forwards(model, batch, OpenStep())[0].remove()
-        except (KeyboardInterrupt, ShardingError):  # torch.fx asserts something about a patcher that it has not made yet
+        except (KeyboardInterrupt, ShardingError):  # torch.fx misses a patcher that it has not made yet
             raised += 1
         if _process_wide(model) != before:
             wrong.append(cut.places[-1])

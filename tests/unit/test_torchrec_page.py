@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, CachedEmbeddingCollectionSharder, cache_stats
+from tests.ranks.commands import forked
 from tests.unit.test_docs import blocks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchrec.md"
@@ -26,13 +27,18 @@ def test_the_page_is_a_program_that_runs(capsys):
         group.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         for block in blocks(PAGE.read_text(), "python"):
             exec(compile(block, str(PAGE), "exec"), names)
+            if "sizes" in names and "losses" not in names:  # nothing was trained since the save
+                assert torch.equal(names["table"]["model"]["past.embeddings.item.weight"], names["rows"])
         shown = capsys.readouterr().out
         stats = cache_stats(names["sharded"])
         assert [table.table for table in stats] == ["item", "user"]
         assert "('item', " in shown
         assert "('user', " in shown
-        assert torch.equal(names["table"]["model"]["past.embeddings.item.weight"], names["rows"])
         assert names["pipeline"].stats().steps == 10
+        other = forked().Process(target=restore, args=(names["folder"], names["losses"]))
+        other.start()
+        other.join()
+        assert other.exitcode == 0
         assert set(names["states"]) >= {"past.embeddings.item.weight", "bags.embedding_bags.user.weight"}
 
         sharders = [
@@ -42,6 +48,17 @@ def test_the_page_is_a_program_that_runs(capsys):
         model, plan = names["Model"](), names["own_plan"]
         sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
         assert len(cache_stats(sharded)) == 2
+
+
+def restore(folder: str, losses: list[float]) -> None:
+    """In a process of its own: the page's program, and its restore of what another process saved."""
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch(rec)?\.")
+        for block in blocks(PAGE.read_text(), "python"):
+            exec(compile(block, str(PAGE), "exec"), names)
+        assert names["folder"] != folder
+        assert names["train"](*names["restored"](folder), range(20, 30)) == losses
 
 
 @pytest.mark.slow

@@ -172,18 +172,18 @@ def test_rows_of_types_that_no_slot_trains_are_refused(entry, data_type, planned
     kernels = ["fused"] if sharding == "data_parallel" else None
     placed = {"t": ParameterConstraints(sharding_types=[sharding], compute_kernels=kernels)}
     refused, dtype = model_of(data_type), str(data_type_to_dtype(data_type)).removeprefix("torch.")
-    with pytest.raises(ConfigError, match=rf"cached tables \['t'\]: got rows of {dtype}, needed float32 or float16"):
+
+    def plan_and_shard() -> None:
+        planned_model = refused if planned else model_of(DataType.FP32)
         plan = plan_sharding(
-            refused if planned else model_of(DataType.FP32),
-            sharders,
-            world_size=2,
-            local_world_size=2,
-            device="cpu",
-            constraints=placed,
+            planned_model, sharders, world_size=2, local_world_size=2, device="cpu", constraints=placed
         )
         with playing(0, make_plan([], 2, 2), monkeypatch):
             env = ShardingEnv.from_process_group(dist.group.WORLD)
             DistributedModelParallel(refused, env=env, device=CPU, plan=plan, sharders=sharders)
+
+    with pytest.raises(ConfigError, match=rf"cached tables \['t'\]: got rows of {dtype}, needed float32 or float16"):
+        plan_and_shard()
 
 
 def test_an_uncached_table_is_not_asked(monkeypatch):
