@@ -23,13 +23,17 @@ from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, place_shard
 
 
 def pool_reports(
-    workload: Workload, shards: Sequence[PlacedShard], num_slots: int, replayed_steps: int
+    workload: Workload, shards: Sequence[PlacedShard], num_slots: int, replayed_steps: int, *, grows: bool = False
 ) -> tuple[tuple[ShardReport, ...], int]:
     """Return what a pool of `num_slots` does, per step, and its slots at the end: more where a batch did not fit.
-    With 0 `replayed_steps`, counts alone tell."""
+    With 0 `replayed_steps`, counts alone tell; where the cache may grow (`grows`), it has room for a mean batch."""
     shape = workload.shape
     if not replayed_steps:
-        return counted_reports(workload, shards, num_slots), num_slots
+        found = counted_reports(workload, shards, num_slots)
+        needed = math.ceil(sum(report.unique_ids for report in found))
+        if grows and num_slots < needed:
+            return counted_reports(workload, shards, needed), needed
+        return found, num_slots
     trace = workload.data.trace
     assert trace is not None, "nothing to replay"
     pinned = pinned_tables([shard.rows for shard in shards], num_slots)
@@ -229,7 +233,7 @@ def _simulate(
     members_of = by_pool(shards)
     found: dict[int, _Simulated] = {}
     for done, (key, members) in enumerate(members_of.items(), start=1):
-        reports, slots[key] = pool_reports(workload, members, slots[key], steps)
+        reports, slots[key] = pool_reports(workload, members, slots[key], steps, grows=with_long_run)
         long_run: Sequence[ShardReport | None] = [None] * len(members)
         if with_long_run:
             long_run = counted_reports(workload, members, slots[key], of_new_data=True)

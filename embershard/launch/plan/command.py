@@ -33,7 +33,7 @@ _HELP = """Place tables and size caches; predict memory, hit rates and step time
   embershard plan --calibrate -o machine.toml --ranks 1,2,4
   embershard plan diff a.json b.json
 """
-_MOST_RANKS, _MOST_EFFORT = 4096, 1000
+_MOST_RANKS, _MOST_EFFORT, _MOST_BYTES = 4096, 1000, 2**60
 #: Settings without effect beside `--plan`, which gives them.
 _OF_PLANNING = ("cache.ratio", "cache.device_bytes", "sharding.exchange", "sharding.plan")
 _HOT_COLD_NOTE = (
@@ -123,7 +123,10 @@ class _Setup:
             per_node = num_ranks if on_one_node else min(num_ranks, topology.ranks_per_node)
         if num_ranks % per_node:
             raise ConfigError(f"--ranks {num_ranks}: needed a multiple of {per_node}, the ranks per node.")
-        return topology.shaped(per_node, num_ranks // per_node)
+        try:
+            return topology.shaped(per_node, num_ranks // per_node)
+        except ConfigError as error:
+            raise ConfigError(f"--topology {self.arguments.topology}, {num_ranks} ranks: {error}") from error
 
 
 def _plan(arguments: argparse.Namespace, command: str) -> int:
@@ -319,16 +322,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables as numbers, for a plan without data")
     parser.add_argument("--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the topology's)")
-    parser.add_argument("--device-memory", type=parse_bytes, metavar="SIZE", help="of one rank, a hard limit: 72GiB")
-    parser.add_argument("--host-memory", type=parse_bytes, metavar="SIZE", help="of one node: 512GiB")
+    parser.add_argument("--ranks-per-node", type=_at_least(1), metavar="N", help="(default: the topology's)")
+    parser.add_argument("--device-memory", type=_memory, metavar="SIZE", help="of one rank, a hard limit: 72GiB")
+    parser.add_argument("--host-memory", type=_memory, metavar="SIZE", help="of one node: 512GiB")
     parser.add_argument(
         "--topology", default="cpu", metavar="NAME", help="a machine: h200x8, h100x8x4, cpu, or a TOML file"
     )
     parser.add_argument("--types", type=_sharding_types, metavar="T[,T...]", help="sharding types that may be used")
     parser.add_argument(
         "--replicate-rows",
-        type=int,
+        type=_at_least(0),
         default=0,
         metavar="N",
         help="replicate tables of up to N rows",
@@ -336,7 +339,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--effort", type=_effort, default=1.0, metavar="N", help="search N times as long")
     parser.add_argument("--simulate", action="store_true", help="estimate how training scales, step by step")
     parser.add_argument("--explain", action="append", metavar="TABLE", help="why that table is where it is")
-    parser.add_argument("--top", type=int, default=12, metavar="N", help="tables to show, the largest first")
+    parser.add_argument("--top", type=_at_least(0), default=12, metavar="N", help="tables to show, the largest first")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan, the comparison, or the simulation")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the plan (topology, simulation) goes")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a topology")
@@ -351,6 +354,23 @@ def _effort(text: str) -> float:
         value = 0.0
     if not 0 < value <= _MOST_EFFORT:
         raise argparse.ArgumentTypeError(f"got {text!r}; needed a number above 0, at most {_MOST_EFFORT}")
+    return value
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text) if text.strip().lstrip("+-").isdecimal() else least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, {least} or more")
+        return value
+
+    return parse
+
+
+def _memory(text: str) -> int:
+    value = parse_bytes(text)
+    if not 1 <= value <= _MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed 1 to {_MOST_BYTES} bytes (an exbibyte)")
     return value
 
 

@@ -14,15 +14,20 @@ N = TypeVar("N", bound="Amounts")
 
 @dataclass(frozen=True)
 class Amounts:
-    """A value whose fields are all finite numbers, 0 or more."""
+    """A value whose fields are all finite numbers, 0 or more, and within their limits."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 <= value < math.inf):
-                raise ConfigError(
-                    f"{type(self).__name__}.{field.name}: got {value!r}, needed a finite number, 0 or more."
-                )
+            value, (least, most) = getattr(self, field.name), self.limits(field.name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not (least <= value <= most and value < math.inf):
+                needed = "finite number, 0 or more" if most == math.inf else f"number from {least:g} to {most:g}"
+                raise ConfigError(f"{type(self).__name__}.{field.name}: got {value!r}, needed a {needed}.")
+
+    @staticmethod
+    def limits(name: str) -> tuple[float, float]:
+        """Return the least and the most that a field may be."""
+        return 0.0, math.inf
 
     def to_dict(self) -> dict[str, float]:
         """The fields by name, for JSON and TOML."""
@@ -112,6 +117,11 @@ class Rates(Amounts):
     seconds_per_collective: float = 0
     seconds_per_input_second: float = 0
     step_overhead_seconds: float = 0
+
+    @staticmethod
+    def limits(name: str) -> tuple[float, float]:
+        """Return those with which sums of a step stay numbers."""
+        return 0.0, 1e9
 
 
 #: Kind of work, its rate, and the part of a step's time that it belongs to.

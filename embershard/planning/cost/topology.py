@@ -19,6 +19,8 @@ from embershard.units import size
 
 #: The dense optimizer reads gradient, state and weight, and writes state and weight.
 _UPDATE_PASSES = 5
+_SHARES = ("flops", "device_memory", "host_memory", "host_link", "node_link", "network")
+_MOST_BYTES = 2**60  # of a memory
 _SHAPE = re.compile(r"(?P<base>.+?)x(?P<ranks>\d+)(?:x(?P<nodes>\d+))?")
 
 
@@ -31,7 +33,7 @@ class Bandwidths(Amounts):
         host_memory_bytes: of the node.
         to_device_bytes, to_host_bytes: host link, each way.
         node_bytes: sent by a rank to the others of its node.
-        network_bytes: sent by a rank to other nodes; 0 without a network.
+        network_bytes: sent by a rank to other nodes; 0 without a network, which several nodes need.
     """
 
     flops: float
@@ -41,6 +43,11 @@ class Bandwidths(Amounts):
     to_host_bytes: float
     node_bytes: float
     network_bytes: float = 0
+
+    @staticmethod
+    def limits(name: str) -> tuple[float, float]:
+        """Return limits far beyond any machine: work that costs nothing, or for ever, makes no plan."""
+        return 0.0 if name == "network_bytes" else 1e3, 1e24
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,13 @@ class Assumptions(Amounts):
     step_overhead_seconds: float = 5e-3
     input_threads: float = 2
     reserve_bytes: float = 2 * 2**30
+
+    @staticmethod
+    def limits(name: str) -> tuple[float, float]:
+        """Return those of a share of a peak, or of a cost."""
+        if name in _SHARES:
+            return 1e-3, 1.0
+        return {"input_threads": (1e-3, 1e6), "jitter": (0.0, 10.0), "reserve_bytes": (0.0, 1e15)}.get(name, (0.0, 1e4))
 
 
 @dataclass(frozen=True)
@@ -109,10 +123,13 @@ class Topology:
         for name in ("ranks_per_node", "num_nodes", "host_memory_bytes", "device_memory_bytes", "cores_per_node"):
             value = getattr(self, name)
             _need(value is None or value >= 1, name, value, "1 or more")
+            _need(value is None or value <= _MOST_BYTES, name, value, f"at most {_MOST_BYTES}")
         _need(self.device == "cpu" or memory is not None, "device_memory_bytes", None, "the memory of one GPU in bytes")
         for ranks in self.rates:
             _need(ranks >= 1, "rates", ranks, "a number of ranks, 1 or more")
         _need(bool(self.rates) or self.bandwidths is not None, "rates", "no rates and no bandwidths", "one of them")
+        if self.num_nodes > 1 and not self.rates:
+            self._check_network()
 
     @property
     def world_size(self) -> int:
@@ -123,7 +140,11 @@ class Topology:
         """Return the rates of `num_ranks` (default: all): calibrated for that number, or derived from the nearest, else
         estimated."""
         num_ranks = num_ranks or self.world_size
-        return _derived(self, self._nearest(num_ranks), num_ranks) if self.rates else _estimate(self, num_ranks)
+        if self.rates:
+            return _derived(self, self._nearest(num_ranks), num_ranks)
+        if num_ranks > self.ranks_per_node:
+            self._check_network()
+        return _estimate(self, num_ranks)
 
     def jitter_for(self, num_ranks: int) -> float:
         """Return the jitter of so many ranks' times: 0 where their rates were calibrated, which have it in them."""
@@ -193,6 +214,12 @@ class Topology:
             )
         host = self.host_memory_bytes * ranks_per_node // self.ranks_per_node
         return replace(self, ranks_per_node=ranks_per_node, num_nodes=num_nodes, host_memory_bytes=host)
+
+    def _check_network(self) -> None:
+        speed = 0.0 if self.bandwidths is None else self.bandwidths.network_bytes
+        least, most = 1e3, Bandwidths.limits("network_bytes")[1]
+        needed = f"the bytes that a rank sends to other nodes in a second, from {least:g} to {most:g}"
+        _need(speed >= least, "Bandwidths.network_bytes", speed or "none", f"{needed}: there are several nodes")
 
     def _nearest(self, num_ranks: int) -> int:
         num_ranks = num_ranks if self.num_nodes == 1 else min(num_ranks, self.ranks_per_node)
@@ -275,7 +302,7 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
     device = _inverse(peak.device_memory_bytes * share.device_memory) * sharing
     host = _inverse(peak.host_memory_bytes * share.host_memory) * local
     within = _inverse(peak.node_bytes * share.node_link) * sharing
-    across = _inverse(peak.network_bytes * share.network)
+    across = _inverse(peak.network_bytes * share.network) * sharing
     # Share of a rank's all-to-all that goes to other nodes, over the network; the rest is sent at the same time.
     outside = (num_ranks - local) / max(1, num_ranks - 1)
     return Rates(

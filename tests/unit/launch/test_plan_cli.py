@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,65 @@ def test_what_is_refused(files, tmp_path, capsys):
             main(given(files, *wrong))
         assert error.value.code == 2
     capsys.readouterr()
+
+
+def test_an_option_that_is_no_number_or_none_of_its_range_is_refused(files, capsys):
+    """Each numeric option, each odd value: one sentence and exit code 2, or a number that a plan can be made with."""
+    odd = ("0", "-1", "nan", "inf", "1e-300", "1e300", "", "9" * 30)
+    taken = {
+        "--ranks": (),
+        "--ratios": ("1e-300",),
+        "--ranks-per-node": ("9" * 30,),  # refused with the ranks
+        "--device-memory": (),
+        "--host-memory": (),
+        "--replicate-rows": ("0", "9" * 30),
+        "--effort": ("1e-300",),
+        "--top": ("0", "9" * 30),
+    }
+    for option, plannable in taken.items():
+        for value in odd:
+            if value in plannable:
+                continue
+            try:
+                code = main(given(files, f"{option}={value}"))
+            except SystemExit as error:
+                code = error.code
+            said = capsys.readouterr()
+            assert code == 2, (option, value, said)
+            assert said.out == "", (option, value)
+            assert option in said.err, (option, value, said.err)
+            assert "got" in said.err or "needed" in said.err, (option, value, said.err)
+    assert "--ranks 2: needed a multiple" in refused(capsys, given(files, "--ranks", "2", "--ranks-per-node", "9" * 30))
+    every = [
+        f"{option}={value}" for option, values in taken.items() for value in values if option != "--ranks-per-node"
+    ]
+    for words in (every[:2], every[2:]):
+        assert main(given(files, "--ranks", "1", *words)) == 0, words
+    capsys.readouterr()
+
+
+def test_a_machine_without_a_network_is_refused_for_several_nodes(files, tmp_path, capsys):
+    own = load_topology("h100x2")
+    assert own.bandwidths is not None
+    save_topology(replace(own, bandwidths=replace(own.bandwidths, network_bytes=0)), tmp_path / "own.toml")
+    arguments = given(files, "--topology", str(tmp_path / "own.toml"), "--ranks")
+    said = refused(capsys, [*arguments, "4"])
+    assert f"--topology {tmp_path / 'own.toml'}, 4 ranks: Bandwidths.network_bytes: got 'none', needed" in said
+    assert main([*arguments, "2"]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("profile", ["trace", "counts"])
+def test_caches_that_a_batch_does_not_fit_are_said_to_grow(files, profile, tmp_path, capsys):
+    """A share of the rows may be less than one batch looks up; with counts alone, too."""
+    arguments = given(files, "--ranks", "2", "--ratios", "1e-9")
+    if profile == "counts":  # too few batches to replay
+        arguments += ["--set", "train.batch_size=1000"]
+    assert main([*arguments, "-o", str(tmp_path / "plan.json")]) == 0
+    assert "will grow: one batch needs more rows than they have slots" in " ".join(capsys.readouterr().out.split())
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.prediction is not None
+    assert plan.prediction.method == ("counts" if profile == "counts" else "replay")
 
 
 def test_a_folder_that_is_not_there_is_said(files, tmp_path, capsys):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.errors import ConfigError
-from embershard.planning.cost.rates import Rates
-from embershard.planning.cost.topology import Bandwidths, Topology, load_topology, save_topology
+from embershard.planning.cost.rates import Amounts, Rates
+from embershard.planning.cost.topology import Assumptions, Bandwidths, Topology, load_topology, save_topology
+from embershard.planning.make_plan import make_plan
+from embershard.planning.request import Budget
+from tests.unit.planning.requests import make_request
 
 KINDS = ("a100-40", "a100-80", "h100", "h200", "b200", "cpu")
 
@@ -142,7 +147,11 @@ seconds_per_fill = 1
         ('"cpu"', '"cuda"', "device_memory_bytes: got None, needed the memory of one GPU"),
         ("host_memory_bytes", "host_memory", "host_memory: unknown key. Did you mean host_memory_bytes?"),
         ("rates.2", "rates.two", "rates.two: got 'two', needed integer"),
-        ("seconds_per_fill = 1", "seconds_per_fill = -1", "Rates.seconds_per_fill: got -1.0, needed a finite number"),
+        (
+            "seconds_per_fill = 1",
+            "seconds_per_fill = -1",
+            "Rates.seconds_per_fill: got -1.0, needed a number from 0 to 1e+09",
+        ),
         (
             "seconds_per_fill",
             "seconds_per_sleep",
@@ -168,6 +177,105 @@ def test_a_malformed_file_says_where_and_what_is_needed(tmp_path, before, after,
         load_topology(str(file))
     assert message in str(error.value)
     assert str(file) in str(error.value)
+
+
+ODD = ("0", "-1", "nan", "inf", "1e-300", "1e300", '""')
+
+
+def machine(**changes: str) -> str:
+    """The file of a machine of two nodes, with these figures, by section and key; "" leaves one out."""
+    values = {
+        "x": {
+            "source": '"s"',
+            "device": '"cuda"',
+            "ranks_per_node": "2",
+            "num_nodes": "2",
+            "device_memory_bytes": "80_000_000_000",
+            "host_memory_bytes": "2_000_000_000_000",
+        },
+        "x.bandwidths": {name: "1e12" for name, _, _ in limits(Bandwidths)},
+        "x.assumptions": {name: str(getattr(Assumptions(), name)) for name, _, _ in limits(Assumptions)},
+    }
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        values[section][name] = value
+    sections = [
+        f"[{section}]\n" + "\n".join(f"{name} = {value}" for name, value in own.items() if value)
+        for section, own in values.items()
+    ]
+    return "\n".join(sections)
+
+
+def limits(kind: type[Amounts]) -> list[tuple[str, float, float]]:
+    return [(field.name, *kind.limits(field.name)) for field in dataclasses.fields(kind)]
+
+
+def test_a_figure_that_is_none_is_refused_with_file_and_key(tmp_path) -> None:
+    """Each figure of a machine, each odd value: a sentence, or rates that are numbers; never free or endless work."""
+    file = tmp_path / "machine.toml"
+    sizes = ("ranks_per_node", "num_nodes", "device_memory_bytes", "host_memory_bytes")
+    costs = [f"x.assumptions.{name}" for name, least, _ in limits(Assumptions) if not least]
+    keys = [f"x.{name}" for name in sizes]
+    keys += [f"x.bandwidths.{name}" for name, _, _ in limits(Bandwidths)]
+    keys += [f"x.assumptions.{name}" for name, _, _ in limits(Assumptions)]
+    for key, odd in itertools.product(keys, ODD):
+        file.write_text(machine(**{key: odd}))
+        if key in costs and odd in ("0", "1e-300"):
+            assert load_topology(str(file)).rates_for().seconds_per_flop > 0
+            continue
+        with pytest.raises(ConfigError) as error:
+            load_topology(str(file))
+        said = str(error.value)
+        assert all(part in said for part in (str(file), key.rpartition(".")[2], "got", "needed")), (key, odd, said)
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_several_nodes_need_a_network(tmp_path, left_out) -> None:
+    """In the file, and where a machine of one node is made more; without it bytes to other nodes cost nothing."""
+    file = tmp_path / "machine.toml"
+    file.write_text(machine(**{"x.bandwidths.network_bytes": "" if left_out else "0"}))
+    needed = "Bandwidths.network_bytes: got 'none', needed the bytes that a rank sends to other nodes in a second"
+    with pytest.raises(ConfigError, match=needed) as error:
+        load_topology(str(file))
+    assert str(file) in str(error.value)
+    file.write_text(machine(**{"x.bandwidths.network_bytes": "" if left_out else "0", "x.num_nodes": "1"}))
+    one = load_topology(str(file))
+    assert one.rates_for(2).seconds_per_all_to_all_byte > 0
+    for more in (lambda: one.shaped(2, 2), lambda: one.rates_for(4)):
+        with pytest.raises(ConfigError, match=needed):
+            more()
+
+
+def test_ranks_of_a_cpu_share_its_network() -> None:
+    """As they share its memory: two ranks of a node send to other nodes half as fast as one."""
+    cpu = load_topology("cpu")
+    assert cpu.bandwidths is not None
+    one, two = (cpu.shaped(local, 4).rates_for(4 * local) for local in (1, 2))
+    per_byte = 1 / (cpu.bandwidths.network_bytes * cpu.assumptions.network)
+    assert one.seconds_per_all_to_all_byte == pytest.approx(per_byte)
+    assert two.seconds_per_all_to_all_byte == pytest.approx(2 * per_byte * 6 / 7)
+    assert two.seconds_per_all_reduce_byte == pytest.approx(per_byte)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [1, 2], ids=["least", "most"])
+@pytest.mark.parametrize("kind", [Bandwidths, Assumptions, Rates])
+def test_a_machine_at_its_limits_makes_a_plan(kind, end) -> None:
+    """All figures at once: seconds stay numbers, and so does what is told of the bound."""
+    figures = {name: value for name, *ends in limits(kind) for value in [ends[end - 1]]}
+    bandwidths, assumptions = Bandwidths(**{name: 1e12 for name, _, _ in limits(Bandwidths)}), Assumptions()
+    if kind is Bandwidths:
+        bandwidths = Bandwidths(**{**figures, "network_bytes": max(1e3, figures["network_bytes"])})
+    elif kind is Assumptions:
+        assumptions = Assumptions(**figures)
+    extreme = Topology(
+        "x", "s", "cuda", 2, 2**40, 2, device_memory_bytes=2**60, bandwidths=bandwidths, assumptions=assumptions
+    )
+    rates = Rates(**figures) if kind is Rates else extreme.rates_for(4)
+    plan = make_plan(make_request(Budget(device_bytes=10**9), world_size=4, ranks_per_node=2, rates=rates))
+    assert plan.prediction is not None
+    assert math.isfinite(plan.prediction.step_seconds)
+    assert plan.bound is None or (math.isfinite(plan.bound.least_seconds) and plan.bound.is_valid)
 
 
 def test_a_missing_file_and_two_topologies_are_refused(tmp_path) -> None:
