@@ -243,6 +243,27 @@ def mean_quality(windows: Sequence[WindowResult]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FollowedFiles:
+    """Files of a folder that was followed.
+
+    Attributes:
+        taken: of the whole run.
+        bad_rows: rows of these that are no samples.
+        left_out: names of bad ones (`data.bad_files`).
+        passed_over: names of links to nothing, folders, and others that are no files.
+        taken_again: names of those that had the bytes of an earlier one.
+        changed: names of those that changed after they had trained.
+    """
+
+    taken: int
+    bad_rows: int
+    left_out: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+    taken_again: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What a run gave.
 
@@ -261,6 +282,7 @@ class RunResult:
         best: the best evaluation of a run that follows it: that whose checkpoint is kept, if `keeps_best`.
         stopped_early: by `train.early_stopping`.
         bad_rows: None where none is tolerated.
+        followed: of a run that follows a folder.
         device: "cpu" or "cuda".
         cache: None in a run without caches.
         ids: of the tables that take any id, since the run was last resumed.
@@ -287,6 +309,7 @@ class RunResult:
     keeps_best: bool = False
     stopped_early: bool = False
     bad_rows: int | None = None
+    followed: FollowedFiles | None = None
     world_size: int
     device: str
     cache: RunCaches | None

@@ -152,6 +152,11 @@ class BadRow:
         return f"{self.path}:{self.row} {self.problem}"
 
 
+def no_good_row(bad: BadRow, count: int) -> DataError:
+    """Return the error for a stretch of bad rows, the first of which is `bad`, that nothing can replace."""
+    return DataError(f"{bad}; and no row near it is good: {count} bad rows one after another")
+
+
 def short(value: object) -> str:
     """Return a value as Python writes it, cut after 80 characters: for `BadRow.problem`."""
     text = repr(value)
@@ -191,8 +196,7 @@ class ParsedChunk:
         if replaces and len(found):
             good_here, bad_here = (among[each[among]] for each in (is_good, ~is_good))
             if not len(good_here):
-                some = self.bad[int(found[0])]
-                raise DataError(f"{some}; and no row near it is good: {len(bad_here)} bad rows one after another")
+                raise no_good_row(self.bad[int(found[0])], len(bad_here))
             taken = rows.copy()
             taken[is_bad] = good_here[np.searchsorted(bad_here, found) * len(good_here) // len(bad_here)]
         block = self.samples.take(np.cumsum(is_good)[taken] - 1)

@@ -447,6 +447,10 @@ class DataConfig:
     want of them. See docs/data.md. Files come in turn, as with data.time.files = "in_turn"."""
     idle_seconds: Free[float | None] = None
     """With `follow`: the run ends, as if the data ended, when no new file came for so long. Default: it waits on."""
+    bad_files: Free[Literal["stop", "skip"]] = "stop"
+    """With `follow`: what happens at a file that cannot be read, or has more bad rows than `bad_rows` allows. "stop":
+    all before it trains, then the run ends; once it was mended or removed, a resume goes on. "skip": it is left out,
+    with a warning, until it changes."""
     seed: OfTraining[int] = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
     shuffle: OfTraining[bool] = True
@@ -496,7 +500,7 @@ class DataConfig:
         )
         self._check_split()
         self.time.check_with(self.kind, self.split, self.eval_fraction, EVAL_FRACTION)
-        self.time.check_following(self.follow, self.idle_seconds)
+        self.time.check_following(self.follow, self.idle_seconds, self.bad_files)
         most = _MOST_CHUNKS * self.chunk_rows
         if self.synthetic.num_samples > most:
             raise ConfigError(
@@ -558,7 +562,7 @@ class DataConfig:
     def unfollowed(self) -> DataConfig:
         """Return settings that read what a folder that is followed has now."""
         time = replace(self.time, files="in_turn") if self.follow else self.time
-        return replace(self, time=time, follow=False, idle_seconds=None)
+        return replace(self, time=time, follow=False, idle_seconds=None, bad_files="stop")
 
     @property
     def held_out_share(self) -> float:

@@ -9,6 +9,7 @@ from embershard.errors import ConfigError
 from embershard.resume_rules import OfTraining
 
 TimeFiles = Literal["together", "in_turn"]
+_MOST_SECONDS = 10**11
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class TimeConfig:
             raise ConfigError(
                 f"data.time.window {given}; needed a number of seconds, at least 1; 3600 is an hour, 86400 a day"
             )
+        if self.window > _MOST_SECONDS:
+            raise ConfigError(
+                f"data.time.window = {self.window}; needed at most {_MOST_SECONDS:,} seconds, 3,169 years: times are "
+                "no further than that from 1970"
+            )
 
     def check_with(self, kind: str, split: str, eval_fraction: float, usual_fraction: float) -> None:
         """Raise `ConfigError` where other settings of the data contradict time order, or have no effect in it."""
@@ -64,12 +70,15 @@ class TimeConfig:
                 "held-out samples beside the windows, set data.eval_path"
             )
 
-    def check_following(self, follow: bool, idle_seconds: float | None) -> None:
+    def check_following(self, follow: bool, idle_seconds: float | None, bad_files: str) -> None:
         """Raise `ConfigError` where a folder cannot be followed, or a setting of that has no effect."""
         if not follow and idle_seconds is not None:
             raise ConfigError(
                 f"data.idle_seconds = {idle_seconds}; needed nothing: no folder is followed (data.follow)"
             )
+        if bad_files not in (("stop", "skip") if follow else ("stop",)):
+            needed = '"stop" or "skip"' if follow else 'nothing, or "stop": no folder is followed (data.follow)'
+            raise ConfigError(f'data.bad_files = "{bad_files}"; needed {needed}')
         if follow and self.column is None:
             raise ConfigError(
                 "data.follow = true; needed data.time.column and data.time.window, too: a folder is followed in time "

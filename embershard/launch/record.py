@@ -30,6 +30,7 @@ from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,
+    FileReport,
     PublicationReport,
     Report,
     SaveReport,
@@ -192,6 +193,7 @@ def make_result(
         "windows": [dataclasses.asdict(window) for window in windows],
         **_best(trainer),
         "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
+        "followed": trainer.following and dataclasses.asdict(trainer.following.result()),
         "world_size": ranks.world_size,
         "device": ranks.device.type,
         **totals,
@@ -258,6 +260,8 @@ def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
         return "bad_rows", {"step": report.step, "num_bad": report.num_bad}
     if isinstance(report, StopReport):
         return "stop", {"step": report.step, "path": report.path and report.path.name}
+    if isinstance(report, FileReport):
+        return "file", dataclasses.asdict(report)
     if isinstance(report, SkippedBatchReport):
         return "skipped_batch", dataclasses.asdict(report)
     if isinstance(report, PublicationReport):

@@ -92,7 +92,8 @@ class Trainer:
         self.plan = find_plan(config, ranks)
         self.following: FolderFollower | None = None
         if config.data.follow:
-            self.following = FolderFollower(config.data, checkpoints and checkpoints.parent / FOLLOWED, ranks)
+            journal = checkpoints and checkpoints.parent / FOLLOWED
+            self.following = FolderFollower(config.data, journal, ranks, config.metrics.columns)
             self.source: Source = self.following.source
         else:
             self.source = open_source(config.data, share=ranks.from_first)
@@ -172,7 +173,7 @@ class Trainer:
         if judges and not self.is_over and self.best.progress.step != self.steps:
             yield from self._evaluate_if_due()  # the run before was stopped in this evaluation
         while not self.is_over and not self.supervision.must_stop:
-            self._take_files()
+            yield from self._take_files()
             yield from self._evaluate_windows()
             if self.supervision.must_stop:
                 break
@@ -208,13 +209,14 @@ class Trainer:
                 yield from self._evaluate_if_due()
             yield from self._saves.finished()
 
-    def _take_files(self) -> None:
+    def _take_files(self) -> Iterator[Report]:
         """Take the next file of a folder that is followed, before look-ahead runs out of samples."""
         if self.following is not None:
             batches = self.config.lookahead + self.config.data.prefetch_batches + _ENTERING
             ahead = batches * global_batch(self.config, self.ranks.world_size)
             with self._input_failure.noting():
                 self.following.take(self.position.global_sample, ahead)
+            yield from self.following.reports(self.steps)
 
     def _wait_for_files(self, following: FolderFollower) -> Iterator[Report]:
         """No batch is whole yet: wait a moment, and do what is due meanwhile."""
@@ -224,6 +226,7 @@ class Trainer:
         if left < global_batch(self.config, self.ranks.world_size):  # else a file was just taken
             with self._input_failure.noting():
                 self._has_ended = not following.wait()
+            yield from following.reports(self.steps)
         self.supervision.beat()
         self.supervision.agree(self.ranks)
 
@@ -289,6 +292,9 @@ class Trainer:
 
     def _end(self) -> Iterator[Report]:
         """Report, save and evaluate the last step, as far as that was not done."""
+        if self.following is not None:
+            self.following.end()
+            yield from self.following.reports(self.steps)
         if self.publisher is not None:
             self.publisher.cut(self.steps)
             yield from self.publisher.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
 
@@ -105,8 +104,8 @@ class TimeWindows:
         return np.cumsum(rows) - rows
 
     def name(self, window: int) -> str:
-        """Return the time in UTC at which a window begins."""
-        return str(datetime(1970, 1, 1) + timedelta(seconds=int(self.numbers[window]) * self.seconds))
+        """Return the time in UTC at which a window begins, as ISO 8601 counts years: 0000 is the one before year 1."""
+        return str(np.datetime64(int(self.numbers[window]) * self.seconds, "s")).replace("T", " ")
 
     def sentence(self) -> str:
         """Return a sentence for the user."""

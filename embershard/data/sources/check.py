@@ -21,7 +21,7 @@ def check_data(config: DataConfig, of_metrics: Sequence[str] = ()) -> None:
         DataError: a file is missing, empty or damaged, a column is missing or of another type, or a value does not fit.
     """
     need_path(config)
-    if config.follow and next_file(Path(str(config.path)).expanduser(), config.file_patterns, ()) is None:
+    if config.follow and next_file(Path(str(config.path)).expanduser(), config.file_patterns, ())[0] is None:
         return
     files, _ = list_files(config)
     if config.kind in ("parquet", "table"):

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from embershard.data.block import Block
+from embershard.data.block import BadRow, Block
 from embershard.data.config import DataConfig
 from embershard.data.hashing import Ids
 from embershard.data.order.order import ChunkTable, EpochOrder, spans
 from embershard.data.order.time_windows import NEVER
 from embershard.data.schema import Schema
 from embershard.data.sources.held_out import HeldOut
-from embershard.data.sources.input_file import FileIdentity, InputFile, need_path, next_file
+from embershard.data.sources.input_file import FileIdentity, InputFile, Stamp, need_path, next_file
 from embershard.data.sources.journal import JournalFile
 from embershard.data.sources.source import GrowingSource, RecentlyUsed, Split, WindowAhead, windows_between
-from embershard.data.sources.table.source import TableSource
+from embershard.data.sources.table.source import TableSource, check_table
 from embershard.data.time_config import TimeConfig
-from embershard.errors import CheckpointError, ConfigError, DataError, NoRowsError
+from embershard.errors import CheckpointError, ConfigError, DataError, NoRowsError, os_problem
 
 #: Files that are open at a time. Each keeps its newest chunks.
 _MOST_OPEN = 3
@@ -31,6 +31,22 @@ _MOST_OPEN = 3
 _CHUNKS_PER_FILE = 1 << 32
 #: A new file may take as long to be seen on another machine of a network file system.
 _SEEN_SECONDS = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class Examined:
+    """What the next file of a folder was found to be.
+
+    Attributes:
+        path: of the file.
+        file, held_out: of one that can train: what the journal gets, and its windows.
+        problem: why it cannot.
+    """
+
+    path: Path
+    file: JournalFile | None = None
+    held_out: HeldOut | None = None
+    problem: DataError | None = None
 
 
 class FollowedSource(GrowingSource):
@@ -42,6 +58,7 @@ class FollowedSource(GrowingSource):
     Args:
         config: of a folder that is followed.
         files: in the journal.
+        of_metrics: columns that evaluations need, too.
 
     Attributes:
         files: in the journal, by their numbers.
@@ -52,21 +69,19 @@ class FollowedSource(GrowingSource):
 
     notes: tuple[str, ...]
 
-    def __init__(self, config: DataConfig, files: Sequence[JournalFile]) -> None:
+    def __init__(self, config: DataConfig, files: Sequence[JournalFile], of_metrics: Sequence[str] = ()) -> None:
         need_path(config)
         self.folder = Path(str(config.path)).expanduser()
         if not self.folder.is_dir():
             raise ConfigError(f"data.path = {config.path!r}: no such folder; data.follow needs one, which may be empty")
         self.schema: Schema = TableSource.schema_of(config)
-        self._config, self.files = replace(config, eval_path=None), list[JournalFile]()
-        self._ends, self._windows = np.zeros((2, 1), np.int64)  # of all files up to each, from none on
-        self._digests = [""]
-        self._names = set[str]()
+        self._config, self._of_metrics = replace(config, eval_path=None), of_metrics
+        self._forget_all()
         self._held_out_part = None
         how = f"every window of {config.time.window:,} s by {config.time.column}, but the first, until it trains"
         if config.eval_path is not None:
             alone = replace(config, path=config.eval_path, eval_path=None, eval_fraction=1.0, time=TimeConfig(),
-                            follow=False, idle_seconds=None)  # fmt: skip
+                            follow=False, idle_seconds=None, bad_files="stop")  # fmt: skip
             self._held_out_part = TableSource(alone)
             how = f"all of {config.eval_path}"
         self.held_out = HeldOut(how)
@@ -92,42 +107,70 @@ class FollowedSource(GrowingSource):
         """Samples of the files that were offered."""
         return int(self._ends[self.num_files])
 
-    def find_next(self) -> Path | None:
-        """Return the next file: of the journal or, when it has been offered, of the folder; None if there is none."""
+    def find_next(self, left_out: Mapping[str, Stamp]) -> tuple[Path | None, dict[str, str]]:
+        """Return the next file: of the journal or, when it has been offered, of the folder; None if there is none. And
+        what was passed over, see `next_file`."""
         if self.num_files < len(self.files):
-            return self.folder / self.files[self.num_files].name
-        return next_file(self.folder, self._config.file_patterns, self._names)
+            return self.folder / self.files[self.num_files].name, {}
+        return next_file(self.folder, self._config.file_patterns, self._names, left_out)
 
-    def examine(self, path: Path) -> tuple[JournalFile, HeldOut]:
-        """Look into the next file: one pass over its times. The journal has it, or gets it; it is not offered yet.
+    def num_begun(self, position: int) -> int:
+        """Return how many files have a sample before `position`."""
+        return int(np.searchsorted(self._ends[:-1], position))
 
-        Raises:
-            DataError: it cannot be read, or is not as the journal has it.
-        """
+    def examine(self, path: Path, *, has_begun: bool) -> Examined:
+        """Look into the next file, all of it, unless it `has_begun` to train: it is to be known before it is offered,
+        or noted, that its samples can be read."""
         known = self.files[self.num_files] if self.num_files < len(self.files) else None
+        try:
+            return self._examine(path, known, is_checked=not has_begun)
+        except OSError as error:
+            problem = DataError(os_problem(error, path))
+        except (DataError, ConfigError) as error:
+            problem = error if isinstance(error, DataError) else DataError(str(error))
+        return Examined(path, problem=problem)
+
+    def _examine(self, path: Path, known: JournalFile | None, *, is_checked: bool) -> Examined:
         input_file = InputFile.at(path)
         identity = FileIdentity.of(path)
         if known is not None and identity != (known.name, known.num_bytes, known.sha256):
-            raise DataError(
-                f"{path}: changed since it was taken: it had {known.num_bytes:,} bytes, and has {identity.num_bytes:,} "
-                "now, or other ones. Bring it back as it was, or start a new run"
-            )
-        newest = self.files[self.num_files - 1].last_window if self.num_files else NEVER
-        first = last = newest
-        windows, held_out = 0, self.held_out
+            is_same_size = identity.num_bytes == known.num_bytes
+            now = "other ones" if is_same_size else f"{identity.num_bytes:,}"
+            raise DataError(f"{path}: changed since it was taken: it had {known.num_bytes:,} bytes, and has {now} now")
+        first = last = self.files[self.num_files - 1].last_window if self.num_files else NEVER
+        rows, windows, bad, held_out = 0, 0, list[BadRow](), self.held_out
         try:
-            held_out = TableSource(self._config_of(path), newest=newest).held_out
+            if is_checked:
+                check_table(self._config_of(path), [input_file], self._of_metrics)
+            source = TableSource(self._config_of(path), newest=last)
+            bad, held_out = source.check() if is_checked else [], source.held_out
             assert held_out.windows is not None, "in time order"
             rows, numbers = int(held_out.windows.part_rows.sum()), held_out.windows.numbers
             windows, first, last = len(numbers), int(numbers[0]), int(numbers[-1])
         except NoRowsError:
-            rows = 0
+            pass
         input_file.check(0)
-        name, num_bytes, sha256 = identity
-        found = JournalFile(name, num_bytes, input_file.modified_ns, sha256, rows, windows, first, last)
-        if known is not None and replace(found, modified_ns=known.modified_ns) != known:
+        if bad:
+            self._check_share(bad, rows)
+        num_bad = len(bad) if is_checked or known is None else known.bad
+        place = (identity.name, identity.num_bytes, input_file.modified_ns, identity.sha256)
+        found = JournalFile(*place, rows, windows, first, last, num_bad)
+        if known is not None and replace(found, modified_ns=known.modified_ns, bad=known.bad) != known:
             raise DataError(f"{path}: the journal has {known}, and it is read as {found}. Set the settings back")
-        return found, held_out
+        return Examined(path, found, held_out)
+
+    def _check_share(self, bad: list[BadRow], rows: int) -> None:
+        """Raise `DataError` where with a file more than the share of all rows that `data.bad_rows` allows would be
+        bad."""
+        allowed, before = self._config.bad_rows, sum(file.bad for file in self.files[: self.num_files])
+        of = int(self._ends[self.num_files]) + rows
+        if isinstance(allowed, str) or before + len(bad) <= allowed * of:
+            return
+        with_others = f", with those before {before + len(bad):,} of {of:,}," if before else ""
+        raise DataError(
+            f"{bad[0].path}: {len(bad):,} of {rows:,} rows are bad{with_others} and data.bad_rows = {allowed:g} allows "
+            f"{allowed:.2%}. The first is {bad[0]}"
+        )
 
     def offer(self, file: JournalFile, held_out: HeldOut) -> None:
         """Let the samples of the next file be read."""
@@ -136,6 +179,41 @@ class FollowedSource(GrowingSource):
         self.files[self.num_files] = file  # with its time of modification now
         self._kept[self.num_files] = held_out
         self.num_files += 1
+
+    def drop_coming(self) -> None:
+        """Forget the files that were not offered yet."""
+        files = self.files[: self.num_files]
+        self._forget_all()
+        for file in files:
+            self._add(file)
+
+    def taken_again(self, file: JournalFile) -> str | None:
+        """Return the name of an earlier file with samples and the same bytes as `file`; None if there is none."""
+        first = self._first_of.get((file.num_bytes, file.sha256), file.name)
+        return None if first == file.name or not file.rows else first
+
+    def changed(self, numbers: Iterable[int]) -> list[str]:
+        """Return the names of those of these files, all of whose samples have trained, that have other bytes now. Sizes
+        and times tell; what was only touched is noted."""
+        found = list[str]()
+        for number in numbers:
+            noted, path = self.files[number], self.folder / self.files[number].name
+            try:
+                status = path.stat()
+                if (status.st_size, status.st_mtime_ns) == (noted.num_bytes, noted.modified_ns):
+                    continue
+                if FileIdentity.of(path) != (noted.name, noted.num_bytes, noted.sha256):
+                    found.append(noted.name)
+                    continue
+            except OSError:  # it may go
+                continue
+            self.files[number] = replace(noted, modified_ns=status.st_mtime_ns)
+        return found
+
+    @property
+    def num_trained(self) -> int:
+        """Files that `forget` dropped, or `start_at` passed."""
+        return self._first_kept
 
     def forget(self, position: int) -> None:
         """Drop what is kept of files whose samples are all before `position`."""
@@ -197,7 +275,7 @@ class FollowedSource(GrowingSource):
 
     def state_at(self, position: int) -> dict[str, Any]:
         """Return how many files have a sample before `position`, and their checksum."""
-        num_files = int(np.searchsorted(self._ends[:-1], position))
+        num_files = self.num_begun(position)
         return {"files": num_files, "sha256": self._digests[num_files]}
 
     def check_state(self, checkpoint: Path, saved: dict[str, Any] | None) -> None:
@@ -211,9 +289,18 @@ class FollowedSource(GrowingSource):
 
     # -- files
 
+    def _forget_all(self) -> None:
+        self.files: list[JournalFile] = []
+        self._ends, self._windows = np.zeros((2, 1), np.int64)  # of all files up to each, from none on
+        self._digests = [""]
+        self._names = set[str]()
+        self._first_of: dict[tuple[int, str], str] = {}  # names by size and checksum
+
     def _add(self, file: JournalFile) -> None:
         self.files.append(file)
         self._names.add(file.name)
+        if file.rows:
+            self._first_of.setdefault((file.num_bytes, file.sha256), file.name)
         self._ends = np.append(self._ends, self._ends[-1] + file.rows)
         self._windows = np.append(self._windows, self._windows[-1] + file.windows)
         self._digests.append(file.digest_behind(self._digests[-1]))
@@ -223,7 +310,7 @@ class FollowedSource(GrowingSource):
 
     def _open_file(self, file: int) -> TableSource:
         noted = self.files[file]
-        as_noted = InputFile(self.folder / noted.name, noted.num_bytes, noted.modified_ns)
+        as_noted = InputFile(self.folder / noted.name, noted.num_bytes, noted.modified_ns, noted.sha256)
         ends_at = time.monotonic() + _SEEN_SECONDS
         while not as_noted.path.exists() and time.monotonic() < ends_at:
             time.sleep(0.1)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import hashlib
 import logging
 import os
 import re
 import stat
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from embershard.data.config import DataConfig
@@ -23,6 +23,8 @@ _SAMPLED_BYTES = 1 << 14
 #: Endings of the names of files that are being written.
 _UNFINISHED = (".tmp", ".partial")
 _log = logging.getLogger(__name__)
+#: What tells whether a file was written to, or its permissions changed: size and times.
+Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,18 @@ class InputFile:
         path: of the file.
         num_bytes: its size.
         modified_ns: its time of modification.
+        sha256: of blocks of it, as `FileIdentity` has it: with another time of modification, a file of the same size
+            and bytes is still the same. "": it is not known, and the time counts.
     """
 
     path: Path
     num_bytes: int
     modified_ns: int
+    sha256: str = ""
 
     @staticmethod
-    def at(path: Path) -> InputFile:
-        """Return the file at `path` as it is now.
+    def at(path: Path, *, sums: bool = False) -> InputFile:
+        """Return the file at `path` as it is now; with its checksum, if it `sums`.
 
         Raises:
             DataError: it is empty, cannot be read, or is no file that can be read twice.
@@ -55,7 +60,8 @@ class InputFile:
             raise DataError(os_problem(error, path)) from error
         if status.st_size == 0:
             raise DataError(f"{path}: the file is empty (0 bytes); remove it, or fetch it again")
-        return InputFile(path, status.st_size, status.st_mtime_ns)
+        sha256 = FileIdentity.of(path).sha256 if sums else ""
+        return InputFile(path, status.st_size, status.st_mtime_ns, sha256)
 
     def is_gzip(self) -> bool:
         """Return True if the name or the first bytes are those of a gzip file."""
@@ -95,14 +101,17 @@ class InputFile:
         """Raise `DataError` if the file is not as it was; `place` is the byte that was read, for the message."""
         try:
             status = self.path.stat()
+            if (status.st_size, status.st_mtime_ns) == (self.num_bytes, self.modified_ns):
+                return
+            is_same_size = status.st_size == self.num_bytes
+            if self.sha256 and is_same_size and FileIdentity.of(self.path).sha256 == self.sha256:
+                return  # it was only touched
         except OSError as error:
             raise DataError(os_problem(error, self.path)) from error
-        if (status.st_size, status.st_mtime_ns) == (self.num_bytes, self.modified_ns):
-            return
         now = f"has {status.st_size:,} now" if status.st_size != self.num_bytes else "was written to since"
         raise DataError(
             f"{self.path}: changed while it was read, at byte {place:,}: it had {self.num_bytes:,} bytes, and {now}. "
-            "Bring it back as it was, time of modification included, or start a new run"
+            f"Bring it back as it was{'' if self.sha256 else ', time of modification included'}, or start a new run"
         )
 
 
@@ -115,37 +124,66 @@ def natural_order(name: str) -> tuple[list[str | int], str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)], name
 
 
-def next_file(folder: Path, patterns: tuple[str, ...], known: Container[str]) -> Path | None:
+def next_file(
+    folder: Path, patterns: tuple[str, ...], known: Container[str], left_out: Mapping[str, Stamp] = MappingProxyType({})
+) -> tuple[Path | None, dict[str, str]]:
     """Return that file of a folder whose name, in natural order, is the first one that is not known; None if there is
-    none. Names that begin with "." or "_" or end in ".tmp" or ".partial", and empty files, do not count: somebody
-    writes them.
+    none. And what matches a pattern and is no file, by name: why it is passed over.
 
-    >>> next_file(Path("."), ("*.csv",), known=()) is None
-    True
+    Names that begin with "." or "_" or end in ".tmp" or ".partial", and empty files, do not count: somebody writes
+    them.
+
+    Args:
+        left_out: files that do not count, either, while they are as they were.
+
+    >>> next_file(Path("."), ("*.csv",), known=())
+    (None, {})
 
     Raises:
         DataError: the folder cannot be read.
     """
+    names, others = list[str](), dict[str, str]()
     try:
         with os.scandir(folder) as entries:
-            names = [each.name for each in entries if each.name not in known and _may_be_taken(each, patterns)]
+            for entry in entries:
+                name = entry.name
+                if name in known or name.startswith((".", "_")) or name.endswith(_UNFINISHED):
+                    continue
+                if not any(fnmatch.fnmatch(name, each) for each in patterns):
+                    continue
+                status, problem = _status_of(entry)
+                if problem:
+                    others[name] = problem
+                elif status is not None and status.st_size > 0 and left_out.get(name) != stamp_of(status):
+                    names.append(name)
     except OSError as error:
         raise DataError(os_problem(error, folder)) from error
-    return folder / min(names, key=natural_order) if names else None
+    return folder / min(names, key=natural_order) if names else None, others
 
 
-def _may_be_taken(entry: os.DirEntry[str], patterns: tuple[str, ...]) -> bool:
-    name = entry.name
-    if name.startswith((".", "_")) or name.endswith(_UNFINISHED):
-        return False
-    with contextlib.suppress(FileNotFoundError):  # its writer moved it
-        return any(fnmatch.fnmatch(name, each) for each in patterns) and entry.is_file() and entry.stat().st_size > 0
-    return False
+def stamp_of(status: os.stat_result) -> Stamp:
+    """Return the stamp of a file with this status."""
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def files_at(path: str, patterns: tuple[str, ...], kind: str, *, in_turn: bool = False) -> list[InputFile]:
+def _status_of(entry: os.DirEntry[str]) -> tuple[os.stat_result | None, str]:
+    """Return the status of a file, else None; and what is wrong with an entry that is none."""
+    try:
+        status = entry.stat()
+    except FileNotFoundError:  # without a link: its writer moved it
+        return None, "a link to nothing" if entry.is_symlink() else ""
+    except OSError as error:
+        return None, error.strerror or type(error).__name__
+    if stat.S_ISREG(status.st_mode):
+        return status, ""
+    return None, "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
+
+
+def files_at(
+    path: str, patterns: tuple[str, ...], kind: str, *, in_turn: bool = False, sums: bool = False
+) -> list[InputFile]:
     """Return the file at `path`, or the folder's files that match a pattern, by name; files that come `in_turn`, in
-    natural order, without those that are being written."""
+    natural order, without those that are being written. `sums`: with checksums."""
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path")
@@ -164,7 +202,7 @@ def files_at(path: str, patterns: tuple[str, ...], kind: str, *, in_turn: bool =
             )
         if skipped:
             _log.info("%s: not read, as no pattern of data.%s.files matches: %s", root, kind, ", ".join(skipped))
-    return [InputFile.at(file) for file in files]
+    return [InputFile.at(file, sums=sums) for file in files]
 
 
 def need_path(config: DataConfig) -> None:
@@ -180,7 +218,8 @@ def files_of(config: DataConfig) -> tuple[list[InputFile], list[InputFile]]:
         DataError: there is nothing at a path, no file of a folder matches, or a file is empty or cannot be read.
     """
     pairs, patterns = ((config.path, config.comes_in_turn), (config.eval_path, False)), config.file_patterns
-    found = [[] if path is None else files_at(path, patterns, config.kind, in_turn=turn) for path, turn in pairs]
+    kind, sums = config.kind, config.follow
+    found = [[] if path is None else files_at(path, patterns, kind, in_turn=turn, sums=sums) for path, turn in pairs]
     return found[0], found[1]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from embershard.decoding import decode
 from embershard.errors import DataError, naming_file
-from embershard.whole_file import sync_folder
+from embershard.whole_file import sync_folder, whole_file
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class JournalFile:
         windows: of time that it has rows of.
         first_window, last_window: the numbers of the first and the last of them; of a file without rows, of the last
             one before it. A late row counts in the newest window so far.
+        bad: its rows that are no samples, where such are replaced.
     """
 
     name: str
@@ -36,6 +37,7 @@ class JournalFile:
     windows: int
     first_window: int
     last_window: int
+    bad: int = 0
 
     def digest_behind(self, digest: str) -> str:
         """Return a checksum of this file behind others, of which `digest` is that."""
@@ -44,7 +46,7 @@ class JournalFile:
 
 
 class Journal:
-    """A file with a line per followed file. One process appends to it.
+    """A file with a line per followed file. One process appends to it, and cuts it where nothing has trained.
 
     A line that a crash cut short is dropped: nothing of its file has trained.
 
@@ -82,9 +84,20 @@ class Journal:
         is_new = not self._path.exists()
         with naming_file(self._path):
             with self._path.open("ab") as journal:
-                journal.write(json.dumps(asdict(file)).encode() + b"\n")
+                journal.write(_line(file))
                 journal.flush()
                 os.fsync(journal.fileno())
             if is_new:
                 sync_folder(self._path.parent)
         self.files.append(file)
+
+    def cut(self, num_files: int) -> None:
+        """Forget all files but the first ones: nothing of the others has trained."""
+        self.files = self.files[:num_files]
+        with whole_file(self._path) as partial:
+            partial.write_bytes(b"".join(map(_line, self.files)))
+        sync_folder(self._path.parent)
+
+
+def _line(file: JournalFile) -> bytes:
+    return json.dumps(asdict(file)).encode() + b"\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, runtime_c
 import numpy as np
 from numpy.typing import ArrayLike
 
-from embershard.data.block import Block, ParsedChunk
+from embershard.data.block import BadRow, Block, ParsedChunk, no_good_row
 from embershard.data.hashing import Ids
 from embershard.data.order.order import ChunkTable
 from embershard.data.sample_bits import Flags
@@ -206,6 +206,15 @@ class SplitChunks:
             return members
         is_earlier = windows.of_rows[physical] <= table.window[chunk]
         return np.flatnonzero(np.broadcast_to(is_earlier, self._size[physical]))
+
+    def need_replacements(self, number: int, bad: Mapping[int, BadRow]) -> None:
+        """Raise `DataError` where nothing can take the place of a `bad` row to train on of a physical chunk."""
+        is_bad = np.zeros(self._size[number], np.bool_)
+        is_bad[np.fromiter(bad, np.int64, len(bad))] = True
+        for chunk in np.flatnonzero(self._parts["train"][1] == number).tolist():
+            found = (members := self.place("train", chunk)[1])[is_bad[members]]
+            if len(found) and is_bad[among := self.replacements(chunk)].all():
+                raise no_good_row(bad[int(found[0])], len(among))
 
     def _find_members(self, place: tuple[int, bool, int | None]) -> Ids:
         number, held_out, window = place

@@ -47,6 +47,8 @@ def plain(values: Sequence[Any]) -> list[Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (np.datetime64, np.ndarray)) and value.dtype.kind == "M":
         value = value.astype("datetime64[us]")
+        if value.ndim == 0 and isinstance(value.tolist(), int):  # before year 1, which `datetime` has not
+            return value.tolist() / 1e6
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, bytes):

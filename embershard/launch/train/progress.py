@@ -22,6 +22,7 @@ from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,
+    FileReport,
     PublicationReport,
     Report,
     SaveReport,
@@ -94,6 +95,8 @@ class ProgressDisplay:
             say(self._console, f"step {report.step}: stopped by a signal; {saved}")
         elif isinstance(report, SkippedBatchReport):
             say(self._console, f"{report.reason} It trains nothing (train.on_non_finite).")
+        elif isinstance(report, FileReport):
+            say(self._console, f"step {report.step}: warning: {report.problem}")
         elif isinstance(report, PublicationReport):
             say(self._console, f"step {report.step}: {publication_line(report)}")
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from embershard.data.block import BadRow
 from embershard.distributed.sent_bytes import SentBytes
@@ -110,6 +111,26 @@ class BadRowsReport:
     rows: tuple[BadRow, ...]
 
 
+#: Left out, since it is bad; no file, so passed over; of the same bytes as an earlier one; other than when it trained;
+#: taken, but not begun, and not as it was: dropped.
+FileNotice = Literal["left_out", "passed_over", "taken_again", "changed", "dropped"]
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """What was noticed of a file of a folder that is followed, and does not end the run; on the first rank.
+
+    Attributes:
+        file: its name.
+        problem: a sentence that says it all.
+    """
+
+    step: int
+    notice: FileNotice
+    file: str
+    problem: str
+
+
 @dataclass(frozen=True)
 class SkippedBatchReport:
     """A batch that trained nothing, since its loss is not finite; `step` steps were trained before it.
@@ -161,6 +182,7 @@ Report = (
     | SaveReport
     | FailedSaveReport
     | BadRowsReport
+    | FileReport
     | SkippedBatchReport
     | PublicationReport
     | StopReport

@@ -210,3 +210,27 @@ def test_a_model_that_trained_in_time_order_scores_data_without_times():
     config = config_of("x", eval_fraction=1.0)
     assert not config.is_in_time_order
     assert config.held_out_share == 1.0
+
+
+@pytest.mark.parametrize("years", [(-1198, 5138), (-1, 0), (1, 9)])
+def test_windows_have_names_in_all_years_that_times_can_have(tmp_path, years):
+    (tmp_path / "in").mkdir()
+    times = [np.datetime64(f"{'-' * (year < 0)}{abs(year):04}-03-01", "s").astype(int) for year in years]
+    columns = {"label": [0, 0], "number": [0, 1], "user": [0, 1], "ts": pa.array(times).cast(pa.timestamp("s"))}
+    pq.write_table(pa.table(columns), tmp_path / "in" / "a.parquet")
+    (sentence,) = [note for note in open_source(config_of(str(tmp_path / "in"))).notes if "In time order" in note]
+    assert f"from {years[0]}-03-01 00:00:00" in sentence.replace("from 000", "from ")
+    with pytest.raises(ConfigError, match=r"data\.time\.window = 100000000001; needed at most 100,000,000,000 seconds"):
+        TimeConfig("ts", 10**11 + 1)
+
+
+@pytest.mark.parametrize(("unit", "per_second"), [("ms", 10**3), ("us", 10**6), ("ns", 10**9)])
+def test_a_time_before_1970_is_in_the_hour_before(tmp_path, unit, per_second):
+    (tmp_path / "in").mkdir()
+    ticks = pa.array([-1, 0, -HOUR * per_second - 1, -HOUR * per_second]).cast(pa.timestamp(unit))
+    columns = {"label": [0] * 4, "number": range(4), "user": [0] * 4, "ts": ticks}
+    pq.write_table(pa.table(columns), tmp_path / "in" / "a.parquet")
+    windows = open_source(config_of(str(tmp_path / "in"))).held_out.windows
+    assert windows is not None
+    assert windows.numbers.tolist() == [-2, -1, 0]
+    assert numbers_of(config_of(str(tmp_path / "in"))) == [2, 0, 3, 1]

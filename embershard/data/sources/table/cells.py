@@ -106,13 +106,20 @@ def _groups(texts: pa.Array, places: Ids, form: Form) -> Iterator[tuple[Ids, pa.
 
 
 def seconds_since_1970(column: pa.Array) -> pa.Array:
-    """Return times as float64 seconds since 1970, with microseconds at most; no time is too far for that."""
+    """Return times as float64 seconds since 1970, with microseconds at most, rounded down: before 1970, too. No time is
+    too far for that."""
     if types.is_date32(column.type):
         column = column.cast(pa.timestamp("s"))
     unit = "ms" if types.is_date64(column.type) else column.type.unit
     if unit == "ns":
-        column, unit = column.cast(pa.timestamp("us", column.type.tz), safe=False), "us"
+        column, unit = _floored(column.cast(pa.int64()), 1000), "us"
     return pc.divide(column.cast(pa.int64()).cast(pa.float64(), safe=False), _PER_SECOND[unit])
+
+
+def _floored(numbers: pa.Array, divisor: int) -> pa.Array:
+    """Return integers divided, and rounded down: Arrow rounds towards 0."""
+    found = pc.divide(numbers, divisor)
+    return pc.subtract(found, pc.less(numbers, pc.multiply(found, divisor)).cast(pa.int64()))
 
 
 def are_dates(numbers: NDArray[np.float64]) -> Flags:

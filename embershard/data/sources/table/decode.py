@@ -256,6 +256,19 @@ class ChunkDecoder:
         return values
 
 
+def is_sound(column: pa.ChunkedArray, feature: TableFeature) -> bool:
+    """Return whether `ChunkDecoder` takes every cell of a feature's column, where its type says so, or the longest of
+    its texts: much faster than to decode it."""
+    if types.is_integer(column.type):
+        scales, mappings = ("none", "log1p", "quantile"), ("text", "text_ids", "hash", "modulo")
+        return feature.scale in scales if feature.kind == "dense" else feature.mapping in mappings
+    if feature.mapping not in ("text", "text_ids") or feature.kind == "dense" or feature.separator is not None:
+        return False
+    if types.is_dictionary(column.type) or not is_text(column.type):
+        return False
+    return (pc.max(pc.binary_length(column)).as_py() or 0) <= MOST_BYTES
+
+
 def text_words(values: pa.Array) -> tuple[Words, Ids, Flags]:
     """Return the hash [N] of each value as text, its bytes [N], and whether it is missing or empty [N].
 

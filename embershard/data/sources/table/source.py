@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from embershard.data.block import Block, Lengths, ParsedChunk
+from embershard.data.block import BadRow, Block, Lengths, ParsedChunk
 from embershard.data.config import CONSTANT, DataConfig, TableConfig, columns_of_files
 from embershard.data.schema import Schema, SparseFeature
 from embershard.data.sources.held_out import Share, alone, hold_out
 from embershard.data.sources.input_file import InputFile, list_files
-from embershard.data.sources.source import FileSource, Split, SplitChunks
-from embershard.data.sources.table.decode import ChunkDecoder, labels_and_weights, readable
+from embershard.data.sources.source import FileSource, Split, SplitChunks, in_threads
+from embershard.data.sources.table.decode import ChunkDecoder, is_sound, labels_and_weights, readable
 from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet, first_rows, parquet_schema
 from embershard.data.sources.table.raw import RawChunk, TableFiles, check_columns, check_types, is_list, need_columns
 from embershard.data.sources.table.split import check_split, hold_out_by_column, in_windows
@@ -40,6 +40,7 @@ class TableSource(FileSource):
     ) -> None:
         schema, self._settings = self.schema_of(config), columns_of_files(config)
         self._most = self._settings.max_bag_size, f"data.{config.kind}.max_bag_size"
+        self._num_workers = config.num_workers
         self._dense, self._sparse = self._settings.of_kind("dense"), self._settings.of_kind("sparse")
         inputs, ends = list_files(config)
         self._files = _open(inputs, self._settings, config, needs_labels)
@@ -89,6 +90,27 @@ class TableSource(FileSource):
         table = raw.table.take(np.searchsorted(raw.places, rows))
         columns = {name: readable(column) for name, column in zip(names, table.columns, strict=True)}
         return pa.table(columns)
+
+    def check(self) -> list[BadRow]:
+        """Read all samples, and return the bad rows, where they are tolerated. Columns whose type leaves no bad cell
+        are read, and not decoded.
+
+        Raises:
+            DataError: a chunk cannot be read; or a bad row is not tolerated, or cannot be replaced.
+        """
+
+        def bad_of(number: int) -> dict[int, BadRow]:
+            return _bad_rows(self._files.read(number), self._settings, self._most)
+
+        numbers, found = range(self.num_physical), list[BadRow]()
+        for number, bad in zip(numbers, in_threads(bad_of, numbers, max(1, self._num_workers)), strict=True):
+            if bad and self._most_bad is not None:
+                first = bad[min(bad)]
+                raise first.error(str(first))
+            if bad:
+                self._split.need_replacements(number, bad)
+                found += (bad[row] for row in sorted(bad))
+        return found
 
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
         chunk = self._files.read(number)
@@ -145,7 +167,7 @@ def check_table(config: DataConfig, files: list[InputFile], of_metrics: Sequence
                     f"{schema.field(lists[0]).type}; needed one value in each row. Choose another column."
                 )
             if config.bad_rows == "stop":
-                _check_values(first_rows(file.path, columns, _FIRST_ROWS), settings)
+                _check_values(first_rows(file.path, columns, _FIRST_ROWS), settings, config.kind)
         return
     for file in files:
         _check_text(file, settings, config, of_metrics)
@@ -174,15 +196,25 @@ def _check_text(file: InputFile, settings: TableConfig, config: DataConfig, of_m
         table = columns.read(memoryview(whole), num_lines)
     except (pa.ArrowException, ValueError):
         return  # training names the row
-    _check_values(RawChunk(file.path, table, np.arange(num_lines), 1 + (not settings.columns)), settings)
+    first_row = 1 + (not settings.columns)
+    _check_values(RawChunk(file.path, table, np.arange(num_lines), first_row), settings, config.kind)
 
 
-def _check_values(chunk: RawChunk, settings: TableConfig) -> None:
+def _check_values(chunk: RawChunk, settings: TableConfig, kind: str) -> None:
+    if bad := _bad_rows(chunk, settings, (settings.max_bag_size, f"data.{kind}.max_bag_size")):
+        raise DataError(str(bad[min(bad)]))
+
+
+def _bad_rows(chunk: RawChunk, settings: TableConfig, most: tuple[int, str]) -> dict[int, BadRow]:
+    """Return the bad rows of a chunk, by their number in it: the same that `TableSource.parse` finds."""
     decoder = ChunkDecoder(chunk)
-    for feature in settings.of_kind("dense").values():
-        decoder.dense(feature)
-    for feature in settings.of_kind("sparse").values():
-        decoder.bags(feature, (settings.max_bag_size, "data.table.max_bag_size"))
     labels_and_weights(chunk, decoder, settings)
-    if decoder.bad:
-        raise DataError(str(decoder.bad[min(decoder.bad)]))
+    features = [*settings.of_kind("dense").values(), *settings.of_kind("sparse").values()]
+    for feature in features:
+        if is_sound(chunk.table.column(str(feature.column)), feature):
+            continue
+        if feature.kind == "dense":
+            decoder.dense(feature)
+        else:
+            decoder.bags(feature, most)
+    return decoder.bad

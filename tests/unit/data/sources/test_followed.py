@@ -53,11 +53,16 @@ def write(path: Path, rows: Rows) -> Path:
 
 def take(*sources: FollowedSource) -> bool:
     """Offer the next file to the sources of all ranks, if there is one."""
-    if (path := sources[0].find_next()) is None:
+    path, _ = sources[0].find_next({})
+    if path is None:
         return False
-    found = sources[0].examine(path)
+    found = sources[0].examine(path, has_begun=False)
+    if found.problem is not None:
+        raise found.problem
+    assert found.file is not None
+    assert found.held_out is not None
     for source in sources:
-        source.offer(*found)
+        source.offer(found.file, found.held_out)
     return True
 
 
@@ -101,7 +106,7 @@ def test_no_window_trains_before_an_earlier_one(tmp_path_factory, hours, data):
     sources, found, left = [FollowedSource(config, []) for _ in range(places[0])], list[int](), list(enumerate(files))
     streams = streams_of(sources, config, 2)
     chance = random.Random(data.draw(st.integers(0, 999)))
-    while left or sources[0].find_next() is not None:
+    while left or sources[0].find_next({})[0] is not None:
         if left and chance.random() < 0.5:
             number, rows = left.pop(0)
             write(folder / f"part_{number}.{ending}", rows)
@@ -176,10 +181,10 @@ def test_which_file_is_next(tmp_path):
     (tmp_path / "part_00.csv").mkdir()
     patterns, known = ("*.csv", "*.tmp", "*.csv.partial"), set[str]()
     (tmp_path / "part_1.csv.partial").write_text("text")
-    while (path := next_file(tmp_path, patterns, known)) is not None:
+    while (path := next_file(tmp_path, patterns, known)[0]) is not None:
         known.add(path.name)
     assert known == {"part_2.csv", "part_10.csv"}
-    assert next_file(tmp_path, patterns, ()) == tmp_path / "part_2.csv"
+    assert next_file(tmp_path, patterns, ()) == (tmp_path / "part_2.csv", {"part_00.csv": "a folder"})
     with pytest.raises(DataError, match="gone: No such file or directory"):
         next_file(tmp_path / "gone", patterns, ())
 
@@ -206,13 +211,17 @@ def test_files_that_changed_or_vanished(tmp_path):
     assert numbers_of_next(stream) == 0
     os.utime(paths[1], (5, 5))
     assert numbers_of_next(stream) == 1, "it has not to be read yet"
-    with pytest.raises(DataError, match=r"1\.csv: changed while it was read, at byte 0"):
+    assert [numbers_of_next(stream), numbers_of_next(stream)] == [1, 2], "it was only touched"
+    whole = paths[2].read_text()
+    paths[2].write_text(whole.replace("2,2", "2,7"))
+    with pytest.raises(DataError, match=r"2\.csv: changed while it was read, at byte 0: .* Bring it back as it was, or"):
         numbers_of_next(stream)
+    paths[2].write_text(whole)
     resumed = FollowedSource(config, source.files)
     resumed.start_at(2)
     assert take(resumed), "of the same bytes: a copy of the folder has other times"
-    paths[2].write_text(paths[2].read_text().replace("2,2", "2,7"))
-    with pytest.raises(DataError, match=r"2\.csv: changed since it was taken: .* Bring it back"):
+    paths[2].write_text(whole.replace("2,2", "2,7"))
+    with pytest.raises(DataError, match=r"2\.csv: changed since it was taken: it had 43 bytes, and has other ones now"):
         take(resumed)
     paths[2].unlink()
     with pytest.raises(DataError, match=r"2\.csv: No such file"):
