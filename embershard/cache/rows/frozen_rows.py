@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embershard.cache import loops
 from embershard.cache.rows.lazy_rows import FrozenLazyRows
-from embershard.cache.rows.memory import widest_views
+from embershard.cache.rows.memory import fetch_soon, widest_views
 from embershard.cache.rows.transfer import RowTable
 from embershard.errors import CacheError
 
@@ -37,6 +37,7 @@ class FrozenRows:
         lazy: the weights, if some of the rows have no initial weights.
         most_aside_bytes: rows put aside at one time; with more, `put_aside` waits for the reader. None: 10 % of the
             rows' bytes, but 16 MiB to 2 GiB.
+        is_mapped: the payload is in files, whose blocks the system fetches only when it is told to.
 
     Attributes:
         block_rows: rows of a block.
@@ -52,8 +53,13 @@ class FrozenRows:
     """
 
     def __init__(
-        self, payload: Sequence[Tensor], lazy: FrozenLazyRows | None, most_aside_bytes: int | None = None
+        self,
+        payload: Sequence[Tensor],
+        lazy: FrozenLazyRows | None,
+        most_aside_bytes: int | None = None,
+        is_mapped: bool = False,
     ) -> None:
+        self._is_mapped = is_mapped
         self._payload, self._lazy = [tensor.data for tensor in payload], lazy
         self._watched, self._version = list(payload), sum(tensor._version for tensor in payload)
         self._num_rows = payload[0].shape[0]
@@ -147,6 +153,8 @@ class FrozenRows:
         while self._lowest < first:  # rows that nobody reads
             self._give_back(self._declare_read(min(first, self._lowest + self.block_rows))[0])
         for number, (tensor, block) in enumerate(zip(self._payload, self._blocks, strict=True)):
+            if self._is_mapped:
+                fetch_soon(tensor[first:stop])
             if number == 0 and self._lazy is not None:
                 self._lazy.read(first, stop, block)
             else:

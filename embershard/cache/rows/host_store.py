@@ -102,6 +102,9 @@ class HostStore:
             self.states[name] = allocate(numel, state_dtype).view(self.num_rows, *shape)
             if initial is None and host == "memory" and share is None and not self._has_small_pages:
                 self.states[name].zero_()  # allocates its pages now: the first write-backs would wait for huge ones
+        self._is_mapped = host == "mmap"
+        for tensor in self.payload if self._is_mapped else ():
+            memory.expect_random_reads(tensor)
         self.makes_weights = initial is not None
         self._lazy: LazyRows | None = None
         if initial is not None and share is None:
@@ -231,7 +234,7 @@ class HostStore:
         `before_write` before rows change. Trained rows must have been written back."""
         assert self._frozen is None or self._frozen.is_closed, "the rows are being read already"
         lazy = None if self._lazy is None else self._lazy.freeze()
-        self._frozen = FrozenRows(self.payload, lazy)
+        self._frozen = FrozenRows(self.payload, lazy, is_mapped=self._is_mapped)
         return self._frozen
 
     def before_write(self, keys: Tensor) -> None:

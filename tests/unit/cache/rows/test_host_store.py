@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +22,8 @@ from embershard.cache.rows.host_store import CELLS_PER_RANK, HostStore, Meetings
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.transfer import PlainTransfer
 from embershard.cache.tickets import Ticket
+from embershard.distributed import process_group
+from embershard.distributed.node_memory import NodeMemory
 from embershard.errors import CacheError, ConfigError
 
 STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([8]), torch.float32)]
@@ -115,6 +119,43 @@ def test_mapped_files_leave_no_name_behind_and_take_no_space_before_they_are_wri
     assert os.listdir(tmp_path / "new" / "folder") == []
     store.weights[999] = 3.0
     assert store.weights[999].sum() == 192.0
+
+
+def vm_flags(tensor: torch.Tensor) -> set[str]:
+    """What the system was told about the memory of a tensor."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_here = int(place[1], 16) <= tensor.data_ptr() < int(place[2], 16)
+        elif is_here and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError("no such memory")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_system_reads_no_rows_ahead_in_mapped_files(is_shared, tmp_path):
+    """`rr`: reads are random. Weights and states; of rows that ranks share, too."""
+    cells = torch.zeros(1, CELLS_PER_RANK, dtype=torch.int64)
+    with process_group("cpu") as ranks:
+        files = NodeMemory(ranks, str(tmp_path))
+        share = NodeShare(files.zeros, [(0, 5000)], Meetings(cells, 0), Meetings(cells.clone(), 0))
+        store = HostStore([5000], 8, FP32, STATES, "mmap", str(tmp_path), share=share if is_shared else None)
+    assert all("rr" in vm_flags(tensor) for tensor in store.payload)
+    assert "rr" not in vm_flags(HostStore([5000], 8, FP32, STATES).weights)
+
+
+def test_a_save_of_mapped_rows_fetches_whole_blocks(tmp_path, monkeypatch):
+    """Without reading ahead it would wait for the disk at every page."""
+    store, fetched = HostStore([5000], 8, FP32, [], "mmap", str(tmp_path)), []
+    monkeypatch.setattr("embershard.cache.rows.frozen_rows.fetch_soon", lambda part: fetched.append(part.data_ptr()))
+    monkeypatch.setattr("embershard.cache.rows.frozen_rows.BLOCK_BYTES", 2048 * 32)
+    store.weights.uniform_()
+    frozen = store.freeze()
+    for first in range(0, 5000, 2048):
+        rows = store.weights[first : first + 2048]
+        assert torch.equal(frozen.read(rows), rows)
+    assert fetched == [store.weights[first].data_ptr() for first in range(0, 5000, 2048)]
 
 
 def test_stores_in_one_folder_do_not_share_rows(tmp_path):
