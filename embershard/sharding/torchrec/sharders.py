@@ -158,13 +158,14 @@ class _Cached:
     ) -> Any:
         if isinstance(env, ShardingEnv2D):
             raise ShardingError(
-                f"{type(self).__name__} under TorchRec's 2D parallelism (DMPCollection, ShardingEnv2D): its sync() "
-                f"averages tables by place, and the same slot of two caches has different rows. Take {self._STOCK} for "
-                f"the tables {sorted(params)[:5]}, or DistributedModelParallel over all ranks"
+                f"{type(self).__name__} under TorchRec's 2D parallelism (DMPCollection): its sync() averages tables by "
+                f"place, and the same slot of two caches has different rows. Take {self._STOCK} for the tables "
+                f"{sorted(params)[:5]}, or DistributedModelParallel over all ranks"
             )
+        device_type = torch.device(device or "cpu").type
         is_data_parallel = self._is_data_parallel and env.world_size > 1
         rows_tables = self._rows_tables(params) if env.world_size > 1 else frozenset()  # one rank exchanges nothing
-        check_groups(module, params, torch.device(device or "cpu").type, rows_tables)
+        check_groups(module, params, device_type, rows_tables)
         if self._ids:
             _check_ids_of(module, device)
         self._warn_without_cache(params)
@@ -175,7 +176,7 @@ class _Cached:
             params,
             env.rank,
             self._plan,
-            torch.device(device or "cpu").type,
+            device_type,
             init,
             rows_tables,
             self._hot_rows,
@@ -183,15 +184,13 @@ class _Cached:
             whole_tables=whole_tables if is_data_parallel else None,
             ids=self._ids,
         )
-        fused_params = {**(self.fused_params or {}), SPEC_KEY: spec}  # type: ignore[attr-defined]
-        params = {name: _on_host(param) for name, param in params.items()}
         sharded = new_sharded_module(
             cls,
             module,
-            params,
+            {name: _on_host(param) for name, param in params.items()},
             env,
             device,
-            fused_params=fused_params,
+            fused_params={**(self.fused_params or {}), SPEC_KEY: spec},  # type: ignore[attr-defined]
             qcomm_codecs_registry=self.qcomm_codecs_registry,  # type: ignore[attr-defined]
             **rest,
         )

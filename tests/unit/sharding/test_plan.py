@@ -230,7 +230,7 @@ def test_settings_that_the_prediction_did_not_assume_are_named():
     ("sharder", "stock"),
     [
         (CachedEmbeddingBagCollectionSharder, "StockEmbeddingBagCollectionSharder"),
-        (CachedEmbeddingCollectionSharder, "TorchRec's EmbeddingCollectionSharder"),
+        (CachedEmbeddingCollectionSharder, "StockEmbeddingCollectionSharder"),
     ],
 )
 def test_a_cached_sharder_refuses_to_have_no_cache(sharder, stock):

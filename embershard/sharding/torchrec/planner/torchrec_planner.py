@@ -80,14 +80,12 @@ def plan_sharding(
         sharders: the sharders for `DistributedModelParallel`.
         world_size, local_world_size, device: ranks in all and per node, and the training's device: its type matters.
         constraints: per table. A table without `compute_kernels` is cached if its sharder caches; `["fused"]` keeps it
-            whole on the device. Data-parallel and grid sharding are used only where a constraint asks for them.
-            `cache_params.load_factor` sets a table's own share of slots.
+            whole on the device. Data-parallel and grid sharding need one. `cache_params.load_factor`: its share.
         batch_size: per rank, for the planner's cost model.
 
     Raises:
         ShardingError: constraints, memory, what a cache can number, or FBGEMM on a CPU leave no plan for named tables.
-        ConfigError: a table has rows of a type that no cache trains; or one that takes any id has more rows than such a
-            table can have, or rows that make no equal buckets.
+        ConfigError: rows of a type that no cache trains, or too many or unequal buckets of rows of a table of ids.
     """
     if not 1 <= local_world_size <= world_size:
         raise ShardingError(f"world_size={world_size} and local_world_size={local_world_size} do not fit together")
