@@ -15,6 +15,7 @@
     ├── CheckpointError (RuntimeError)      a checkpoint is missing, or belongs to another model
     │   ├── InvalidCheckpointError          it is damaged, incomplete, or cannot be verified
     │   └── FailedSaveError                 it could not be written: a full disk, a folder that cannot be written
+    ├── FailedPublicationError (RuntimeError)  the last state of a run could not be published
     └── SetupError (RuntimeError)           versions, devices or process groups do not fit together
 
 A message names what it got, what it needed, and how to fix it.
@@ -90,6 +91,10 @@ class InvalidCheckpointError(CheckpointError):
 
 class FailedSaveError(CheckpointError):
     """A checkpoint could not be written. Earlier ones are as they were."""
+
+
+class FailedPublicationError(EmbershardError, RuntimeError):
+    """The last state of a run could not be published: replicas have an earlier one. The run itself is whole."""
 
 
 class SetupError(EmbershardError, RuntimeError):

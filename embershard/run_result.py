@@ -176,6 +176,21 @@ class ObeyedPlan:
 
 
 @dataclass(frozen=True)
+class PublishedState:
+    """The newest publication of a run.
+
+    Attributes:
+        name: of its folder.
+        step: trained by then.
+        problem: why the last state of the run is not published; empty where it is.
+    """
+
+    name: str
+    step: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class HeldOutPart:
     """The samples that were held out.
 
@@ -289,6 +304,7 @@ class RunResult:
         changes: settings that resumes changed on request.
         held_out: None in files of earlier versions.
         windows: of a run in time order.
+        published: of a run that publishes.
     """
 
     steps: int
@@ -319,6 +335,7 @@ class RunResult:
     ids: dict[str, IdTotals] = field(default_factory=dict)
     changes: tuple[dict[str, Any], ...] = ()
     plan: ObeyedPlan | None
+    published: PublishedState | None = None
     versions: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
 

@@ -200,6 +200,7 @@ def make_result(
         "hot_cold": packed_totals(trainer.hot, trainer.stream),
         "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
+        "published": _published(trainer),
         "versions": versions(),
         "git_commit": git_commit(),
     })  # fmt: skip
@@ -225,6 +226,12 @@ def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> dict[str, 
         "samples": held_out + in_windows,
         "all_samples": held_out + rest,
     }
+
+
+def _published(trainer: Trainer) -> dict[str, Any] | None:
+    if (publisher := trainer.publisher) is None:
+        return None
+    return {"name": publisher.published.name, "step": publisher.published.step, "problem": publisher.failure}
 
 
 def _best(trainer: Trainer) -> dict[str, Any]:

@@ -146,6 +146,7 @@ class Publisher:
         self._compacting: threading.Thread | None = None
         self._base_seq = 0
         self._own_group: Ranks | None = None
+        self._failure = ""
         self._reports: list[PublicationReport] = []
 
     # -- where a run begins
@@ -364,7 +365,19 @@ class Publisher:
             )
         else:
             raise failure
+        self._failure = report.problem
         self._reports.append(report)
+
+    @property
+    def published(self) -> Publication:
+        """The newest publication."""
+        assert self._have is not None, "`begin` comes first"
+        return self._have
+
+    @property
+    def failure(self) -> str:
+        """Why what was cut last is not published; empty where it is."""
+        return self._failure
 
     def reports(self) -> Iterator[PublicationReport]:
         """Yield reports of publications that ended. Not collective: bases are the first rank's."""
@@ -374,8 +387,9 @@ class Publisher:
         while self._reports:
             yield self._reports.pop(0)
 
-    def end(self) -> Iterator[PublicationReport]:
-        """Wait for all that is being written; yield its reports."""
+    def end(self, step: int) -> Iterator[PublicationReport]:
+        """Publish the state after `step`, unless it is, and wait for all that is being written; yield its reports."""
+        self.cut(step)
         self.wait()
         if self._compacting is not None:
             self._compacting.join()
@@ -395,16 +409,16 @@ class Publisher:
 
     def _compact(self, delta: Publication) -> None:
         keep_to_one_core()
-        started = time.perf_counter()
+        started, what = time.perf_counter(), f"base_{delta.seq} was not made"
         try:
             base = compact.make_base(self._folder, delta.seq)
-            write.prune(self._folder, self._config.keep_bases, self._needed_from())
             seconds = time.perf_counter() - started
-            report = PublicationReport(delta.step, base.name, 0, base.num_bytes, seconds, 0.0)
+            self._reports.append(PublicationReport(delta.step, base.name, 0, base.num_bytes, seconds, 0.0))
+            what = "older ones were not removed"
+            write.prune(self._folder, self._config.keep_bases, self._needed_from())
         except (OSError, PublicationError) as error:
             reason = os_problem(error) if isinstance(error, OSError) else str(error)
-            report = PublicationReport(delta.step, "", 0, 0, 0.0, 0.0, f"base_{delta.seq} was not made: {reason}")
-        self._reports.append(report)
+            self._reports.append(PublicationReport(delta.step, "", 0, 0, 0.0, 0.0, f"{what}: {reason}"))
 
     def _needed_from(self) -> int | None:
         """Return the number of the oldest state that a checkpoint has."""

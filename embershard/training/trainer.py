@@ -246,6 +246,10 @@ class Trainer:
                 self.publisher.cut(self.steps)
             yield from self.publisher.reports()
 
+    def _publish_at_end(self) -> Iterator[PublicationReport]:
+        if self.publisher is not None:
+            yield from self.publisher.end(self.steps)
+
     def _evaluate_if_due(self) -> Iterator[EvalReport]:
         every = self.config.train.eval_every
         is_due = self.steps % every == 0 if every else self.config.judges and self.stream.ends_epoch(self.position)
@@ -295,9 +299,7 @@ class Trainer:
         if self.following is not None:
             self.following.end()
             yield from self.following.reports(self.steps)
-        if self.publisher is not None:
-            self.publisher.cut(self.steps)
-            yield from self.publisher.end()
+        yield from self._publish_at_end()
         yield from self._saves.last()
         if self.metrics.has_unreported:
             yield self.report()
@@ -309,6 +311,7 @@ class Trainer:
             raise
         yield from self._evaluate_at_end()
         yield from self._save_at_end()  # where a signal that came meanwhile asks for it, or the best one is kept
+        yield from self._publish_at_end()  # again, where it failed
         if self.supervision.must_stop:
             path = checkpoint_at(self.checkpoints, self.steps) if self.checkpoints else None
             yield StopReport(self.steps, path if path and path.exists() else None)

@@ -230,8 +230,7 @@ class Life:
             if self.step % SAVE_EVERY == 0:
                 published, ready = self.publisher.before_save(self.step)
                 self._prepare(self._root / "checkpoints", published, ready).write(None)
-        self.publisher.cut(self.step)
-        list(self.publisher.end())
+        list(self.publisher.end(self.step))
 
     def _train(self) -> None:
         for pool in self._pools:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,6 +31,9 @@ from embershard.distributed.ranks import Ranks
 from embershard.whole_file import sync_folder
 
 PARTIAL = ".partial"
+_NO_STATE = (
+    "{}: the state of the checkpoint is in no publication: it could not be written, as on a full disk, or was removed"
+)
 Files = dict[str, tuple[int, str]]
 
 
@@ -158,7 +162,8 @@ def finish(partial: Path, final: Path, publication: Publication) -> None:
     for folder in {path.parent for path in partial.rglob("*")}:
         sync_folder(folder)
     os.rename(partial, final)  # fails where a folder with files has that name
-    sync_folder(final.parent)
+    with suppress(OSError):  # replicas see it: what follows must follow it
+        sync_folder(final.parent)
 
 
 def sync_files(folder: Path) -> None:
@@ -200,12 +205,14 @@ def touched_since(folder: Path, token: str) -> dict[str, BehindRows]:
     have = newest(folder)
     while have is not None and have.token != token:
         if have.kind != "delta":
-            raise PublicationError(f"{folder}: the state of the checkpoint is in no chain with {have.name}")
+            raise PublicationError(_NO_STATE.format(folder))
         tensors = read_files(folder / have.name, have)
         for part in have.parts:
             keys, ids = tensors[part.file][f"{part.place}.keys"], part.changed(tensors[part.file])
             behind = BehindRows(keys) if ids is None else BehindRows(keys, ids.rows, ids.new)
             found.setdefault(part.table, []).append(behind)
+        if not any((folder / f"{kind}_{have.seq - 1}").exists() for kind in ("delta", "base")):
+            raise PublicationError(_NO_STATE.format(folder))
         below = state_at(folder, have.seq - 1)
         if below.link != have.parent:
             raise PublicationError(f"{folder}: {have.name} does not follow {below.name}")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from embershard.decoding import flat
 from embershard.distributed import Ranks, Supervision
-from embershard.errors import FailedSaveError
+from embershard.errors import FailedPublicationError, FailedSaveError
 from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.config import CHECKPOINTS
 from embershard.launch.record import RunRecord, flat_report, make_result, report_line
@@ -84,13 +84,18 @@ def train_run(
             supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
         failed_save = _train_and_report(trainer, outputs)
         _close(trainer, console)
-        if supervision.must_stop:
-            if not supervision.notice:
-                say(console, f"Go on with:    {go_on}")
-            return
-        _finish(trainer, outputs, same_run)
+        if not supervision.must_stop:
+            _finish(trainer, outputs, same_run)
+        elif not supervision.notice:
+            say(console, f"Go on with:    {go_on}")
     if failed_save is not None:
         raise failed_save
+    if trainer.publisher is not None and trainer.publisher.failure:
+        have = trainer.publisher.published
+        raise FailedPublicationError(
+            f"step {trainer.steps} is not published: {trainer.publisher.failure.rstrip('.')}. Replicas have "
+            f"{have.name}, of step {have.step}. Publish it with:    {go_on}"
+        )
 
 
 def _export(config: RunConfig, *given: Any) -> None:
@@ -101,9 +106,10 @@ def _export(config: RunConfig, *given: Any) -> None:
 
 
 def _has_result(run_dir: Path, step: int) -> bool:
-    """Return whether the run finished at `step`: its last evaluation and its result are there."""
+    """Return whether the run finished at `step`: its last evaluation, its result and its publication are there."""
     result = RunResult.find(run_dir)
-    return result is not None and result.steps == step
+    is_published = result is None or result.published is None or not result.published.problem
+    return result is not None and result.steps == step and is_published
 
 
 def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:

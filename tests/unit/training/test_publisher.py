@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,14 +49,14 @@ def test_rows_of_a_delta_that_failed_are_in_the_next(tmp_path, layers, monkeypat
     monkeypatch.setattr(write, "_write_tensors", fail)
     life._train()
     life.publisher.cut(2)
-    problems = [report.problem for report in life.publisher.end()]
+    problems = [report.problem for report in life.publisher.end(2)]
     assert "delta_1 could not be written" in problems[-1]
     assert "No space left" in problems[-1]
     assert differs(tmp_path, life), "the base alone"
     failing[0] = False
     life._train()
     life.publisher.cut(4)
-    assert [report.name for report in life.publisher.end()] == ["delta_1"]
+    assert [report.name for report in life.publisher.end(4)] == ["delta_1"]
     assert not differs(tmp_path, life)
 
 
@@ -73,7 +76,7 @@ def test_the_delay_counts_from_the_last_publication_that_succeeded(tmp_path, lay
         now[0] += 10
         life._train()
         life.publisher.cut(step)
-        delays += [report.delay_seconds for report in life.publisher.end() if report.name != "base_0"]
+        delays += [report.delay_seconds for report in life.publisher.end(step) if report.name != "base_0"]
     assert delays == [10, 0, 20]
 
 
@@ -86,7 +89,7 @@ def test_a_state_is_published_once(tmp_path, layers):
     second, ready = life.publisher.before_save(2)
     ready()
     assert second == {"seq": 1, "token": read_publication(tmp_path / "published" / "delta_1").token}
-    list(life.publisher.end())
+    list(life.publisher.end(2))
 
 
 def test_publications_by_the_clock(tmp_path, layers, monkeypatch):
@@ -100,7 +103,7 @@ def test_publications_by_the_clock(tmp_path, layers, monkeypatch):
         if life.publisher.is_due(step):
             life.publisher.cut(step)
             due.append(step)
-    list(life.publisher.end())
+    list(life.publisher.end(30))
     assert due == [10, 20, 30]
 
 
@@ -159,3 +162,91 @@ def test_a_table_outside_of_caches_has_the_rows_that_changed():
     rows += 1
     table.forget_touched()
     assert table.take_touched()[0].keys.tolist() == []
+
+
+class FullDisk:
+    """Has no space at one operation of a file whose name has `part`, or from that one on; it counts them."""
+
+    def __init__(self, part: str) -> None:
+        self.part, self.count, self.at, self.stays_full = part, -1, -1, False
+        sys.addaudithook(self._watch)
+        self.operations: list[str] = []
+
+    def begin(self, at: int, *, stays_full: bool = False) -> None:
+        self.count, self.at, self.stays_full, self.operations = 0, at, stays_full, []
+
+    def _watch(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self.count < 0 or event not in ("open", "os.rename", "os.mkdir", "fsync"):
+            return
+        is_written = event != "open" or (isinstance(arguments[2], int) and arguments[2] & os.O_WRONLY)
+        if not is_written or self.part not in str(arguments[0]):
+            return
+        self.count += 1
+        self.operations.append(event)
+        if self.count > self.at and (self.stays_full or self.count == self.at + 1):
+            raise OSError(errno.ENOSPC, "No space left on device", str(arguments[0]))
+
+    def fsync(self, handle: int) -> None:
+        self._watch("fsync", (os.readlink(f"/proc/self/fd/{handle}"),))
+
+
+@pytest.fixture
+def full_disk(tmp_path, monkeypatch):
+    disk = FullDisk(f"{tmp_path.name}/")
+    monkeypatch.setattr(os, "fsync", disk.fsync)
+    yield disk
+    disk.count = -1
+
+
+def told(life: Life, step: int) -> list[str]:
+    """The problems that publishing a step tells."""
+    life._train()
+    life.step = step
+    life.publisher.cut(step)
+    life.publisher.wait()
+    return [report.problem for report in life.publisher.reports() if report.problem]
+
+
+def test_a_disk_that_is_full_at_any_operation_costs_a_delta_and_no_rows(tmp_path, layers, full_disk):
+    count = 1 << 30
+    for at in range(1 << 30):
+        if at > count:
+            break
+        root = tmp_path / str(at)
+        life = Life(root, None, False, 1, layers)
+        list(life.publisher.reports())
+        full_disk.begin(at)
+        problems = told(life, 2)
+        count, full_disk.count = full_disk.count, -1
+        is_there = (root / "published" / "delta_1").exists()
+        assert bool(problems) == bool(life.publisher.failure) != is_there, at
+        assert not life.publisher.failure or "No space left on device" in problems[0]
+        assert not list((root / "published").glob("*.partial"))
+        assert told(life, 4) == []
+        assert life.publisher.failure == ""
+        assert life.publisher.published.step == 4
+        assert not differs(root, life), at
+    assert count >= 8
+    assert {*full_disk.operations} == {"open", "os.rename", "os.mkdir", "fsync"}
+
+
+@pytest.mark.parametrize("at", range(0, 10, 2))
+def test_what_a_full_disk_left_out_at_the_end_is_told_and_published_by_a_resume(tmp_path, layers, full_disk, at):
+    life = Life(tmp_path, None, False, 1, layers)
+    told(life, 2)
+    full_disk.part = "/published/"
+    full_disk.begin(at, stays_full=True)
+    assert told(life, 4) or (at >= 8 and not life.publisher.failure)
+    list(life.publisher.end(4))
+    published, ready = life.publisher.before_save(4)
+    life._prepare(tmp_path / "checkpoints", published, ready).write(None)
+    list(life.publisher.end(4))
+    assert "No space left on device" in life.publisher.failure
+    assert (life.publisher.published.name, life.publisher.published.step) == ("delta_1", 2)
+    full_disk.count = -1
+    again = Life(tmp_path, tmp_path / "checkpoints" / "step_4", False, 2, layers)
+    [report] = [report for report in again.publisher.reports() if report.problem]
+    assert "could not be written, as on a full disk, or was removed: a new base was written" in report.problem
+    assert "cannot be read" not in report.problem
+    assert again.publisher.published.step == 4
+    assert not differs(tmp_path, again)
