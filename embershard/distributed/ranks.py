@@ -163,9 +163,9 @@ def _end() -> None:
 
 def _was_raised_before(error: EmbershardError, store: dist.Store) -> bool:
     """Return whether another rank came first with this message."""
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}".encode(errors="surrogatepass")
     try:
-        return store.add(f"embershard/raised/{hashlib.sha256(text.encode()).hexdigest()}", 1) > 1
+        return store.add(f"embershard/raised/{hashlib.sha256(text).hexdigest()}", 1) > 1
     except (RuntimeError, dist.DistError):  # the process with the store has ended
         return False
 

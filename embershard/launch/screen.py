@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from embershard.errors import naming_file
+from embershard.errors import naming_file, printable
 from embershard.launch.ranks.stop_signals import is_device, leave_closed_terminal
 
 LogFormat = Literal["text", "json"]
@@ -50,7 +50,7 @@ class _Output:
 
     def write(self, text: str) -> int:
         with self._as_pipe():
-            return self._file.write(text)
+            return self._file.write(printable(text))
 
     def flush(self) -> None:
         with self._as_pipe():

@@ -61,3 +61,8 @@ def test_the_launcher_learns_whether_the_error_would_come_again(error, is_final,
     _show_error(Supervision(pulse), type(error), error, None)
     assert pulse[3] == is_final
     assert pulse[2] > 0
+
+
+def test_a_name_that_is_no_utf_8_does_not_hide_the_error():
+    with pytest.raises(DataError, match="not sound"), process_group("cpu"):
+        raise DataError("/data/\udcff.parquet: not sound")
