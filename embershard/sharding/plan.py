@@ -144,6 +144,13 @@ class Prediction:
         return min(1.0, sum(table.first_touches for table in self.tables) / misses) if misses else 0.0
 
     @property
+    def hit_rate_lookups(self) -> float | None:
+        """Share of all lookups that hit; None without lookups."""
+        lookups = sum(table.lookups for table in self.tables)
+        hits = sum(table.lookups * (table.hit_rate_lookups or 0.0) for table in self.tables)
+        return hits / lookups if lookups else None
+
+    @property
     def most_device_bytes(self) -> int:
         """Device memory of the fullest rank."""
         return max((rank.total_device_bytes for rank in self.ranks), default=0)
@@ -239,8 +246,7 @@ class Plan:
     def digest(self) -> str:
         """Hash of everything that a prediction depends on: placement, slots, sizes, settings."""
         values = {name: getattr(self, name) for name in _PREDICTED_FROM}
-        text = json.dumps(values, sort_keys=True, allow_nan=False, default=described)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _hash(values)
 
     def save(self, path: Path | str) -> None:
         """Write the JSON file, one table, pool or prediction to a line.
@@ -257,14 +263,16 @@ class Plan:
         values = {"format": self.format, **vars(self)}
         del values["prediction"]  # the longest part comes last
         if self.prediction is not None:
-            values["prediction"] = {"digest": self.digest, **vars(self.prediction)}
+            own = {"digest": self.digest, "contents": _hash([self.prediction, self.bound])}
+            values["prediction"] = {**own, **vars(self.prediction)}
         return to_text(values)
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
         """Read and check a file that `save` or a person wrote.
 
-        A prediction that does not belong to the rest of the file is dropped, with a note.
+        A prediction that does not belong to the rest of the file, or that was edited itself, is dropped with its bound,
+        with a note. Files of older versions have no hash of what they predict: it is taken as it is.
 
         Raises:
             ShardingError: naming the file, the entry and the remedy.
@@ -279,14 +287,20 @@ class Plan:
         try:
             values = from_text(text)
             prediction = values.get("prediction")
-            digest = prediction.pop("digest", None) if isinstance(prediction, dict) else None
+            digest = contents = None
+            if isinstance(prediction, dict):
+                digest, contents = prediction.pop("digest", None), prediction.pop("contents", None)
+            is_as_made = contents is None or contents == _hash([prediction, values.get("bound")])
             plan = decode(cls, values, ShardingError)
             check_plan(plan)
         except ShardingError as error:
             raise ShardingError(f"{path}: {error}") from error
-        if plan.prediction is None or digest == plan.digest:
+        if plan.prediction is None:
+            return dataclasses.replace(plan, bound=None)
+        if digest == plan.digest and is_as_made:
             return plan
-        note = "The prediction was dropped: the plan was edited after it was made. Plan again to predict."
+        what = "the plan" if is_as_made else "what it predicts"
+        note = f"The prediction was dropped: {what} was edited after it was made. Plan again to predict."
         return dataclasses.replace(plan, prediction=None, bound=None, notes=(*plan.notes, note))
 
     def check_model(self, tables: Mapping[str, tuple[int, int, str]]) -> None:
@@ -333,6 +347,12 @@ class Plan:
             for name, assumed in sorted({**self.settings, "train.batch_size": self.batch_size}.items())
             if name in settings and _plain(settings[name]) != _plain(assumed)
         ]
+
+
+def _hash(values: Any) -> str:
+    """Return a hash of values as a file has them."""
+    text = json.dumps(values, sort_keys=True, allow_nan=False, default=described)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,17 @@ from embershard.units import size
 
 _SIZES = ("world_size", "ranks_per_node", "batch_size", "device", "device_memory_bytes", "host_memory_bytes")
 _MOST_RENAMED = 16
+#: What moves in a step, of all ranks: the kinds of work that it is the sum of, and how it is written.
+_MOVED: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
+    ("fills a step", ("fills",), "{:,.1f}".format),
+    ("write-backs a step", ("write_backs",), "{:,.1f}".format),
+    ("bytes between host and devices a step", ("bytes_to_device", "bytes_to_host"), size),
+    (
+        "bytes between ranks a step, for tables",
+        ("sent_id_bytes", "sent_embedding_bytes", "sent_gradient_bytes"),
+        size,
+    ),
+)
 
 
 def diff_lines(before: Plan, after: Plan) -> list[str]:
@@ -154,10 +165,21 @@ def _predictions(before: Prediction | None, after: Prediction | None) -> Iterato
         ("device memory of the fullest rank", before.most_device_bytes, after.most_device_bytes, size),
         ("host memory of all ranks", _host_bytes(before), _host_bytes(after), size),
     ]
+    values += [(what, _sum(before, names), _sum(after, names), say) for what, names, say in _MOVED]
     for what, old, new, say in values:
         if old != new:
             yield f"predicted {what}: {say(old)} -> {say(new)} ({_change(old, new)})"
+    old, new = before.hit_rate_lookups, after.hit_rate_lookups
+    if old != new:
+        points = "" if old is None or new is None else f" ({100 * (new - old):+.2f} points)"
+        pair = ["none" if rate is None else f"{rate:.2%}" for rate in (old, new)]
+        yield f"predicted hits of lookups: {pair[0]} -> {pair[1]}{points}"
     yield from _values([("predicted bottleneck", before.bottleneck, after.bottleneck)])
+
+
+def _sum(prediction: Prediction, names: Sequence[str]) -> float:
+    """Return the work of all ranks in a step, of these kinds."""
+    return sum(rank.work.get(name, 0.0) for rank in prediction.ranks for name in names)
 
 
 def _host_bytes(prediction: Prediction) -> int:

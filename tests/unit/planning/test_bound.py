@@ -155,7 +155,7 @@ def test_a_plan_says_how_far_it_can_be_from_the_best(tmp_path):
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").bound == plan.bound
     older = json.loads((tmp_path / "plan.json").read_text())
-    del older["bound"]
+    del older["bound"], older["prediction"]["contents"]
     (tmp_path / "plan.json").write_text(json.dumps(older))
     read = Plan.load(tmp_path / "plan.json")
     assert read.bound is None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.launch.cli import main
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
-from embershard.sharding.plan import Plan, TablePlacement
+from embershard.sharding.plan import Plan, PlanBound, TablePlacement
 from embershard.sharding.plan_diff import diff_lines
 from embershard.training.build import find_plan
 from embershard.training.config import RunConfig
@@ -81,6 +82,68 @@ def test_a_prediction_belongs_to_a_placement(edited):
         assert plan.prediction is None
         assert plan.notes[-1].startswith("The prediction was dropped: the plan was edited")
     assert edited(lambda v: v.pop("prediction")).notes == small_plan().notes
+
+
+def test_an_edited_prediction_or_bound_is_dropped(tmp_path):
+    """Each number and each word of them, one at a time: nobody may be told what no plan predicted."""
+    bound = PlanBound(0.0102, 0.01, 0.004, rank=1, stage="embedding", change="memory of the device: 2 times as fast")
+    made = dataclasses.replace(small_plan(), prediction=make_prediction(), bound=bound)
+    path = tmp_path / "plan.json"
+    made.save(path)
+    assert Plan.load(path) == made
+    text = path.read_text()
+    places = [place for part in ("prediction", "bound") for place in _leaves(json.loads(text)[part], (part,))]
+    assert len(places) > 30
+    for place in places:
+        if place[-1] in ("digest", "contents"):
+            continue
+        values = json.loads(text)
+        *above, last = place
+        inside = functools.reduce(lambda found, key: found[key], above, values)
+        old = inside[last]
+        inside[last] = old + 1 if isinstance(old, int | float) else 0.5 if old is None else _other_word(old)
+        path.write_text(json.dumps(values))
+        read = Plan.load(path)
+        assert (read.prediction, read.bound) == (None, None), place
+        assert read.notes[-1].startswith("The prediction was dropped: what it predicts was edited"), place
+        assert (read.tables, read.pools) == (made.tables, made.pools), "the plan itself can be followed"
+
+
+def _other_word(word: str) -> str:
+    return {"replay": "counts", "counts": "replay"}.get(word, f"{word}s")
+
+
+def _leaves(values: Any, above: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    if isinstance(values, dict | list):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from _leaves(value, (*above, key))
+    else:
+        yield above
+
+
+def test_a_diff_says_what_hits_and_what_moves():
+    """Of all ranks together: a plan may be as fast, and fill twice the rows."""
+
+    def moving(hits: float, fills: float) -> Plan:
+        rank, table = made.ranks[0], made.tables[0]
+        work = {"fills": fills, "bytes_to_device": fills * 1024, "sent_embedding_bytes": 2048.0, "sent_id_bytes": fills}
+        ranks = tuple(dataclasses.replace(rank, rank=number, work=work) for number in range(2))
+        tables = (dataclasses.replace(table, hit_rate_lookups=hits), dataclasses.replace(table, rank=1, lookups=0.0))
+        return dataclasses.replace(small_plan(), prediction=dataclasses.replace(made, ranks=ranks, tables=tables))
+
+    made = make_prediction()
+    assert diff_lines(moving(0.9, 512), moving(0.95, 256)) == [
+        "predicted fills a step: 1,024.0 -> 512.0 (-50.0%)",
+        "predicted bytes between host and devices a step: 1.00 MiB -> 512.00 KiB (-50.0%)",
+        "predicted bytes between ranks a step, for tables: 5.00 KiB -> 4.50 KiB (-10.0%)",
+        "predicted hits of lookups: 90.00% -> 95.00% (+5.00 points)",
+    ]
+    assert diff_lines(moving(0.9, 512), moving(0.9, 512)) == []
+
+
+def test_a_file_of_an_older_version_keeps_its_prediction(edited):
+    """It has no hash of what it predicts."""
+    assert edited(lambda v: v["prediction"].pop("contents")).prediction == make_prediction()
 
 
 def _edit(part: str, number: int, **values: Any):
