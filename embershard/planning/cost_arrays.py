@@ -127,6 +127,27 @@ class CostArrays:
         fixed, needed, held, ids, by_rows = np.moveaxis(memory, -1, 0)
         return fixed + np.maximum(needed, held) + self.window.bytes_of(ids) + (by_rows > 0) * self.window.by_rows
 
+    @property
+    def by_memory(self) -> CostArrays:
+        """The same options, whose seconds are the bytes that a rank needs at least: the fastest placement of them is
+        the one whose fullest rank needs the least."""
+        ids = sum(option[0].memory[:, MEMORY.index("ids")].sum() for option in self.options) / self.world_size
+        per_id = float(self.window.bytes_of(np.array(ids))) / ids if ids else 0.0
+        weights = {"fixed": 1.0, "needed": 1.0, "ids": per_id, "by_rows": self.window.by_rows / len(self.options)}
+        as_seconds = np.zeros((len(MEMORY), len(STAGES)))
+        as_seconds[:, STAGES.index("copies")] = [weights.get(name, 0.0) for name in MEMORY]
+        gpu = Pipeline("cuda", self.ranks_per_node)
+        return replace(
+            self,
+            options=tuple(
+                tuple(replace(each, seconds=each.memory @ as_seconds, row_id_seconds=0.0) for each in options)
+                for options in self.options
+            ),
+            base_seconds=self.base_memory @ as_seconds,
+            device_limit=None,
+            formula=StepFormula(gpu, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0.0, 0.0),
+        )
+
     def option_of(self, placed: TablePlacement) -> int | None:
         """Return the option of a table's placement; None where there is none."""
         table = next((number for number, size in enumerate(self.tables) if size.table == placed.table), None)

@@ -54,7 +54,6 @@ _AS_FAST = 1e-9
 _CLOSE = 0.005
 _MOST_FOR_TORCHREC = 2500  # tables times ranks: about 20 seconds of the processor
 _MOST_BEGINNINGS = 3  # of the fastest placements of all
-_MOST_SHRUNK = 8  # searches for a need that is less, before a refusal
 _SKEWED = 1.5  # a block with more lookups than this, relative to its share of the rows, gets a note
 
 
@@ -130,14 +129,20 @@ def _least_needs(request: PlanRequest) -> list[LeastNeed]:
 
 
 def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
-    """Return the least of these needs, or one that the search finds to be less; with a byte less it finds none."""
+    """Return the least of these needs, or a lesser one that a search finds: for the least memory first, then as for a
+    plan, with a byte less than the least so far. A refusal takes no more searches than that."""
     need = min(needs, key=lambda each: each.asked(request.budget))
-    for _ in range(_MOST_SHRUNK if request.budget.rank_bytes is not None else 0):
-        found = _searched(replace(request, budget=request.budget.of_rank(need.asked(request.budget) - 1)))
-        if not found:
-            break
-        less = [need_of(request.workload, each.tables) for each in found]
-        need = min(less, key=lambda each: each.asked(request.budget))
+    if request.budget.rank_bytes is None:
+        return need
+    for is_by_memory in (True, False):
+        less = replace(request, budget=request.budget.of_rank(need.asked(request.budget) - (not is_by_memory)))
+        costs = cost_arrays(less, resident=request.may_mix, cached=True)
+        found = local_search(costs.by_memory if is_by_memory else costs, _iterations(request, costs))
+        tables = [placed(request, each.tables) for each in found[:_MOST_FOUND]]
+        fitting = tables if is_by_memory else [each.tables for each in all_sized(less, tables)]
+        need = min(
+            [need, *(need_of(request.workload, each) for each in fitting)], key=lambda n: n.asked(request.budget)
+        )
     return need
 
 
@@ -229,7 +234,7 @@ def _fitting(
     """Return the best placements under these costs that fit. Costs are those of the prediction, but for the sizes of
     caches: where no placement fits after all, or all are slower than their costs say, since caches on some ranks got
     less than the tables' mean, the search is repeated with less memory."""
-    iterations = round(request.effort * min(iterations, _ITERATIONS_PER_TABLE * len(costs.tables)))
+    iterations = _iterations(request, costs, iterations)
     may_shrink = costs.device_limit is not None and any(o.kernel == "cached" for own in costs.options for o in own)
     found: list[Candidate] = []
     for room in _ROOMS if may_shrink else (1.0,):
@@ -240,6 +245,10 @@ def _fitting(
         if not placements or min((each.step_seconds for each in found), default=math.inf) <= (1 + _AS_TOLD) * told:
             break
     return found
+
+
+def _iterations(request: PlanRequest, costs: CostArrays, most: int = _ITERATIONS) -> int:
+    return round(request.effort * min(most, _ITERATIONS_PER_TABLE * len(costs.tables)))
 
 
 def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacement, ...]]:

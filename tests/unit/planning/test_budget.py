@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import DataStatistics
+from embershard.planning import local_search
 from embershard.planning.budget import least_need, least_need_of_some_caches, least_need_without_caches
 from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
@@ -361,3 +362,18 @@ def test_least_need_is_the_same_every_time_and_no_less_than_any_plan():
     plan: Plan = make_plan(request)
     assert plan.prediction is not None
     assert max(sum(rank.device_bytes.values()) for rank in plan.prediction.ranks) >= needs[0].asked(request.budget)
+
+
+def test_a_refusal_takes_at_most_twice_the_searches_of_a_plan(monkeypatch):
+    """Rounds of the search, which take its time; the message still names a change that fits."""
+    inserted: list[int] = []
+    insert = local_search._SearchState.insert
+    monkeypatch.setattr(local_search._SearchState, "insert", lambda *a, **k: (inserted.append(1), insert(*a, **k))[1])
+    request = make_request(rows=random_rows(3, 12), dims=(16, 32, 64, 128) * 3, world_size=4)
+    need = least_device_bytes(request)
+    make_plan(with_device(request, round(1.1 * need)))
+    of_plan = len(inserted)
+    inserted.clear()
+    said = refusal(with_device(request, need // 2))
+    assert 0 < len(inserted) <= 2 * of_plan
+    make_plan(with_device(request, bytes_in(r"--device-memory (\d+)", said)))
