@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.cache.statistics import apportion
-from embershard.errors import ShardingError
+from embershard.errors import ConfigError, ShardingError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.exchange import with_exchange
 from embershard.planning.predict import counted_reports
@@ -304,24 +304,56 @@ def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> Ra
 
 
 def _other_changes(request: PlanRequest, device: int | None = None, host: int | None = None) -> str:
-    """Return the advice to use another number of ranks, where one fits."""
-    shape, budget = request.workload.shape, request.budget
-    ranks = 2 * shape.world_size
-    while ranks <= _MOST_RANKS and ranks * len(request.sharded) <= _MOST_SHARDS:
-        per_node = ranks if request.most_ranks_per_node is None else min(ranks, request.most_ranks_per_node)
-        larger = replace(shape, world_size=ranks, ranks_per_node=per_node)
-        other = replace(request, workload=replace(request.workload, shape=larger))
+    """Return the advice to use another number of ranks: the fewest that fit, if each more fits, too. Of these limits
+    at least one is too low; what so many ranks may use is in their own request."""
+    low, high = request.workload.shape.world_size, 2 * request.workload.shape.world_size
+    while high <= _MOST_RANKS and high * len(request.sharded) <= _MOST_SHARDS:
         try:
+            other = request.for_ranks(high)
+            if _fits_by_rows(other):
+                break
             need = least_need(other, by_rows=True)
+        except ConfigError:  # so many do not fill nodes
+            low, high = low, high + 1
+            continue
         except ShardingError:  # TorchRec has no names for so many devices of one node
             return ""
-        fits = (device is None or need.asked(budget) <= device) and (host is None or need.host_bytes <= host)
-        if fits and not need.excess_rows:
-            return f"; or --ranks {ranks}"
-        if device is not None and budget.cache_bytes is None and need.fullest(budget).fixed_bytes > device:
+        own = other.budget
+        if device is not None and own.device_bytes is not None and need.fullest(own).fixed_bytes > own.device_bytes:
             return "; more ranks do not help, a smaller train.batch_size may"
-        ranks *= 2
-    return ""
+        low, high = high, 2 * high
+    else:
+        return ""
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = next((n for n in range(middle, high) if _may_fill_nodes(request, n)), high)
+        if tried < high and _fits_by_rows(request.for_ranks(tried)):
+            high = tried
+        else:
+            low = middle if tried == high else tried
+    return f"; or --ranks {high}"
+
+
+def _may_fill_nodes(request: PlanRequest, num_ranks: int) -> bool:
+    try:
+        request.for_ranks(num_ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def _fits_by_rows(request: PlanRequest) -> bool:
+    """Return whether all tables, cut by rows, fit the memory of such a request, in caches or whole on the devices: then
+    it has a plan."""
+    budget, ranks_per_node = request.budget, request.workload.shape.ranks_per_node
+    need = least_need(request, by_rows=True)
+    is_host_enough = budget.host_bytes is None or need.host_bytes <= budget.host_bytes
+    if not need.excess_rows and need.fits_device(budget) and is_host_enough:
+        return True
+    whole = tuple(table.without_cache for table in need.tables)
+    if not request.may_mix or no_rows_problem(whole, ranks_per_node):
+        return False
+    return need_of(request.workload, whole).fits_device(budget)
 
 
 def _cut_by_rows(request: PlanRequest) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -241,6 +241,8 @@ class PlanRequest:
         most_ranks_per_node: devices of a node; None: not limited.
         settings, made_from, notes: for the plan's file.
         effort: the search takes so many times as long.
+        on_ranks: makes the request for another number of ranks of such machines, or says why there is none
+            (EmbershardError); None: a rank and a node have as much memory and as many samples as in this one.
         topology: the machine, for a note on the error of its predicted speed; None: no note.
     """
 
@@ -256,6 +258,21 @@ class PlanRequest:
     notes: Sequence[str] = ()
     topology: Topology | None = None
     effort: float = 1.0
+    on_ranks: Callable[[int], PlanRequest] | None = field(default=None, compare=False)
+
+    def for_ranks(self, num_ranks: int) -> PlanRequest:
+        """Return the request for another number of ranks.
+
+        Raises:
+            EmbershardError: so many do not fill nodes.
+        """
+        if self.on_ranks is not None:
+            return self.on_ranks(num_ranks)
+        per_node = min(num_ranks, self.most_ranks_per_node or num_ranks)
+        if num_ranks % per_node:
+            raise ConfigError(f"{num_ranks} ranks: needed a multiple of {per_node}, the ranks per node.")
+        shape = replace(self.workload.shape, world_size=num_ranks, ranks_per_node=per_node)
+        return replace(self, workload=replace(self.workload, shape=shape))
 
     @property
     def sharded(self) -> list[TableSize]:

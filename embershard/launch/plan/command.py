@@ -56,6 +56,15 @@ def main(argv: Sequence[str]) -> int:
     return _plan(arguments, shlex.join(["embershard", "plan", *argv]))
 
 
+def _precision_note(config: RunConfig) -> str | None:
+    if config.train.precision == "fp32":
+        return None
+    return (
+        f'Dense work is predicted in fp32, whatever train.precision says: with "{config.train.precision}" its time is '
+        "another, and a plan may be slower or faster than told."
+    )
+
+
 @dataclass(frozen=True)
 class _Setup:
     """The command line and its files, read."""
@@ -104,7 +113,8 @@ class _Setup:
                 **{name: str(getattr(arguments, name)) for name in self.files},
                 "command": self.command,
             },
-            notes=[note for note in (self.note, *of_machine, hot_cold) if note is not None],
+            notes=[note for note in (self.note, *of_machine, hot_cold, _precision_note(config)) if note is not None],
+            on_ranks=lambda other: self.request(other, ratio),
             topology=topology,
             effort=arguments.effort,
         )
@@ -185,6 +195,7 @@ def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None]
     if arguments.output is not None or arguments.explain:
         raise ConfigError("-o and --explain are for one plan; give one number of --ranks and at most one of --ratios.")
     outcomes = try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
+    console.print()
     show_what_if(outcomes, console)
     if arguments.png is not None:
         from embershard.launch.plan import picture

@@ -29,6 +29,14 @@ class PlannedCase:
         return ranks if self.ratio is None else f"{ranks}, ratio {self.ratio:g}"
 
     @property
+    def sentence(self) -> str:
+        """The case, and its speed."""
+        if self.prediction is None:
+            return f"{self.name}: does not fit"
+        speed = f"{self.prediction.samples_per_second:,.0f} samples/s"
+        return f"{self.name}: {self.prediction.step_seconds * 1e3:.2f} ms a step, {speed}"
+
+    @property
     def prediction(self) -> Prediction | None:
         """The plan's prediction; None without a plan."""
         return None if self.plan is None else self.plan.prediction
@@ -39,7 +47,8 @@ def try_all(
     make_request: Callable[[int, float | None], PlanRequest],
     console: Console,
 ) -> list[PlannedCase]:
-    """Make a plan for every case: a number of ranks, and a share of the rows on the device."""
+    """Make a plan for every case: a number of ranks, and a share of the rows on the device. Each is told when it is
+    done."""
     found = []
     for number, (num_ranks, ratio) in enumerate(cases, start=1):
         what = f"{num_ranks} ranks" + ("" if ratio is None else f", {ratio:g} of the rows on the device")
@@ -48,6 +57,8 @@ def try_all(
                 found.append(PlannedCase(num_ranks, ratio, make_plan(make_request(num_ranks, ratio))))
             except ShardingError as error:
                 found.append(PlannedCase(num_ranks, ratio, None, str(error)))
+        console.print(f"Planned {number} of {len(cases)}: {found[-1].sentence}", soft_wrap=True)
+        console.file.flush()
     return found
 
 

@@ -143,6 +143,21 @@ def test_several_ranks_are_compared_and_drawn(files, tmp_path, capsys):
     assert f"Drawn to {file}." in said
 
 
+def test_a_compared_case_is_told_when_it_is_done(files, capsys, monkeypatch):
+    """Also to a pipe: before the next one is planned."""
+    seen, make = [], what_if.make_plan
+    monkeypatch.setattr(what_if, "make_plan", lambda request: (seen.append(capsys.readouterr().out), make(request))[1])
+    assert main(given(files, "--ranks", "1,2,4")) == 0
+    assert [out.startswith(f"Planned {n} of 3: ") for n, out in enumerate(seen)] == [False, True, True]
+    assert " ms a step, " in seen[1]
+
+
+def test_a_precision_that_predictions_do_not_know_is_noted(files, capsys):
+    for precision, is_noted in (("fp32", False), ("bf16", True)):
+        assert main(given(files, "--ranks", "1", "--set", f"train.precision={precision}")) == 0
+        assert ("Dense work is predicted in fp32" in capsys.readouterr().out) == is_noted
+
+
 def test_several_ratios(files, tmp_path, capsys):
     file = tmp_path / "ratios.png"
     assert main(given(files, "--ranks", "1", "--ratios", "0.05,0.3,1.0", "--png", str(file))) == 0
@@ -232,7 +247,7 @@ def test_a_case_that_does_not_fit_is_a_line(files, capsys):
     assert need is not None
     assert main([*arguments, "1,2", "--set", f"cache.device_bytes={int(need[1]) - 1}"]) == 0
     said = capsys.readouterr().out
-    assert said.count("does not fit") == 2, "in the table, and why"
+    assert said.count("does not fit") == 3, "when it is known, in the table, and why"
     assert "1 rank: the plan does not fit" in said
     assert main([*arguments, "1,2", "--set", "cache.device_bytes=9"]) == 2
 
