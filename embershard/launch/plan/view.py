@@ -57,6 +57,16 @@ def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], c
     for called in tables:
         name = table_called(called, list(placements))
         chosen = placements[name]
+        if chosen.kernel == "replicated":
+            parts = [part for part in ([] if plan.prediction is None else plan.prediction.tables) if part.table == name]
+            each = f" of {size(max(part.device_bytes for part in parts))}" if parts else ""
+            say(
+                console,
+                f"{name} ({chosen.rows:,} rows) is replicated: each of {plan.world_size} ranks has a copy{each}, since "
+                f"--replicate-rows {request.replicate_rows} asks for it. Its lookups send nothing, and its gradients go "
+                "to all ranks. With a smaller number it is sharded like the others.",
+            )
+            continue
         say(console, *sentences(chosen, alternatives(request, name, chosen)))
         if workload.shape.world_size > 1 and chosen.sharding != "data_parallel":
             say(console, f"Between ranks, bytes of all ranks in a step: {exchange_reason(workload, chosen)}.")

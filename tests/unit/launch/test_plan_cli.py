@@ -262,6 +262,13 @@ def test_a_table_is_explained(files, table, capsys):
     assert any(f"bytes of all ranks in a step: {table} pooled embeddings, " in line for line in said)
 
 
+def test_a_replicated_table_is_explained(files, capsys):
+    assert main(given(files, "--ranks", "2", "--replicate-rows", "100", "--explain", "t_d")) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("t_d (60 rows) is replicated: each of 2 ranks has a copy of ")
+    assert "since --replicate-rows 100 asks for it" in said
+
+
 def test_the_named_change_fits(files, capsys):
     """Device memory, host memory and ranks, as the sentence says them."""
     for topology, option in (("h100x8", "--device-memory"), ("h100x8", "--host-memory"), ("cpu", "--host-memory")):
