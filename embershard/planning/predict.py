@@ -29,11 +29,11 @@ def pool_reports(
     With 0 `replayed_steps`, counts alone tell; where the cache may grow (`grows`), it has room for a mean batch."""
     shape = workload.shape
     if not replayed_steps:
-        found = counted_reports(workload, shards, num_slots)
-        needed = math.ceil(sum(report.unique_ids for report in found))
+        counted = counted_reports(workload, shards, num_slots)
+        needed = math.ceil(sum(report.unique_ids for report in counted))
         if grows and num_slots < needed:
             return counted_reports(workload, shards, needed), needed
-        return found, num_slots
+        return counted, num_slots
     trace = workload.data.trace
     assert trace is not None, "nothing to replay"
     pinned = pinned_tables([shard.rows for shard in shards], num_slots)

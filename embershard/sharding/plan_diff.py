@@ -169,10 +169,10 @@ def _predictions(before: Prediction | None, after: Prediction | None) -> Iterato
     for what, old, new, say in values:
         if old != new:
             yield f"predicted {what}: {say(old)} -> {say(new)} ({_change(old, new)})"
-    old, new = before.hit_rate_lookups, after.hit_rate_lookups
-    if old != new:
-        points = "" if old is None or new is None else f" ({100 * (new - old):+.2f} points)"
-        pair = ["none" if rate is None else f"{rate:.2%}" for rate in (old, new)]
+    was, now = before.hit_rate_lookups, after.hit_rate_lookups
+    if was != now:
+        points = "" if was is None or now is None else f" ({100 * (now - was):+.2f} points)"
+        pair = ["none" if rate is None else f"{rate:.2%}" for rate in (was, now)]
         yield f"predicted hits of lookups: {pair[0]} -> {pair[1]}{points}"
     yield from _values([("predicted bottleneck", before.bottleneck, after.bottleneck)])
 
