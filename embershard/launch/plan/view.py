@@ -63,8 +63,8 @@ def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], c
             say(
                 console,
                 f"{name} ({chosen.rows:,} rows) is replicated: each of {plan.world_size} ranks has a copy{each}, since "
-                f"--replicate-rows {request.replicate_rows} asks for it. Its lookups send nothing, and its gradients go "
-                "to all ranks. With a smaller number it is sharded like the others.",
+                f"--replicate-rows {request.replicate_rows} asks for it. Its lookups send nothing, and its gradients "
+                "go to all ranks. With a smaller number it is sharded like the others.",
             )
             continue
         say(console, *sentences(chosen, alternatives(request, name, chosen)))
