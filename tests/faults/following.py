@@ -1,6 +1,10 @@
 """Trainings that follow a folder, killed (SIGKILL) at some point and resumed on other ranks, while files arrive; then
 the ids of the samples in the surviving history must be those of the files, each once, in the journal's order.
-`python -m tests.faults.following [--runs N] [--kills N] [--seed S] [--without journal]`.
+`python -m tests.faults.following [--runs N] [--kills N] [--seed S] [--files N] [--bad N] [--without journal|begun]`.
+
+With `--bad N` so many of the files are bad, in the ways of `tests.faults.bad_files`, and files that wait in the journal
+change or vanish between lives. A life must end at a bad file and name it. What a user would do follows: the file is
+mended or removed, and the run resumed; nobody touches the journal.
 
 The history that survives is that of the checkpoints: what a life trained after the checkpoint from which the next one
 goes on does not count. Each rank notes the ids of a batch before it trains.
@@ -36,9 +40,10 @@ from embershard.distributed import Supervision, process_group
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.trainer import Trainer
+from tests.faults import bad_files
 from tests.ranks.time_order import GLOBAL_BATCH, HOUR, NUM_ITEMS, NUM_USERS, make_config
 
-NUM_FILES, IDLE_SECONDS, MOST_SECONDS = 8, 1.5, 900.0
+IDLE_SECONDS, MOST_SECONDS = 1.5, 900.0
 _POINTS = {"open", "os.rename", "os.mkdir", "os.remove"}
 
 
@@ -71,23 +76,33 @@ class Files:
     Attributes:
         ids, windows: by name, of each row.
         left: names of those that are not there yet.
+        bad: of those that are bad, until they are mended: in which way.
     """
 
     folder: Path
     chance: random.Random
+    count: int = 8
+    num_bad: int = 0
     ids: dict[str, list[int]] = field(default_factory=dict)
     windows: dict[str, list[int]] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    bad: dict[str, str] = field(default_factory=dict)
     _tables: dict[str, pa.Table] = field(default_factory=dict)
 
     def make(self) -> None:
         """Make the rows of all files, in memory."""
         draw, start = np.random.default_rng(self.chance.randrange(1 << 30)), 0
         ending = self.chance.choice([".parquet", ".csv"])
-        for number, place in enumerate(self.chance.sample(range(30), NUM_FILES)):
+        ways = [list(bad_files.WAYS)[number % len(bad_files.WAYS)] for number in range(self.num_bad)]
+        way_of = dict(zip(self.chance.sample(range(self.count), self.num_bad), ways, strict=True))
+        for number, place in enumerate(self.chance.sample(range(4 * self.count), self.count)):
             count = self.chance.choice([1, 7, 20, 45, 90])
             hours = np.sort(draw.uniform(number - 0.7, number + 0.8, count))
-            name = f"part_{place}{ending}"
+            way = way_of.get(number)
+            name = f"part_{place}{ending if way is None else bad_files.ending_of(way)}"
+            if way is not None:
+                self.bad[name], count = way, max(count, bad_files.LEAST_ROWS)
+                hours = np.sort(draw.uniform(number - 0.7, number + 0.8, count))
             ids = np.arange(start, start + count)
             columns = {"label": draw.integers(0, 2, count), "number": ids}
             columns |= {"user": draw.integers(0, NUM_USERS, count), "item": draw.integers(0, NUM_ITEMS, count)}
@@ -99,13 +114,31 @@ class Files:
 
     def write_next(self) -> None:
         """Put the next file in its place, when it is complete."""
-        name = self.left.pop(0)
+        self.write(self.left.pop(0))
+
+    def write(self, name: str) -> None:
         partial = self.folder / f"{name}.tmp"
         if name.endswith(".csv"):
             pyarrow.csv.write_csv(self._tables[name], partial)
         else:
-            pq.write_table(self._tables[name], partial, row_group_size=16)
+            pq.write_table(self._tables[name], partial, row_group_size=16, write_page_checksum=True)
+        if name in self.bad:
+            bad_files.spoil(self.bad[name], partial)
         partial.rename(self.folder / name)
+
+    def change(self, name: str) -> None:
+        """Put other samples into a file, as many; or remove it."""
+        if self.chance.random() < 0.5:
+            return self.remove(name)
+        start = 10**6 + max(map(max, self.ids.values()))
+        self.ids[name] = list(range(start, start + len(self.ids[name])))
+        table = self._tables[name]
+        self._tables[name] = table.set_column(table.column_names.index("number"), "number", [self.ids[name]])
+        self.write(name)
+
+    def remove(self, name: str) -> None:
+        (self.folder / name).unlink()
+        del self.ids[name], self.windows[name]
 
     def expected(self, names: list[str]) -> list[tuple[int, int]]:
         """Return id and window of each sample, in the order in which the files of these names train."""
@@ -117,6 +150,32 @@ class Files:
             found += [(sample, window) for window, sample in sorted(taken, key=lambda each: each[0])]
             newest = max(newest, *self.windows[name])
         return found
+
+
+def _mend(files: Files, said: str) -> str:
+    """Do what a user would where a life said why it ended: mend the file, or remove it. Return its name."""
+    name = next((name for name in files.bad if f"/{name}" in said and "mend it in place" in said), "")
+    if name:
+        del files.bad[name]
+        files.remove(name) if files.chance.random() < 0.3 else files.write(name)
+    return name
+
+
+def _change_waiting(root: Path, files: Files, lives: int, *, has_begun: bool) -> None:
+    """Change a file that the journal has, and of which nothing has trained; or, which is wrong, remove one of which a
+    part has."""
+    journal = root / "run" / "files.jsonl"
+    names = [json.loads(line)["name"] for line in journal.read_bytes().splitlines()] if journal.exists() else []
+    trained = {sample for batch in _history(root, lives) for sample in batch}
+    for name in names:
+        parts = [sample in trained for sample in files.ids.get(name, [])]
+        if has_begun and any(parts) and not all(parts):
+            (files.folder / name).unlink()
+            return
+    seen = {sample for life in range(lives) for batch in _history(root, life + 1) for sample in batch}
+    waiting = [name for name in names if name in files.ids and seen.isdisjoint(files.ids[name])]
+    if waiting and not has_begun:
+        files.change(files.chance.choice(waiting))
 
 
 def _config(files: Files, is_shuffled: bool, lookahead: int, ends: bool) -> RunConfig:
@@ -134,6 +193,9 @@ def _live(root: Path, config: RunConfig, log: Path, without: str | None) -> None
         if ranks.is_first:
             _instrument(str(root / "run"))
         finish = _journal_late() if without == "journal" else lambda: None
+        if without == "begun":
+            FollowedSource.num_begun = lambda self, position: 0  # type: ignore[method-assign]
+            FollowedSource.check_state = lambda *_: None  # type: ignore[method-assign]
         trainer = Trainer(config, ranks, root / "run" / "checkpoints", Supervision())
         resume_run(trainer)
         os.write(note, json.dumps({"start": trainer.steps}).encode() + b"\n")
@@ -238,28 +300,42 @@ def _end(
     return [codes[child] for child in children]
 
 
-def try_run(seed: int, root: Path, kills: int, without: str | None = None) -> tuple[str, int]:
+def try_run(
+    seed: int, root: Path, kills: int, without: str | None = None, count: int = 8, num_bad: int = 0
+) -> tuple[str, int]:
     """Let a run live and die so often, then live to its end. Return what is wrong, or nothing; and the kills."""
-    chance, num_killed = random.Random(seed), 0
-    files = Files(root / "clicks", chance)
+    chance, num_killed, life, named = random.Random(seed), 0, 0, list[str]()
+    files = Files(root / "clicks", chance, count, num_bad)
     files.folder.mkdir()
+    if num_bad:
+        bad_files.make_no_files(files.folder)
     files.make()
     is_shuffled = chance.random() < 0.5
-    for life in range(kills + 1):
-        is_last, world_size = life == kills, chance.choice([1, 2])
+    is_over, wanted = False, sorted(files.bad)
+    while not is_over:
+        is_last, world_size = num_killed >= kills, chance.choice([1, 1, 1, 2] if num_bad else [1, 2])
         while is_last and files.left:
             files.write_next()
         config = _config(files, is_shuffled, chance.choice([0, 5]), ends=is_last)
-        kill_at, most_seconds = chance.randint(1, 120), chance.uniform(4, 9)
+        kill_at, most_seconds = chance.randint(1, 120 + 40 * num_bad), chance.uniform(4, 9)
         if is_last or without is not None:
             kill_at, most_seconds = -1, MOST_SECONDS
         children = _start(root, life, world_size, config, kill_at, without)
         watched = root if without is not None and not is_last else None
         codes = _end(children, files, chance, most_seconds, watched)
-        num_killed += codes[0] == -signal.SIGKILL
+        life += 1
+        if num_bad and 1 in codes and (name := _mend(files, _said(root, life - 1, 3000))):
+            named.append(name)
+            continue
         if codes[0] not in (0, -signal.SIGKILL) or (is_last and any(codes)):
-            return f"run {seed}, life {life}: exit codes {codes}: {_said(root, life)}", num_killed
-    return _problem(root, files, kills, is_shuffled), num_killed
+            return f"run {seed}, life {life - 1}: exit codes {codes}: {_said(root, life - 1)}", num_killed
+        num_killed += codes[0] == -signal.SIGKILL
+        is_over = is_last
+        if not is_last and (num_bad or without == "begun"):
+            _change_waiting(root, files, life, has_begun=without == "begun")
+    if sorted(named) != wanted:
+        return f"bad files {wanted}; named were {sorted(named)}", num_killed
+    return _problem(root, files, life, is_shuffled), num_killed
 
 
 def _has_saved(root: Path) -> bool:
@@ -267,12 +343,12 @@ def _has_saved(root: Path) -> bool:
     return any((root / "run" / "checkpoints").glob("step_*[0-9]"))
 
 
-def _said(root: Path, life: int) -> str:
-    return " | ".join(path.read_text()[-300:] for path in sorted(root.glob(f"life_{life}_*.txt")))
+def _said(root: Path, life: int, most: int = 300) -> str:
+    return " | ".join(path.read_text()[-most:] for path in sorted(root.glob(f"life_{life}_*.txt")))
 
 
-def _problem(root: Path, files: Files, kills: int, is_shuffled: bool) -> str:
-    found = [sample for batch in _history(root, kills) for sample in batch]
+def _problem(root: Path, files: Files, lives: int, is_shuffled: bool) -> str:
+    found = [sample for batch in _history(root, lives) for sample in batch]
     journal = [json.loads(line)["name"] for line in (root / "run" / "files.jsonl").read_text().splitlines()]
     if sorted(journal) != sorted(files.ids):
         return f"the journal has {journal}"
@@ -290,10 +366,10 @@ def _problem(root: Path, files: Files, kills: int, is_shuffled: bool) -> str:
     return ""
 
 
-def _history(root: Path, kills: int) -> list[list[int]]:
+def _history(root: Path, lives: int) -> list[list[int]]:
     """Return the ids of each step, of the lives whose steps survived."""
     history = list[list[int]]()
-    for life in range(kills + 1):
+    for life in range(lives):
         of_ranks = [
             [json.loads(line) for line in path.read_text().splitlines()]
             for path in sorted(root.glob(f"life_{life}_*.jsonl"))
@@ -311,16 +387,20 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--kills", type=int, default=5, help="of each run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--without", choices=["journal"], help="a negative control: it is written after the offer")
+    parser.add_argument("--files", type=int, default=8, help="of each run")
+    parser.add_argument("--bad", type=int, default=0, help="files of them that are bad")
+    controls = "a negative control: it is written after the offer; or files of which a part has trained are dropped"
+    parser.add_argument("--without", choices=["journal", "begun"], help=controls)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     problems, num_killed, started = 0, 0, time.perf_counter()
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
         with tempfile.TemporaryDirectory() as folder:
-            problem, killed = try_run(seed, Path(folder), arguments.kills, arguments.without)
+            given = (arguments.kills, arguments.without, arguments.files, arguments.bad)
+            problem, killed = try_run(seed, Path(folder), *given)
         num_killed += killed
         problems += bool(problem)
-        print(problem or f"run {seed}: every sample once, {killed} kills", flush=True)
+        print(problem or f"run {seed}: every sample once, {killed} kills, {arguments.bad} bad files named", flush=True)
     print(f"{num_killed} killed lives in {time.perf_counter() - started:.0f} s: {problems} wrong")
     return 1 if problems else 0
 

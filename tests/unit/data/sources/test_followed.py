@@ -214,7 +214,9 @@ def test_files_that_changed_or_vanished(tmp_path):
     assert [numbers_of_next(stream), numbers_of_next(stream)] == [1, 2], "it was only touched"
     whole = paths[2].read_text()
     paths[2].write_text(whole.replace("2,2", "2,7"))
-    with pytest.raises(DataError, match=r"2\.csv: changed while it was read, at byte 0: .* Bring it back as it was, or"):
+    with pytest.raises(
+        DataError, match=r"2\.csv: changed while it was read, at byte 0: .* Bring it back as it was, or"
+    ):
         numbers_of_next(stream)
     paths[2].write_text(whole)
     resumed = FollowedSource(config, source.files)
