@@ -9,7 +9,6 @@ other ones in each life: no resume trains the same bits again. tests/ranks/test_
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import random
@@ -45,7 +44,7 @@ from embershard.sharding.torchrec.id_tables import PoolIdMaps
 from embershard.training import publisher as publisher_module
 from embershard.training.publisher import Publisher
 from embershard.whole_file import whole_file
-from tests.unit.distributed.publications import INPUTS, TABLES, Layers, OneRank
+from tests.unit.distributed.publications import ABOUT, INPUTS, TABLES, OneRank, program
 
 IDS = IdTable(buckets=3, reserve=0.4)
 _SPREAD = -7046029254386353131
@@ -71,14 +70,6 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
     _KILL.count += 1
     if _KILL.count > _KILL.at:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def program() -> bytes:
-    """Return the layers around the tables, as a base has them."""
-    rows, file = {0: torch.export.Dim.DYNAMIC}, io.BytesIO()
-    example = torch.zeros(4, 0), [torch.zeros(4, 4), torch.zeros(4, 4)]
-    torch.export.save(torch.export.export(Layers(), example, dynamic_shapes=(rows, [rows, rows])), file)
-    return file.getvalue()
 
 
 class _Pool:
@@ -189,9 +180,12 @@ class Life:
         start: the checkpoint to go on from; None: from the beginning.
         starts_again: there was one, and it is gone.
         seed: of its updates.
+        published: how it publishes.
     """
 
-    def __init__(self, root: Path, start: Path | None, starts_again: bool, seed: int, layers: bytes) -> None:
+    def __init__(
+        self, root: Path, start: Path | None, starts_again: bool, seed: int, layers: bytes, **published: Any
+    ) -> None:
         self._root, self._layers = root, layers
         self._random = torch.Generator().manual_seed(seed)
         first = torch.Generator().manual_seed(0)
@@ -209,7 +203,8 @@ class Life:
             self.step, run_id, token = scalars["step"], scalars["run_id"], scalars["published"]["token"]
         self._pools = [_Pool("t_user", self.tables["t_user"]), _IdPool("t_item", self.tables["t_item"], saved)]
         publisher_module.cached_embeddings = lambda _: self._pools
-        config = PublishConfig(str(root / "published"), every_steps=PUBLISH_EVERY, base_every=3, keep_bases=2)
+        how = {"every_steps": PUBLISH_EVERY, "base_every": 3, "keep_bases": 2, **published}
+        config = PublishConfig(str(root / "published"), **how)
         tables = tuple(SimpleNamespace(name=name, num_rows=r, dim=c, tensor="") for name, (r, c) in TABLES.items())
         self.publisher = Publisher(config, None, tables, _OneRank(), root / "checkpoints", self._export)
         self.publisher._state = dict
@@ -260,7 +255,7 @@ class Life:
         (folder / "dense.safetensors").write_bytes(b"".join(safetensors(weights)))
         (folder / "dense.pt2").write_bytes(self._layers)
         (folder / "inputs.json").write_text(json.dumps({**INPUTS, "id_tables": {"t_item": {"buckets": 3}}}))
-        (folder / "export.json").write_text(json.dumps({"dtype": dtype, "step": self.step}))
+        (folder / "export.json").write_text(json.dumps({**ABOUT, "dtype": dtype, "step": self.step}))
 
 
 class _OneRank(OneRank):

@@ -43,6 +43,10 @@ class PublicationError(ValueError):
     """A publication cannot be used; nothing was changed."""
 
 
+class GoneError(PublicationError):
+    """The folder is gone, or has no publications any more."""
+
+
 class MissingDeltaError(PublicationError):
     """A delta before it is not in the folder."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,12 +16,18 @@ from embershard.distributed.ranks import Ranks
 
 TABLES = {"t_user": (20, 4), "t_item": (30, 4)}
 INPUTS = {
-    "dense": [],
-    "sparse": [{"name": name, "column": name, "mapping": "none", "num_rows": 20} for name in ("user", "item")],
+    "dense": [{"name": "one", "column": "one", "scale": "constant"}],
+    "sparse": [
+        {"name": name, "column": name, "mapping": "none", "id_base": 10, "num_rows": 20} for name in ("user", "item")
+    ],
     "lookups": [
         {"feature": name, "table": f"t_{name}", "dim": 4, "pooling": "sum"} for name in ("user", "item")
     ],
 }  # fmt: skip
+
+
+#: Of an export, as the model of these publications has it.
+ABOUT = {"dtype": "fp32", "format": "module", "run": "runs/r1", "arch": "dlrm", "task": "binary", "labels": ["click"]}
 
 
 class Layers(nn.Module):
@@ -32,6 +39,14 @@ class Layers(nn.Module):
 
     def forward(self, dense: Tensor, found: list[Tensor]) -> Tensor:
         return self.model(torch.cat(found, dim=1)).squeeze(-1)
+
+
+def program() -> bytes:
+    """Return the layers around the tables, as a base has them."""
+    rows, file = {0: torch.export.Dim.DYNAMIC}, io.BytesIO()
+    example = torch.zeros(4, 1), [torch.zeros(4, 4), torch.zeros(4, 4)]
+    torch.export.save(torch.export.export(Layers(), example, dynamic_shapes=(rows, [rows, rows])), file)
+    return file.getvalue()
 
 
 class OneRank(Ranks):
@@ -79,7 +94,7 @@ class Run:
         (partial / "dense.safetensors").write_bytes(b"".join(safetensors(self.dense)))
         (partial / "dense.pt2").write_bytes(program)
         (partial / "inputs.json").write_text(json.dumps(INPUTS))
-        (partial / "export.json").write_text(json.dumps({"dtype": "fp32", "step": seq * 10}))
+        (partial / "export.json").write_text(json.dumps({**ABOUT, "step": seq * 10}))
         place = ("base", seq, self.run_id, self.life, f"{self.life}.{seq}", seq * 10, "", "fp32", TABLES)
         base = Publication(*place, file_entries(partial))
         write.finish(partial, self.folder / base.name, base)

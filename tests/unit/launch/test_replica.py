@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 import threading
 from dataclasses import replace
@@ -23,16 +22,13 @@ from embershard.distributed.publish.published import (
 )
 from embershard.launch.export.serving_model import table_names, weights_of
 from embershard.launch.export.serving_replica import Replica
-from tests.unit.distributed.publications import INPUTS, Layers, Run, chain
+from tests.unit.distributed import publications
+from tests.unit.distributed.publications import INPUTS, Run, chain
 
 
 @pytest.fixture(scope="module")
 def program() -> bytes:
-    rows = {0: torch.export.Dim.DYNAMIC}
-    file = io.BytesIO()
-    example = torch.zeros(4, 0), [torch.zeros(4, 4), torch.zeros(4, 4)]
-    torch.export.save(torch.export.export(Layers(), example, dynamic_shapes=(rows, [rows, rows])), file)
-    return file.getvalue()
+    return publications.program()
 
 
 def serves(replica: Replica, run: Run) -> bool:
@@ -55,7 +51,7 @@ def test_it_takes_deltas_and_starts_again_where_it_was(program, tmp_path):
     assert serves(replica, run)
     assert replica.update() == 0
     assert serves(Replica(tmp_path), run)
-    answer = replica(torch.empty(2, 0), [torch.tensor([3, 4])] * 2, [torch.tensor([0, 1, 2])] * 2)
+    answer = replica(torch.ones(2, 1), [torch.tensor([3, 4])] * 2, [torch.tensor([0, 1, 2])] * 2)
     user, item = (run.tables[name][[3, 4]] for name in ("t_user", "t_item"))
     expected = torch.cat([user, item], 1) @ run.dense["weight"].T + run.dense["bias"]
     assert torch.equal(answer, expected.squeeze(-1))
@@ -211,7 +207,7 @@ def test_answers_are_those_of_one_state(program, tmp_path):
     """A thread asks without a pause while deltas come: each answer is what its publication's weights give."""
     run, found = chain(tmp_path, 0, program)
     replica = Replica(tmp_path)
-    inputs = torch.empty(20, 0), [torch.arange(20)] * 2, [torch.arange(21)] * 2
+    inputs = torch.ones(20, 1), [torch.arange(20)] * 2, [torch.arange(21)] * 2
 
     def answer(model: torch.nn.Module) -> bytes:
         with torch.no_grad():
