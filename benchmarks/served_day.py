@@ -139,10 +139,11 @@ every_steps = {options.every}
 @contextlib.contextmanager
 def _server(folder: Path) -> Iterator[int]:
     """What `embershard serve` starts, in this process."""
-    from embershard.launch.export.serve import PredictionServer, Predictor
+    from embershard.launch.export.prediction_server import Limits, PredictionServer
+    from embershard.launch.export.serve import Predictor
 
     predictor = Predictor(folder, every_seconds=_POLL_SECONDS)
-    with PredictionServer(predictor, "127.0.0.1", 0, 1 << 20) as server:
+    with PredictionServer(predictor, "127.0.0.1", 0, Limits()) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

@@ -9,17 +9,15 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embershard.errors import ConfigError, os_problem
-from embershard.launch.arguments import make_parser, whole
+from embershard.launch.arguments import make_parser, positive, whole
+from embershard.launch.export.prediction_server import Limits, PredictionServer
 from embershard.launch.ranks.stop_signals import StopAsked, stop_asked
 from embershard.units import parse_bytes
 
@@ -31,15 +29,14 @@ if TYPE_CHECKING:  # it loads torch, and --help must answer at once
 _HELP = """Serve an exported model over HTTP: POST /predict takes samples as JSON,
 {"rows": [{"age": 31.5, "user": 4711, "items": [3, 5]}]}, and GET /health says what is served. Of the publish.folder
 of a run it serves the newest state, and takes new ones while it answers. Ctrl-C or SIGTERM ends it, after the requests
-in work. See docs/serving.md and docs/online.md.
+in work, or in --stop-seconds. See docs/serving.md and docs/online.md.
 
   embershard serve exported
   embershard serve published
   embershard serve exported --port 0 --max-body 64MiB
 """
-_SECONDS_TO_SEND = 10  # for a client that stops in the middle
 _SECONDS_TO_NOTICE = 0.2  # that the server is asked to end
-_FORM = 'needed {"rows": [{...}, ...]}, an object per sample'
+_HEALTH = ("run", "step", "arch", "task", "labels", "dtype", "problem", "failures", "failures_in_row", "age_seconds")
 
 
 class Predictor:
@@ -73,16 +70,20 @@ class Predictor:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What is served now; `problem` says why a newer publication is not."""
-        if self._replica is None:
+        """What is served now; of publications also how old it is, and what prevents that it is the newest."""
+        if (replica := self._replica) is None:
             return self._about
-        return self._about | {"step": self._replica.have.step, "problem": self._replica.problem}
+        names = ("problem", "failures", "failures_in_row")
+        now = {"step": replica.have.step, "age_seconds": round(replica.age_seconds, 3)}
+        return self._about | now | {name: getattr(replica, name) for name in names}
 
     @property
-    def columns(self) -> list[str]:
-        """The keys of a sample."""
-        with self._state() as (model, _):
-            return model.columns
+    def health(self) -> dict[str, Any]:
+        """The answer to GET /health: `status` is "stale" where what is served may not be the newest, else "ok"."""
+        about = {name: value for name, value in self.about.items() if name in _HEALTH}
+        model = self._model or self._replica
+        assert model is not None
+        return {"status": "stale" if about.get("problem") else "ok", "columns": model.columns, **about}
 
     @contextmanager
     def _state(self) -> Iterator[tuple[Model, int | None]]:
@@ -151,119 +152,55 @@ def _forward(model: Model, inputs: tuple[Tensor, list[Tensor], list[Tensor]]) ->
     return outputs
 
 
-class PredictionServer(ThreadingHTTPServer):
-    """A server of predictions; a thread per request.
-
-    Args:
-        most_bytes: of a request's body.
-    """
-
-    daemon_threads = False  # `server_close` waits for requests in work
-    request_queue_size = 128
-
-    def __init__(self, predictor: Predictor, host: str, port: int, most_bytes: int) -> None:
-        self.predictor, self.most_bytes = predictor, most_bytes
-        super().__init__((host, port), _Handler)
-
-
-class _RefusedError(Exception):
-    """A request that is not answered with scores: its status, and the sentence that says what is needed."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: PredictionServer
-    timeout = _SECONDS_TO_SEND
-
-    def do_GET(self) -> None:
-        predictor = self.server.predictor
-        if self.path != "/health":
-            self._answer(HTTPStatus.NOT_FOUND, {"error": f"{self.path}: needed GET /health or POST /predict"})
-            return
-        names = ("run", "step", "arch", "task", "labels", "dtype", "problem")
-        about = {name: value for name, value in predictor.about.items() if name in names}
-        self._answer(HTTPStatus.OK, {"status": "ok", "columns": predictor.columns, **about})
-
-    def do_POST(self) -> None:
-        try:
-            rows = self._rows()
-            try:
-                answer = self.server.predictor.predict(rows)
-            except ValueError as error:
-                raise _RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from None
-            self._answer(HTTPStatus.OK, answer)
-        except _RefusedError as refused:
-            status, message = refused.args
-            self._answer(status, {"error": message})
-        except OSError:
-            self.close_connection = True  # the client has gone, or sends nothing
-        except Exception:
-            traceback.print_exc()
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "the server failed; its output says at what"})
-
-    def _rows(self) -> list[Any]:
-        """Return the samples of a request."""
-        if self.path != "/predict":
-            raise _RefusedError(HTTPStatus.NOT_FOUND, f"{self.path}: needed GET /health or POST /predict")
-        length, most = self.headers.get("Content-Length", ""), self.server.most_bytes
-        if not length.isdecimal():
-            raise _RefusedError(HTTPStatus.LENGTH_REQUIRED, "needed the header Content-Length, the bytes of the body")
-        body = self.rfile.read(min(int(length), 2 * most))  # a client that is cut off would not read the answer
-        if int(length) > most:
-            said = f"the body has {int(length):,} bytes; needed at most {most:,} (--max-body): send fewer rows at once"
-            raise _RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, said)
-        try:
-            rows = json.loads(body)["rows"]
-        except (KeyError, TypeError):
-            rows = None
-        except (ValueError, RecursionError) as error:
-            raise _RefusedError(HTTPStatus.BAD_REQUEST, f"the body is no JSON ({error}); {_FORM}") from None
-        if not isinstance(rows, list):
-            raise _RefusedError(HTTPStatus.BAD_REQUEST, f"the body has no list of rows; {_FORM}")
-        return rows
-
-    def _answer(self, status: HTTPStatus, content: dict[str, Any]) -> None:
-        body = json.dumps(content, allow_nan=False).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of each request."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `embershard serve`; return 0 once it is asked to end."""
     arguments = _parser().parse_args(argv)
     predictor = Predictor(arguments.folder)
     host, port = arguments.host, arguments.port
+    limits = Limits(arguments.max_body, arguments.max_requests, arguments.request_seconds)
     try:
-        server = PredictionServer(predictor, host, port, arguments.max_body)
+        server = PredictionServer(predictor, host, port, limits)
     except (OSError, OverflowError) as error:
         problem = os_problem(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(f"--host {host} --port {port}: {problem}; choose another port, or 0 for any.") from None
+    last = threading.Timer(arguments.stop_seconds, _end_with, [server])  # whatever clients do, or a model computes
+    last.daemon = True
     with stop_asked(_end_at_once) as asked, server:
         threading.Thread(target=server.serve_forever, name="embershard-serve").start()
-        step, (_, port) = predictor.about["step"], server.server_address[:2]
-        place = f"http://{host}:{port}: POST /predict, GET /health"
-        print(f"Serving {arguments.folder} (step {step}) at {place}. Ctrl-C ends it.", flush=True)
-        seen = predictor.about
-        while not asked.number:  # an exception out of a signal could come anywhere in the server
-            time.sleep(_SECONDS_TO_NOTICE)
-            seen = _say_what_changed(seen, predictor.about)
-        print("embershard: stopping after the requests in work.", file=sys.stderr)
-        server.shutdown()
+        try:
+            seen, (_, port) = predictor.about, server.server_address[:2]
+            place = f"http://{host}:{port}: POST /predict, GET /health"
+            print(f"Serving {arguments.folder} (step {seen['step']}) at {place}. Ctrl-C ends it.", flush=True)
+            while not asked.number:  # an exception out of a signal could come anywhere in the server
+                time.sleep(_SECONDS_TO_NOTICE)
+                seen = _say_what_changed(seen, predictor.about)
+            most = f"at most {arguments.stop_seconds} seconds (--stop-seconds)"
+            print(f"embershard: stopping after the requests in work, in {most}.", file=sys.stderr)
+        finally:  # also where nobody reads what it prints
+            last.start()
+            server.shutdown()
     predictor.close()
+    last.cancel()
     return 0
 
 
+def _end_with(server: PredictionServer) -> None:
+    """End the process with the requests that are left."""
+    with suppress(OSError):
+        print(f"embershard: stopped with {len(server.clients)} requests that were not answered.", file=sys.stderr)
+    os._exit(0)
+
+
 def _say_what_changed(seen: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Print which state is served now, and why a newer one is not, unless that was said; return `now`."""
+    """Print which state is served now, and why it may not be the newest, unless that was said; return `now`."""
     if now["step"] != seen["step"]:
         print(f"Serving step {now['step']}.", flush=True)
-    if (problem := now.get("problem")) and problem != seen.get("problem"):
-        print(f"embershard: still step {now['step']}: {problem}", file=sys.stderr)
+    problem, before = now.get("problem"), seen.get("problem")
+    if problem and problem != before:
+        age = f"published {now['age_seconds']:.0f} seconds ago"
+        print(f"embershard: still step {now['step']}, {age}: {problem}", file=sys.stderr)
+    if before and not problem:
+        print(f"embershard: step {now['step']} is the newest again.", file=sys.stderr)
     return now
 
 
@@ -286,4 +223,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-body", type=parse_bytes, default="16MiB", metavar="BYTES", help="most bytes of a request (16MiB)"
     )
+    for name, default, unit, text in (
+        ("--max-requests", 64, "N", "predictions at once; more are refused"),
+        ("--request-seconds", 30, "S", "for a request to arrive, and again for its answer to be taken"),
+        ("--stop-seconds", 10, "S", "for the requests in work once it is asked to end"),
+    ):
+        parser.add_argument(name, type=positive, default=default, metavar=unit, help=f"{text} (default: %(default)s)")
     return parser

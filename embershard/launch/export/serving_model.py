@@ -13,6 +13,7 @@ import difflib
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from embershard.launch.export.serving_values import ID_MAPPINGS, plain, rows_of,
 
 _INT8_TAIL, _INT4_TAIL = 8, 4  # bytes of scale and offset at the end of a row: two float32, or two float16
 _MOST = 2**63 - 1
+_MOST_NAMED, _MOST_SHOWN = 3, 100  # unknown keys in an error, and characters of each
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8, "BOOL": torch.bool,
@@ -207,10 +209,10 @@ class Model(nn.Module):
                 continue
             absent = [name for name in columns if name not in sample]
             problems = [f"{name!r} is absent, and a missing value is None" for name in absent]
-            for name in sample.keys() - needed:
-                near = difflib.get_close_matches(str(name), absent or columns, 1)
+            for name in islice(sample.keys() - needed, _MOST_NAMED):
+                near = difflib.get_close_matches(str(name)[:_MOST_SHOWN], absent or columns, 1)
                 hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-                problems.insert(0, f"{name!r} is not read by the model, {hint}")
+                problems.insert(0, f"{name!r:.{_MOST_SHOWN}} is not read by the model, {hint}")
             raise ValueError(f"sample {number}: {'; '.join(problems)}. Needed the keys {', '.join(columns)}")
 
     def _dense(self, feature: dict[str, Any], columns: dict[str, list[Any]], num_samples: int) -> np.ndarray:

@@ -102,7 +102,7 @@ def hexadecimals(values: Sequence[Any]) -> np.ndarray:
     """Return the numbers (uint64) of texts of 1 to 8 hexadecimal digits."""
     for value in values:
         if not isinstance(value, str) or not _HEXADECIMAL.fullmatch(value):
-            raise ValueError(f"{value!r}: needed 1 to 8 hexadecimal digits, or nothing")
+            raise ValueError(f"{value!r:.100}: needed 1 to 8 hexadecimal digits, or nothing")
     return np.array([int(value, 16) for value in values], np.uint64)
 
 
@@ -116,7 +116,7 @@ def integers(values: Sequence[Any]) -> np.ndarray:
     for value in values:
         is_integer = re.fullmatch("-?[0-9]+", value) if isinstance(value, str) else is_whole(value)
         if not is_integer or isinstance(value, bool) or not -(2**63) <= int(value) < 2**64:
-            raise ValueError(f"{value!r}: needed an integer of 64 bits, or nothing")
+            raise ValueError(f"{value!r:.100}: needed an integer of 64 bits, or nothing")
     return np.array([int(value) & _MASK for value in values], np.uint64)
 
 
@@ -151,7 +151,7 @@ def scaled(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
     found[np.isnan(numbers)] = missing
     if not np.isfinite(found).all():
         value = numbers[~np.isfinite(found)][0]
-        raise ValueError(f"{value!r}: needed a number that is finite after {feature['scale']}")
+        raise ValueError(f"{value!r:.100}: needed a number that is finite after {feature['scale']}")
     return found
 
 
@@ -177,9 +177,9 @@ def number(value: Any) -> float:
     if isinstance(value, str):
         found = float(value) if re.fullmatch(_NUMBER, value) else {"true": 1, "false": 0}.get(value.lower())
     if not isinstance(found, (int, float, Decimal)):
-        raise ValueError(f"{value!r}: needed a number, or nothing")
+        raise ValueError(f"{value!r:.100}: needed a number, or nothing")
     if found == found and not -_TOO_LARGE < found < _TOO_LARGE:  # NaN is a missing number
-        raise ValueError(f"{value!r}: needed a finite number, below 3.4e38")
+        raise ValueError(f"{value!r:.100}: needed a finite number, below 3.4e38")
     return float(found)
 
 
@@ -227,9 +227,9 @@ def seconds_of_time(value: Any) -> float:
     seconds = seconds_of(found)
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not abs(seconds) < _MOST_SECONDS:
-        raise ValueError(f"{value!r}: {_NEEDED_TIME}")
+        raise ValueError(f"{value!r:.100}: {_NEEDED_TIME}")
     if seconds is found and re.fullmatch(_DATE_DIGITS, str(int(seconds))):
-        raise ValueError(f"{value!r}: {_NEEDED_TIME}")
+        raise ValueError(f"{value!r:.100}: {_NEEDED_TIME}")
     return float(seconds)
 
 
@@ -286,7 +286,7 @@ def text_of(value: Any) -> bytes:
     elif is_whole(value):
         text = str(value).lower() if isinstance(value, bool) else str(int(value))
     else:
-        raise ValueError(f"{value!r}: needed text or a whole number, or nothing")
+        raise ValueError(f"{value!r:.100}: needed text or a whole number, or nothing")
     data = text.encode("utf-8", "surrogateescape")
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{text[:60]!r}...: needed at most {_MOST_BYTES:,} bytes")

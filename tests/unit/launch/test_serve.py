@@ -21,6 +21,8 @@ import pytest
 
 from embershard.launch import cli
 from embershard.launch.export import command, serve
+from embershard.launch.export.prediction_server import Limits, PredictionServer
+from tests.faults.serving import dripping
 from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores
 
@@ -40,8 +42,8 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
 def served(folder: Path, every_seconds: float = 1.0) -> Iterator[int]:
     """A server in this process."""
     predictor = serve.Predictor(folder, every_seconds)
-    with serve.PredictionServer(predictor, "127.0.0.1", 0, MOST_BYTES) as server:
-        thread = threading.Thread(target=server.serve_forever)
+    with PredictionServer(predictor, "127.0.0.1", 0, Limits(MOST_BYTES)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server.server_address[1]
         server.shutdown()
@@ -127,18 +129,31 @@ def test_what_is_wrong_is_said(port, body, said):
     assert predict(port, [ROW])[0] == 200, "and the next request is answered"
 
 
-def test_other_requests_are_refused(port):
-    large = b" " * (MOST_BYTES + 1)
-    status, found = ask(port, "POST", "/predict", large)
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"k" * 90_000: 1},
+        {**ROW, **{f"key{number}": 1 for number in range(5000)}},
+        *(
+            {**ROW, name: value}
+            for name in ROW
+            for value in ("v" * 90_000, ["v" * 90_000], {"v" * 90_000: 1}, [[1] * 9000])
+        ),
+        {**ROW, "user": "9" * 90_000},
+        ["v" * 90_000],
+    ],
+)
+def test_long_keys_and_values_are_cut_in_errors(port, row):
+    status, found = predict(port, [row])
+    assert (status, len(found["error"]) < 600) == (400, True), found["error"][:1000]
+
+
+def test_bodies_that_are_too_large_are_refused(port):
+    status, found = ask(port, "POST", "/predict", b" " * (MOST_BYTES + 1))
     assert (status, found["error"]) == (
         413,
         "the body has 100,001 bytes; needed at most 100,000 (--max-body): send fewer rows at once",
     )
-    assert ask(port, "POST", "/predict", **{"Transfer-Encoding": "chunked"})[0] == 411
-    assert ask(port, "POST", "/predict", **{"Content-Length": "-1"})[0] == 411
-    for method, path in (("GET", "/predict"), ("POST", "/"), ("GET", "/../export.json")):
-        status, found = ask(port, method, path)
-        assert (status, found["error"]) == (404, f"{path}: needed GET /health or POST /predict")
 
 
 def test_a_failure_of_the_model_is_an_answer_and_not_the_end(port, monkeypatch, capsys):
@@ -152,29 +167,35 @@ def test_a_failure_of_the_model_is_an_answer_and_not_the_end(port, monkeypatch, 
     assert predict(port, [ROW])[0] == 200
 
 
-def test_the_command_serves_until_it_is_told_to_end(exported, tmp_path, project_dir):
+def test_the_command_serves_until_it_is_told_to_end_and_waits_for_no_client(exported, project_dir):
+    """A client sends a body byte by byte; without the limit the command would wait for it for a day."""
     words = [sys.executable, "-m", "embershard", "serve", str(exported), "--port", "0"]
+    words += ["--request-seconds", "86400", "--stop-seconds", "1"]
     with subprocess.Popen(words, cwd=project_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         said = program.stdout.readline()
         found = re.fullmatch(rf"Serving {exported} \(step 12\) at http://127.0.0.1:(\d+): POST /predict, .*\n", said)
         assert found, said
         assert predict(int(found[1]), [ROW])[0] == 200
-        idle = socket.create_connection(("127.0.0.1", int(found[1])))  # a client that sends nothing
-        program.send_signal(signal.SIGTERM)
-        idle.close()
-        assert program.wait(60) == 0
+        with dripping(int(found[1])):
+            program.send_signal(signal.SIGTERM)
+            assert program.wait(60) == 0
         assert program.stderr is not None
-        assert "stopping after the requests in work" in program.stderr.read()
+        said = program.stderr.read()
+        assert "stopping after the requests in work, in at most 1 seconds (--stop-seconds)" in said
+        assert "stopped with 1 requests that were not answered" in said
 
 
 def test_the_command_says_once_which_state_is_served_and_why_no_newer_one(capsys):
     seen: dict[str, Any] = {"step": 4, "problem": ""}
     for step, problem in ((4, ""), (6, ""), (6, "delta_3 is damaged"), (6, "delta_3 is damaged"), (8, "")):
-        seen = serve._say_what_changed(seen, {"step": step, "problem": problem})
+        seen = serve._say_what_changed(seen, {"step": step, "problem": problem, "age_seconds": 12.3})
     said = capsys.readouterr()
     assert said.out == "Serving step 6.\nServing step 8.\n"
-    assert said.err == "embershard: still step 6: delta_3 is damaged\n"
+    assert said.err == (
+        "embershard: still step 6, published 12 seconds ago: delta_3 is damaged\n"
+        "embershard: step 8 is the newest again.\n"
+    )
 
 
 def test_what_cannot_be_served_is_refused(trained, exported, tmp_path, capsys):

@@ -62,4 +62,12 @@ CASES = [
         "Export the run: `embershard export mine -o exported`, then `embershard serve exported`.",
         files=_RUN,
     ),
+    _case(
+        "No base of the folder to serve is whole",
+        ("serve", "published"),
+        "published/base_0: manifest.json cannot be read (No such file or directory). `embershard publish verify "
+        "published` tells what is whole.",
+        "Wait for a base of the run, or copy a whole one.",
+        files={"published/base_0/export.json": '{"format": "module"}'},
+    ),
 ]
