@@ -164,9 +164,8 @@ def _lock_exits(code: CodeType) -> frozenset[int]:
 @functools.cache
 def _lock_lines(file: str) -> frozenset[int]:
     statements = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.With))
-    return frozenset(
-        node.lineno for node in statements if ast.unparse(node.items[0].context_expr).endswith(("lock", "_changed"))
-    )
+    ends = ("lock", "_changed", "parsing", "_room(size)")
+    return frozenset(node.lineno for node in statements if ast.unparse(node.items[0].context_expr).endswith(ends))
 
 
 @contextmanager
