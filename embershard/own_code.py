@@ -1,4 +1,4 @@
-"""Code of one's own: finds the function that a setting names as "module:function", and its lines in an error."""
+"""Code of one's own: finds the function that a setting names as "module:function", and the lines of it that failed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 
 from embershard.errors import ConfigError
 
+#: Set to show whole tracebacks.
+TRACEBACK_VARIABLE = "EMBERSHARD_TRACEBACK"
 _LIBRARIES = ("embershard", "torch", "torchrec", "fbgemm_gpu")
 
 
@@ -97,3 +99,31 @@ def _module(setting: str, name: str, folder: str | None) -> Any:
             f"{setting}: {name!r} is {found}, and there is another one in {here}. Give that another name."
         )
     return module
+
+
+def note_batch(error: BaseException, batch: Any) -> None:
+    """Note in an error what the model was given."""
+    ids = batch.sparse_features
+    error.__dict__["embershard_batch"] = (
+        f"dense_features {_kind(batch.dense_features)}, labels {_kind(batch.labels)}, and sparse_features with ids "
+        f"{_kind(ids.values())} of {len(ids.keys())} features"
+    )
+
+
+def message_for_user(error: BaseException) -> str | None:
+    """Return the message of an error in a model of one's own: its lines and its batch. None for other errors."""
+    frames, batch = own_frames(error), error.__dict__.get("embershard_batch")
+    if batch is None or not frames or os.environ.get(TRACEBACK_VARIABLE):
+        return None
+    return "\n".join(
+        [
+            f"{type(error).__name__}: {error}",
+            *(f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames),
+            f"  The batch: {batch}.",
+            f"  {TRACEBACK_VARIABLE}=1 shows the frames of torch and embershard, too.",
+        ]
+    )
+
+
+def _kind(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -124,7 +124,7 @@ def _show_error(
     """Show our own errors without a traceback, since they say what to do, and once; of errors in a user's own model
     the lines of that model; others with their traceback."""
     from embershard.distributed import is_lost_connection
-    from embershard.models.own_errors import message_for_user
+    from embershard.own_code import message_for_user
 
     if isinstance(error, EmbershardError) and error.is_shown_elsewhere:
         return

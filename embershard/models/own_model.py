@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from embershard.errors import ConfigError
 from embershard.models.config import ModelConfig
 from embershard.models.loss import class_logits, loss_of
-from embershard.models.own_errors import note_batch
 from embershard.models.schema import SchemaLike, TargetLike
 from embershard.models.table_modules import collections_of, tables_in
-from embershard.own_code import load_function, place_of
+from embershard.own_code import load_function, note_batch, place_of
 
 
 class OwnModel(nn.Module):
