@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from embershard.models.config import DCN_LOW_RANK_DIM, DCN_NUM_LAYERS, WITH_HISTORY, WITH_TOWERS, ModelConfig
+from embershard.models.config import (
+    DCN_LOW_RANK_DIM,
+    DCN_NUM_LAYERS,
+    FACTORIZED,
+    WITH_HISTORY,
+    WITH_TOWERS,
+    ModelConfig,
+)
 from embershard.models.dropout import add_dropout
+from embershard.models.factorization import build_factorized
 from embershard.models.history import build_with_history
 from embershard.models.loss import WithLoss
 from embershard.models.own_model import build_own
@@ -47,34 +53,24 @@ def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -
         return build_own(config, schema, device)
     if config.arch in WITH_HISTORY:
         return build_with_history(config, schema, device)
+    if config.arch in FACTORIZED:
+        return build_factorized(config, schema, device)
     return build_dlrm(config, schema, device)
 
 
 def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) -> WithLoss:
-    """Build a DLRM, DLRM-DCNv2 or DeepFM, or towers over one of the first two: see `build_model`."""
+    """Build a DLRM or DLRM-DCNv2, or towers over one of them: see `build_model`."""
     collection = bags_of(built_in_tables(config, schema))
     num_labels, has_towers = len(schema.target.labels), config.arch in WITH_TOWERS
     layers = list(config.dense_arch_layer_sizes), [1, 1] if has_towers else list(config.over_layers(num_labels))
     with device:
-        if config.arch == "deepfm":
-            model: Any = _deepfm(config, collection, len(schema.dense), num_labels)
-        elif config.crossing == "dlrm":
-            model = DLRM(collection, len(schema.dense), *layers, dense_device=device)
+        if config.crossing == "dlrm":
+            model: Any = DLRM(collection, len(schema.dense), *layers, dense_device=device)
         else:
             cross = config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
             model = DLRM_DCN(collection, len(schema.dense), *layers, *cross, dense_device=device)
         if has_towers:
             width = next(each.in_features for each in model.over_arch.modules() if isinstance(each, nn.Linear))
             model.over_arch = build_towers(config, width, schema.target.heads)
-        add_dropout(model.inter_arch.deep_fm if config.arch == "deepfm" else model.over_arch, config.dropout)
+        add_dropout(model.over_arch, config.dropout)
         return WithLoss(model, schema.target, config.label_weighting)
-
-
-def _deepfm(config: ModelConfig, collection: EmbeddingBagCollection, num_dense: int, num_labels: int) -> SimpleDeepFMNN:
-    """Return TorchRec's DeepFM with an output per label, and without the sigmoid at its end: the loss takes logits."""
-    model = SimpleDeepFMNN(num_dense, collection, config.dense_arch_layer_sizes[0], config.over_arch_layer_sizes[0])
-    last = next(layer for layer in model.over_arch.model.children() if isinstance(layer, nn.Linear))
-    if num_labels > 1:
-        last = nn.Linear(last.in_features, num_labels)
-    model.over_arch.model = nn.Sequential(last)
-    return model

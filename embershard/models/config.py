@@ -11,7 +11,9 @@ from embershard.models.schema import TargetLike
 from embershard.own_code import names_function
 from embershard.resume_rules import Free, OfModel, OfTraining
 
-Arch = Literal["dlrm", "dlrm_dcn", "deepfm", "din", "tbsm", "hstu", "shared_bottom", "mmoe", "ple"]
+Arch = Literal["dlrm", "dlrm_dcn", "fm", "deepfm", "wide_deep", "din", "tbsm", "hstu", "shared_bottom", "mmoe", "ple"]
+#: Those with a weight per id beside its embedding.
+FACTORIZED = ("fm", "deepfm", "wide_deep")
 #: Those that look at a user's history.
 WITH_HISTORY = ("din", "tbsm", "hstu")
 #: Those with a tower for each of several labels.
@@ -24,14 +26,18 @@ HISTORY_LAYER_SIZES = (32, 16)
 #: Default of the layers below the towers, and of the counts of experts and levels.
 EXPERT_LAYER_SIZES = (64, 32)
 _NUM_EXPERTS, _NUM_LABEL_EXPERTS, _NUM_LEVELS = 4, 2, 2
-_DEEPFM_LAYERS = 2
+#: What to say of the other model that "deepfm" was.
+EARLIER_DEEPFM = (
+    'The "deepfm" of earlier versions was TorchRec\'s SimpleDeepFMNN, which is another model. Train such a run again, '
+    "or use the version that trained it."
+)
 _DIM_MULTIPLE = 4  # FBGEMM stores rows as vectors of four numbers
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A DLRM or DeepFM: embedding tables, a dense MLP, an interaction of both, and an MLP over it. Or a model with
-    attention over a user's history (DIN, TBSM, HSTU), or one of one's own.
+    """A DLRM: embedding tables, a dense MLP, an interaction of both, and an MLP over it. Or a factorization machine, a
+    model with attention over a user's history (DIN, TBSM, HSTU), or one of one's own.
 
     >>> ModelConfig(embedding_dim=32, dense_arch_layer_sizes=(64, 32)).arch
     'dlrm'
@@ -39,21 +45,25 @@ class ModelConfig:
 
     arch: OfModel[Arch] = "dlrm"
     """Interaction of the features: "dlrm" takes dot products of all pairs, "dlrm_dcn" a low-rank cross
-    network (DLRM-DCNv2, as in MLPerf Training), "deepfm" a factorization machine beside a layer over all embeddings.
+    network (DLRM-DCNv2, as in MLPerf Training, but for its rank: `dcn_low_rank_dim`). "fm" is a factorization machine,
+    "deepfm" adds an MLP over the same embeddings to it, and "wide_deep" adds an MLP to a linear model; these three have
+    a first-order weight per id.
     "din" and "tbsm" have attention over a user's history, by the item that is scored: DIN over the history's
     embeddings, TBSM over the outputs of a DLRM for each event. "hstu" has layers of attention among the events
     (`hstu`). "shared_bottom", "mmoe" and "ple" are for several labels: a tower for each one, over one MLP, or over
     experts that each label mixes by a gate of its own; in "ple" some experts are of one label."""
 
     embedding_dim: OfModel[int] = 16
-    """Numbers per embedding row, the same for all tables. A multiple of 4."""
+    """Numbers per embedding row, the same for all tables. A multiple of 4. With "fm", "deepfm" and "wide_deep", the
+    last one is an id's first-order weight; of several labels or classes, as many as there are."""
 
     dense_arch_layer_sizes: OfModel[tuple[int, ...]] = (64, 16)
-    """Layer widths of the MLP over the dense features. The last one must be `embedding_dim`; "deepfm" has two."""
+    """Layer widths of the MLP over the dense features. The last one must be `embedding_dim`. Not for arch
+    "fm", "deepfm" and "wide_deep"."""
 
     over_arch_layer_sizes: OfModel[tuple[int, ...]] = (64, 32, 1)
-    """Layer widths of the MLP over the interaction. The last one must be 1, the logit; of several labels, the
-    model has as many. "deepfm" has two: the layer over all embeddings, and the logit. With towers: those of each."""
+    """Layer widths of the MLP over the interaction; of "deepfm" and "wide_deep", over the embeddings. The last one must
+    be 1, the logit; of several labels, the model has as many. With towers: those of each. Not for arch "fm"."""
 
     table_dtype: OfModel[Literal["fp32", "fp16"]] = "fp32"
     """Number format of the embedding rows. The dense layers are always fp32."""
@@ -62,7 +72,8 @@ class ModelConfig:
     """Layers of the cross network. Only for arch or interaction "dlrm_dcn"; there the default is 3."""
 
     dcn_low_rank_dim: OfModel[int | None] = None
-    """Rank of each cross layer's weight. Only for arch or interaction "dlrm_dcn"; there the default is 32."""
+    """Rank of each cross layer's weight. Only for arch or interaction "dlrm_dcn"; there the default is 32, and MLPerf
+    Training has 512."""
 
     interaction: OfModel[Literal["dlrm", "dlrm_dcn"] | None] = None
     """What is below the towers. Only for arch "shared_bottom", "mmoe" and "ple"; there the default is "dlrm"."""
@@ -103,6 +114,10 @@ class ModelConfig:
     or the MLP over the interaction of a time step of TBSM, whose last width is that of a step's vector. Only for arch
     "din" and "tbsm"; there the default is [32, 16]."""
 
+    activation: OfModel[Literal["relu", "prelu"]] = "relu"
+    """Of the hidden layers of DIN's activation unit and of its last MLP: "prelu" learns a slope below 0 for each
+    layer. Only for arch "din"."""
+
     hstu: HstuConfig = field(default_factory=HstuConfig)
     """Sizes and masks of HSTU."""
 
@@ -133,13 +148,10 @@ class ModelConfig:
             raise ConfigError(
                 f"model.embedding_dim: got {dim}, needed a multiple of {_DIM_MULTIPLE}. The next one is {needed}."
             )
-        _check_layers("dense_arch_layer_sizes", self.dense_arch_layer_sizes, self.embedding_dim, "embedding_dim")
+        if self.arch not in FACTORIZED:
+            _check_layers("dense_arch_layer_sizes", self.dense_arch_layer_sizes, self.embedding_dim, "embedding_dim")
         _check_layers("over_arch_layer_sizes", self.over_arch_layer_sizes, 1, "one logit per sample")
-        for name in ("dense_arch_layer_sizes", "over_arch_layer_sizes"):
-            sizes = getattr(self, name)
-            if self.arch == "deepfm" and len(sizes) != _DEEPFM_LAYERS:
-                fixed = [sizes[0], sizes[-1]]
-                raise ConfigError(f'model.{name}: got {list(sizes)}, arch="deepfm" needs two layers: {fixed}.')
+        self._check_layers_used()
         for name in ("dcn_num_layers", "dcn_low_rank_dim"):
             value = getattr(self, name)
             if value is not None and self.crossing != "dlrm_dcn":
@@ -155,6 +167,22 @@ class ModelConfig:
             raise ConfigError("model.dropout has no effect: model.over_arch_layer_sizes has no hidden layer.")
         self._check_history()
         self._check_towers()
+
+    def _check_layers_used(self) -> None:
+        unused = ["dense_arch_layer_sizes"] if self.arch in FACTORIZED else []
+        unused += ["over_arch_layer_sizes", "dropout"] if self.arch == "fm" else []
+        unused += ["activation"] if self.arch != "din" else []
+        for name in unused:
+            value, default = getattr(self, name), getattr(ModelConfig, name)
+            if value != default:
+                value, default = (list(each) if isinstance(each, tuple) else each for each in (value, default))
+                raise ConfigError(
+                    f"model.{name}: got {value!r} with arch={self.arch!r}, where it has no effect. Leave it out, which "
+                    f"is {default!r}."
+                    f"{f' {EARLIER_DEEPFM}' if self.arch == 'deepfm' else ''}"
+                )
+        if self.activation not in ("relu", "prelu"):
+            raise ConfigError(f"model.activation: got {self.activation!r}, needed 'relu' or 'prelu'.")
 
     def _check_towers(self) -> None:
         allowed = {
@@ -189,6 +217,11 @@ class ModelConfig:
             name: target.tasks[head.start] if len(head) == 1 else "multiclass" for name, head in target.heads.items()
         }
         labels, weights = list(of_task), target.label_weights
+        if self.arch in FACTORIZED and (count := len(target.labels)) >= self.embedding_dim:
+            raise ConfigError(
+                f"model.embedding_dim: got {self.embedding_dim} with arch={self.arch!r} and {count} outputs, whose "
+                f"weights take as many numbers of each row. Needed at least {-(-(count + 1) // 4) * 4}."
+            )
         needs_several = f"arch = {self.arch!r}" if self.arch in WITH_TOWERS else ""
         if not needs_several and self.label_weighting != "fixed":
             needs_several = f"label_weighting = {self.label_weighting!r}"
@@ -278,8 +311,8 @@ class ModelConfig:
         return self.num_levels or _NUM_LEVELS
 
     @property
-    def is_torchrecs(self) -> bool:
-        """TorchRec has what is below the last layers: one EmbeddingBagCollection, with a table for each feature."""
+    def has_one_collection(self) -> bool:
+        """All tables are in one EmbeddingBagCollection, and `DenseSize` knows the layers over it."""
         return self.build is None and self.arch not in WITH_HISTORY
 
     @property

@@ -9,6 +9,7 @@ from itertools import pairwise
 from embershard.models.config import (
     DCN_LOW_RANK_DIM,
     DCN_NUM_LAYERS,
+    FACTORIZED,
     HISTORY_LAYER_SIZES,
     WITH_HISTORY,
     WITH_TOWERS,
@@ -23,7 +24,8 @@ _FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradient
 
 @dataclass(frozen=True)
 class DenseSize:
-    """The dense part of a DLRM with F sparse features of dim D: MLP over dense features, interaction, MLP over it.
+    """The dense part of a model over F pooled embeddings of dim D: of a DLRM the MLP over dense features, interaction,
+    MLP over it; of those with a weight per id, that of factorization.py.
 
     >>> DenseSize("dlrm", num_dense=1, num_features=1, dim=4, dense_layers=(4,), over_layers=(1,)).parameter_bytes
     56
@@ -32,7 +34,8 @@ class DenseSize:
         arch: see `ModelConfig`; with towers, that of the interaction.
         num_dense: dense features of a sample.
         num_features, dim: F and D.
-        dense_layers, over_layers: layer widths of the two MLPs.
+        dense_layers, over_layers: layer widths of the two MLPs; with a weight per id there is no first one, and with
+            "fm" the second one is the outputs alone.
         cross_layers, cross_rank: of the cross network of "dlrm_dcn"; otherwise 0.
         number_bytes: of a weight, and of a number that layers pass on.
         tower_layers: with towers, input and output width of the layers of experts, gates and towers; `over_layers` is
@@ -59,7 +62,9 @@ class DenseSize:
         if config.crossing == "dlrm_dcn":
             cross = (config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM)
         over = () if config.arch in WITH_TOWERS else config.over_layers(sum(widths))
-        layers = (config.dense_arch_layer_sizes, over)
+        layers = (() if config.arch in FACTORIZED else config.dense_arch_layer_sizes, over)
+        if config.arch == "fm":
+            layers = ((), over[-1:])
         size = cls(config.crossing, num_dense, num_features, config.embedding_dim, *layers, *cross, number_bytes)
         if over:
             return size
@@ -71,8 +76,8 @@ class DenseSize:
         multiply_adds = sum(a * b for a, b in self._layers)
         if self.arch == "dlrm_dcn":
             multiply_adds += 2 * self.cross_layers * self.cross_rank * self._crossed
-        elif self.arch == "deepfm":  # sum and sum of squares
-            multiply_adds += 2 * self._crossed
+        elif self.arch in FACTORIZED:  # sum and sum of squares
+            multiply_adds += self._own_weights + (0 if self.arch == "wide_deep" else 2 * self._crossed)
         else:
             multiply_adds += self._features**2 * self.dim
         return float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds)
@@ -81,6 +86,7 @@ class DenseSize:
     def parameter_bytes(self) -> int:
         """Bytes of the weights and biases."""
         mlps = sum((a + 1) * b for a, b in self._layers)
+        mlps += self._own_weights + (self._outputs if self.arch == "fm" else 0)
         return self.number_bytes * (mlps + self.cross_layers * (2 * self.cross_rank + 1) * self._crossed)
 
     @property
@@ -91,7 +97,7 @@ class DenseSize:
         numbers += sum(width for _, width in self.tower_layers)
         if self.arch == "dlrm_dcn":  # two kept per layer, and one; the gradients of first and present input
             numbers += (2 * self.cross_layers + 3) * self._crossed + self.cross_layers * self.cross_rank
-        elif self.arch == "deepfm":  # the input of layer and of factorization machine, and their gradients
+        elif self.arch in FACTORIZED:  # the fields, the input of the MLP, and their gradients
             numbers += 4 * self._crossed
         else:
             numbers += 2 * (self._crossed + self._features**2 + self._interaction_width)
@@ -99,25 +105,39 @@ class DenseSize:
 
     @property
     def _features(self) -> int:
+        if self.arch in FACTORIZED:
+            return self.num_features + (0 if self.arch == "wide_deep" else self.num_dense)
         return self.num_features + 1
 
     @property
+    def _outputs(self) -> int:
+        """Outputs, of a model with a weight per id, whose rows have one for each."""
+        return self.over_layers[-1] if self.arch in FACTORIZED else 0
+
+    @property
     def _crossed(self) -> int:
-        return self._features * self.dim
+        return self._features * (self.dim - self._outputs)
+
+    @property
+    def _own_weights(self) -> int:
+        """Weights of a model with one per id, beside its MLP: of dense features, and of several outputs' products."""
+        if self.arch == "wide_deep":
+            return self.num_dense * self._outputs
+        mixed = self._outputs * (self.dim - self._outputs) if self._outputs > 1 else 0
+        return mixed + (self.num_dense * self.dim if self.arch in FACTORIZED else 0)
 
     @property
     def _interaction_width(self) -> int:
-        if self.arch == "deepfm":
-            return self.dim + self.over_layers[0] + 1
-        return self._crossed if self.arch == "dlrm_dcn" else self.dim + self._features * (self._features - 1) // 2
+        if self.arch == "wide_deep":
+            return self._crossed + self.num_dense
+        has_all = self.arch in ("dlrm_dcn", "deepfm")
+        return self._crossed if has_all else self.dim + self._features * (self._features - 1) // 2
 
     @property
     def _layers(self) -> list[tuple[int, int]]:
         """Input and output width of every layer of both MLPs."""
-        if self.arch == "deepfm":
-            deep, labels = self.over_layers
-            dense = (self.num_dense, *self.dense_layers)
-            return [*pairwise(dense), (self._crossed, deep), (self._interaction_width, labels)]
+        if self.arch == "fm":
+            return []
         widths = (self.num_dense, *self.dense_layers), (self._interaction_width, *self.over_layers)
         return [*(layer for mlp in widths for layer in pairwise(mlp)), *self.tower_layers]
 
@@ -154,8 +174,9 @@ def built_in_parameters(config: ModelConfig, schema: SchemaLike) -> int:
     if config.arch == "hstu":
         return dense + _hstu_parameters(config) + _mlp_parameters(dim, *over)
     if config.arch == "din":
+        slopes = len(sizes) + len(over) - 1 if config.activation == "prelu" else 0
         unit = _mlp_parameters(4 * events * dim, *sizes, 1)
-        return dense + unit + _mlp_parameters((3 * events + others) * dim, *over)
+        return dense + slopes + unit + _mlp_parameters((3 * events + others) * dim, *over)
     vectors = events + others
     step = _mlp_parameters(vectors * dim + vectors * (vectors - 1) // 2, *sizes)
     return dense + step + 1 + _mlp_parameters(3 * sizes[-1], *over)

@@ -15,7 +15,7 @@ def add_dropout(over: nn.Module, probability: float) -> None:
     1 / (1 - probability). Names of parameters stay: checkpoints fit models with and without dropout.
 
     Args:
-        over: an MLP of TorchRec's perceptrons, its hidden layers; or, without any, one hidden layer.
+        over: has TorchRec's perceptrons, the hidden layers.
     """
     if not probability:
         return
@@ -23,8 +23,9 @@ def add_dropout(over: nn.Module, probability: float) -> None:
     def drop(layer: nn.Module, _: Any, output: Tensor) -> Tensor | None:
         return nn.functional.dropout(output, probability) if layer.training else None
 
-    for layer in [each for each in over.modules() if isinstance(each, Perceptron)] or [over]:
-        layer.register_forward_hook(drop)
+    for layer in over.modules():
+        if isinstance(layer, Perceptron):
+            layer.register_forward_hook(drop)
 
 
 def seed_masks(seed: int, step: int, rank: int) -> None:

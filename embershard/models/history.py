@@ -142,8 +142,9 @@ def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.de
         if config.arch == "hstu":
             network = HSTU(len(config.history), dim, config.hstu, over)
         else:
-            network_class = DIN if config.arch == "din" else TBSM
-            network = network_class(len(config.target), embeddings.num_others, dim, sizes, over)
+            counts = len(config.target), embeddings.num_others, dim
+            is_din = config.arch == "din"
+            network = DIN(*counts, sizes, over, config.activation) if is_din else TBSM(*counts, sizes, over)
         add_dropout(network.over, config.dropout)
         return WithLoss(HistoryModel(embeddings, network), schema.target, config.label_weighting)
 
@@ -158,7 +159,10 @@ class DIN(nn.Module):
 
     The weights are not normalized, so that a long interest counts more than a short one (section 4.3). With P features
     of an event of dim D, h_i and t have E = P D numbers. The product in the last line is an addition to the paper: the
-    layers after it need not learn a multiplication.
+    layers after it need not learn a multiplication. Hidden layers have ReLU, or PReLU with a slope each (equation 2).
+
+    The paper's Dice (equation 3) is missing: it takes means and variances of a batch, so losses would depend on the
+    number of ranks, and a batch that is left out would leave its traces. So is its regularization by mini-batch.
 
     Args:
         num_features: P.
@@ -166,6 +170,7 @@ class DIN(nn.Module):
         dim: D.
         history_layers: layer widths of the activation unit, without its last one of width 1.
         over_layers: layer widths of the last MLP; the last one is T, the number of labels.
+        activation: "relu" or "prelu".
 
     >>> model = DIN(num_features=1, num_others=0, dim=4, history_layers=[8], over_layers=[8, 1])
     >>> is_event = torch.tensor([[True, True, False]])
@@ -174,14 +179,23 @@ class DIN(nn.Module):
     """
 
     def __init__(
-        self, num_features: int, num_others: int, dim: int, history_layers: Sequence[int], over_layers: Sequence[int]
+        self,
+        num_features: int,
+        num_others: int,
+        dim: int,
+        history_layers: Sequence[int],
+        over_layers: Sequence[int],
+        activation: str = "relu",
     ) -> None:
         super().__init__()
         event = num_features * dim
-        self.unit = nn.Sequential(MLP(4 * event, list(history_layers)), nn.Linear(history_layers[-1], 1))
+        function: Any = nn.PReLU if activation == "prelu" else torch.relu  # a class: one slope for each layer
+        unit = MLP(4 * event, list(history_layers), activation=function)
+        self.unit = nn.Sequential(unit, nn.Linear(history_layers[-1], 1))
         *hidden, last = over_layers
         width = 3 * event + num_others * dim
-        self.over = nn.Sequential(MLP(width, hidden), nn.Linear([width, *hidden][-1], last))
+        over = MLP(width, hidden, activation=function)
+        self.over = nn.Sequential(over, nn.Linear([width, *hidden][-1], last))
 
     def forward(self, target: Tensor, history: Tensor, is_event: Tensor, others: Tensor) -> Tensor:
         """Return the outputs [B, T] of targets [B, P, D] with histories [B, L, P, D] and other features [B, O, D].

@@ -116,8 +116,8 @@ class WithLoss(nn.Module):
     """A model with the loss. Of one binary label without weights it does what TorchRec's `DLRMTrain` does.
 
     Args:
-        model: from dense features [B, num_dense] and sparse features to outputs [B, T], by its last linear layer, or
-            by one for each label.
+        model: from dense features [B, num_dense] and sparse features to outputs [B, T], whose bias is its
+            last one; or by a linear layer for each label.
         target: what the outputs are; those of classes before the softmax.
         label_weighting: with "uncertainty" the model learns the losses' weights.
     """
@@ -140,8 +140,8 @@ class WithLoss(nn.Module):
             for layer, mean in zip(last_layers, means, strict=True):
                 nn.init.constant_(layer.bias, mean)
             return
-        *_, last = (layer for layer in self.model.modules() if isinstance(layer, nn.Linear))
-        last.bias.data[places] = torch.tensor(means)
+        *_, bias = (bias for name, bias in self.model.named_parameters() if name.endswith(".bias"))
+        bias.data[places] = torch.tensor(means)
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the loss [], and without gradients the loss, the outputs and the labels: [B], or [B, T] of several."""

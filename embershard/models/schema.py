@@ -73,14 +73,14 @@ def table_name(feature: str) -> str:
 
 
 def check_schema(schema: SchemaLike) -> None:
-    """Raise unless a DLRM can take the features.
+    """Raise unless a model without a history can take the features.
 
     Raises:
         ConfigError: the schema has no dense or no sparse feature, a name twice, or a table without rows.
     """
     for kind, names in (("dense", list(schema.dense)), ("sparse", [f.name for f in schema.sparse])):
         if not names:
-            raise ConfigError(f"The schema has no {kind} features; a DLRM needs at least one.")
+            raise ConfigError(f"The schema has no {kind} features; the model needs at least one.")
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise ConfigError(f"The schema names {kind} feature {twice[0]!r} more than once; names must be unique.")

@@ -219,9 +219,10 @@ def _check_obeyed(model: DistributedModelParallel, plan: Plan, ranks: Ranks, cac
 def compute_in_float64(model: DLRMTrain, world_size: int) -> None:
     """Widen the dense layers of a model that is not sharded yet; its weights keep their values."""
     layers: Any = model.model
-    for part in (layers.dense_arch, layers.inter_arch, layers.over_arch):
-        part.double()
-    layers.dense_arch.register_forward_pre_hook(lambda _, inputs: tuple(each.double() for each in inputs))
+    for part in layers.children():
+        if part is not layers.sparse_arch:
+            part.double()
+    layers.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(), *inputs[1:]))
     layers.sparse_arch.register_forward_hook(lambda _, __, pooled: _widen(pooled, world_size))
 
 

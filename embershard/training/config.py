@@ -300,13 +300,13 @@ class RunConfig:
                 f'tracking.trackers has "mlperf", whose log is that of DLRMv4: needed model.arch = "hstu", got '
                 f'"{self.model.arch}". Leave it out.'
             )
-        if self.model.is_torchrecs:
+        if self.model.has_one_collection:
             return
         self._check_times()
         if self.train.precision == "fp64":
             raise ConfigError(
                 f'train.precision: got "fp64" with the model {self.model.title!r}, needed "fp32" or "bf16": only the '
-                "layers of dlrm, dlrm_dcn and deepfm are widened."
+                "layers over one EmbeddingBagCollection are widened."
             )
         for name, needed in (("mode", "sharded"), ("exchange", "pooled")):
             if (got := getattr(self.sharding, name)) != needed:

@@ -1,5 +1,6 @@
-"""Towers for several labels, some of which are missing: cached equals stock TorchRec, bit for bit, also planned and
-resumed; and a step has one loss on any number of ranks, however the missing labels are spread over them."""
+"""Models for several labels, some of which are missing, and models with a weight per id: cached equals stock TorchRec,
+bit for bit, also planned and resumed; and a step has one loss on any number of ranks, however the missing labels are
+spread over them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 
 from embershard.models import ModelConfig
 from embershard.training.config import RunConfig
-from tests.covering import keep
+from tests.covering import matrix
 from tests.ranks import own_models
 from tests.ranks.planned_by_commands import expect_planned_equals_stock
 from tests.ranks.rounding import loss_rounding
@@ -20,11 +21,17 @@ from tests.unit.data.targets import target_config, write_targets
 
 pytestmark = pytest.mark.ranks
 
+LAYERS = {"dense_arch_layer_sizes": (8,), "over_arch_layer_sizes": (6, 1)}
+TOWERS = {**LAYERS, "expert_layer_sizes": (8, 6)}
 #: Each architecture, over each interaction, with each weighting of losses; and a funnel.
 MODELS: dict[str, dict[str, Any]] = {
-    "shared_bottom": {"funnel": ("click", "bought")},
-    "mmoe": {"interaction": "dlrm_dcn", "num_experts": 3},
-    "ple": {"label_weighting": "uncertainty", "dropout": 0.2},
+    "shared_bottom": {**TOWERS, "funnel": ("click", "bought")},
+    "mmoe": {**TOWERS, "interaction": "dlrm_dcn", "num_experts": 3},
+    "ple": {**TOWERS, "label_weighting": "uncertainty", "dropout": 0.2},
+    "dlrm": LAYERS,
+    "fm": {},
+    "deepfm": {"label_weighting": "uncertainty", "dropout": 0.2},
+    "wide_deep": {"over_arch_layer_sizes": (6, 1)},
 }
 
 
@@ -34,30 +41,39 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tasks_config(samples: Path, arch: Any, **changes: Any) -> RunConfig:
-    model = ModelConfig(arch, 8, (8,), (6, 1), expert_layer_sizes=(8, 6), **MODELS[arch])
-    return target_config(samples, "tasks", model=model, **changes)
+    return target_config(samples, "tasks", model=ModelConfig(arch, 8, **MODELS[arch]), **changes)
 
 
-@pytest.mark.parametrize("arch", MODELS)
-def test_cached_equals_stock(arch: str, samples: Path, one_rank: RankPool, two_ranks: RankPool):
+@pytest.mark.parametrize(
+    ("arch", "target"),
+    [
+        *((arch, "tasks") for arch in ("shared_bottom", "mmoe", "ple", "deepfm")),
+        *((arch, "plain") for arch in ("fm", "wide_deep")),
+        *(matrix(arch, "tasks") for arch in ("fm", "wide_deep")),
+        matrix("deepfm", "weighted"),
+    ],
+)
+def test_cached_equals_stock(arch: Any, target: str, samples: Path, one_rank: RankPool, two_ranks: RankPool):
+    several = MODELS[arch] if target == "tasks" else {}
+    config = target_config(samples, target, model=ModelConfig(arch, 8, **several))
     for pool in (one_rank, two_ranks):
-        verdicts = pool.run(own_models.verdict, tasks_config(samples, arch))
+        verdicts = pool.run(own_models.verdict, config)
         assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
 
 
-@pytest.mark.parametrize("arch", keep(["dlrm"], ["dlrm", "ple"]))
+@pytest.mark.parametrize("arch", ["dlrm", matrix("ple"), matrix("fm")])
 def test_classes(arch: str, samples: Path, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
     """A label with classes beside others: cached equals stock, and a step has one loss on one rank and on two."""
-    towers = {"expert_layer_sizes": (8, 6), **MODELS["ple"]} if arch == "ple" else {}
-    config = target_config(samples, "classes", model=ModelConfig(arch, 8, (8,), (6, 1), **towers))  # type: ignore[arg-type]
-    if towers:
+    learns = arch == "ple"
+    config = target_config(samples, "classes", model=ModelConfig(arch, 8, **MODELS[arch]))  # type: ignore[arg-type]
+    if learns:
         table = replace(config.data.table, label_weights=())
         config = replace(config, data=replace(config.data, table=table))
     for pool in (one_rank, two_ranks):
         verdicts = pool.run(own_models.verdict, config)
         assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
     assert two_ranks.run(own_models.resumed_equals_whole, longer(config), tmp_path / "checkpoints") == [[], []]
-    if not towers:  # whose dropout differs
+    if not learns:  # whose dropout differs
         config = replace(config, data=replace(config.data, shuffle=False, chunk_rows=16))
         ((alone, _),) = one_rank.run(own_models.trained, replace(config, train=replace(config.train, batch_size=32)))
         together, _ = two_ranks.run(own_models.trained, config)[0]
@@ -68,14 +84,16 @@ def longer(config: RunConfig) -> RunConfig:
     return replace(config, train=replace(config.train, max_steps=own_models.STEPS))
 
 
-def test_a_plan_is_obeyed(samples: Path, two_ranks: RankPool, tmp_path: Path):
+@pytest.mark.parametrize("arch", ["mmoe", "deepfm", matrix("fm"), matrix("wide_deep")])
+def test_a_plan_is_obeyed(arch: str, samples: Path, two_ranks: RankPool, tmp_path: Path):
     """Profiled and planned by the commands."""
-    expect_planned_equals_stock(two_ranks, tasks_config(samples, "mmoe"), tmp_path)
+    expect_planned_equals_stock(two_ranks, tasks_config(samples, arch), tmp_path)
 
 
-def test_a_resume_goes_on_as_the_whole_run(samples: Path, two_ranks: RankPool, tmp_path: Path):
+@pytest.mark.parametrize("arch", ["ple", "deepfm", matrix("fm"), matrix("wide_deep")])
+def test_a_resume_goes_on_as_the_whole_run(arch: str, samples: Path, two_ranks: RankPool, tmp_path: Path):
     """With the learned weights of the losses, and dropout's masks."""
-    config = longer(tasks_config(samples, "ple"))
+    config = longer(tasks_config(samples, arch))
     assert two_ranks.run(own_models.resumed_equals_whole, config, tmp_path / "checkpoints") == [[], []]
 
 

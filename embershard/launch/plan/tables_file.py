@@ -14,7 +14,7 @@ from embershard.launch.config import load_config
 from embershard.models.config import WITH_TOWERS
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import model_size, table_rows, torchrec_dense_part
+from embershard.training.fit.model_size import dense_part_over_bags, model_size, table_rows
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class TablesFile(AssumedTables, RunConfig):
             raise ConfigError(
                 f"tables.{without[0]}.rows is missing: give it, or the run's settings: --config RUN.toml."
             )
-        if not self.model.is_torchrecs or self.model.arch in WITH_TOWERS:
+        if not self.model.has_one_collection or self.model.arch in WITH_TOWERS:
             raise ConfigError(
-                f"model.arch: got {self.model.title!r}, needed dlrm, dlrm_dcn or deepfm: others' dense part is not "
-                "known without the run's settings of data. Give these, too: --config RUN.toml."
+                f"model.arch: got {self.model.title!r}, needed dlrm, dlrm_dcn, fm, deepfm or wide_deep: others' "
+                "dense part is not known without the run's settings of data. Give these, too: --config RUN.toml."
             )
 
 
@@ -118,7 +118,7 @@ def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[Tab
         TableSize(name, rows[name], each.dim or dim, "fp32", *state_bytes) for name, each in config.named.items()
     )
     schema = schema_of(config.data)
-    flops, parameters, activations = torchrec_dense_part(config, schema.num_dense, len(tables))
+    flops, parameters, activations = dense_part_over_bags(config, schema.num_dense, len(tables))
     dense = flops, parameters, parameters * config.dense_optimizer.num_states, activations
     return config, config.statistics(rows), ModelSize(tables, *dense)
 

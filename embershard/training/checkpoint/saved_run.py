@@ -19,6 +19,7 @@ from embershard.data.time_config import TimeConfig
 from embershard.decoding import decode, field_types
 from embershard.distributed import damaged_scalars, read_scalars, step_of
 from embershard.errors import CheckpointError, DataError
+from embershard.models.config import EARLIER_DEEPFM
 from embershard.training.checkpoint.identity import (
     BATCH,
     ORDER,
@@ -37,6 +38,7 @@ from embershard.training.quality.best import EvaluationProgress
 _EARLIER = {
     ORDER: PLAIN,
     "data.follow": False,
+    "model.activation": "relu",
     **{f"data.time.{each.name}": each.default for each in fields(TimeConfig)},
 }
 #: Parts of a position that every checkpoint has.
@@ -102,6 +104,7 @@ class SavedRun:
 
         Raises:
             InvalidCheckpointError: the scalars cannot be read, or an entry of them is missing or wrong.
+            CheckpointError: they are of a model that is no more.
         """
         scalars = read_scalars(checkpoint)
         values = {name: scalars[name] for name in field_types(SavedRun) if name in scalars}
@@ -111,9 +114,11 @@ class SavedRun:
                     _need(name in stream, f"stream.{name}", "nothing", "integer")
             saved = decode(SavedRun, values, CheckpointError)
             _need(saved.step == step_of(checkpoint), "step", saved.step, f"that of {checkpoint.name}")
-            return saved
         except (CheckpointError, DataError) as error:
             raise damaged_scalars(checkpoint, str(error)) from error
+        if saved.settings.get("model.arch") == "deepfm" and "model.activation" not in saved.settings:
+            raise CheckpointError(f"{checkpoint}: {EARLIER_DEEPFM}")
+        return saved
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -79,9 +79,9 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
 def _dense_part(config: RunConfig) -> tuple[float, int, float]:
     """Return operations of a sample, bytes of the parameters, and bytes that a sample's forward keeps."""
     schema = schema_of(config.data)
-    if config.model.is_torchrecs:
+    if config.model.has_one_collection:
         widths = [*map(len, schema.target.heads.values())]
-        return torchrec_dense_part(config, schema.num_dense, len(schema.sparse), widths)
+        return dense_part_over_bags(config, schema.num_dense, len(schema.sparse), widths)
     parameters = num_parameters(config.model, schema)
     kept = 4.0 * sum(table.dim * len(table.features) for table in tables_of_run(config))
     flops = float(_FLOPS_PER_PARAMETER * parameters)
@@ -93,10 +93,10 @@ def _dense_part(config: RunConfig) -> tuple[float, int, float]:
     return flops, _FLOAT_BYTES * parameters, _FLOAT_BYTES * kept
 
 
-def torchrec_dense_part(
+def dense_part_over_bags(
     config: RunConfig, num_dense: int, num_features: int, widths: Sequence[int] = (1,)
 ) -> tuple[float, int, float]:
-    """Return the same for one of TorchRec's models, over so many features; `widths`: outputs of each label."""
+    """Return the same for layers over one collection of bags, of so many features; `widths`: outputs of each label."""
     number_bytes = 8 if config.train.precision == "fp64" else 4
     dense = DenseSize.of(config.model, num_dense, num_features, number_bytes, widths)
     return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample

@@ -25,6 +25,7 @@ from embershard.launch.export import command, serving_model, serving_values
 from embershard.launch.export.dense_program import DenseLayers, dense_program
 from embershard.launch.export.write import stored
 from embershard.models import ModelConfig, build_model
+from embershard.models.config import FACTORIZED
 from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores
 from tests.unit.test_docs import blocks
@@ -139,14 +140,14 @@ def test_module_passes_torch_export(trained, exported):
         assert torch.equal(program.module()(*inputs), model(*inputs))
 
 
-@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", "deepfm"])
+@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", *FACTORIZED])
 def test_dense_program_equals_its_model(arch):
     schema = Schema(("a", "b"), (SparseFeature("x", 9), SparseFeature("y", 7)))
-    config = ModelConfig(arch=arch, embedding_dim=8, dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(8, 1))
+    config = ModelConfig(arch=arch)
     layers = DenseLayers(build_model(config, schema, torch.device("cpu"))).eval()
     program = dense_program(layers, 2).module()
     for num_samples in (1, 2, 33):
-        inputs = torch.randn(num_samples, 2), list(torch.randn(2, num_samples, 8))
+        inputs = torch.randn(num_samples, 2), list(torch.randn(2, num_samples, 16))
         assert torch.equal(program(*inputs), layers(*inputs))
 
 

@@ -22,6 +22,7 @@ from embershard.launch import cli
 from embershard.launch.arguments import NEWEST
 from embershard.launch.export import publish, serving_model
 from embershard.launch.train.run import train_run
+from embershard.models import ModelConfig
 from embershard.training.config import RunConfig
 from tests.unit.launch.conftest import clicks, config_of_clicks
 from tests.unit.launch.test_export import WITHOUT
@@ -37,6 +38,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published_run")
     pq.write_table(clicks(), folder / "clicks.parquet")
     config = config_of_clicks(folder / "clicks.parquet", max_steps=9)
+    config = dataclasses.replace(config, model=ModelConfig("deepfm", 8))
     config = dataclasses.replace(config, publish=PublishConfig(str(folder / "published"), every_steps=4))
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=12))
     with process_group("cpu") as ranks:

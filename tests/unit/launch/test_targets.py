@@ -24,6 +24,7 @@ from embershard.launch import cli
 from embershard.launch.export import serving_model
 from embershard.launch.ranks import launcher
 from embershard.models import ModelConfig
+from embershard.models.config import FACTORIZED
 from embershard.training.config import RunConfig
 from tests.covering import keep
 from tests.unit.data.targets import FEATURES, ROWS, target_config, write_targets
@@ -113,13 +114,13 @@ def test_regression_from_file_to_scores(made, folder, capsys, monkeypatch):
     assert "RMSE" in Path("page.html").read_text()
 
 
-@pytest.mark.parametrize("arch", keep(["dlrm"], ["dlrm", "dlrm_dcn", "deepfm"]))
+@pytest.mark.parametrize("arch", keep(["dlrm", "deepfm"], ["dlrm", "dlrm_dcn", *FACTORIZED]))
 def test_several_labels_from_file_to_scores(made, folder, arch):
     """With weights, a table of two features, and means of bags."""
     Path("samples.parquet").symlink_to(made)
     config = target_config(Path("samples.parquet"), "several")
-    layers = (8, 8) if arch == "deepfm" else (8,)
-    result = train(longer(replace(config, model=ModelConfig(arch, 8, layers, (8, 1)))))
+    layers = {"dense_arch_layer_sizes": (16,)} if arch not in FACTORIZED else {}
+    result = train(longer(replace(config, model=ModelConfig(arch, 16, **layers))))
     assert result["auc/click"] > 0.6
     assert result["auc/buy"] > 0.6
     columns = scores_and_export(["logit/click", "logit/buy"])
@@ -168,16 +169,13 @@ def test_several_tasks_from_file_to_scores(made, folder, capsys, arch):
     assert cli.main(["predict", "run", "--data", "new.parquet", "-o", "new_scores.parquet"]) == 0
 
 
-@pytest.mark.parametrize("arch", keep(["dlrm"], ["mmoe", "deepfm", "dlrm"]))
+@pytest.mark.parametrize("arch", keep(["dlrm"], ["mmoe", "dlrm", *FACTORIZED]))
 def test_classes_from_file_to_scores(made, folder, capsys, arch):
     """A grade with three classes beside a click and a rating: figures, scores, export, server, page, comparison."""
     Path("samples.parquet").symlink_to(made)
-    layers, towers = (
-        ((8, 8), {}) if arch == "deepfm" else ((8,), {"expert_layer_sizes": (8,)} if arch == "mmoe" else {})
-    )
-    config = longer(
-        target_config(Path("samples.parquet"), "classes", model=ModelConfig(arch, 8, layers, (6, 1), **towers))
-    )
+    layers = {} if arch in FACTORIZED else {"dense_arch_layer_sizes": (8,), "over_arch_layer_sizes": (6, 1)}
+    layers |= {"expert_layer_sizes": (8,)} if arch == "mmoe" else {}
+    config = longer(target_config(Path("samples.parquet"), "classes", model=ModelConfig(arch, 8, **layers)))
     result = train(replace(config, train=replace(config.train, epochs=6)))
     grades = ["grade=0", "grade=2.5", "grade=1"]
     scores_and_export([*(f"logit/{name}" for name in ("click", *grades)), "score/rated"])

@@ -22,12 +22,11 @@ def dropped(model: torch.nn.Module) -> list[str]:
     [
         ("dlrm", ["model.over_arch.model.0._mlp.0", "model.over_arch.model.0._mlp.1"]),
         ("dlrm_dcn", ["model.over_arch.model.0._mlp.0", "model.over_arch.model.0._mlp.1"]),
-        ("deepfm", ["model.inter_arch.deep_fm"]),
+        *((arch, [f"model.network.deep.0._mlp.{n}" for n in range(2)]) for arch in ("deepfm", "wide_deep")),
     ],
 )
 def test_hidden_layers_over_the_interaction_drop(arch, expected):
-    layers = {"over_arch_layer_sizes": (8, 1)} if arch == "deepfm" else {}
-    models = [build_model(ModelConfig(arch, dropout=p, **layers), SchemaStub(), CPU) for p in (0.0, 0.5)]
+    models = [build_model(ModelConfig(arch, dropout=p), SchemaStub(), CPU) for p in (0.0, 0.5)]
     assert [dropped(model) for model in models] == [[], expected]
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
 
@@ -68,6 +67,7 @@ def test_masks_are_those_of_seed_step_and_rank():
         ({"dropout": 1.0}, "model.dropout: got 1.0, needed a probability from 0 to below 1"),
         ({"dropout": -0.1}, "model.dropout: got -0.1"),
         ({"dropout": 0.5, "over_arch_layer_sizes": (1,)}, "model.dropout has no effect: .* no hidden layer"),
+        ({"dropout": 0.5, "arch": "fm"}, "model.dropout: got 0.5 with arch='fm', where it has no effect"),
         ({"dropout": 0.5, "build": "mine:build"}, "model.dropout has no effect with model.build"),
     ],
 )

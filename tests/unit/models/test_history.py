@@ -96,13 +96,26 @@ def test_logits_are_those_of_plain_loops(arch, plain):
     assert torch.equal(labels, given.labels)
 
 
-@pytest.mark.parametrize("arch", ["din", "tbsm"])
-def test_every_weight_learns_and_every_history_counts(arch):
-    model = make_model(arch)
+def test_prelu_learns_a_slope_for_each_layer():
+    """Of the paper's equation 2: s where it is above 0, and a s below."""
+    network = make_model("din", activation="prelu").model.network
+    for part in (network.unit, network.over):
+        inputs = hidden = torch.randn(50, 32)
+        for layer in part[0]._mlp:
+            sums, slope = layer._linear(hidden), layer._activation_fn.weight
+            assert (slope.shape, slope.item()) == ((1,), 0.25)
+            slope.data.fill_(0.5)
+            hidden = torch.where(sums > 0, sums, 0.5 * sums)
+        assert torch.allclose(part(inputs), part[1](hidden))
+
+
+@pytest.mark.parametrize(("arch", "activation"), [("din", "relu"), ("din", "prelu"), ("tbsm", "relu")])
+def test_every_weight_learns_and_every_history_counts(arch, activation):
+    model = make_model(arch, activation=activation)
     loss, (_, logits, _) = model(batch())
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
-    other = make_model(arch)(batch([[3, 4, 6], *HISTORIES[1:]]))[1][1]
+    other = make_model(arch, activation=activation)(batch([[3, 4, 6], *HISTORIES[1:]]))[1][1]
     assert (other != logits).tolist() == [True, False, False, False]
 
 

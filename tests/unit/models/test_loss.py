@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, Schema, SparseFeature, Target
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model, model_tables
-from embershard.models.config import WITH_HISTORY
+from embershard.models.config import FACTORIZED, WITH_HISTORY
 from embershard.models.loss import loss_of
 from embershard.models.table_modules import collections_of
 
@@ -63,20 +63,19 @@ def test_one_binary_label_is_torchrecs():
     assert torch.equal(DLRMTrain(model.model).loss_fn(outputs, labels), loss_of(schema.target, outputs, labels, None))
 
 
-@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", "deepfm"])
+@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn"])
 def test_an_output_for_each_label(arch):
     schema = Schema(("d",), (SparseFeature("a", 10),), Target(("x", "y", "z")))
-    layers = (8, 16) if arch == "deepfm" else (16,)
-    model = build_model(ModelConfig(arch, dense_arch_layer_sizes=layers, over_arch_layer_sizes=(8, 1)), schema, CPU)
+    model = build_model(ModelConfig(arch, over_arch_layer_sizes=(8, 1)), schema, CPU)
     last = [each for each in model.modules() if isinstance(each, torch.nn.Linear)][-1]
     assert last.out_features == 3
 
 
-@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", "deepfm", *WITH_HISTORY])
+@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", *FACTORIZED, *WITH_HISTORY])
 def test_outputs_of_a_regression_start_at_the_mean_label(arch):
     history = {"target": ("item",), "history": ("past",)} if arch in WITH_HISTORY else {}
-    layers = (8, 16) if arch == "deepfm" else (16,)
-    config = ModelConfig(arch, dense_arch_layer_sizes=layers, over_arch_layer_sizes=(8, 1), **history)
+    layers = {} if arch == "fm" else {"over_arch_layer_sizes": (8, 1)}
+    config = ModelConfig(arch, **layers, **history)
     sparse = tuple(SparseFeature(name, 30) for name in ("item", "past", "user"))
     target = Target(("x", "y"), "regression", label_means=(3.0, 500.0))
     torch.manual_seed(0)

@@ -6,15 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Target
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
+from embershard.models.config import FACTORIZED
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,14 @@ CPU = torch.device("cpu")
         ({"table_dtype": "fp8"}, "'fp16'"),
         ({"dcn_num_layers": 2}, "no effect"),
         ({"arch": "dlrm_dcn", "dcn_low_rank_dim": 0}, "at least 1"),
-        ({"arch": "deepfm"}, r"over_arch_layer_sizes: got \[64, 32, 1\].*needs two layers: \[64, 1\]"),
-        ({"arch": "deepfm", "dense_arch_layer_sizes": (16,)}, r"dense_arch_layer_sizes: .*two layers: \[16, 16\]"),
-        ({"arch": "deepfm", "over_arch_layer_sizes": (8, 1), "dcn_num_layers": 2}, "no effect"),
+        *(
+            ({"arch": arch, **settings}, f"{next(iter(settings))}: got .*'{arch}', where it has no effect")
+            for arch in FACTORIZED
+            for settings in ({"dense_arch_layer_sizes": (32, 16)}, {"dcn_num_layers": 2}, {"activation": "prelu"})
+        ),
+        ({"arch": "deepfm", "dense_arch_layer_sizes": (16, 16)}, "was TorchRec's SimpleDeepFMNN"),
+        ({"arch": "fm", "over_arch_layer_sizes": (8, 1)}, r"'fm', where it has no effect.*which is \[64, 32, 1\]"),
+        ({"arch": "din", "target": ("a",), "history": ("b",), "activation": "dice"}, "needed 'relu' or 'prelu'"),
     ],
 )
 def test_config_says_what_is_wrong_and_what_is_needed(settings, said):
@@ -91,22 +93,6 @@ def test_dcn_takes_its_settings():
     crossnet = model.model.inter_arch.crossnet
     assert len(crossnet.W_kernels) == 2
     assert crossnet.W_kernels[0].shape == (3 * 16, 5)
-
-
-def test_deepfm_gives_the_logits_of_torchrecs():
-    """The same weights in TorchRec's model give the sigmoid of our logits; and no other number of names."""
-    torch.manual_seed(0)
-    built = build_model(ModelConfig(arch="deepfm", over_arch_layer_sizes=(6, 1)), SchemaStub(), CPU).model
-    tables = [EmbeddingBagConfig(rows, 16, f"t_{n}", feature_names=[n]) for n, rows in (("a", 10), ("b", 20))]
-    stock = SimpleDeepFMNN(3, EmbeddingBagCollection(tables), hidden_layer_size=64, deep_fm_dimension=6)
-    collection = built.sparse_arch.embedding_bag_collection
-    collection.to_empty(device=CPU)
-    built.load_state_dict(stock.state_dict())
-    dense, ids = torch.randn(5, 3), torch.randint(10, (10,))
-    features = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(10, dtype=torch.int64))
-    logits = built(dense, features)
-    assert torch.equal(logits.sigmoid(), stock(dense, features))
-    assert not torch.equal(logits, stock(dense, features))
 
 
 def test_same_seed_gives_the_same_dense_layers():

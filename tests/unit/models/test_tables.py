@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch
 from embershard.data import Schema, SparseFeature, Target
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model, model_tables, num_parameters
-from embershard.models.config import WITH_HISTORY, WITH_TOWERS, Arch
+from embershard.models.config import FACTORIZED, WITH_HISTORY, WITH_TOWERS, Arch
 from embershard.models.hstu_config import HstuConfig
 from embershard.models.table_modules import tables_in
 
@@ -31,7 +31,8 @@ LEARNED = Target(labels=("click", "buy"))  # their weights
 
 def settings_of(arch: str, **changes: object) -> ModelConfig:
     of_history = OF_HISTORY if arch in WITH_HISTORY else {}
-    return ModelConfig(arch=arch, over_arch_layer_sizes=(12, 1), **of_history, **changes)  # type: ignore[arg-type]
+    layers = {} if arch == "fm" else {"over_arch_layer_sizes": (12, 1)}
+    return ModelConfig(arch=arch, **layers, **of_history, **changes)  # type: ignore[arg-type]
 
 
 def schema_of(arch: str, *, dense: int = 3, target: Target | None = None) -> Schema:
@@ -41,10 +42,11 @@ def schema_of(arch: str, *, dense: int = 3, target: Target | None = None) -> Sch
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"table_dtype": "fp16", "embedding_dim": 8, "dense_arch_layer_sizes": (9, 8)}])
+@pytest.mark.parametrize("changes", [{}, {"table_dtype": "fp16", "embedding_dim": 8}])
 @pytest.mark.parametrize("arch", get_args(Arch))
 def test_tables_are_those_of_the_built_model(arch, changes):
-    config, schema = settings_of(arch, **changes), schema_of(arch)
+    layers = {"dense_arch_layer_sizes": (9, 8)} if changes and arch not in FACTORIZED else {}
+    config, schema = settings_of(arch, **changes, **layers), schema_of(arch)
     built = tables_in(build_model(config, schema, torch.device("cpu")))
     tables = model_tables(config, schema)
     assert tables == tuple(built)
@@ -67,7 +69,8 @@ def test_parameters_are_those_of_the_built_model(arch, dense, target):
 
 @pytest.mark.parametrize("arch", WITH_HISTORY)
 def test_a_history_alone(arch):
-    own = {"hstu": HstuConfig(times=("time", "past_time"))} if arch == "hstu" else {"history_layer_sizes": (5,)}
+    own: dict[str, Any] = {"history_layer_sizes": (5, 6), **({"activation": "prelu"} if arch == "din" else {})}
+    own = {"hstu": HstuConfig(times=("time", "past_time"))} if arch == "hstu" else own
     times = tuple(SparseFeature(name, 99) for name in ("time", "past_time") if arch == "hstu")
     config, schema = settings_of(arch, **own), Schema((), (*EVENTS, *times))
     model = build_model(config, schema, torch.device("cpu"))
@@ -91,7 +94,7 @@ from embershard.models import ModelConfig, model_tables, num_parameters
 events = dict(target=("item",), history=("past",)) if {arch in WITH_HISTORY} else dict()
 schema = Schema(("d",), tuple(SparseFeature(name, 30) for name in ("item", "past", "user")),
                 Target(("click", "buy")))
-config = ModelConfig(arch={arch!r}, over_arch_layer_sizes=(8, 1), **events)
+config = ModelConfig(arch={arch!r}, **events)
 print(len(model_tables(config, schema)), num_parameters(config, schema) > 0)
 sys.exit("it imports torch" if "torch" in sys.modules else 0)
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from embershard.decoding import decode
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
-from embershard.models.config import WITH_TOWERS
+from embershard.models.config import FACTORIZED, WITH_TOWERS
 from embershard.models.dense_size import DenseSize
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.rates import TERMS, Rates, StepWork, step_parts
@@ -73,14 +74,16 @@ BELOW_TOWERS = [(arch, below) for arch in WITH_TOWERS for below in ("dlrm", "dlr
 
 
 @pytest.mark.parametrize(
-    ("arch", "interaction"), [*((arch, None) for arch in ("dlrm", "dlrm_dcn", "deepfm")), *BELOW_TOWERS]
+    ("arch", "interaction"), [*((arch, None) for arch in ("dlrm", "dlrm_dcn", *FACTORIZED)), *BELOW_TOWERS]
 )
 def test_dense_sizes_are_those_of_the_model(arch, interaction) -> None:
     crossing = interaction or arch
     cross = {"dcn_num_layers": 2, "dcn_low_rank_dim": 3} if crossing == "dlrm_dcn" else {}
-    over = (12, 1) if arch == "deepfm" else (12, 6, 1)
-    config = ModelConfig(arch, 8, (20, 8), over, interaction=interaction, **cross)
-    labels, widths = (("x", "y=1", "y=2", "y=3", "z"), (1, 3, 1)) if interaction else (("x",), (1,))
+    layers: dict[str, Any] = {} if arch in FACTORIZED else {"dense_arch_layer_sizes": (20, 8)}
+    layers |= {} if arch == "fm" else {"over_arch_layer_sizes": (12, 6, 1)}
+    config = ModelConfig(arch, 8, interaction=interaction, **layers, **cross)
+    has_several = interaction or arch in FACTORIZED
+    labels, widths = (("x", "y=1", "y=2", "y=3", "z"), (1, 3, 1)) if has_several else (("x",), (1,))
     target = Target(labels, widths=widths)
     schema = Schema(("a", "b", "c"), tuple(SparseFeature(f"s{i}", 5) for i in range(4)), target)
     model = build_model(config, schema, torch.device("cpu"))
@@ -88,11 +91,11 @@ def test_dense_sizes_are_those_of_the_model(arch, interaction) -> None:
     size = DenseSize.of(config, 3, 4, widths=widths)
     assert size.parameter_bytes == sum(p.numel() * 4 for p in dense)
     weights = sum(p.numel() for p in dense if p.dim() == 2)
-    others = {"dlrm": 5 * 5 * 8, "dlrm_dcn": 0, "deepfm": 2 * 5 * 8}[crossing]  # of 5 vectors of dim 8
+    others = {"dlrm": 5 * 5 * 8, "fm": 2 * 7 * 3, "deepfm": 2 * 7 * 3}.get(crossing, 0)  # 5 x 8, or 7 fields x 3
     assert size.flops_per_sample == 6 * (weights + others)
     assert size.activation_bytes_per_sample > 0
-    if not interaction:
-        assert size == DenseSize(arch, 3, 4, 8, (20, 8), over, *cross.values())
+    if not has_several:
+        assert size == DenseSize(arch, 3, 4, 8, (20, 8), (12, 6, 1), *cross.values())
     in_fp64 = DenseSize.of(config, 3, 4, number_bytes=8, widths=widths)
     assert in_fp64.parameter_bytes == 2 * size.parameter_bytes
     assert in_fp64.activation_bytes_per_sample == 2 * size.activation_bytes_per_sample

@@ -30,7 +30,7 @@ IN_FP64 = RunConfig(train=TrainConfig(precision="fp64"))
 def model_of(arch: Arch, *, wide: bool) -> Any:
     torch.manual_seed(0)
     schema = replace(SCHEMA, target=TWO_LABELS) if arch in WITH_TOWERS else SCHEMA
-    model = build_model(ModelConfig(arch=arch, over_arch_layer_sizes=(6, 1)), schema, torch.device("cpu"))
+    model = build_model(ModelConfig(arch=arch), schema, torch.device("cpu"))
     for table in model.model.sparse_arch.embedding_bag_collection.to_empty(device="cpu").parameters():
         torch.nn.init.normal_(table)
     if wide:

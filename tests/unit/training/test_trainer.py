@@ -22,6 +22,7 @@ from embershard.errors import CheckpointError, FailedSaveError, InvalidCheckpoin
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
+from embershard.models.config import FACTORIZED
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig, TrainConfig
@@ -82,10 +83,10 @@ def test_reports_come_when_they_are_due(ranks, tmp_path):
     assert all(report.quality.samples == 100 for report in reports if isinstance(report, EvalReport))
 
 
-@pytest.mark.parametrize("policy", ["lookahead", "static"])
-def test_deepfm_trains_as_without_a_cache(ranks, policy):
+@pytest.mark.parametrize(("arch", "policy"), covering(FACTORIZED, ("lookahead", "static")))
+def test_a_model_with_a_weight_per_id_trains_as_without_a_cache(ranks, arch, policy):
     """Also with a cache that keeps to its profile, whose rows leave after their batch."""
-    model = ModelConfig("deepfm", 4, (8, 4), (8, 1))
+    model = ModelConfig(arch, 4)
     look_ahead, profile = LookAheadConfig(0 if policy == "static" else 8), ProfileConfig(samples=500)
     cached = make_config(
         cache=CacheConfig(ratio=0.2, policy=policy), model=model, look_ahead=look_ahead, profile=profile

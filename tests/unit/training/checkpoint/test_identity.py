@@ -20,6 +20,8 @@ from embershard.decoding import decode
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.errors import CheckpointError, ConfigError
 from embershard.launch.config import apply_override, describe
+from embershard.models import ModelConfig
+from embershard.models.config import FACTORIZED
 from embershard.resume_rules import Free, rules_of
 from embershard.training.checkpoint.identity import (
     BATCH,
@@ -34,6 +36,7 @@ from embershard.training.checkpoint.identity import (
 from embershard.training.checkpoint.saved_run import _with_global_batch
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, ScheduleConfig
+from embershard.training.trained_run import open_trained
 from embershard.training.trainer import Trainer
 from tests.unit.distributed.checkpoints import make_manifest_right
 from tests.unit.training.test_trainer import losses, make_config
@@ -227,6 +230,31 @@ def test_a_checkpoint_of_an_earlier_version_is_not_compared_in_silence(ranks, or
     with pytest.raises(CheckpointError, match=r"data\.seed +0 +7"):  # which every version has saved
         other.resume(earlier)
     other.close()
+
+
+@pytest.mark.parametrize("arch", FACTORIZED)
+def test_the_deepfm_of_earlier_versions_is_refused_by_name(ranks, original, tmp_path, arch):
+    """Its checkpoints have no `model.activation`. Those of now resume."""
+    config = replace(original[0], model=ModelConfig(arch, 4))
+    trainer = Trainer(config, ranks, tmp_path)
+    for _ in trainer.train():
+        pass
+    trainer.close()
+    checkpoint = complete_checkpoints(tmp_path)[0]
+    again = Trainer(config, ranks, None)
+    assert again.resume(checkpoint)[1].changes == ()
+    scalars = json.loads((checkpoint / "scalars.json").read_text())
+    del scalars["settings"]["model.activation"]
+    (checkpoint / "scalars.json").write_text(json.dumps(scalars))
+    make_manifest_right(checkpoint)
+    if arch != "deepfm":
+        assert again.resume(checkpoint)[1].changes == ()
+    else:
+        uses = (lambda: again.resume(checkpoint), lambda: open_trained(config, tmp_path, ranks, step=4))
+        for use in uses:
+            with pytest.raises(CheckpointError, match=r"step_4: The \"deepfm\" of earlier versions was .* Train"):
+                use()
+    again.close()
 
 
 def test_every_setting_has_a_rule():
