@@ -321,13 +321,11 @@ class TableConfig:
     """Of several labels, for each the label before it, or column of numbers, that is 0 where a sample has not this
     label, as ["", "click"]; "": all samples have it. It then trains nothing there, and counts in no figure."""
     missing_labels: OfTraining[Literal["bad_row", "masked"]] = "bad_row"
-    """Of several labels: what a missing cell of one is. "bad_row": no sample; "masked": the sample has not this
-    label."""
+    """Of several labels: what a missing cell of one is. "bad_row": no sample; "masked": a sample without it."""
     label_weights: OfTraining[tuple[float, ...]] = ()
     """Of several labels: the factor of each label's loss, above 0. Default: 1 each."""
     weight: OfTraining[str | None] = None
-    """Name of a column of numbers of at least 0: the factor of a sample's loss, and its share of the held-out metrics.
-    Default: 1 each."""
+    """Column of numbers of at least 0: factor of a sample's loss, and its share of held-out metrics. Default: 1."""
     separator: OfTraining[str] = ","
     """Between the cells of a line of a text file: one character."""
     columns: OfTraining[tuple[str, ...]] = ()
@@ -443,14 +441,12 @@ class DataConfig:
     time: TimeConfig = field(default_factory=TimeConfig)
     """Training in time order."""
     follow: OfTraining[bool] = False
-    """The folder `path` grows while training goes on: new files train as they come, in time order, and no run ends for
-    want of them. See docs/data.md. Files come in turn, as with data.time.files = "in_turn"."""
+    """New files of the folder `path` train as they come, in turn and in time order (docs/data.md)."""
     idle_seconds: Free[float | None] = None
     """With `follow`: the run ends, as if the data ended, when no new file came for so long. Default: it waits on."""
     bad_files: Free[Literal["stop", "skip"]] = "stop"
-    """With `follow`: what happens at a file that cannot be read, or has more bad rows than `bad_rows` allows. "stop":
-    all before it trains, then the run ends; once it was mended or removed, a resume goes on. "skip": it is left out,
-    with a warning, until it changes."""
+    """With `follow`, at a file that cannot be read or has too many bad rows: "stop" ends the run behind what came
+    before, and a resume goes on once it was mended or removed; "skip" leaves it out until it changes."""
     seed: OfTraining[int] = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
     shuffle: OfTraining[bool] = True

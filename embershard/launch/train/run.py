@@ -90,6 +90,11 @@ def train_run(
             say(console, f"Go on with:    {go_on}")
     if failed_save is not None:
         raise failed_save
+    _check_published(trainer, go_on)
+
+
+def _check_published(trainer: Trainer, go_on: str) -> None:
+    """Raise if the last state of a run that publishes was not published."""
     if trainer.publisher is not None and trainer.publisher.failure:
         have = trainer.publisher.published
         raise FailedPublicationError(
