@@ -130,7 +130,7 @@ class Files:
         """Put other samples into a file, as many; or remove it."""
         if self.chance.random() < 0.5:
             return self.remove(name)
-        start = 10**6 + max(map(max, self.ids.values()))
+        start = 1 + max(map(max, self.ids.values()))  # float32 tells them apart
         self.ids[name] = list(range(start, start + len(self.ids[name])))
         table = self._tables[name]
         self._tables[name] = table.set_column(table.column_names.index("number"), "number", [self.ids[name]])
@@ -170,8 +170,7 @@ def _change_waiting(root: Path, files: Files, lives: int, *, has_begun: bool) ->
     for name in names:
         parts = [sample in trained for sample in files.ids.get(name, [])]
         if has_begun and any(parts) and not all(parts):
-            (files.folder / name).unlink()
-            return
+            return files.remove(name)
     seen = {sample for life in range(lives) for batch in _history(root, life + 1) for sample in batch}
     waiting = [name for name in names if name in files.ids and seen.isdisjoint(files.ids[name])]
     if waiting and not has_begun:

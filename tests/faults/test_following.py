@@ -25,8 +25,17 @@ def test_every_sample_trains_once_over_kills(project_dir: Path) -> None:
     assert "run 0: every sample once, 3 kills" in done.stdout
 
 
-@pytest.mark.parametrize("without", [matrix("journal")])
-def test_a_journal_behind_the_offer_is_noticed(project_dir: Path, without: str) -> None:
+def test_bad_files_are_named_and_need_no_hand(project_dir: Path) -> None:
+    done = _following(project_dir, "--runs", "1", "--kills", "2", "--files", "8", "--bad", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "run 0: every sample once, 2 kills, 3 bad files named" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("without", "problem"), [matrix("journal", "the journal of this run has"), matrix("begun", "samples trained")]
+)
+def test_what_is_left_out_is_noticed(project_dir: Path, without: str, problem: str) -> None:
+    """A journal behind the offer; a file that is dropped though a part of it has trained."""
     done = _following(project_dir, "--runs", "1", "--kills", "1", "--without", without)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the journal of this run has" in done.stdout
+    assert problem in done.stdout
