@@ -169,7 +169,7 @@ class Publisher:
             prepare: prepares a checkpoint, in a folder.
 
         Raises:
-            ConfigError: the folder has publications of another run.
+            ConfigError: the folder has publications of another run, or another one begins there.
         """
         if self._have is not None:
             return run_id
@@ -197,6 +197,11 @@ class Publisher:
     def _look(self, run_id: str) -> _Beginning:
         """On the first rank: look where the run begins in the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        if not write.claim(self._folder):  # before anything of it is removed
+            raise ConfigError(
+                f"publish.folder: {self._folder} is in use by another run, which has perhaps published nothing yet. "
+                "Give each run a folder of its own."
+            )
         write.remove_leftovers(self._folder)
         seq, life, known = write.next_place(self._folder)
         if known and run_id not in known:

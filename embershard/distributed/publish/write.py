@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -31,6 +34,8 @@ from embershard.distributed.ranks import Ranks
 from embershard.whole_file import sync_folder
 
 PARTIAL = ".partial"
+_LOCK = ".lock"
+_claimed: list[IO[str]] = []
 _NO_STATE = (
     "{}: the state of the checkpoint is in no publication: it could not be written, as on a full disk, or was removed"
 )
@@ -260,6 +265,19 @@ def prune(folder: Path, keep_bases: int, needed_from: int | None) -> list[str]:
         os.rename(path, leaving)
         shutil.rmtree(leaving)
     return [path.name for path in going]
+
+
+def claim(folder: Path) -> bool:
+    """Reserve the folder for this process until it ends; return False where another process has it. A system without
+    such locks lets all have it."""
+    file = (folder / _LOCK).open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    _claimed.append(file)  # the system gives the lock back where any file of it is closed
+    return True
 
 
 def remove_leftovers(folder: Path) -> None:

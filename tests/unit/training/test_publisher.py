@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -114,6 +115,24 @@ def test_the_folder_of_another_run_is_refused(tmp_path, layers):
     (tmp_path / "publishes.json").unlink()
     with pytest.raises(ConfigError, match="publications of another run"):
         Life(tmp_path, None, True, 2, layers)
+
+
+def test_of_two_runs_that_begin_in_one_folder_the_second_is_refused(tmp_path, layers):
+    """While the first writes its base: what it has written so far stays."""
+    folder = tmp_path / "published"
+    (folder / f"base_0{write.PARTIAL}").mkdir(parents=True)
+    lock = "file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    holds = f"import fcntl, sys; {lock}; print(flush=True); input()"
+    words = [sys.executable, "-c", holds, str(folder / ".lock")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ConfigError, match=r"is in use by another run, .* Give each run a folder of its own"):
+            Life(tmp_path, None, False, 1, layers)
+        assert [path.name for path in folder.glob("base_0*")] == [f"base_0{write.PARTIAL}"]
+        other.kill()
+    Life(tmp_path, None, False, 1, layers)
+    assert [path.name for path in folder.glob("base_0*")] == ["base_0"]
 
 
 def test_a_run_whose_checkpoints_are_gone_goes_on_in_its_folder(tmp_path, layers):
