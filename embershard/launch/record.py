@@ -28,6 +28,7 @@ from embershard.training.hot_cold import packed_totals
 from embershard.training.quality.quality import main_values, metric_names, quality_values
 from embershard.training.quality.reports import (
     BadRowsReport,
+    EndReport,
     EvalReport,
     FailedSaveReport,
     FileReport,
@@ -254,6 +255,10 @@ def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
         values |= {f"{kind}_batches": count for kind, count in batches.items()}
         values |= {f"sent_bytes_{kind}": count for kind, count in sent.items()}
         return "train", values | ({"ids": ids} if ids else {})
+    if isinstance(report, EndReport):
+        sent = {f"total_sent_bytes_{kind}": count for kind, count in dataclasses.asdict(report.sent_bytes).items()}
+        totals = {"total_fills": report.fills, "total_write_backs": report.write_backs}
+        return "end", {"step": report.step, **totals, **sent}
     if isinstance(report, EvalReport):
         slices = {"slices": report.slices} if report.slices else {}
         return "eval", {"step": report.step, **quality_values(report.quality), **slices, "seconds": report.seconds}

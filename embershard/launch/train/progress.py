@@ -20,6 +20,7 @@ from embershard.training.config import RunConfig
 from embershard.training.quality.quality import main_values, quality_values
 from embershard.training.quality.reports import (
     BadRowsReport,
+    EndReport,
     EvalReport,
     FailedSaveReport,
     FileReport,
@@ -95,6 +96,8 @@ class ProgressDisplay:
             say(self._console, f"step {report.step}: stopped by a signal; {saved}")
         elif isinstance(report, SkippedBatchReport):
             say(self._console, f"{report.reason} It trains nothing (train.on_non_finite).")
+        elif isinstance(report, EndReport):
+            pass  # of the closing table
         elif isinstance(report, FileReport):
             say(self._console, f"step {report.step}: warning: {report.problem}")
         elif isinstance(report, PublicationReport):

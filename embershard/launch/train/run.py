@@ -126,6 +126,7 @@ def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
 
 def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
     """Record the totals of a run that is over. Collective."""
+    end = trainer.metrics.end(trainer.steps)
     ratio = None if trainer.plan else trainer.config.cache.slot_ratio
     totals = {
         "cache": trainer.metrics.cache_reader.totals(ratio),
@@ -134,6 +135,7 @@ def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
         "sent_bytes": trainer.metrics.traffic_reader.totals(),
     }
     if outputs is not None:
+        outputs.add(end)
         outputs.finish(totals, same_run)
 
 

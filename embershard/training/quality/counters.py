@@ -22,7 +22,7 @@ from embershard.run_result import CacheTotals, IdTotals
 from embershard.sharding.torchrec import cache_stats, id_counts, pools_by_module
 from embershard.sharding.torchrec.modes.hot_cold import hot_totals
 from embershard.training.quality.metrics import Predicted, PredictionBuffer
-from embershard.training.quality.reports import TrainReport
+from embershard.training.quality.reports import EndReport, TrainReport
 
 #: Newest samples per rank that count for the AUC in the progress line.
 WINDOW_SAMPLES = 16_384
@@ -294,3 +294,8 @@ class StepMetrics:
             sent_bytes=self.traffic_reader.since_last().over(rank_steps),
             ids=self.id_reader.since_last(),
         )
+
+    def end(self, step: int) -> EndReport:
+        """Report on what came behind the last report. Collective."""
+        cached = self.cache_reader.since_last()
+        return EndReport(step, int(cached.fills), int(cached.write_backs), self.traffic_reader.since_last())

@@ -175,8 +175,24 @@ class StopReport:
     path: Path | None
 
 
+@dataclass(frozen=True)
+class EndReport:
+    """What all ranks moved behind the last `TrainReport` of a run that is over: rows that are written back at the end,
+    say. With it, reports add up to the totals of the run.
+
+    Attributes:
+        fills, write_backs: rows of the caches.
+    """
+
+    step: int
+    fills: int
+    write_backs: int
+    sent_bytes: SentBytes
+
+
 Report = (
     TrainReport
+    | EndReport
     | EvalReport
     | WindowReport
     | SaveReport
