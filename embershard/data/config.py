@@ -441,12 +441,11 @@ class DataConfig:
     time: TimeConfig = field(default_factory=TimeConfig)
     """Training in time order."""
     follow: OfTraining[bool] = False
-    """New files of the folder `path` train as they come, in turn and in time order (docs/data.md)."""
+    """The folder `path` grows: its new files train as they come, in turn and in time order (docs/data.md)."""
     idle_seconds: Free[float | None] = None
     """With `follow`: the run ends, as if the data ended, when no new file came for so long. Default: it waits on."""
     bad_files: Free[Literal["stop", "skip"]] = "stop"
-    """With `follow`, at a file that cannot be read or has too many bad rows: "stop" ends the run behind what came
-    before, and a resume goes on once it was mended or removed; "skip" leaves it out until it changes."""
+    """With `follow`, at a file that cannot be read or has too many bad rows: stop there, or leave it out."""
     seed: OfTraining[int] = 0
     """Fixes the order of the samples and, for "synthetic", the samples themselves."""
     shuffle: OfTraining[bool] = True
@@ -497,8 +496,7 @@ class DataConfig:
         self._check_split()
         self.time.check_with(self.kind, self.split, self.eval_fraction, EVAL_FRACTION)
         self.time.check_following(self.follow, self.idle_seconds, self.bad_files)
-        most = _MOST_CHUNKS * self.chunk_rows
-        if self.synthetic.num_samples > most:
+        if self.synthetic.num_samples > (most := _MOST_CHUNKS * self.chunk_rows):
             raise ConfigError(
                 f"data.synthetic.num_samples = {self.synthetic.num_samples}; needed at most {most:,}, which are "
                 f"{_MOST_CHUNKS:,} chunks of data.chunk_rows = {self.chunk_rows} samples"
@@ -557,7 +555,7 @@ class DataConfig:
 
     def unfollowed(self) -> DataConfig:
         """Return settings that read what a folder that is followed has now."""
-        time = replace(self.time, files="in_turn") if self.follow else self.time
+        time = replace(self.time, files="in_turn" if self.follow else self.time.files)
         return replace(self, time=time, follow=False, idle_seconds=None, bad_files="stop")
 
     @property
