@@ -39,6 +39,7 @@ NEW = {
     "best": None,
     "keeps_best": False,
     "stopped_early": False,
+    "published": None,
 }
 
 
