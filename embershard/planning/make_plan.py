@@ -132,7 +132,7 @@ def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
     """Return the least of these needs, or a lesser one that a search finds: for the least memory first, then as for a
     plan, with a byte less than the least so far. A refusal takes no more searches than that."""
     need = min(needs, key=lambda each: each.asked(request.budget))
-    if request.budget.rank_bytes is None:
+    if request.budget.rank_bytes is None or request.workload.shape.world_size == 1 or not request.sharded:
         return need
     for is_by_memory in (True, False):
         less = replace(request, budget=request.budget.of_rank(need.asked(request.budget) - (not is_by_memory)))

@@ -64,7 +64,7 @@ def publish(root: Path, count: int, with_bases: bool = True) -> States:
             life.publisher.cut(seq)
             list(life.publisher.reports())
         states[seq] = {name: tensor.clone() for name, tensor in life.state().items()}
-    list(life.publisher.end())
+    list(life.publisher.end(count))
     for seq in range(2, count + 1, 2) if with_bases else ():
         compact.make_base(root / "published", seq)
     return states

@@ -90,9 +90,7 @@ class ProgressDisplay:
             first = f", for instance {report.rows[0]}" if report.rows else ""
             say(self._console, f"step {report.step}: {report.num_bad:,} bad rows so far{first}")
         elif isinstance(report, StopReport):
-            saved = (
-                "no checkpoint of it, by checkpoint.at_end" if report.path is None else f"its state is in {report.path}"
-            )
+            saved = f"its state is in {report.path}" if report.path else "no checkpoint of it, by checkpoint.at_end"
             say(self._console, f"step {report.step}: stopped by a signal; {saved}")
         elif isinstance(report, SkippedBatchReport):
             say(self._console, f"{report.reason} It trains nothing (train.on_non_finite).")

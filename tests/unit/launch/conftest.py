@@ -15,6 +15,7 @@ from embershard.cache.config import Policy
 from embershard.data import DataConfig, ParquetConfig
 from embershard.distributed import Supervision, process_group
 from embershard.launch import rank, score
+from embershard.launch.ranks import launcher
 from embershard.launch.train.run import train_run
 from embershard.models import ModelConfig
 from embershard.training.config import RunConfig, TrainConfig
@@ -82,3 +83,9 @@ def score_here(*words: str) -> int:
 def start_here(num_ranks: int, module: str, *, job: rank.Job, **options: object) -> int:
     """In place of `start_ranks`: do the job as one rank in this process; errors are raised."""
     return rank.do(lambda: job, stops_in_order=job.stops_in_order)
+
+
+@pytest.fixture
+def one_rank_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that start ranks run the program of one in this process; tests/ranks starts real ones."""
+    monkeypatch.setattr(launcher, "start_ranks", start_here)

@@ -22,12 +22,11 @@ from embershard.errors import CheckpointError, DataError
 from embershard.launch import cli, rank
 from embershard.launch.config import load_config
 from embershard.launch.data.suggest import suggest_features, suggest_label
-from embershard.launch.ranks import launcher
 from embershard.launch.train.command import rank_job
 from embershard.training.checkpoint.identity import FEATURES, changes, identity_of, refusal
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
-from tests.unit.launch.conftest import score_here, start_here
+from tests.unit.launch.conftest import score_here
 from tests.unit.test_docs import blocks, commands
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -38,12 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     return tmp_path
-
-
-@pytest.fixture
-def one_rank_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that start ranks run the program of one in this process; tests/ranks starts real ones."""
-    monkeypatch.setattr(launcher, "start_ranks", start_here)
 
 
 def test_three_files_become_scores_by_the_commands_of_the_page(folder, one_rank_here, project_dir, capsys):

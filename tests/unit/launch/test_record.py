@@ -79,6 +79,7 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), loss=0.5, is_evaluated=True,
         loss_monitor=SimpleNamespace(num_skipped=3),
         samples=800,
         bad_rows=SimpleNamespace(num_bad=0, are_tolerated=False),
+        following=None,
         step_seconds=array("d", step_seconds),
     )
     sent = {"ids": 8e6, "embeddings": 4e7, "gradients": 4e7, "dense_all_reduce": 8e5, "other": 1e3, "ranks": []}
