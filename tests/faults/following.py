@@ -161,20 +161,28 @@ def _mend(files: Files, said: str) -> str:
     return name
 
 
-def _change_waiting(root: Path, files: Files, lives: int, *, has_begun: bool) -> None:
-    """Change a file that the journal has, and of which nothing has trained; or, which is wrong, remove one of which a
-    part has."""
-    journal = root / "run" / "files.jsonl"
-    names = [json.loads(line)["name"] for line in journal.read_bytes().splitlines()] if journal.exists() else []
-    trained = {sample for batch in _history(root, lives) for sample in batch}
-    for name in names:
-        parts = [sample in trained for sample in files.ids.get(name, [])]
-        if has_begun and any(parts) and not all(parts):
-            return files.remove(name)
+def _change_waiting(root: Path, files: Files, lives: int) -> None:
+    """Change a file that the journal has, and of which nothing has trained in any life."""
     seen = {sample for life in range(lives) for batch in _history(root, life + 1) for sample in batch}
-    waiting = [name for name in names if name in files.ids and seen.isdisjoint(files.ids[name])]
-    if waiting and not has_begun:
+    waiting = [name for name in _journal(root) if name in files.ids and seen.isdisjoint(files.ids[name])]
+    if waiting:
         files.change(files.chance.choice(waiting))
+
+
+def _remove_begun(root: Path, files: Files) -> None:
+    """Remove the file of which a part has trained at the newest checkpoint, as nobody may."""
+    steps = [int(path.name[5:]) for path in (root / "run" / "checkpoints").glob("step_*[0-9]")]
+    start, position = 0, GLOBAL_BATCH * max(steps, default=0)
+    for name in _journal(root):
+        end = start + len(files.ids[name])
+        if start < position < end:
+            return files.remove(name)
+        start = end
+
+
+def _journal(root: Path) -> list[str]:
+    journal = root / "run" / "files.jsonl"
+    return [json.loads(line)["name"] for line in journal.read_bytes().splitlines()] if journal.exists() else []
 
 
 def _config(files: Files, is_shuffled: bool, lookahead: int, ends: bool) -> RunConfig:
@@ -330,8 +338,10 @@ def try_run(
             return f"run {seed}, life {life - 1}: exit codes {codes}: {_said(root, life - 1)}", num_killed
         num_killed += codes[0] == -signal.SIGKILL
         is_over = is_last
-        if not is_last and (num_bad or without == "begun"):
-            _change_waiting(root, files, life, has_begun=without == "begun")
+        if not is_last and without == "begun":
+            _remove_begun(root, files)
+        elif not is_last and num_bad:
+            _change_waiting(root, files, life)
     if sorted(named) != wanted:
         return f"bad files {wanted}; named were {sorted(named)}", num_killed
     return _problem(root, files, life, is_shuffled), num_killed
@@ -348,15 +358,17 @@ def _said(root: Path, life: int, most: int = 300) -> str:
 
 def _problem(root: Path, files: Files, lives: int, is_shuffled: bool) -> str:
     found = [sample for batch in _history(root, lives) for sample in batch]
-    journal = [json.loads(line)["name"] for line in (root / "run" / "files.jsonl").read_text().splitlines()]
+    journal = _journal(root)
     if sorted(journal) != sorted(files.ids):
         return f"the journal has {journal}"
     wanted = files.expected(journal)
     wanted = wanted[: len(wanted) // GLOBAL_BATCH * GLOBAL_BATCH]
     twice = sorted({sample for sample in found if found.count(sample) > 1})
-    if len(found) != len(wanted) or twice:
-        return f"{len(found)} samples trained, {len(wanted)} needed; twice: {twice[:9]}"
     window_of = dict(files.expected(journal))
+    strange = [sample for sample in found if sample not in window_of]
+    if len(found) != len(wanted) or twice or strange:
+        of_none = f"of no file: {strange[:9]}"
+        return f"{len(found)} samples trained, {len(wanted)} needed; twice: {twice[:9]}; {of_none}"
     order = [window_of[sample] for sample in found]
     if order != sorted(order):
         return "a later window trained first"
