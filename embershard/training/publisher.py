@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -147,6 +147,7 @@ class Publisher:
         self._base_seq = 0
         self._own_group: Ranks | None = None
         self._failure = ""
+        self._claimed: IO[str] | None = None  # of the first rank
         self._reports: list[PublicationReport] = []
 
     # -- where a run begins
@@ -197,7 +198,8 @@ class Publisher:
     def _look(self, run_id: str) -> _Beginning:
         """On the first rank: look where the run begins in the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not write.claim(self._folder):  # before anything of it is removed
+        self._claimed = self._claimed or write.claim(self._folder)
+        if self._claimed is None:  # nothing of it may be removed
             raise ConfigError(
                 f"publish.folder: {self._folder} is in use by another run, which has perhaps published nothing yet. "
                 "Give each run a folder of its own."
@@ -344,6 +346,13 @@ class Publisher:
         except BaseException as error:  # told by `wait`
             writing.failure = error
         writing.seconds, writing.ended = time.perf_counter() - started, time.monotonic()
+
+    def close(self) -> None:
+        """Wait for what is being written, and let other runs have the folder."""
+        self.wait()
+        if self._claimed is not None:
+            self._claimed.close()
+            self._claimed = None
 
     def wait(self) -> None:
         """Wait for the delta that is being written. Where it failed, its rows are published with the next one."""

@@ -492,7 +492,7 @@ class Trainer:
             self._upcoming.close()
         self._saves.forget()
         if self.publisher is not None:
-            self.publisher.wait()
+            self.publisher.close()
 
     def _open_stream(self, state: StreamState) -> BatchStream:
         """Open the training stream at `state`."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -202,17 +203,17 @@ class Life:
             self.dense = {name: saved[name] for name in self.dense}
             self.step, run_id, token = scalars["step"], scalars["run_id"], scalars["published"]["token"]
         self._pools = [_Pool("t_user", self.tables["t_user"]), _IdPool("t_item", self.tables["t_item"], saved)]
-        publisher_module.cached_embeddings = lambda _: self._pools
         how = {"every_steps": PUBLISH_EVERY, "base_every": 3, "keep_bases": 2, **published}
         config = PublishConfig(str(root / "published"), **how)
         tables = tuple(SimpleNamespace(name=name, num_rows=r, dim=c, tensor="") for name, (r, c) in TABLES.items())
-        self.publisher = Publisher(config, None, tables, _OneRank(), root / "checkpoints", self._export)
-        self.publisher._state = dict
-        self.publisher._dense = lambda: {name: weight.clone() for name, weight in self.dense.items()}
-        self.publisher.starts_again = starts_again
-        if start is not None:
-            self.publisher.resume(token, is_changed=False)
-        self.run_id = self.publisher.begin(run_id, self.step, self._prepare)
+        with mock.patch.object(publisher_module, "cached_embeddings", return_value=self._pools):
+            self.publisher = Publisher(config, None, tables, _OneRank(), root / "checkpoints", self._export)
+            self.publisher._state = dict
+            self.publisher._dense = lambda: {name: weight.clone() for name, weight in self.dense.items()}
+            self.publisher.starts_again = starts_again
+            if start is not None:
+                self.publisher.resume(token, is_changed=False)
+            self.run_id = self.publisher.begin(run_id, self.step, self._prepare)
 
     def run(self) -> None:
         """Train, publish and save, to the last step."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.covering import matrix
@@ -37,6 +38,8 @@ RESULT_KEYS = {
 }  # fmt: skip
 #: Of the run that most tests look at.
 STEPS = 105
+#: Bytes between ranks of the training; `other` has those of the reports themselves.
+SENT, OTHER = ("ids", "embeddings", "gradients", "dense_all_reduce"), {"sent_bytes_other"}
 LAST = f"checkpoints/step_{STEPS}"
 EMBERSHARD = [sys.executable, "-m", "embershard.launch.cli"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -85,6 +88,19 @@ def cached(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
     done = embershard(folder, "train", *settings, "--nproc", "2", "--run-dir", str(run_dir))
     (run_dir / "stdout").write_text(done.stdout)
     return run_dir
+
+
+def test_lines_of_metrics_add_up_to_the_result(cached: Path) -> None:
+    """Means of a rank in a step, times steps and ranks, and what came behind the last of them."""
+    found, lines, (end,) = result(cached), metrics(cached, "train"), metrics(cached, "end")
+    steps = np.diff([0, *(line["step"] for line in lines)])
+    totals = {name: found["cache"][name] for name in ("fills", "write_backs")}
+    totals |= {f"sent_bytes_{name}": found["sent_bytes"][name] for name in found["sent_bytes"] if name in SENT}
+    assert set(totals) == {name.removeprefix("total_") for name in end if name.startswith("total_")} - OTHER
+    for name, total in totals.items():
+        in_steps = sum(2 * count * line[name] for count, line in zip(steps.tolist(), lines, strict=True))
+        assert round(in_steps) + end[f"total_{name}"] == total, name
+    assert end["total_write_backs"] > 0, "the rows of the last steps are written back behind them"
 
 
 def test_real_clicks_are_learned_through_a_small_cache(cached: Path) -> None:

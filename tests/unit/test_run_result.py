@@ -40,6 +40,7 @@ NEW = {
     "keeps_best": False,
     "stopped_early": False,
     "published": None,
+    "followed": None,
 }
 
 

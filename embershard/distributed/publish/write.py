@@ -35,7 +35,6 @@ from embershard.whole_file import sync_folder
 
 PARTIAL = ".partial"
 _LOCK = ".lock"
-_claimed: list[IO[str]] = []
 _NO_STATE = (
     "{}: the state of the checkpoint is in no publication: it could not be written, as on a full disk, or was removed"
 )
@@ -267,17 +266,17 @@ def prune(folder: Path, keep_bases: int, needed_from: int | None) -> list[str]:
     return [path.name for path in going]
 
 
-def claim(folder: Path) -> bool:
-    """Reserve the folder for this process until it ends; return False where another process has it. A system without
-    such locks lets all have it."""
+def claim(folder: Path) -> IO[str] | None:
+    """Reserve the folder for this process, until the file that is returned is closed, or the process ends however it
+    ends; return None where another process has it. A system without such locks lets all have it."""
     file = (folder / _LOCK).open("a")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.close()
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
-    _claimed.append(file)  # the system gives the lock back where any file of it is closed
-    return True
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            return None
+    return file
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -64,6 +64,7 @@ def test_saves_and_publications_do_not_wait_for_a_batch(ranks: Ranks, files: lis
         trainer.publisher = publisher = SimpleNamespace(  # type: ignore[assignment]
             begin=lambda run_id, *_: run_id, is_due=lambda step: True, cut=cuts.append, reports=lambda: iter(()),
             end=lambda step: iter(()), before_save=lambda step: (None, lambda: None), wait=lambda: None,
+            close=lambda: None,
         )  # fmt: skip
         write_next, inner = _one_by_one(files, tmp_path / "followed"), trainer.following.wait
 
