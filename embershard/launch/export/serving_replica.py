@@ -164,8 +164,9 @@ class Replica:
         """
         path = Path(delta)
         with self._taking_lock:
-            with self._lock:
-                self._end_change()
+            if self._served.change is not None:
+                with self._lock:
+                    self._end_change()
             publication = read_publication(path)
             check_next(publication, self.have, path.parent)
             change = self._prepare(path, publication)
@@ -259,8 +260,9 @@ class Replica:
 
     def _take_next(self) -> bool:
         """Take the delta that follows, or else a newer base; return whether one was there."""
-        with self._lock:
-            self._end_change()
+        if self._served.change is not None:
+            with self._lock:
+                self._end_change()
         following = self.folder / f"delta_{self.have.seq + 1}"
         try:
             if following.exists():
