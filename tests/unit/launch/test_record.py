@@ -168,9 +168,10 @@ def test_what_comes_again_after_a_resume_stands_once(tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path):
+def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its second part repeats what its first part did after the checkpoint of step 20; the third goes on from 30."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
     saved = SaveReport(20, tmp_path / "step_20", 0.1, 0.1)
     skipped = SkippedBatchReport(20, "nan", 0, 210)
@@ -179,7 +180,9 @@ def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path):
         20: [skipped, eval_report(20), train_report(30), eval_report(30)],
         30: [eval_report(30), train_report(40), eval_report(40)],
     }
-    for resumed_at, reports in parts.items():
+    for started_at, (resumed_at, reports) in enumerate(parts.items(), start=1_700_000_000):
+        # TensorBoard reads files in the order of their names, which begin with the second.
+        monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda second=started_at: second))
         trainer: Any = SimpleNamespace(
             config=RunConfig(), plan=None, total_steps=40, steps=resumed_at or 0, following=None
         )
