@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -17,12 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.distributed import PublishConfig, Supervision, process_group
-from embershard.errors import CheckpointError, ConfigError
+from embershard.distributed.publish import write
+from embershard.errors import CheckpointError, ConfigError, FailedPublicationError
 from embershard.launch import cli
 from embershard.launch.arguments import NEWEST
 from embershard.launch.export import publish, serving_model
+from embershard.launch.export.serving_replica import Replica
 from embershard.launch.train.run import train_run
 from embershard.models import ModelConfig
+from embershard.run_result import PublishedState, RunResult
 from embershard.training.config import RunConfig
 from tests.unit.launch.conftest import clicks, config_of_clicks
 from tests.unit.launch.test_export import WITHOUT
@@ -48,6 +52,43 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             train_run(longer, ranks, folder / "longer", supervision=Supervision(), resume=NEWEST, **GIVEN)
     (folder / "longer" / "shown.txt").write_text(shown.getvalue())
     return folder / "longer"
+
+
+def _published_by(run_dir: Path, steps: int) -> PublishedState:
+    result = RunResult.find(run_dir)
+    assert result is not None
+    assert result.steps == steps
+    assert result.published is not None
+    return result.published
+
+
+def test_the_last_state_that_found_the_disk_full_is_published_by_a_resume_without_a_step(tmp_path, monkeypatch):
+    pq.write_table(clicks(), tmp_path / "clicks.parquet")
+    config = config_of_clicks(tmp_path / "clicks.parquet", max_steps=5)
+    config = dataclasses.replace(config, publish=PublishConfig(str(tmp_path / "published"), every_steps=2))
+    given = {**GIVEN, "supervision": Supervision(), "go_on": "the way on"}
+    writes = write._write_tensors
+
+    def fails(path: Path, tensors: object) -> object:
+        if "delta_" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return writes(path, tensors)
+
+    with process_group("cpu") as ranks:
+        with monkeypatch.context() as full:
+            full.setattr(write, "_write_tensors", fails)
+            told = "step 5 is not published: .* No space left .* Replicas have base_0, of step 0. .* the way on"
+            with pytest.raises(FailedPublicationError, match=told):
+                train_run(config, ranks, tmp_path / "run", resume=None, **given)
+        published = _published_by(tmp_path / "run", steps=5)
+        assert published.step == 0
+        assert "No space left" in published.problem
+        shutil.copytree(tmp_path / "run", tmp_path / "again")  # this process has the lock of the other
+        train_run(config, ranks, tmp_path / "again", resume=NEWEST, **given)
+    lines = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [5]  # trained once
+    assert _published_by(tmp_path / "again", steps=5).problem == ""
+    assert Replica(tmp_path / "published").have.step == 5
 
 
 def test_the_run_that_is_suggested_next_has_a_folder_of_its_own(run_dir):

@@ -226,6 +226,7 @@ def told(life: Life, step: int) -> list[str]:
     return [report.problem for report in life.publisher.reports() if report.problem]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_any_operation_costs_a_delta_and_no_rows(tmp_path, layers, full_disk):
     count = 1 << 30
     for at in range(1 << 30):

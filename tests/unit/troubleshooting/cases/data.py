@@ -31,6 +31,29 @@ path = "a.csv"
 [data.table.features]
 usr = {kind = "sparse", num_rows = 9, mapping = "hash"}
 """
+_FOLLOWED = """
+[data]
+kind = "table"
+path = "hours"
+follow = true
+idle_seconds = 0.01
+chunk_rows = 4
+eval_fraction = 0.0
+time = {column = "at", window = 3600}
+[data.table]
+label = "click"
+files = ["*.csv"]
+[data.table.features]
+user = {kind = "sparse", num_rows = 9, mapping = "hash"}
+price = {kind = "dense"}
+[train]
+batch_size = 2
+device = "cpu"
+"""
+_HOURS = {
+    "hours/a.csv": "at,user,price,click\n" + "10,7,1.0,0\n" * 4,
+    "hours/b.csv": "at,user,price,click\n" + "4000,7,cheap,0\n" * 4,
+}
 _AVAZU = ",".join(["1", "0", "14102100", *["a"] * 21]) + "\n"
 _AVAZU_HEADER = (
     "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"
@@ -109,6 +132,15 @@ CASES = [
         "`embershard data validate` counts all. Correct them, or go on from the newest checkpoint: --resume --set "
         "data.bad_rows=<share>",
         "Look at `bad_rows.jsonl` in the folder of the run; correct the data, or allow more. Training was saved.",
+        code=1,
+    ),
+    Case(
+        "A file that came to a followed folder is bad",
+        rank("--config", "run.toml", "--run-dir", "mine", files={"run.toml": _FOLLOWED, **_HOURS}),
+        "[rank<number>]: DataError: hours/b.csv:2 price='cheap': needed a number, or nothing. Nothing of this file has "
+        "trained, and all before it has: mend it in place or move it away, then go on with --resume. Or set "
+        'data.bad_rows, which replaces bad rows, or data.bad_files = "skip", which leaves out such files',
+        "Do one of these. A file that is left out is named in the run's files.jsonl.",
         code=1,
     ),
     Case(

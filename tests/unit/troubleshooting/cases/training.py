@@ -1,6 +1,11 @@
 """Runs that do not fit the machine, or that go wrong while they train."""
 
-from tests.unit.troubleshooting.case import Case, rank
+import errno
+from typing import Any
+from unittest import mock
+
+from embershard.distributed.publish import write
+from tests.unit.troubleshooting.case import Case, Outcome, rank
 
 TITLE = "Training"
 _SMALL = """
@@ -17,6 +22,21 @@ train.batch_size = 100
 train.init = "torchrec"
 """
 _RUN = ("--config", "run.toml", "--run-dir", "mine")
+
+
+def _publish_on_a_full_disk() -> Outcome:
+    """A run whose deltas find the disk full, but whose base did not."""
+    writes = write._write_tensors
+
+    def fails(path: Any, tensors: Any) -> Any:
+        if "delta_" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return writes(path, tensors)
+
+    settings = _SMALL + 'publish = { folder = "published", every_steps = 9 }\n'
+    with mock.patch.object(write, "_write_tensors", fails):
+        return rank(*_RUN, files={"run.toml": settings})()
+
 
 CASES = [
     Case(
@@ -36,6 +56,15 @@ CASES = [
         "(schedule.warmup_steps), or look for bad data. There is no checkpoint.",
         "Look at the batch (`torch.load(FILE, weights_only=True)`). If its data are bad, correct them, or leave such "
         'batches out with `train.on_non_finite = "skip"`; else lower the learning rates.',
+        code=1,
+    ),
+    Case(
+        "The last state of a run could not be published",
+        _publish_on_a_full_disk,
+        "[rank<number>]: FailedPublicationError: step 9 is not published: <why>. Replicas have base_0, of step 0. "
+        "Publish it with:    <command>",
+        "The run itself is whole. Make room on the disk of `publish.folder`, then give the command it shows: it trains "
+        "nothing again, and publishes what is missing.",
         code=1,
     ),
     Case(
