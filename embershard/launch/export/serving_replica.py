@@ -164,18 +164,12 @@ class Replica:
         """
         path = Path(delta)
         with self._taking_lock:
-            if self._served.change is not None:
-                with self._lock:
-                    self._end_change()
+            self._end_failed_change()
             publication = read_publication(path)
             check_next(publication, self.have, path.parent)
             change = self._prepare(path, publication)
-            for (
-                table,
-                place,
-                _,
-            ) in change.rows:  # the same bits again: pages become this process's own before answers wait
-                table[place] = table[place]
+            for table, place, _ in change.rows:
+                table[place] = table[place]  # the same bits: pages become this process's own before answers wait
             with self._lock:
                 self._served = replace(self._served, change=change)
                 self._end_change()
@@ -191,6 +185,12 @@ class Replica:
         ids = [(places[name], own, of_ids) for name, (own, of_ids) in found.items()]
         served = _Served(model, publication, _written_at(path))
         return _WritesOfDelta(list(self._rows(publication, files)), ids, files[DENSE], served)
+
+    def _end_failed_change(self) -> None:
+        """Make a change whole that failed half-way, if there is one."""
+        if self._served.change is not None:
+            with self._lock:
+                self._end_change()
 
     def _end_change(self) -> None:
         """Make a change whole that has begun. Needs the lock. Where a write fails (no memory), the next call writes all
@@ -260,9 +260,7 @@ class Replica:
 
     def _take_next(self) -> bool:
         """Take the delta that follows, or else a newer base; return whether one was there."""
-        if self._served.change is not None:
-            with self._lock:
-                self._end_change()
+        self._end_failed_change()
         following = self.folder / f"delta_{self.have.seq + 1}"
         try:
             if following.exists():
