@@ -19,6 +19,7 @@ def _following(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.matrix  # the next one has kills, and bad files beside them
 def test_every_sample_trains_once_over_kills(project_dir: Path) -> None:
     done = _following(project_dir, "--runs", "1", "--kills", "3")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -25,7 +25,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [(name, 12 // training.world_size**2) for name, training in TRAININGS.items()]
+    [(name, 8 // training.world_size**2) for name, training in TRAININGS.items()]
     + [matrix(name, 12) for name, training in TRAININGS.items() if training.world_size > 1],
 )
 def test_a_fault_in_the_caches(name: str, count: int, pools: dict[int, RankPool], tmp_path: Path) -> None:

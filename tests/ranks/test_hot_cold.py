@@ -41,7 +41,7 @@ VARIANTS = {
     "look-ahead, row-wise": Case(hot=40, hot_every=3, ratio=0.3, lookahead=4, policy="lookahead", sharding="row_wise"),
 }
 #: What others have, too.
-COMBINED = {"dims", "mixed", "table-column-wise", "look-ahead"}
+COMBINED = {"dims", "mixed", "table-column-wise", "look-ahead", "whole tables", "profile"}
 
 
 @pytest.mark.parametrize("name", [*keep(DIAGONAL, CASES), *keep(VARIANTS.keys() - COMBINED, VARIANTS)])

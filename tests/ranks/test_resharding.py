@@ -125,6 +125,7 @@ def test_stock_torchrec_reads_ours_and_we_read_its(
         assert (num_compared > 8, different) == (True, [])
 
 
+@pytest.mark.matrix  # on one and two ranks: above
 def test_on_four_ranks(four_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path) -> None:
     layout = Layout("table_row_wise", policy="lookahead", lookahead=3)
     assert go_on(four_ranks, layout, folder, tmp_path) == ([], pytest.approx(whole[SAVED_AT:], rel=0, abs=CLOSE))

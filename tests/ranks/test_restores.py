@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.covering import matrix
+from tests.covering import covering, matrix
 from tests.ranks import restores
 from tests.ranks.workers import RankPool
 
@@ -24,9 +24,8 @@ def pools(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, RankPool]]
     new.close()
 
 
-@pytest.mark.parametrize("dense", restores.DENSE)
+@pytest.mark.parametrize(("dense", "with_dcp"), covering(tuple(restores.DENSE), (True, False)))
 @pytest.mark.parametrize("cached", [True, matrix(False)])
-@pytest.mark.parametrize("with_dcp", [True, False])
 def test_losses_after_a_restore_are_those_without(
     pools: tuple[RankPool, RankPool], dense: str, cached: bool, with_dcp: bool, tmp_path: Path
 ) -> None:

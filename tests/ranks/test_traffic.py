@@ -73,7 +73,7 @@ def test_one_rank_sends_nothing(one_rank: RankPool) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        predicted_traffic.Case("row_wise", "rows"),
+        matrix(predicted_traffic.Case("row_wise", "rows")),
         matrix(predicted_traffic.Case("column_wise", "pooled")),
         predicted_traffic.Case("table_wise", "auto", "MLPerf"),
         predicted_traffic.Case("table_wise", "pooled", replicate_rows=predicted_traffic.MOST_COPIED_ROWS),

@@ -22,7 +22,7 @@ from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, CacheOverflowError
-from tests.covering import examples
+from tests.covering import covering, examples
 from tests.unit.cache.faults import FAULTS
 from tests.unit.cache.harness import Pool, random_operations, run, windowed_operations
 
@@ -149,8 +149,7 @@ def test_rows_that_stay_with_every_policy(operations, policy, num_slots):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("overflow", ["raise", "grow"])
+@pytest.mark.parametrize(("policy", "overflow"), covering(tuple(POLICIES), ("raise", "grow")))
 def test_many_evictions_with_batches_in_flight(policy, overflow):
     pool = Pool(num_slots=16 if overflow == "raise" else 4, policy=policy, overflow=overflow)
     run(pool, random_operations(seed=1, steps=150))

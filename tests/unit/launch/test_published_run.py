@@ -113,6 +113,7 @@ def test_the_reports_count_them(run_dir, tmp_path, capsys):
     assert [text.strip() for text in rows[:2]] == ["longer", "1"]
 
 
+@pytest.mark.matrix  # test_export.py has an export, and test_replica.py replicas
 def test_it_is_served_without_embershard(run_dir, tmp_path, project_dir):
     """By the example, in a process that cannot import embershard: the scores are those of an export of the run."""
     samples = clicks(40, seed=1).drop_columns("click").to_pylist()

@@ -19,7 +19,7 @@ from embershard.models import ModelConfig, build_model, hstu, hstu_config, model
 from embershard.models.dense_size import hstu_sample
 from embershard.models.hstu import HSTU
 from embershard.models.hstu_config import HstuConfig
-from tests.covering import examples
+from tests.covering import examples, matrix
 
 DIM, FEATURES, MOST = 4, 2, 9
 SCHEMA = Schema(
@@ -222,7 +222,7 @@ def test_operations_and_memory_are_those_that_are_planned_with(times, batch_size
         assert numbers < 0.3 * hstu_sample(config, 2, 1)[1]
 
 
-@pytest.mark.parametrize("events", [1000, 2000])
+@pytest.mark.parametrize("events", [1000, matrix(2000)])
 def test_long_histories_in_bf16_are_finite_and_near_those_in_fp32(events):
     settings = HstuConfig(2, 2, 8, max_events=events, times=("time", "past_time"))
     torch.manual_seed(0)

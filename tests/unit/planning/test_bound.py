@@ -29,12 +29,12 @@ from tests.unit.planning.requests import make_request
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("seed", keep(range(1, 8), range(ON_TWO_RANKS)))
+@pytest.mark.parametrize("seed", keep(range(1, 5), range(ON_TWO_RANKS)))
 def test_no_plan_is_faster_than_the_bound(seed):
     check(on_two_ranks(seed))
 
 
-@pytest.mark.parametrize("seed", keep((1, 2, 4, 7, 8, 17), range(30)))
+@pytest.mark.parametrize("seed", keep((1, 2, 17), range(30)))
 def test_no_plan_is_faster_than_the_bound_where_ranks_share_cores(seed):
     check(on_shared_cores(seed))
 

@@ -370,7 +370,7 @@ def test_a_refusal_takes_three_searches_at_most(monkeypatch):
     searches: list[int] = []
     search = make_plan_module.local_search
     monkeypatch.setattr(make_plan_module, "local_search", lambda *a, **k: (searches.append(1), search(*a, **k))[1])
-    request = make_request(rows=random_rows(3, 12), dims=(16, 32, 64, 128) * 3, world_size=4)
+    request = make_request(rows=random_rows(3, 6), dims=(16, 64, 128) * 2, world_size=2)
     said = refusal(with_device(request, least_device_bytes(request) // 2))
     assert 0 < len(searches) <= 3
     make_plan(with_device(request, bytes_in(r"--device-memory (\d+)", said)))

@@ -14,6 +14,7 @@ from embershard.cache.ids.config import Buckets, IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.cache.loops import ids as loops
 from embershard.errors import CacheError, ConfigError
+from tests.covering import matrix
 from tests.oracle.id_dictionary import IdDictionary, mix
 
 CAPACITY = 48
@@ -185,7 +186,7 @@ def lemma(quarantine: int, prefetch: int, seed: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("quarantine", "prefetch"), [(1, 1), (2, 2), (2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("quarantine", "prefetch"), [(1, 1), matrix(2, 2), (2, 1), matrix(3, 2), matrix(4, 3)])
 def test_a_quarantine_as_long_as_the_prefetch_keeps_every_state(quarantine: int, prefetch: int) -> None:
     assert [lemma(quarantine, prefetch, seed) for seed in range(10)] == [[]] * 10
 
@@ -218,7 +219,7 @@ def test_a_full_bucket_refuses_the_largest_ids_and_counts_them() -> None:
     assert (ids.counts.refused, ids.counts.admitted, ids.counts.evicted) == (3, 7, 0), "all were used in this batch"
 
 
-@pytest.mark.parametrize(("quarantine", "reserve"), [(4, 1 / 16), (8, 1 / 8)])
+@pytest.mark.parametrize(("quarantine", "reserve"), [(4, 1 / 16), matrix(8, 1 / 8)])
 @pytest.mark.parametrize(
     ("new", "low", "high"), [(0.5, 0.0, 0.0), (0.75, 0.0, 0.001), (1.0, 0.005, 0.03), (2.0, 0.3, 1)]
 )

@@ -14,6 +14,7 @@ from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.training.checkpoint.resume import Resumed, resume_run
 from embershard.training.quality.reports import TrainReport
 from embershard.training.trainer import Trainer
+from tests.covering import covering
 from tests.unit.distributed.checkpoints import DAMAGES
 from tests.unit.training.test_trainer import losses, make_config
 
@@ -51,8 +52,9 @@ def folder_of(trainer: Trainer) -> Path:
     return trainer.checkpoints
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json", "scalars.json"])
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    ("name", "damage"), covering((".metadata", "__0_0.distcp", "manifest.json", "scalars.json"), tuple(DAMAGES))
+)
 def test_an_older_one_is_used(trainer, name, damage):
     folder = folder_of(trainer)
     damage(folder / "step_18" / name, folder / "step_12" / name)

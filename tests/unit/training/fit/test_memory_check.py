@@ -24,7 +24,7 @@ from embershard.training.fit.memory_check import check_memory, check_memory_for_
 from embershard.training.fit.memory_needs import MemoryNeeds, RanksHere, memory_needs
 from embershard.training.fit.model_size import model_size, table_rows
 from embershard.training.trainer import Trainer
-from tests.covering import matrix
+from tests.covering import covering, matrix
 
 pytestmark = pytest.mark.slow
 
@@ -225,18 +225,19 @@ SMALL = ("data.synthetic.scale=0.001", "data.num_workers=0", "train.batch_size=1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["dlrm", "own"])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        ("cache.ratio=0.3",),
-        ("cache.device_bytes=900000", "cache.policy=lru"),
-        ("cache.device_bytes=900000",),
-        ("cache.device_bytes=90000000",),
-        ("cache.device_bytes=900000", "cache.slot_map=hashed"),
-        ("cache.slot_map=hashed",),
-    ],
-    ids=["ratio", "lru", "budget", "roomy", "hashed-budget", "hashed"],
+    ("settings", "model"),
+    covering(
+        (
+            ("cache.ratio=0.3",),
+            ("cache.device_bytes=900000", "cache.policy=lru"),
+            ("cache.device_bytes=900000",),
+            ("cache.device_bytes=90000000",),
+            ("cache.device_bytes=900000", "cache.slot_map=hashed"),
+            ("cache.slot_map=hashed",),
+        ),
+        ("dlrm", "own"),
+    ),
 )
 def test_a_built_model_takes_what_was_computed(model: str, settings: tuple[str, ...], several_pools: tuple[str, ...]):
     if model == "own":
