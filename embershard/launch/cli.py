@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from embershard import __version__
-from embershard.errors import ConfigError, EmbershardError, SetupError, os_problem
+from embershard.errors import ConfigError, EmbershardError, SetupError, os_problem, printable
 
 if TYPE_CHECKING:
     from embershard.launch.config import Setting
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             module, _, function = place.partition(":")
             # Imported here: most commands load torch and TorchRec, the others answer at once.
             try:
+                _check_encoding(arguments)
                 command = getattr(import_module(f"embershard.launch.{module}"), function or "main")
                 code: int = command(arguments[1:])
                 return code
@@ -80,6 +81,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=text)
     parser.parse_args(arguments)  # shows the help or the version, or refuses the command
     return 2
+
+
+def _check_encoding(words: Sequence[str]) -> None:
+    """Raise `ConfigError` where a word is no UTF-8: settings, reports and the libraries that read files need that."""
+    for word in words:
+        if printable(word) != word:
+            raise ConfigError(
+                f"got {printable(word)}, whose bytes are no UTF-8; needed UTF-8. Rename the file or folder, or start in "
+                "it and give a path from there."
+            )
 
 
 def _words() -> list[str]:

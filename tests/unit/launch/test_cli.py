@@ -57,6 +57,22 @@ def test_dry_run_prints_all_settings_and_starts_nothing(example, started, tmp_pa
     assert started == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--config", QUICK, "--set", "data.path=b\udcff/a.csv"],
+        ["train", "--config", QUICK, "--run-dir", "b\udcff"],
+        ["data", "inspect", "b\udcff/a.csv"],
+    ],
+)
+def test_a_name_that_is_no_utf_8_is_refused_with_a_way_on(words, started, capsys):
+    assert cli.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "b\\xff" in line
+    assert "Rename the file or folder" in line
+    assert started == []
+
+
 def test_ranks_get_what_was_asked_for(started, tmp_path, capsys):
     overrides = ["--set", "train.max_steps=3", "--set", "data.seed=4"]
     assert cli.main(["train", "--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "3", *overrides]) == 0
