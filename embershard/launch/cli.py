@@ -88,8 +88,8 @@ def _check_encoding(words: Sequence[str]) -> None:
     for word in words:
         if printable(word) != word:
             raise ConfigError(
-                f"got {printable(word)}, whose bytes are no UTF-8; needed UTF-8. Rename the file or folder, or start in "
-                "it and give a path from there."
+                f"got {printable(word)}, whose bytes are no UTF-8; needed UTF-8. Rename the file or folder, or start "
+                "in it and give a path from there."
             )
 
 

@@ -38,14 +38,7 @@ def default_run_dir(config: Path) -> Path:
 
 
 def check_run_dir(folder: Path, *, resume: bool) -> None:
-    """Raise `ConfigError` when `folder` holds a run, or its checkpoints, that the new one does not resume; or when its
-    name is not UTF-8."""
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"--run-dir {str(folder)!r} is not UTF-8, as TensorBoard needs. Choose another name."
-        ) from error
+    """Raise `ConfigError` when `folder` holds a run, or its checkpoints, that the new one does not resume."""
     if not resume and holds_run(folder):
         raise ConfigError(f"{folder} holds a run already. Use another --run-dir, or --resume to continue it.")
 
