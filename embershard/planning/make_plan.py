@@ -54,6 +54,7 @@ _AS_FAST = 1e-9
 _CLOSE = 0.005
 _MOST_FOR_TORCHREC = 2500  # tables times ranks: about 20 seconds of the processor
 _MOST_BEGINNINGS = 3  # of the fastest placements of all
+_MOST_SHRUNK = 3  # searches for a need that is a byte less, before a refusal
 _SKEWED = 1.5  # a block with more lookups than this, relative to its share of the rows, gets a note
 
 
@@ -129,20 +130,22 @@ def _least_needs(request: PlanRequest) -> list[LeastNeed]:
 
 
 def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
-    """Return the least of these needs, or a lesser one that a search finds: for the least memory first, then as for a
-    plan, with a byte less than the least so far. A refusal takes no more searches than that."""
+    """Return the least of these needs, or a lesser one that searches find: for the least memory first, then as for a
+    plan, with a byte less than the least so far, until that finds none."""
     need = min(needs, key=lambda each: each.asked(request.budget))
     if request.budget.rank_bytes is None or request.workload.shape.world_size == 1 or not request.sharded:
         return need
-    for is_by_memory in (True, False):
-        less = replace(request, budget=request.budget.of_rank(need.asked(request.budget) - (not is_by_memory)))
-        costs = cost_arrays(less, resident=request.may_mix, cached=True)
-        found = local_search(costs.by_memory if is_by_memory else costs, _iterations(request, costs))
-        tables = [placed(request, each.tables) for each in found[:_MOST_FOUND]]
-        fitting = tables if is_by_memory else [each.tables for each in all_sized(less, tables)]
-        need = min(
-            [need, *(need_of(request.workload, each) for each in fitting)], key=lambda n: n.asked(request.budget)
-        )
+    least = replace(request, budget=request.budget.of_rank(need.asked(request.budget)))
+    costs = cost_arrays(least, resident=request.may_mix, cached=True)
+    by_memory = local_search(costs.by_memory, _iterations(request, costs))[:_MOST_FOUND]
+    found = [need_of(request.workload, placed(request, each.tables)) for each in by_memory]
+    need = min([need, *(n for n in found if not n.excess_rows)], key=lambda each: each.asked(request.budget))
+    for _ in range(_MOST_SHRUNK):
+        fitting = _searched(replace(request, budget=request.budget.of_rank(need.asked(request.budget) - 1)))
+        if not fitting:
+            break
+        less = [need_of(request.workload, each.tables) for each in fitting]
+        need = min(less, key=lambda each: each.asked(request.budget))
     return need
 
 
