@@ -37,7 +37,11 @@ RUN sed "s/^torch==.*/torch==$TORCH/" /tmp/requirements.txt | pip install -r /de
 RUN pip install --no-deps fbgemm-gpu-cpu==$FBGEMM torchrec==$TORCHREC /tmp/wheels/*.whl
 RUN embershard --version && python -c "import embershard.cache.loops"
 
+# Triton compiles its link to the driver with the first kernel that it launches: in every new container.
 FROM base AS cuda
+USER root
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+USER embershard
 ARG TORCH=2.13.0
 ARG TORCHREC=1.8.0
 ARG FBGEMM=1.8.0

@@ -50,7 +50,9 @@ def test_images_start_embershard_as_a_user_without_rights(stages: Stages) -> Non
     assert list(stages) == ["wheel", "base", "cpu", "cuda"]
     for target in ("cpu", "cuda"):
         assert stages[target][0] == "base"
-        assert not [rest for instruction, rest in stages[target][1] if instruction in ("USER", "ENTRYPOINT")]
+        assert not [rest for instruction, rest in stages[target][1] if instruction == "ENTRYPOINT"]
+        users = [rest for instruction, rest in stages[target][1] if instruction == "USER"]
+        assert users[-1:] in ([], ["embershard"])
     base = dict(stages["base"][1])
     assert base["USER"] == "embershard"
     assert base["ENTRYPOINT"] == '["embershard"]'
@@ -59,6 +61,19 @@ def test_images_start_embershard_as_a_user_without_rights(stages: Stages) -> Non
     assert rules.python_problem((int(python[1]), int(python[2]))) == ""
     assert stages["wheel"][0] == stages["base"][0]
 
+
+def test_the_cuda_image_can_compile_what_triton_compiles(stages: Stages) -> None:
+    """Its link to the driver, in C, with the first launch (`triton/runtime/build.py`); slim images have no compiler."""
+    user = dict(stages["base"][1])["USER"]
+    installed: set[str] = set()
+    for instruction, rest in stages["cuda"][1]:
+        user = rest if instruction == "USER" else user
+        if instruction == "RUN" and "apt-get install" in rest:
+            assert user == "root"
+            installed.update(shlex.split(rest))
+        if instruction == "RUN" and "pip install" in rest:
+            assert user == "embershard", "the environment is this user's"
+    assert {"gcc", "libc6-dev"} <= installed
 
 def test_what_is_copied_is_there_and_not_ignored(stages: Stages, project_dir: Path) -> None:
     ignored, *kept = (project_dir / ".dockerignore").read_text().split()
