@@ -48,7 +48,11 @@ def single_process() -> Iterator[torch.device]:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
+            device_id=device if device.type == "cuda" else None,
         )
         try:
             yield device

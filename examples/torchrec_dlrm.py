@@ -113,7 +113,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo")
+    # With gloo for host memory, what ranks agree on between steps does not queue behind gradients on the GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", device_id=device if gpu else None)
     torch.manual_seed(0)
 
     tables = [
