@@ -104,7 +104,7 @@ class LookAheadPipeline:
         self._pools = list(cached_embeddings(model))
         is_tried = worker is None and self._device.type == "cpu"
         self._trial = WorkerTrial() if is_tried else None
-        self._worker = CacheWorker() if worker or is_tried else None
+        self._worker = CacheWorker(self._device) if worker or is_tried else None
         self._depth = PrefetchDepth(prefetch, is_adaptive=self._worker is not None)
         # Caches that are the same on all ranks must make the same plans, whichever rank is late.
         self._may_stop = self._depth.is_adaptive and not any(pool.host.is_shared for pool in self._pools)

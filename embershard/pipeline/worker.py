@@ -19,6 +19,9 @@ class CacheWorker:
     while they run. This thread uses them. It keeps to one core: a thread team of its own would spin on cores that the
     training needs.
 
+    Args:
+        device: of the rank; a new thread would set up the first GPU.
+
     >>> worker = CacheWorker()
     >>> worker.start(lambda: print("planned"))
     >>> stall_seconds = worker.join()
@@ -29,8 +32,10 @@ class CacheWorker:
         failure: what a joined job raised, until :meth:`check` raises it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self._thread = ThreadPoolExecutor(1, "embershard-cache")
+        if device is not None and device.type == "cuda":
+            self._thread.submit(torch.cuda.set_device, device).result()
         self._job: Future[None] | None = None
         self.failure: Exception | None = None
         self.is_awaited = False

@@ -51,6 +51,19 @@ def test_what_a_job_raises_is_raised_once() -> None:
     worker.join()
 
 
+def test_the_thread_works_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread starts on the first GPU, where every rank would take memory for a context."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    CacheWorker(torch.device("cuda", 3))
+    CacheWorker(torch.device("cpu"))
+    ((name, device),) = chosen
+    assert name.startswith("embershard-cache")
+    assert device == torch.device("cuda", 3)
+
+
 def test_the_thread_keeps_to_one_core_and_leaves_the_others_alone() -> None:
     """It takes the process's number of threads unless it is told otherwise in the right order."""
     threads = torch.get_num_threads()
