@@ -1,14 +1,17 @@
-"""Memory that the system lets this process and its children take: the machine's, or less in a container. And cores.
+"""Memory that the system lets this process and its children take: the machine's, or less in a container. And cores, and which of them are near a GPU.
 
 Nothing here imports torch: the doctor must run when it is broken.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _RANKS_PER_CORE = 2
 
@@ -93,6 +96,45 @@ def cores_problem(num_ranks: int, cores: int | None, where: str) -> str | None:
         f"{num_ranks} ranks share the {cores} cores of {where} and take turns on them: expect no more samples/s than "
         f"of {cores} ranks."
     )
+
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def cpus_near(gpu: Any, folder: Path = _PCI_DEVICES) -> set[int]:
+    """Return the CPUs of the NUMA node next to a GPU that this process may run on; empty if the system does not name
+    them.
+
+    Args:
+        gpu: its properties, as torch gives them.
+    """
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        listed = (folder / address / "local_cpulist").read_text()
+    except OSError:
+        return set()
+    return parse_cpus(listed) & os.sched_getaffinity(0)
+
+
+def keep_to(cpus: set[int]) -> None:
+    """Let all threads of this process, and those that it starts, run on these CPUs; on any as before if there are none.
+
+    Pages that they touch first are then allocated in the memory of these CPUs.
+    """
+    if cpus:
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread.name), cpus)
+
+
+def parse_cpus(text: str) -> set[int]:
+    """Parse a list of CPUs as Linux writes it.
+
+    >>> sorted(parse_cpus("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _limited_groups(root: Path) -> Iterator[HostMemory]:

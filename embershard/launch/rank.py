@@ -101,6 +101,7 @@ def run_rank(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
 
 def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
     """Do the job that `make` returns, as one rank of a group or alone; return the exit code."""
+    from embershard.cache.rows.page_lock import leave_locked
     from embershard.distributed import Supervision, process_group
     from embershard.launch.screen import silence_libraries
 
@@ -109,8 +110,12 @@ def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
     show_errors_of_rank(supervision)
     with stop_training_on_signals(supervision) if stops_in_order else nullcontext():
         job = make()
-        with process_group(job.config.train.device) as ranks:
-            return job.run(ranks, supervision)
+        with process_group(job.config.train.device, numa=job.config.train.numa) as ranks:
+            try:
+                return job.run(ranks, supervision)
+            except BaseException:
+                leave_locked()
+                raise
 
 
 def show_errors_of_rank(supervision: Supervision) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from embershard.machine import HostMemory, MapLimit, host_memory, limits_of_maps
+from embershard.machine import HostMemory, MapLimit, cpus_near, host_memory, limits_of_maps, parse_cpus
 
 GIB = 1 << 30
 MACHINE = HostMemory(64 * GIB, 60 * GIB)
@@ -76,3 +80,41 @@ def test_what_limits_mapped_memory(overcommit: int, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (allowed[kind], resource.RLIM_INFINITY))
     strict = [MapLimit("vm.overcommit_memory = 2", 12 * GIB, 3 * GIB)] if overcommit == 2 else []
     assert limits_of_maps(tmp_path) == [MapLimit("ulimit -v", 8 * GIB, 500 * resource.getpagesize()), *strict]
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})]
+)
+def test_lists_of_cpus(text: str, cpus: set[int]):
+    assert parse_cpus(text) == cpus
+
+
+def test_cpus_near_a_gpu(tmp_path: Path):
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    assert cpus_near(gpu, tmp_path) == set()
+    (tmp_path / "0000:3b:00.0").mkdir()
+    cpu = min(os.sched_getaffinity(0))
+    (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(f"{cpu},100000\n")
+    assert cpus_near(gpu, tmp_path) == {cpu}
+
+
+KEPT = """
+import os, sys, threading
+from embershard.machine import keep_to
+may_end, before = threading.Event(), os.sched_getaffinity(0)
+old = threading.Thread(target=may_end.wait)
+old.start()
+keep_to(set())
+assert os.sched_getaffinity(old.native_id) == before
+keep_to({min(before)})
+new = threading.Thread(target=may_end.wait)
+new.start()
+print([os.sched_getaffinity(thread) == {min(before)} for thread in (0, old.native_id, new.native_id)])
+may_end.set()
+"""
+
+
+def test_all_threads_stay_near_the_gpu(project_dir: Path):
+    """Those that were started before, too: an import starts some."""
+    done = subprocess.run([sys.executable, "-c", KEPT], cwd=project_dir, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[True, True, True]\n", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
@@ -68,6 +69,10 @@ def scores_transfer_maker(kind: TransferKind | MakeTransfer, device: torch.devic
     return lambda slots, host: WhenLocked(slots, host, lock, ScoresTransfer, UvaTransfer)
 
 
+class PageLockWarning(UserWarning):
+    """Host rows could not be page-locked, so they move through buffers."""
+
+
 class WhenLocked:
     """Transfer that switches to another one once the host rows are page-locked. The methods are those of `Transfer`.
 
@@ -76,7 +81,8 @@ class WhenLocked:
         lock: returns the lock of the memory of `host`; the first call starts locking. It is made with the first fill,
             when the model is complete: torch takes locked memory for pinned, and ShardedTensors compare that with the
             plan, so they could not be made of it.
-        before, then: make the two transfers; `then` needs locked memory.
+        before, then: make the two transfers; `then` needs locked memory. Where it cannot be locked, a warning says so,
+            and `before` stays.
     """
 
     def __init__(
@@ -90,7 +96,7 @@ class WhenLocked:
         self._lock, self._then = lock, then
         self._payload = device, host
         self._transfer: Transfer = before(device, host)
-        self._is_locked = False
+        self._is_settled = False
 
     @property
     def key_device(self) -> torch.device:
@@ -108,19 +114,20 @@ class WhenLocked:
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Copy host rows `keys` to `slots`, and switch transfers if the memory is locked by now. A fill is the last
         call of a plan, and the switch finishes all copies, so the next plan sees all rows.
-
-        Raises:
-            CacheError: the memory could not be locked.
         """
         self._transfer.fill(keys, slots)
-        if self._is_locked:
+        if self._is_settled:
             return
         lock = self._lock()
-        lock.check()
         if lock.is_done:
             self._transfer.finish()
             self._transfer = self._then(*self._payload)
-            self._is_locked = True
+            self._is_settled = True
+        elif problem := lock.problem:
+            warnings.warn(
+                f'{problem}. Rows move as with cache.transfer="staged", slower.', PageLockWarning, stacklevel=2
+            )
+            self._is_settled = True
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
         self._transfer.write_back(slots, keys)

@@ -76,23 +76,24 @@ def use_huge_pages(tensor: Tensor) -> None:
     """Let the system use huge pages for a tensor made by `zeros` with `small_pages`: at once for parts without a page,
     in the background (khugepaged) for the others. Nothing happens where `zeros` would use none."""
     if tensor.nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(tensor, mmap.MADV_HUGEPAGE)
+        advise(tensor, mmap.MADV_HUGEPAGE)
 
 
 def expect_random_reads(tensor: Tensor) -> None:
     """Keep the system from reading ahead in a mapped file: with each row that is not in memory it would read many that
     nobody wants, and drop as many that somebody does (docs/decisions/0074-mapped-rows.md)."""
     if hasattr(mmap, "MADV_RANDOM"):
-        _advise(tensor, mmap.MADV_RANDOM)
+        advise(tensor, mmap.MADV_RANDOM)
 
 
 def fetch_soon(tensor: Tensor) -> None:
     """Let the system read a part of a mapped file that is about to be read whole."""
     if hasattr(mmap, "MADV_WILLNEED"):
-        _advise(tensor, mmap.MADV_WILLNEED)
+        advise(tensor, mmap.MADV_WILLNEED)
 
 
-def _advise(tensor: Tensor, advice: int) -> None:
+def advise(tensor: Tensor, advice: int) -> None:
+    """Tell the system what to expect of the pages of a tensor (madvise)."""
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     num_bytes = tensor.data_ptr() + tensor.nbytes - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), advice)  # a failure changes nothing

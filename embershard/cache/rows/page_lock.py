@@ -1,29 +1,32 @@
 """Page-locking of host memory, so that a GPU can address it: block by block, in a thread, while training starts.
 
 Locking takes about as long as touching every page, so a hundred gigabytes take a while. Until all memory is locked,
-rows move through buffers.
+rows move through buffers; where it cannot be locked, for good.
+
+Locked memory is not inherited by processes that are forked, such as those of a loader: the system would copy all of it
+at the fork, as pages that a device writes cannot be shared until one of both writes to them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from embershard.cache.rows import memory
 from embershard.errors import CacheError
+from embershard.machine import cpus_near, host_memory
 from embershard.units import size
 
 _BLOCK_BYTES = 128 << 20  # the driver may refuse kernel launches while it locks a block
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
-_DEVICES = Path("/sys/bus/pci/devices")
 
 
 class PageLock:
@@ -31,7 +34,9 @@ class PageLock:
 
     Args:
         tensors: in host memory, on pages of their own; kept alive for as long as they are locked.
-        lock, unlock: lock a block, given its address and bytes, and unlock it, given its address.
+        lock: locks a block, given its address and bytes.
+        unlock: unlocks blocks, given the addresses of all that were locked. It is not called at the end of the process,
+            which unlocks all memory: it may have to wait for a kernel that waits for a rank which has ended.
         cpus: that the locking thread runs on. Pages not touched before are allocated in the memory next to them.
         block_bytes: size of the blocks.
     """
@@ -40,21 +45,37 @@ class PageLock:
         self,
         tensors: Sequence[Tensor],
         lock: Callable[[int, int], None],
-        unlock: Callable[[int], None],
+        unlock: Callable[[list[int]], None],
         cpus: Iterable[int] = (),
         block_bytes: int = _BLOCK_BYTES,
     ) -> None:
+        _set_inherited(tensors, False)
         blocks = [block for tensor in tensors for block in _blocks(tensor, block_bytes)]
         self._work = _Work(blocks, lock, frozenset(cpus))
         # The thread refers to the work only, so this object can be deleted while it runs.
         self._thread = threading.Thread(target=self._work.run, name="embershard-page-lock", daemon=True)
         self._thread.start()
-        weakref.finalize(self, _end, self._work, self._thread, unlock, list(tensors))
+        weakref.finalize(self, _end, self._work, self._thread, unlock, list(tensors)).atexit = False
+        weakref.finalize(self, _stop, self._work, self._thread)  # at the end of the process, too
 
     @property
     def is_done(self) -> bool:
         """True once all memory is locked."""
         return self._work.failure is None and len(self._work.locked) == len(self._work.blocks)
+
+    @property
+    def problem(self) -> str:
+        """Why the memory cannot be locked; empty as long as nothing failed."""
+        work = self._work
+        if work.failure is None:
+            return ""
+        done, total = (sum(size for _, size in blocks) for blocks in (work.blocks[: len(work.locked)], work.blocks))
+        has = host_memory()
+        return (
+            f"host memory could not be locked for the GPU: {work.failure} (after {size(done)} of {size(total)}; "
+            f"{size(has.available_bytes)} of {size(has.total_bytes)} are available, {has.limit}). The memory of the "
+            "machine or of its control group limits this; NVIDIA's driver ignores ulimit -l"
+        )
 
     def wait(self) -> None:
         """Block until all memory is locked.
@@ -63,22 +84,8 @@ class PageLock:
             CacheError: locking failed.
         """
         self._thread.join()
-        self.check()
-
-    def check(self) -> None:
-        """Raise if locking failed.
-
-        Raises:
-            CacheError: the cause and the remedy.
-        """
-        work = self._work
-        if work.failure is not None:
-            done = sum(size for _, size in work.blocks[: len(work.locked)])
-            total = sum(size for _, size in work.blocks)
-            raise CacheError(
-                f"host memory could not be locked for the GPU: {work.failure} (after {size(done)} of "
-                f'{size(total)}). Raise the limit (ulimit -l unlimited), or set cache.transfer="staged"'
-            ) from work.failure
+        if problem := self.problem:
+            raise CacheError(f'{problem}. Make tables or dims smaller, or set cache.transfer="staged".')
 
 
 class _Work:
@@ -103,13 +110,38 @@ class _Work:
             self.failure = error
 
 
-def _end(work: _Work, thread: threading.Thread, unlock: Callable[[int], None], tensors: list[Tensor]) -> None:
+def _stop(work: _Work, thread: threading.Thread) -> None:
     work.stop.set()
     if thread is not threading.current_thread():  # the garbage collector may run in the locking thread
         thread.join()
-    while work.locked:
-        unlock(work.locked.pop())
+
+
+def _end(work: _Work, thread: threading.Thread, unlock: Callable[[list[int]], None], tensors: list[Tensor]) -> None:
+    _stop(work, thread)
+    if _stays_locked:
+        _left_locked.append(list(tensors))
+        return
+    if work.locked:
+        unlock(work.locked)
+    _set_inherited(tensors, True)
     tensors.clear()  # not before: locked memory must stay allocated
+
+
+_stays_locked = False
+_left_locked: list[list[Tensor]] = []
+
+
+def leave_locked() -> None:
+    """Unlock no memory from now on: for a process that is about to end by an error. Unlocking waits for all kernels, and
+    those of a collective never end once another rank has."""
+    global _stays_locked
+    _stays_locked = True
+
+
+def _set_inherited(tensors: Iterable[Tensor], is_inherited: bool) -> None:
+    if hasattr(mmap, "MADV_DONTFORK"):
+        for tensor in tensors:
+            memory.advise(tensor, mmap.MADV_DOFORK if is_inherited else mmap.MADV_DONTFORK)
 
 
 def _blocks(tensor: Tensor, block_bytes: int) -> list[tuple[int, int]]:
@@ -146,30 +178,14 @@ def lock_for_cuda(device: torch.device, address: int, size: int) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE | _MAPPED))
 
 
-def unlock_for_cuda(device: torch.device, address: int) -> None:
-    """Unlock one block once no kernel uses it. At the end of the process CUDA may have shut down before, which unlocks
-    all memory."""
+def unlock_for_cuda(device: torch.device, addresses: Iterable[int]) -> None:
+    """Unlock blocks once no kernel uses them. CUDA may have shut down before, which unlocks all memory."""
     with contextlib.suppress(RuntimeError), torch.cuda.device(device):
         torch.cuda.synchronize(device)
-        torch.cuda.cudart().cudaHostUnregister(address)
+        for address in addresses:
+            torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def cpus_beside(device: torch.device, folder: Path = _DEVICES) -> set[int]:
+def cpus_beside(device: torch.device) -> set[int]:
     """Return the CPUs next to a GPU that this process may run on; empty if the system does not name them."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    try:
-        listed = (folder / bus / "local_cpulist").read_text()
-    except OSError:
-        return set()
-    return parse_cpus(listed) & os.sched_getaffinity(0)
-
-
-def parse_cpus(text: str) -> set[int]:
-    """Parse a list of CPUs as Linux writes it.
-
-    >>> sorted(parse_cpus("0-2,8"))
-    [0, 1, 2, 8]
-    """
-    ranges = [part.partition("-") for part in text.strip().split(",") if part]
-    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+    return cpus_near(torch.cuda.get_device_properties(device))

@@ -11,6 +11,7 @@ from embershard.cache.config import CacheConfig
 from embershard.cache.rows import choose_transfer as transfers
 from embershard.cache.rows import page_lock
 from embershard.cache.rows.choose_transfer import (
+    PageLockWarning,
     WhenLocked,
     scores_transfer_maker,
     transfer_kind,
@@ -21,7 +22,7 @@ from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.page_lock import PageLock
 from embershard.cache.rows.transfer import PlainTransfer, ScoresTransfer, StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
-from embershard.errors import CacheError, ConfigError
+from embershard.errors import ConfigError
 from tests.unit.cache.rows.test_page_lock import Locked
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -112,7 +113,7 @@ def test_nothing_is_locked_before_the_first_rows(monkeypatch):
     """TorchRec makes ShardedTensors of the host rows with the model, and refuses rows that are pinned."""
     locked = Locked()
     monkeypatch.setattr(page_lock, "lock_for_cuda", lambda _, address, size: locked.lock(address, size))
-    monkeypatch.setattr(page_lock, "unlock_for_cuda", lambda _, address: locked.unlock(address))
+    monkeypatch.setattr(page_lock, "unlock_for_cuda", lambda _, addresses: locked.unlock(addresses))
     monkeypatch.setattr(page_lock, "cpus_beside", lambda _: ())
     monkeypatch.setattr(transfers, "WhenLocked", lambda slots, host, lock, *transfers: lock)
     host = HostStore([6], 4, torch.float32, [], initial=[ShardWeights("t", 0, 4, 0.5, 1.0)])
@@ -127,15 +128,17 @@ def test_nothing_is_locked_before_the_first_rows(monkeypatch):
     assert (host.weights >= 0.5).all()
 
 
-def test_memory_that_cannot_be_locked_stops_the_training_with_the_remedy():
-    host, slots = [torch.zeros(6, 4)], [torch.zeros(5, 4)]
+def test_memory_that_cannot_be_locked_leaves_the_buffers_and_a_warning():
+    host, slots = [torch.arange(24.0).view(6, 4)], [torch.zeros(5, 4)]
     locked = Locked(refuse=0)
     lock = PageLock(host, locked.lock, locked.unlock)
     transfer = WhenLocked(slots, host, lambda: lock, StagedTransfer, UvaTransfer)
     lock._thread.join()
-    none = torch.empty(0, dtype=torch.int64)
-    with pytest.raises(CacheError, match=r'could not be locked.*cache.transfer="staged"'):
-        transfer.fill(none, none)
+    with pytest.warns(PageLockWarning, match=r'could not be locked.*ignores ulimit -l.*cache.transfer="staged"'):
+        transfer.fill(torch.tensor([4]), torch.tensor([1]))
+    transfer.fill(torch.tensor([5]), torch.tensor([2]))  # without another warning, which would be an error
+    transfer.finish()
+    assert torch.equal(slots[0][1:3], host[0][4:])
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from embershard.cache.rows import memory, page_lock
-from embershard.cache.rows.page_lock import PageLock, cpus_beside, parse_cpus
+from embershard.cache.rows.page_lock import PageLock
 from embershard.errors import CacheError
 
 
@@ -23,6 +25,7 @@ class Locked:
     def __init__(self, gate: int | None = None, refuse: int | None = None) -> None:
         self.blocks: dict[int, int] = {}
         self.order: list[int] = []
+        self.num_unlocks = 0
         self.go_on = threading.Event()
         self.arrived = threading.Event()
         self._gate, self._refuse = gate, refuse
@@ -37,8 +40,10 @@ class Locked:
         self.blocks[address] = size
         self.order.append(address)
 
-    def unlock(self, address: int) -> None:
-        del self.blocks[address]
+    def unlock(self, addresses: list[int]) -> None:
+        self.num_unlocks += 1
+        for address in addresses:
+            del self.blocks[address]
 
 
 def tensors() -> list[torch.Tensor]:
@@ -56,6 +61,7 @@ def test_every_byte_is_locked_once_and_given_back():
     del lock
     gc.collect()
     assert not locked.blocks
+    assert locked.num_unlocks == 1, "each waits for all that the GPU does"
 
 
 def test_nobody_waits_for_the_locking():
@@ -95,7 +101,9 @@ def test_memory_lives_for_as_long_as_it_is_locked():
 def test_a_refusal_is_said_with_how_far_it_got_and_the_remedy():
     locked = Locked(refuse=1)
     lock = PageLock(tensors(), locked.lock, locked.unlock, block_bytes=4096)
-    with pytest.raises(CacheError, match=r'out of memory \(after [0-9.]+ (Ki)?B of [0-9.]+ KiB\).*ulimit -l.*"staged"'):
+    with pytest.raises(
+        CacheError, match=r'out of memory \(after [0-9.]+ (Ki)?B of [0-9.]+ KiB; .* available.*"staged"'
+    ):
         lock.wait()
     assert not lock.is_done
     del lock
@@ -112,18 +120,58 @@ def test_the_thread_runs_where_it_is_told():
     assert os.sched_getaffinity(0) == own
 
 
-@pytest.mark.parametrize(
-    ("text", "cpus"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})]
-)
-def test_lists_of_cpus(text, cpus):
-    assert parse_cpus(text) == cpus
+def is_inherited(tensor: torch.Tensor) -> bool:
+    """Whether a forked process would have the memory of a tensor."""
+    ranges = re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$", Path("/proc/self/smaps").read_text(), re.M | re.S
+    )
+    (flags,) = [flags for start, stop, flags in ranges if int(start, 16) <= tensor.data_ptr() < int(stop, 16)]
+    return "dc" not in flags.split()
 
 
-def test_cpus_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    where = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    monkeypatch.setattr(page_lock.torch.cuda, "get_device_properties", lambda _: where)
-    assert cpus_beside(torch.device("cuda"), tmp_path) == set()
-    (tmp_path / "0000:3b:00.0").mkdir()
-    cpu = min(os.sched_getaffinity(0))
-    (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(f"{cpu},100000\n")
-    assert cpus_beside(torch.device("cuda"), tmp_path) == {cpu}
+def test_forked_processes_have_no_locked_memory():
+    """The system would copy all of it: a loader's processes would take as much host memory as the tables."""
+    locked, rows = Locked(), tensors()
+    lock = PageLock(rows, locked.lock, locked.unlock, block_bytes=4096)
+    assert not any(map(is_inherited, rows))
+    lock.wait()
+    del lock
+    gc.collect()
+    assert all(map(is_inherited, rows))
+
+
+ENDS = """
+import threading
+import torch
+from embershard.cache.rows import memory
+from embershard.cache.rows.page_lock import PageLock
+begun = threading.Event()
+def lock(address, size):
+    begun.set()
+    print("locks", flush=True)
+rows = [memory.zeros(1 << 20, torch.uint8, whole_pages=True)]
+kept = PageLock(rows, lock, lambda addresses: print("unlocks", flush=True), block_bytes=4096)
+begun.wait()
+PageLock.kept = kept  # until the interpreter's end
+"""
+
+
+@pytest.mark.slow
+def test_the_end_of_a_process_unlocks_nothing(project_dir: Path):
+    """Unlocking waits for what the GPU does: for ever, where that waits for a rank that has ended."""
+    done = subprocess.run([sys.executable, "-c", ENDS], cwd=project_dir, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"locks"}
+
+
+def test_a_process_that_ends_by_an_error_leaves_memory_locked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(page_lock, "_stays_locked", False)
+    monkeypatch.setattr(page_lock, "_left_locked", left := [])
+    locked, rows = Locked(), tensors()
+    lock = PageLock(rows, locked.lock, locked.unlock, block_bytes=4096)
+    lock.wait()
+    page_lock.leave_locked()
+    del lock
+    gc.collect()
+    assert locked.num_unlocks == 0
+    assert [tensor.data_ptr() for tensor in left[0]] == [tensor.data_ptr() for tensor in rows], "it must stay allocated"
