@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from embershard.errors import ConfigError, EmbershardError, SetupError
+from embershard.machine import cpus_near, keep_to
 
 T = TypeVar("T")
 
@@ -112,12 +113,16 @@ def pick_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
 
 
 @contextmanager
-def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[Ranks]:
+def process_group(device: Literal["auto", "cpu", "cuda"] = "auto", *, numa: bool = True) -> Iterator[Ranks]:
     """Start the default process group, and end it: gloo for host memory, NCCL for GPUs.
 
     Under torchrun it reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; otherwise there is one rank. torchrun
     keeps one store over restarts, where a new rank would read the addresses of ranks that are gone (pytorch issues
     135712 and 167288): each restart gets a key prefix of its own.
+
+    Args:
+        device: of all ranks.
+        numa: on GPUs, keep the threads of this process to the cores next to its GPU.
 
     Raises:
         SetupError: a process group exists already, or this node has fewer GPUs than ranks.
@@ -132,6 +137,9 @@ def process_group(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[R
     place = pick_device(device, local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
+        if numa and (cpus := cpus_near(torch.cuda.get_device_properties(place))):
+            keep_to(cpus)
+            torch.set_num_threads(min(torch.get_num_threads(), len(cpus)))
     store, rank, world_size = _rendezvous()
     store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(

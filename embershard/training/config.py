@@ -82,6 +82,10 @@ class TrainConfig:
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train; "auto": on GPUs if there are any."""
 
+    numa: Free[bool] = True
+    """On GPUs, keep each rank to the CPU cores next to its GPU, by whose memory its rows then are (the NUMA node that
+    the system names). False: to any core that it may run on. No GPU has run it."""
+
     def __post_init__(self) -> None:
         for name in (
             "batch_size",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embershard.distributed import process_group
+from embershard.distributed import process_group, ranks
 from embershard.distributed.ranks import keep_gloo_to_one_core
 
 LARGE = 1 << 18  # elements; torch copies 32,768 in parallel
@@ -52,3 +52,22 @@ def test_a_process_with_one_thread_stays_so() -> None:
     with process_group("cpu"):
         keep_gloo_to_one_core(None)
         assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("numa", [True, False])
+def test_a_rank_stays_beside_its_gpu_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, numa: bool) -> None:
+    """With no more OpenMP threads than there are cores; before anything allocates memory for rows."""
+    kept: list[set[int]] = []
+    monkeypatch.setattr(ranks, "pick_device", lambda *_: torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: f"gpu {device.index}")
+    monkeypatch.setattr(ranks, "cpus_near", lambda gpu: {5} if gpu == "gpu 1" else set())
+    monkeypatch.setattr(ranks, "keep_to", kept.append)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise InterruptedError("no GPU is here")
+
+    monkeypatch.setattr(ranks.dist, "init_process_group", refuse)
+    with pytest.raises(InterruptedError), process_group("cuda", numa=numa):
+        pass
+    assert (kept, torch.get_num_threads()) == (([{5}], 1) if numa else ([], 2))
