@@ -39,7 +39,7 @@ _COMMANDS = (
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
     ("compare", "report.compare", "is one model better than another on the same samples, or is it chance?"),
     ("ckpt", "ckpt", "list, verify, prune or compare the checkpoints of a run"),
-    ("doctor", "doctor", "check whether this machine can train, and say what to do if not"),
+    ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),
     ("completion", "cli:completion", "print what makes Tab complete commands in bash, zsh or fish"),
 )
 

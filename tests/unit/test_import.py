@@ -25,7 +25,7 @@ def modules_after(statement: str, folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor", START])
+@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor.command", START])
 def test_the_import_is_light(module: str, project_dir: Path):
     assert modules_after(f"import {module}", project_dir) & HEAVY == set()
 

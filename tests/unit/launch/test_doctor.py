@@ -12,70 +12,100 @@ from pathlib import Path
 
 import pytest
 
-from embershard.launch import doctor
-from embershard.launch.doctor import FAIL, PASS, SKIP, WARN, CheckResult
+from embershard.launch.doctor import checks, gpu
+from embershard.launch.doctor import command as doctor
+from embershard.launch.doctor.checks import FAIL, PASS, SKIP, WARN, CheckResult
+from embershard.launch.doctor.gpu import Gpu
+from embershard.launch.versions import CPU_FBGEMM, CUDA_FBGEMM
 from embershard.machine import HostMemory
 
-CPU, CUDA = doctor.CPU_FBGEMM, doctor.CUDA_FBGEMM
+CPU, CUDA = CPU_FBGEMM, CUDA_FBGEMM
 GIB = 1 << 30
 
 CASES = [
     # python
-    (doctor.check_python((3, 10)), PASS),
-    (doctor.check_python((3, 12)), PASS),
-    (doctor.check_python((3, 9)), FAIL),
-    (doctor.check_python((3, 13)), WARN),
+    (checks.check_python((3, 10)), PASS),
+    (checks.check_python((3, 12)), PASS),
+    (checks.check_python((3, 9)), FAIL),
+    (checks.check_python((3, 13)), WARN),
     # versions
-    (doctor.check_versions("2.13.0+cpu", "1.8.0", "1.8.0"), PASS),
-    (doctor.check_versions("2.11.0+cu128", "1.6.1", "1.6.0"), PASS),
-    (doctor.check_versions("2.12.0", "1.7.0", "1.7.0"), WARN),
-    (doctor.check_versions("2.13.0", "1.8.0", "1.9.0"), FAIL),
-    (doctor.check_versions("2.13.0", "1.6.0", "1.8.0"), FAIL),
-    (doctor.check_versions("2.14.1", "1.9.2", "1.9.0"), PASS),
-    (doctor.check_versions("2.14.1", "1.8.0", "1.9.0"), FAIL),
-    (doctor.check_versions("2.13.0+cpu", "1.9.2", "1.8.0"), WARN),
-    (doctor.check_versions("2.15.0", "1.9.2", "1.9.0"), WARN),
-    (doctor.check_versions("2.13.0", None, "1.8.0"), FAIL),
+    (checks.check_versions("2.13.0+cpu", "1.8.0", "1.8.0"), PASS),
+    (checks.check_versions("2.11.0+cu128", "1.6.1", "1.6.0"), PASS),
+    (checks.check_versions("2.12.0", "1.7.0", "1.7.0"), WARN),
+    (checks.check_versions("2.13.0", "1.8.0", "1.9.0"), FAIL),
+    (checks.check_versions("2.13.0", "1.6.0", "1.8.0"), FAIL),
+    (checks.check_versions("2.14.1", "1.9.2", "1.9.0"), PASS),
+    (checks.check_versions("2.14.1", "1.8.0", "1.9.0"), FAIL),
+    (checks.check_versions("2.13.0+cpu", "1.9.2", "1.8.0"), WARN),
+    (checks.check_versions("2.15.0", "1.9.2", "1.9.0"), WARN),
+    (checks.check_versions("2.13.0", None, "1.8.0"), FAIL),
     # FBGEMM's build
-    (doctor.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", None, False), PASS),
-    (doctor.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", True), PASS),
-    (doctor.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", False), PASS),
-    (doctor.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", None, True), FAIL),
-    (doctor.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", False), FAIL),
-    (doctor.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", True), FAIL),
-    (doctor.check_fbgemm_build({CPU: "1.8.0", CUDA: "1.9.0"}, "2.13.0", None, False), FAIL),
-    (doctor.check_fbgemm_build({}, "2.13.0", None, False), FAIL),
+    (checks.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", None, False), PASS),
+    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", True), PASS),
+    (checks.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", False), PASS),
+    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", None, True), FAIL),
+    (checks.check_fbgemm_build({CUDA: "1.8.0"}, "2.13.0", "13.0", False), FAIL),
+    (checks.check_fbgemm_build({CPU: "1.8.0"}, "2.13.0", "13.0", True), FAIL),
+    (checks.check_fbgemm_build({CPU: "1.8.0", CUDA: "1.9.0"}, "2.13.0", None, False), FAIL),
+    (checks.check_fbgemm_build({}, "2.13.0", None, False), FAIL),
     # imports
-    (doctor.check_import("torchrec", "", 2.5), PASS),
-    (doctor.check_import("torchrec", "ModuleNotFoundError: No module named 'tensordict'", 0.1), FAIL),
+    (checks.check_import("torchrec", "", 2.5), PASS),
+    (checks.check_import("torchrec", "ModuleNotFoundError: No module named 'tensordict'", 0.1), FAIL),
     # devices
-    (doctor.check_cpu(2, HostMemory(16 * GIB, 15 * GIB)), PASS),
-    (doctor.check_cpu(2, HostMemory(2 * GIB, GIB)), WARN),
-    (doctor.check_gpus(("H200 (139 GiB)",), "13.0", True), PASS),
-    (doctor.check_gpus((), None, False), SKIP),
-    (doctor.check_gpus((), None, True), WARN),
-    (doctor.check_gpus((), "13.0", True), WARN),
-    (doctor.check_triton("3.7.1", 1), PASS),
-    (doctor.check_triton(None, 0), SKIP),
-    (doctor.check_triton(None, 1), FAIL),
+    (checks.check_cpu(2, HostMemory(16 * GIB, 15 * GIB)), PASS),
+    (checks.check_cpu(2, HostMemory(2 * GIB, GIB)), WARN),
+    (checks.check_gpus(("H200 (139 GiB)",), "13.0", True), PASS),
+    (checks.check_gpus((), None, False), SKIP),
+    (checks.check_gpus((), None, True), WARN),
+    (checks.check_gpus((), "13.0", True), WARN),
+    (checks.check_triton("3.7.1", 1), PASS),
+    (checks.check_triton(None, 0), SKIP),
+    (checks.check_triton(None, 1), FAIL),
     # collectives
-    (doctor.check_collective("gloo", "", 2.0, "remedy"), PASS),
-    (doctor.check_collective("gloo", "no answer after 60 s", 60.0, "remedy"), FAIL),
+    (checks.check_collective("gloo", 2, "", 2.0, "remedy"), PASS),
+    (checks.check_collective("gloo", 2, "no answer after 60 s", 60.0, "remedy"), FAIL),
+    (checks.check_huge_pages("always [madvise] never\n"), PASS),
+    (checks.check_huge_pages("[always] madvise never"), PASS),
+    (checks.check_huge_pages("always madvise [never]"), WARN),
+    (checks.check_huge_pages(None), SKIP),
+    # a GPU
+    (gpu.check_driver("580.65.06", "13.0"), PASS),
+    (gpu.check_driver("570.124.06", "13.0"), FAIL),
+    (gpu.check_driver("570.124.06", "12.8"), PASS),
+    (gpu.check_driver(None, "13.0"), WARN),
+    (gpu.check_driver("580.65.06", "99.0"), WARN),
+    (gpu.check_capabilities([(9, 0), (8, 0), (8, 9), (10, 0)]), PASS),
+    (gpu.check_capabilities([(9, 0), (7, 5)]), WARN),
+    (gpu.check_capabilities([(12, 0)]), WARN),
+    (gpu.check_compiler("/usr/bin/gcc", True), PASS),
+    (gpu.check_compiler(None, True), FAIL),
+    (gpu.check_compiler("/usr/bin/gcc", False), FAIL),
+    (gpu.check_links([Gpu("a", "580", 16, 16)]), PASS),
+    (gpu.check_links([Gpu("a", "580", 16, 16), Gpu("b", "580", 8, 16)]), WARN),
+    (gpu.check_links([Gpu("a", "580")]), SKIP),
+    (gpu.check_links([]), SKIP),
+    (gpu.check_numa([Gpu("a", "580")], 1), PASS),
+    (gpu.check_numa([Gpu("a", "580", numa_node=0), Gpu("b", "580", numa_node=1)], 2), PASS),
+    (gpu.check_numa([Gpu("a", "580", numa_node=0), Gpu("b", "580")], 2), WARN),
+    (gpu.check_numa([], 2), WARN),
+    (checks.check_program("kernel", "", 3.0, "remedy"), PASS),
+    (checks.check_program("kernel", "RuntimeError: no", 3.0, "remedy"), FAIL),
+    (checks.check_program("lock 1 GiB", "CacheError: no", 3.0, "remedy", otherwise=WARN), WARN),
     # limits
-    (doctor.check_shared_memory(8 * GIB, 8), PASS),
-    (doctor.check_shared_memory(64 << 20, 0), WARN),
-    (doctor.check_shared_memory(64 << 20, 8), FAIL),
-    (doctor.check_shared_memory(None, 0), WARN),
-    (doctor.check_open_files(65536), PASS),
-    (doctor.check_open_files(-1), PASS),
-    (doctor.check_open_files(512), WARN),
-    (doctor.check_open_files(64), FAIL),
-    (doctor.check_locked_memory(-1, 8), PASS),
-    (doctor.check_locked_memory(8 << 20, 8), WARN),
-    (doctor.check_locked_memory(8 << 20, 0), SKIP),
-    (doctor.check_disk("/runs", 100 * GIB), PASS),
-    (doctor.check_disk("/runs", 5 * GIB), WARN),
-    (doctor.check_disk("/runs", GIB // 2), FAIL),
+    (checks.check_shared_memory(8 * GIB, 8), PASS),
+    (checks.check_shared_memory(64 << 20, 0), WARN),
+    (checks.check_shared_memory(64 << 20, 8), FAIL),
+    (checks.check_shared_memory(None, 0), WARN),
+    (checks.check_open_files(65536), PASS),
+    (checks.check_open_files(-1), PASS),
+    (checks.check_open_files(512), WARN),
+    (checks.check_open_files(64), FAIL),
+    (checks.check_locked_memory(-1, 8), PASS),
+    (checks.check_locked_memory(8 << 20, 8), WARN),
+    (checks.check_locked_memory(8 << 20, 0), SKIP),
+    (checks.check_disk("/runs", 100 * GIB), PASS),
+    (checks.check_disk("/runs", 5 * GIB), WARN),
+    (checks.check_disk("/runs", GIB // 2), FAIL),
 ]
 
 
@@ -87,14 +117,14 @@ def test_every_check_passes_and_fails_as_it_should(result: CheckResult, status: 
 
 def test_a_result_is_a_value():
     with pytest.raises(FrozenInstanceError):
-        doctor.check_cpu(1, HostMemory(GIB, GIB)).status = PASS  # type: ignore[misc]
+        checks.check_cpu(1, HostMemory(GIB, GIB)).status = PASS  # type: ignore[misc]
 
 
 def test_the_remedy_names_the_build_that_is_right_here():
     both = {CPU: "1.8.0", CUDA: "1.9.0"}
-    assert f"{CPU}==1.9.0" in doctor.check_fbgemm_build(both, "2.14.1", None, False).remedy
-    assert f"{CPU}==1.8.0" in doctor.check_fbgemm_build(both, "2.13.0", None, False).remedy
-    assert f"{CUDA}==1.8.0" in doctor.check_fbgemm_build(both, "2.13.0", "13.0", True).remedy
+    assert f"{CPU}==1.9.0" in checks.check_fbgemm_build(both, "2.14.1", None, False).remedy
+    assert f"{CPU}==1.8.0" in checks.check_fbgemm_build(both, "2.13.0", None, False).remedy
+    assert f"{CUDA}==1.8.0" in checks.check_fbgemm_build(both, "2.13.0", "13.0", True).remedy
 
 
 @pytest.mark.parametrize(
@@ -115,7 +145,7 @@ def test_the_remedy_names_the_build_that_is_right_here():
     ],
 )
 def test_the_real_error_of_an_import_is_shown(stderr: str, detail: str, remedy: str):
-    result = doctor.check_import("torchrec", stderr, 1.0)
+    result = checks.check_import("torchrec", stderr, 1.0)
     assert detail in result.detail
     assert remedy in result.remedy
 
@@ -135,16 +165,45 @@ def test_an_import_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     assert "no end after 1 s" in error
 
 
+def test_gpus_are_read_as_nvidia_smi_and_linux_describe_them(tmp_path: Path):
+    (tmp_path / "bus/pci/devices/0000:3b:00.0").mkdir(parents=True)
+    (tmp_path / "bus/pci/devices/0000:3b:00.0/numa_node").write_text("1\n")
+    (tmp_path / "bus/pci/devices/0001:af:00.0").mkdir()
+    (tmp_path / "bus/pci/devices/0001:af:00.0/numa_node").write_text("-1\n")
+    text = "00000000:3B:00.0, 580.65.06, 8, 16\n00000001:AF:00.0, 580.65.06, [N/A], [N/A]\nNo devices were found\n"
+    assert gpu.parse_gpus(text, tmp_path) == [
+        Gpu("0000:3b:00.0", "580.65.06", 8, 16, 1),
+        Gpu("0001:af:00.0", "580.65.06"),
+    ]
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["KERNEL", "LOOKUP"])
+def test_the_programs_for_a_gpu_run_on_a_cpu_and_notice_what_is_wrong(program: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    text = getattr(gpu, program)
+    assert gpu.program_error(text, "cpu", 300.0)[0] == ""
+    wrong = {"KERNEL": ("keys + 1)", "keys + 0)"), "LOOKUP": ("[3, 3, 5]", "[3, 4, 5]")}[program]
+    assert "AssertionError" in gpu.program_error(text.replace(*wrong), "cpu", 300.0)[0]
+
+
+def test_without_a_gpu_its_checks_are_skipped_by_name():
+    (result,) = gpu.examine(0, None, 1.0)
+    assert result.status == SKIP
+    assert "driver" in result.detail
+
+
 def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "ALL_REDUCE", "import sys\nassert sys.argv[2] == '0', '1 + 2 gave 4.0'")
-    error, _ = doctor.all_reduce_error("gloo", 30.0)
+    error, _ = doctor.all_reduce_error("cpu", 2, 30.0)
     assert error == "rank 1: AssertionError: 1 + 2 gave 4.0"
 
 
 @pytest.mark.slow
 def test_ranks_that_never_meet_end_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "ALL_REDUCE", "import time; time.sleep(60)")
-    error, seconds = doctor.all_reduce_error("gloo", 1.0)
+    error, seconds = doctor.all_reduce_error("cpu", 2, 1.0)
     assert "no answer after 1 s" in error
     assert seconds < 60, "they sleep for 60 s"
 
@@ -187,10 +246,10 @@ def test_it_speaks_when_torchrec_cannot_be_imported(tmp_path: Path, project_dir:
     """The whole doctor, with a torchrec in front of the real one that does not import."""
     (tmp_path / "torchrec.py").write_text("raise OSError('libtorch_cuda.so: cannot open shared object file')\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{project_dir}"}
-    command = [sys.executable, "-m", "embershard.launch.doctor", "--json"]
+    command = [sys.executable, "-m", "embershard.launch.doctor.command", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=180)
     assert run.returncode == 1, run.stderr
     report = {check["name"]: check for check in json.loads(run.stdout)["checks"]}
     assert report["import torchrec"]["status"] == FAIL
     assert "libtorch_cuda.so" in report["import torchrec"]["detail"]
-    assert report["gloo, two ranks"]["status"] == PASS
+    assert report["gloo, 2 ranks"]["status"] == PASS

@@ -75,6 +75,7 @@ def test_the_cuda_image_can_compile_what_triton_compiles(stages: Stages) -> None
             assert user == "embershard", "the environment is this user's"
     assert {"gcc", "libc6-dev"} <= installed
 
+
 def test_what_is_copied_is_there_and_not_ignored(stages: Stages, project_dir: Path) -> None:
     ignored, *kept = (project_dir / ".dockerignore").read_text().split()
     assert ignored == "*"

@@ -1,27 +1,11 @@
-"""`embershard doctor`: checks this machine, and says what to do about what fails.
-
-The checks are functions from plain facts to a `CheckResult`; below them the facts are gathered. Nothing here imports
-torch or torchrec at the start: the doctor must run when they are broken. Imports and collectives are tried in processes
-of their own: a library that crashes or hangs costs one line of the report.
-"""
+"""The checks of the doctor: functions from plain facts to a `CheckResult`."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import json
-import os
 import re
-import resource
-import shutil
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from embershard.launch.arguments import make_parser
 from embershard.launch.versions import (
     CPU_FBGEMM,
     CUDA_FBGEMM,
@@ -30,11 +14,10 @@ from embershard.launch.versions import (
     OLDER,
     OLDEST_PYTHON,
     SETS,
-    installed_version,
     minor,
     wanted_fbgemm,
 )
-from embershard.machine import HostMemory, host_memory
+from embershard.machine import HostMemory
 from embershard.units import size
 
 PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
@@ -170,12 +153,12 @@ def check_triton(version: str | None, num_gpus: int) -> CheckResult:
     return CheckResult("triton", FAIL, "not installed, and caches on a GPU are planned by its kernels", remedy)
 
 
-def check_collective(backend: str, error: str, seconds: float, remedy: str) -> CheckResult:
-    """Check an all-reduce between two processes. `error` says what went wrong; empty when it worked."""
-    name = f"{backend}, two ranks"
+def check_collective(backend: str, num_ranks: int, error: str, seconds: float, remedy: str) -> CheckResult:
+    """Check an all-reduce between processes. `error` says what went wrong; empty when it worked."""
+    name = f"{backend}, {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
     if error:
         return CheckResult(name, FAIL, error, remedy)
-    return CheckResult(name, PASS, f"all-reduce in {seconds:.1f} s, start of two processes included")
+    return CheckResult(name, PASS, f"all-reduce in {seconds:.1f} s, start of the processes included")
 
 
 def check_shared_memory(free_bytes: int | None, num_gpus: int) -> CheckResult:
@@ -225,161 +208,20 @@ def check_disk(folder: str, free_bytes: int) -> CheckResult:
     return CheckResult("disk", PASS, detail)
 
 
-COLOURS = {PASS: "32", WARN: "33", FAIL: "31", SKIP: "2"}
-IMPORT_TIMEOUT_SECONDS = 120.0
-
-# argv: backend, rank, port, timeout in seconds.
-ALL_REDUCE = """
-import datetime, sys
-import torch
-import torch.distributed as dist
-backend, rank, port, timeout = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-if backend == "nccl":
-    torch.cuda.set_device(rank)
-limit = datetime.timedelta(seconds=timeout)
-store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=limit)
-dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
-value = torch.tensor([rank + 1.0], device="cuda" if backend == "nccl" else "cpu")
-dist.all_reduce(value)
-assert value.item() == 3.0, f"1 + 2 gave {value.item()}"
-dist.barrier()
-dist.destroy_process_group()
-"""
+def check_program(name: str, error: str, seconds: float, remedy: str, otherwise: str = FAIL) -> CheckResult:
+    """Check a program that the doctor ran: `error` is empty when it worked, and `otherwise` the status when not."""
+    if error:
+        return CheckResult(name, otherwise, error, remedy)
+    return CheckResult(name, PASS, f"{seconds:.1f} s")
 
 
-def has_driver() -> bool:
-    """Return whether NVIDIA's driver has the library that FBGEMM's CUDA build loads."""
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libnvidia-ml.so.1")
-        return True
-    return False
-
-
-def torch_facts() -> tuple[str | None, tuple[str, ...]]:
-    """Return `torch.version.cuda`, and each GPU with its memory; nothing when torch cannot be imported."""
-    try:
-        import torch
-    except Exception:  # the import check shows the error
-        return None, ()
-    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    names = tuple(f"{device.name} ({size(device.total_memory)})" for device in devices)
-    return torch.version.cuda, names
-
-
-def import_error(module: str, timeout_seconds: float) -> tuple[str, float]:
-    """Import a module in a process of its own; return its error (empty: it worked) and the seconds."""
-    start = time.monotonic()
-    command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
-        return f"TimeoutError: no end after {timeout_seconds:.0f} s", timeout_seconds
-    seconds = time.monotonic() - start
-    if run.returncode < 0:
-        return f"{run.stderr}\nImportError: killed by signal {-run.returncode}", seconds
-    if run.returncode:
-        return run.stderr or f"ImportError: exit status {run.returncode}", seconds
-    return "", seconds
-
-
-def all_reduce_error(backend: str, timeout_seconds: float) -> tuple[str, float]:
-    """Run an all-reduce between two processes on 127.0.0.1; return the error (empty: it worked) and the seconds."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start = time.monotonic()
-    python = [sys.executable, "-W", "ignore", "-c", ALL_REDUCE]
-    ranks = []
-    for rank in range(2):
-        command = [*python, backend, str(rank), str(port), str(timeout_seconds)]
-        ranks.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-    errors = []
-    try:
-        for rank, process in enumerate(ranks):
-            left = max(1.0, timeout_seconds - (time.monotonic() - start))
-            _, stderr = process.communicate(timeout=left)
-            if process.returncode:
-                last_line = (stderr.strip() or "no message").splitlines()[-1].strip()  # of a traceback: the error
-                errors.append(f"rank {rank}: {last_line}")
-    except subprocess.TimeoutExpired:
-        errors.append(f"no answer after {timeout_seconds:.0f} s")
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    return "; ".join(errors), time.monotonic() - start
-
-
-def collectives(num_gpus: int, timeout_seconds: float) -> Iterator[CheckResult]:
-    """Try gloo always, and NCCL where there are two GPUs."""
-    error, seconds = all_reduce_error("gloo", timeout_seconds)
-    remedy = "this host's name must resolve to an address of it (see /etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
-    yield check_collective("gloo", error, seconds, remedy)
-    if num_gpus < 2:
-        yield CheckResult("nccl, two ranks", SKIP, f"needs two GPUs, there are {num_gpus}")
-        return
-    error, seconds = all_reduce_error("nccl", timeout_seconds)
-    yield check_collective("nccl", error, seconds, "NCCL_DEBUG=INFO shows why; check /dev/shm and nvidia-smi")
-
-
-def examine(timeout_seconds: float) -> Iterator[CheckResult]:
-    """Run all checks, in the order in which a newcomer would fix what fails."""
-    torch_cuda, gpus = torch_facts()
-    driver = has_driver()
-    found = {name: installed_version(name) for name in (CUDA_FBGEMM, CPU_FBGEMM)}
-    dists = {name: version for name, version in found.items() if version is not None}
-    shared_bytes = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
-    yield check_python((sys.version_info[0], sys.version_info[1]))
-    fbgemm = next(iter(dists.values()), None)
-    torch = installed_version("torch")
-    yield check_versions(torch, installed_version("torchrec"), fbgemm)
-    yield check_fbgemm_build(dists, torch, torch_cuda, driver)
-    for module in ("torch", "torchrec"):
-        yield check_import(module, *import_error(module, IMPORT_TIMEOUT_SECONDS))
-    yield check_cpu(len(os.sched_getaffinity(0)), host_memory())
-    yield check_gpus(gpus, torch_cuda, driver)
-    yield check_triton(installed_version("triton"), len(gpus))
-    yield from collectives(len(gpus), timeout_seconds)
-    yield check_shared_memory(shared_bytes, len(gpus))
-    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], len(gpus))
-    yield check_disk(os.getcwd(), shutil.disk_usage(os.getcwd()).free)
-
-
-def line(result: CheckResult, colour: bool) -> str:
-    """Return a result as text, its remedy on a line of its own."""
-    status = f"\033[{COLOURS[result.status]}m{result.status}\033[0m" if colour else result.status
-    text = f"{status}  {result.name:<17}  {result.detail}"
-    return f"{text}\n      {'':<17}  -> {result.remedy}" if result.remedy else text
-
-
-def summary(results: Sequence[CheckResult]) -> str:
-    """Return the last line: the number of results of each status, and what to do next."""
-    statuses = [result.status for result in results]
-    counts = ", ".join(f"{statuses.count(status)} {status}" for status in COLOURS if status in statuses)
-    if FAIL in statuses:
-        return f"{counts}. Fix what FAILs from the top, then run embershard doctor again."
-    return f"{counts}. Ready: `make train` in a clone, or `embershard train --config FILE`."
-
-
-def main(argv: list[str], examine: Callable[[float], Iterator[CheckResult]] = examine) -> int:
-    """Print the report. Return 1 when a check failed, else 0."""
-    parser = make_parser("doctor", "Check that this machine can train.\n\n  embershard doctor\n")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for each two-rank test (60)")
-    arguments = parser.parse_args(argv)
-    results = []
-    for result in examine(arguments.timeout):
-        results.append(result)
-        if not arguments.json:
-            print(line(result, sys.stdout.isatty()), flush=True)
-    failed = any(result.status == FAIL for result in results)
-    if arguments.json:
-        print(json.dumps({"ok": not failed, "checks": [asdict(result) for result in results]}, indent=2))
-    else:
-        print(summary(results))
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def check_huge_pages(setting: str | None) -> CheckResult:
+    """Check transparent huge pages. `setting`: Linux's file for them, such as "always [madvise] never"."""
+    name = "huge pages"
+    if setting is None:
+        return CheckResult(name, SKIP, "this system does not name them")
+    chosen = re.search(r"\[(\w+)\]", setting)
+    if chosen is None or chosen[1] == "never":
+        remedy = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (row copies take longer without)"
+        return CheckResult(name, WARN, setting.strip(), remedy)
+    return CheckResult(name, PASS, chosen[1])

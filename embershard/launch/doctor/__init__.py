@@ -1,0 +1,1 @@
+"""`embershard doctor`: checks this machine."""
