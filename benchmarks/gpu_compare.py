@@ -7,8 +7,9 @@ A DLRM with dim 128 and row-wise Adagrad. Every variant is built beside the resi
 in turn with it on the same batches, block by block, and freed. Variants: embershard with `frequency` and with
 look-ahead, planned between the steps' launches and in a thread beside them; TorchRec's FUSED_UVM_CACHING with LRU, with
 and without its prefetch pipeline, and with LFU (for which FBGEMM has no prefetching), at as many device bytes as
-embershard takes; FUSED_UVM. Also: the speed of the link (benchmarks/link.py), at several dims. Without a GPU the
-variants of TorchRec that need one are left out, and the rest only shows that the benchmark works.
+embershard takes; FUSED_UVM. `--precision` is that of the dense layers: in fp32 they hide whatever else a step does.
+Also: the speed of the link (benchmarks/link.py), at several dims. Without a GPU the variants of TorchRec that need one
+are left out, and the rest only shows that the benchmark works.
 """
 
 from __future__ import annotations
@@ -188,12 +189,13 @@ def _build(
     variant: Variant, batches: Batches, options: argparse.Namespace, device: torch.device
 ) -> DistributedModelParallel:
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high" if options.precision == "tf32" else "highest")
     tables = [
         EmbeddingBagConfig(name=f"t{t}", embedding_dim=options.dim, num_embeddings=rows, feature_names=[f"f{t}"])
         for t, rows in enumerate(batches.rows)
     ]
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    model: nn.Module = DLRMTrain(
+    model: nn.Module = (_InBfloat16 if options.precision == "bf16" else DLRMTrain)(
         DLRM(embeddings, _NUM_DENSE, [512, 256, options.dim], [1024, 1024, 512, 256, 1], dense_device=device)
     )
     profile = batches.profile(options.profile_batches) if variant.policy == "frequency" else None
@@ -240,6 +242,14 @@ def _pipeline(
         return _Plain(model, optimizer)
     kind = PrefetchTrainPipelineSparseDist if variant.prefetch else TrainPipelineSparseDist
     return kind(model, optimizer, device, execute_all_batches=True)
+
+
+class _InBfloat16(DLRMTrain):
+    """The model with automatic mixed precision."""
+
+    def forward(self, batch: Batch) -> Any:
+        with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16):
+            return super().forward(batch)
 
 
 class _Plain:
@@ -324,6 +334,7 @@ def main() -> None:
     parser.add_argument("--max-rows", type=int, default=23_000_000, help="of a table; 23M: 61 GB of the terabyte's")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all row counts")
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32", help="of the dense layers")
     parser.add_argument("--batch-size", type=int, default=16_384)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.005, 0.015, 0.05, 0.2])
     parser.add_argument("--variants", nargs="+", default=[""], help="words of which a variant's name has one")
