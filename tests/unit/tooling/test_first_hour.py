@@ -1,0 +1,120 @@
+"""The first hour on a GPU goes on after whatever happens to a step, and can be run without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from embershard.pipeline import LookAheadPipeline
+from tests.gpu import first_hour, hour_steps
+from tests.gpu.first_hour import Ended
+from tests.gpu.hour_steps import STEPS, Place, Step
+
+
+def place(folder: Path, name: str = "step") -> Place:
+    return Place(name, folder, seconds=60.0, num_gpus=0)
+
+
+def works(place: Place) -> None:
+    place.note("found", 1)
+
+
+def fails(place: Place) -> None:
+    place.note("found", 1)
+    raise RuntimeError("no such kernel")
+
+
+def test_what_a_step_found_before_it_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(first_hour, "STEPS", (Step(works, 1), Step(fails, 1)))
+    given = ["--out", str(tmp_path), "--seconds", "60", "--gpus", "0"]
+    assert first_hour.main(["--step", "works", *given]) == 0
+    assert first_hour.main(["--step", "fails", *given]) == 1
+    assert json.loads((tmp_path / "fails.json").read_text()) == {
+        "found": 1,
+        "error": "RuntimeError('no such kernel')",
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "why"),
+    [
+        ("print('found')", "done", ""),
+        ("raise SystemExit('no such kernel')", "failed", "exit code 1: no such kernel"),
+        ("import time; time.sleep(3600)", "too long", "ended after 1 s"),
+    ],
+)
+def test_how_a_step_ends(program: str, status: str, why: str, tmp_path: Path):
+    ended = first_hour.run_step(
+        Step(works, 1), tmp_path, 1.0 if status == "too long" else 60.0, 0, [sys.executable, "-c", program]
+    )
+    assert ended.status == status
+    assert ended.why.startswith(why)
+
+
+def test_all_steps_run_and_the_summary_grows_with_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seconds: dict[str, float] = {}
+
+    def run(step: Step, out: Path, limit: float, num_gpus: int, command: list[str]) -> Ended:
+        seconds[step.name] = limit
+        if step.name == "doctor":
+            raise OSError("no process")
+        assert (out / "summary.txt").is_file() == (len(seconds) > 1)
+        return Ended(step.name, "skipped" if step.num_gpus else "done")
+
+    monkeypatch.setattr(first_hour, "run_step", run)
+    monkeypatch.setattr(first_hour, "count_gpus", lambda: 0)
+    assert first_hour.main(["--minutes", "6", "--out", str(tmp_path)]) == 1
+    assert sum(seconds.values()) == pytest.approx(360.0)
+    assert [line.split()[0] for line in (tmp_path / "summary.txt").read_text().splitlines()] == [s.name for s in STEPS]
+    assert "doctor       failed" in (tmp_path / "summary.txt").read_text()
+
+
+def test_steps_that_need_a_gpu_are_skipped_by_name(tmp_path: Path):
+    for step in STEPS:
+        if step.num_gpus:
+            assert first_hour.run_step(step, tmp_path, 1.0, 0, ["/never"]).status == "skipped"
+    assert {step.name for step in STEPS if step.num_gpus} == {"lock", "kernels", "exactness", "sanitizers", "nsys"}
+
+
+def test_a_command_that_fails_or_is_not_there_fails_the_step_which_goes_on(tmp_path: Path):
+    here = place(tmp_path)
+    assert here.command("absent", ["no-such-program"], may_fail=True) == 127
+    assert not here.failed
+    assert here.command("wrong", [sys.executable, "-c", "raise SystemExit('wrong sum')"]) == 1
+    assert here.failed
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert (found["absent"]["code"], found["wrong"]["last"]) == (127, ["wrong sum"])
+
+
+def test_waits_are_counted_by_the_line_that_waits(monkeypatch: pytest.MonkeyPatch):
+    def step(pipeline: object, batches: object) -> None:
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:1)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    monkeypatch.setattr(LookAheadPipeline, "step", step)
+    with warnings.catch_warnings(), hour_steps.counted_waits(first_step=3) as counted:
+        warnings.simplefilter("ignore")  # as `embershard train` does, until the first step that counts
+        for _ in range(5):
+            LookAheadPipeline.step(None, None)  # type: ignore[arg-type]
+    assert counted.num_steps == 3
+    ((line, count),) = counted.lines.items()
+    assert count == 3
+    assert f"{Path(__file__).name}:" in line
+    assert line.endswith(" step")
+    assert LookAheadPipeline.step is step
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_the_whole_hour_without_a_gpu(tmp_path: Path, project_dir: Path):
+    command = [sys.executable, "-m", "tests.gpu.first_hour", "--out", str(tmp_path / "hour"), "--minutes", "240"]
+    done = subprocess.run(command, cwd=project_dir, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    summary = json.loads((tmp_path / "hour" / "summary.json").read_text())
+    assert [step["name"] for step in summary] == [step.name for step in STEPS]
+    assert all(step["status"] == "skipped" for step in summary if step["why"].startswith("needs"))
