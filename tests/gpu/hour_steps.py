@@ -321,7 +321,7 @@ def several(place: Place) -> None:
     """Several ranks: memory on each GPU, and how long it takes to end after one is killed, or stopped."""
     from tests.gpu.machine_checks import seconds_to_end
 
-    num_ranks = max(2, place.num_gpus)
+    num_ranks = place.num_gpus or 2
     words = ["--nproc", str(num_ranks), *quickstart(place, **{"train.max_steps": 60})]
     place.command(
         "train", [*EMBERSHARD, "train", "quickstart", "--run-dir", str(place.out / "several/run"), *words], 0.3
@@ -335,6 +335,9 @@ def several(place: Place) -> None:
 
 def resume(place: Place) -> None:
     """Two nodes of a rank each on this machine (torchrun), and the run goes on with one rank."""
+    if place.num_gpus == 1:
+        place.note("skipped", "needs two GPUs, or none")
+        return
     run_dir = str(place.out / place.name / "run")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

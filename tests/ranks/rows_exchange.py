@@ -91,8 +91,10 @@ def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
         ids = torch.cat(values)
         weights = torch.randint(1, 9, ids.shape, generator=generator) / 4 if case.weighted else None
         features = KeyedJaggedTensor(keys=case.features, values=ids, lengths=lengths.flatten(), weights=weights)
+        features = features.to(torch.device(case.device))
         features.is_hot = is_hot
-        yield features, torch.randint(-8, 9, (size, width), generator=generator) / 4
+        coefficients = torch.randint(-8, 9, (size, width), generator=generator) / 4
+        yield features, coefficients.to(case.device)
 
 
 def train_linear(model: DistributedModelParallel, case: Case) -> KeyedJaggedTensor:
