@@ -114,7 +114,8 @@ def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
             try:
                 return job.run(ranks, supervision)
             except BaseException:
-                leave_locked()
+                if ranks.device.type == "cuda":
+                    leave_locked()
                 raise
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from embershard import distributed
+from embershard.cache.rows import page_lock
+from embershard.distributed import Ranks
 from embershard.launch import cli, rank
 from embershard.launch.config import load_config
 from embershard.launch.ranks import launcher
@@ -107,6 +113,24 @@ def test_under_torchrun_options_of_the_launcher_are_refused(option, project_dir,
         cli.main(["train", str(project_dir / "examples" / "quickstart.toml"), option, "2"])
     assert stopped.value.code == 2
     assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_rank_that_fails_on_a_gpu_waits_for_none_of_its_kernels(device, monkeypatch):
+    """They may wait for a rank that has ended; its locked memory is left to the system."""
+    asked: list[bool] = []
+    monkeypatch.setattr(page_lock, "leave_locked", lambda: asked.append(True))
+    here = Ranks(0, 1, 0, 1, torch.device(device))
+    monkeypatch.setattr(distributed, "process_group", lambda *_, **__: contextlib.nullcontext(here))
+
+    def fail(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    rank.do(lambda: SimpleNamespace(config=RunConfig(), run=lambda *_: 0))
+    assert not asked
+    with pytest.raises(KeyboardInterrupt):
+        rank.do(lambda: SimpleNamespace(config=RunConfig(), run=fail))
+    assert asked == [True] * (device == "cuda")
 
 
 @pytest.mark.parametrize("missing", TORCHRUN)
