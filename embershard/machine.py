@@ -1,4 +1,5 @@
-"""Memory that the system lets this process and its children take: the machine's, or less in a container. And cores, and which of them are near a GPU.
+"""Memory that the system lets this process and its children take: the machine's, or less in a container. And
+cores, and which of them are near a GPU.
 
 Nothing here imports torch: the doctor must run when it is broken.
 """

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 PROJECT = Path(__file__).resolve().parents[2]
 EMBERSHARD = (sys.executable, "-m", "embershard.launch.cli")
@@ -278,11 +278,23 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def switches() -> dict[str, dict[str, Any]]:
+    """Return settings of all precisions, and of the deterministic mode, as far as this version has them."""
+    from embershard.training.config import TrainConfig
+
+    kinds = get_type_hints(TrainConfig)
+    found: dict[str, dict[str, Any]] = {name: {"train.precision": name} for name in get_args(kinds["precision"])}
+    if "deterministic" in kinds:
+        found["deterministic"] = {"train.deterministic": "true"}
+    return {name: settings for name, settings in found.items() if name != "fp32"}
+
+
 def modes(place: Place) -> None:
-    """Every mode for 60 steps, and `embershard verify`."""
-    for number, (name, settings) in enumerate(MODES.items()):
+    """Every mode and switch for 60 steps, and `embershard verify`."""
+    cases = MODES | switches()
+    for number, (name, settings) in enumerate(cases.items()):
         words = ["train", "quickstart", "--run-dir", str(place.out / place.name / "runs" / name)]
-        share = 1 / (len(MODES) + 1 - number)
+        share = 1 / (len(cases) + 1 - number)
         place.command(name, [*EMBERSHARD, *words, *quickstart(place, **settings), "--nproc", "1"], share)
     place.command("verify", [*EMBERSHARD, "verify", "quickstart", "--steps", "20", "--nproc", "1", *quickstart(place)])
 

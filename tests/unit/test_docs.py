@@ -24,7 +24,8 @@ from unittest import mock
 import pytest
 from packaging.requirements import Requirement
 
-from embershard.launch import cli, doctor
+from embershard.launch import cli
+from embershard.launch.doctor import command as doctor
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -132,7 +132,7 @@ _left_locked: list[list[Tensor]] = []
 
 
 def leave_locked() -> None:
-    """Unlock no memory from now on: for a process that is about to end by an error. Unlocking waits for all kernels, and
+    """Unlock no memory from now on, in a process that is about to end by an error: unlocking waits for all kernels, and
     those of a collective never end once another rank has."""
     global _stays_locked
     _stays_locked = True

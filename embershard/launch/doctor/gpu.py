@@ -53,8 +53,8 @@ def parse_gpus(text: str, system: Path = _SYSTEM) -> list[Gpu]:
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == 4:
             address = parts[0].lower()[-12:]
-            lanes = [int(part) if part.isdigit() else None for part in parts[2:]]
-            found.append(Gpu(address, parts[1], *lanes, _numa_node(address, system)))
+            lanes, most_lanes = (int(part) if part.isdigit() else None for part in parts[2:])
+            found.append(Gpu(address, parts[1], lanes, most_lanes, _numa_node(address, system)))
     return found
 
 
