@@ -24,6 +24,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from embershard.cache.rows import memory
 from embershard.cache.rows.page_lock import lock_for
+from embershard.machine import host_memory
 
 NUM_TABLES, DIM = 26, 16
 _RATE = 0.5
@@ -84,14 +85,14 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def launches_while_locking(num_bytes: int) -> dict[str, float]:
-    """Launch small kernels while host memory is page-locked, in blocks; needs a GPU. Milliseconds a launch took, and
-    seconds that a GiB takes to be allocated and locked."""
-    on_gpu = torch.zeros(1000, device="cuda")
+def launches_while_locking(num_bytes: int, device: str = "cuda") -> dict[str, float]:
+    """Launch small kernels while host memory is page-locked, in blocks. Return milliseconds that a launch took, seconds
+    that a GiB took to be allocated and locked, and memory that a forked process takes, as those of a loader are."""
+    on_gpu = torch.zeros(1000, device=device)
     host = memory.zeros(num_bytes, torch.uint8, whole_pages=True)
-    torch.cuda.synchronize()
+    _wait(device)
     started, took = time.perf_counter(), []
-    lock = lock_for(torch.device("cuda", 0), [host])
+    lock = lock_for(torch.device(device, 0), [host])
     while not lock.is_done and not lock.problem:
         before = time.perf_counter()
         on_gpu.add_(1.0)
@@ -99,16 +100,31 @@ def launches_while_locking(num_bytes: int) -> dict[str, float]:
         time.sleep(1e-4)
     seconds = time.perf_counter() - started
     lock.wait()
+    taken = bytes_taken_by_a_fork()
     unlocked = time.perf_counter()
     del lock
     return {
         "gib": num_bytes / (1 << 30),
         "seconds_per_gib": seconds / (num_bytes / (1 << 30)),
         "seconds_to_unlock": time.perf_counter() - unlocked,
+        "gib_of_a_forked_process": taken / (1 << 30),
         "launches": len(took),
         "median_ms": statistics.median(took) * 1e3,
         "longest_ms": max(took) * 1e3,
     }
+
+
+def bytes_taken_by_a_fork() -> int:
+    """How much less memory is available while a forked process waits. The system copies locked pages at the fork."""
+    before, process = host_memory().available_bytes, os.fork()
+    if not process:
+        signal.pause()
+        os._exit(1)
+    time.sleep(0.5)
+    taken = before - host_memory().available_bytes
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return taken
 
 
 def seconds_to_end(command: Sequence[str], run_dir: Path, number: signal.Signals, seconds: float) -> dict[str, Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+from embershard.cache.rows.page_lock import PageLock
 from embershard.pipeline import LookAheadPipeline
-from tests.gpu import first_hour, hour_steps
+from tests.gpu import first_hour, hour_steps, machine_checks
 from tests.gpu.first_hour import Ended
 from tests.gpu.hour_steps import STEPS, Place, Step
 
@@ -107,6 +110,22 @@ def test_waits_are_counted_by_the_line_that_waits(monkeypatch: pytest.MonkeyPatc
     assert f"{Path(__file__).name}:" in line
     assert line.endswith(" step")
     assert LookAheadPipeline.step is step
+
+
+def test_launches_beside_the_locking_are_timed(monkeypatch: pytest.MonkeyPatch):
+    """With a stand-in for CUDA that locks the last block once a kernel has run."""
+    num_bytes, launched = 1 << 20, threading.Event()
+    add = torch.Tensor.add_
+
+    def lock(address: int, size: int) -> None:
+        assert launched.wait(30)
+
+    monkeypatch.setattr(torch.Tensor, "add_", lambda *args: (launched.set(), add(*args))[1])
+    monkeypatch.setattr(machine_checks, "lock_for", lambda _, rows: PageLock(rows, lock, lambda _: None))
+    found = machine_checks.launches_while_locking(num_bytes, "cpu")
+    assert found["launches"] >= 1
+    assert found["longest_ms"] >= found["median_ms"] > 0
+    assert found["seconds_per_gib"] > 0
 
 
 @pytest.mark.slow
