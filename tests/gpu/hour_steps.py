@@ -358,10 +358,9 @@ def resume(place: Place) -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     agent += ["--rdzv_backend", "c10d", "--rdzv_endpoint", address, "-m", "embershard", "train", "quickstart"]
-    given = quickstart(
-        place, **{"checkpoint.at_end": "true", "train.global_batch_size": 512, "train.batch_size": "none"}
-    )
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(place.num_gpus)))).split(",")
+    samples = {"train.global_batch_size": 128, "train.batch_size": "none"}
+    given = quickstart(place, **samples)
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(place.num_gpus)))).split(",")
     nodes = []
     for number in range(2):
         visible = {"CUDA_VISIBLE_DEVICES": gpus[number]} if place.num_gpus else {}
@@ -371,10 +370,11 @@ def resume(place: Place) -> None:
         node.start()
     for node in nodes:
         node.join()
-    longer = quickstart(place, **{"train.max_steps": 90, "train.global_batch_size": 512, "train.batch_size": "none"})
-    place.command(
-        "resume", [*EMBERSHARD, "train", "quickstart", "--run-dir", run_dir, "--resume", "--nproc", "1", *longer]
-    )
+    words = ["train", "quickstart", "--run-dir", run_dir, "--resume", "--nproc", "1"]
+    place.command("resume", [*EMBERSHARD, *words, *quickstart(place, **{"train.max_steps": 90, **samples})])
+    result = Path(run_dir, "result.json")
+    place.note("steps", json.loads(result.read_text(encoding="utf-8"))["steps"] if result.is_file() else None)
+    place.failed = place.failed or place.found["steps"] != 90
 
 
 @dataclass(frozen=True)

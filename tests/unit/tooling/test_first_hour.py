@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from embershard.cache.rows.page_lock import PageLock
+from embershard.launch import cli
 from embershard.pipeline import LookAheadPipeline
 from tests.gpu import first_hour, hour_steps, machine_checks
 from tests.gpu.first_hour import Ended
@@ -129,11 +130,48 @@ def test_launches_beside_the_locking_are_timed(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_gpus", [0, 4])
+def test_the_commands_of_the_steps_are_understood(num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Settings are read, files of tests are there; nothing is trained."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(Place, "command", lambda _, name, words, *args, **more: commands.append(list(words)) or 0)
+    monkeypatch.setattr(machine_checks, "seconds_to_end", lambda words, *_: commands.append(list(words)))
+    monkeypatch.setattr(hour_steps.shutil, "which", lambda program: f"/opt/{program}")
+    for step in (hour_steps.kernels, hour_steps.exactness, hour_steps.sanitizers, hour_steps.trace, hour_steps.modes,
+                 hour_steps.nsys, hour_steps.several, hour_steps.resume):  # fmt: skip
+        step(Place(step.__name__, tmp_path, 60.0, num_gpus))
+    trained = [words[words.index("train") + 1 :] for words in commands if "train" in words]
+    assert len(trained) >= 15
+    for words in trained:
+        assert cli.main(["train", *words, "--dry-run"]) == 0, words
+    files = [words[-1] for words in commands if "pytest" in words]
+    assert len(files) == 9
+    assert all((hour_steps.PROJECT / file).is_file() for file in files)
+
+
+@pytest.mark.slow
 @pytest.mark.matrix
-def test_the_whole_hour_without_a_gpu(tmp_path: Path, project_dir: Path):
-    command = [sys.executable, "-m", "tests.gpu.first_hour", "--out", str(tmp_path / "hour"), "--minutes", "240"]
+def test_steps_run_without_a_gpu(tmp_path: Path, project_dir: Path):
+    """All of them take minutes; these have the most of their own."""
+    only = ["machine", "lookup", "lock", "waits", "figures", "several"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gpu.first_hour",
+        "--out",
+        str(tmp_path),
+        "--minutes",
+        "240",
+        "--only",
+        *only,
+    ]
     done = subprocess.run(command, cwd=project_dir, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    summary = json.loads((tmp_path / "hour" / "summary.json").read_text())
-    assert [step["name"] for step in summary] == [step.name for step in STEPS]
-    assert all(step["status"] == "skipped" for step in summary if step["why"].startswith("needs"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {step["name"]: step["status"] for step in summary} == {
+        name: "skipped" if name == "lock" else "done" for name in only
+    }
+    waits = json.loads((tmp_path / "waits.json").read_text())
+    assert waits == {"steps": 41, "waits_per_step": {}}
+    several = json.loads((tmp_path / "several.json").read_text())
+    assert [several[name]["code"] for name in ("SIGTERM", "SIGKILL", "SIGSTOP")] == [0, 1, 1]
