@@ -96,12 +96,23 @@ def run_rank(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
         return record(do)(make, stops_in_order=stops_in_order) or 0
     except Exception:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        _leave_gpus()
         return 1
+
+
+def _leave_gpus() -> None:
+    """End this process now, if it uses a GPU: an ordinary end frees models, which waits for all kernels, and one of a
+    collective never ends once another rank has."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
     """Do the job that `make` returns, as one rank of a group or alone; return the exit code."""
-    from embershard.cache.rows.page_lock import leave_locked
     from embershard.distributed import Supervision, process_group
     from embershard.launch.screen import silence_libraries
 
@@ -111,12 +122,7 @@ def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
     with stop_training_on_signals(supervision) if stops_in_order else nullcontext():
         job = make()
         with process_group(job.config.train.device, numa=job.config.train.numa) as ranks:
-            try:
-                return job.run(ranks, supervision)
-            except BaseException:
-                if ranks.device.type == "cuda":
-                    leave_locked()
-                raise
+            return job.run(ranks, supervision)
 
 
 def show_errors_of_rank(supervision: Supervision) -> None:

@@ -118,24 +118,10 @@ def _stop(work: _Work, thread: threading.Thread) -> None:
 
 def _end(work: _Work, thread: threading.Thread, unlock: Callable[[list[int]], None], tensors: list[Tensor]) -> None:
     _stop(work, thread)
-    if _stays_locked:
-        _left_locked.append(list(tensors))
-        return
     if work.locked:
         unlock(work.locked)
     _set_inherited(tensors, True)
     tensors.clear()  # not before: locked memory must stay allocated
-
-
-_stays_locked = False
-_left_locked: list[list[Tensor]] = []
-
-
-def leave_locked() -> None:
-    """Unlock no memory from now on, in a process that is about to end by an error: unlocking waits for all kernels, and
-    those of a collective never end once another rank has."""
-    global _stays_locked
-    _stays_locked = True
 
 
 def _set_inherited(tensors: Iterable[Tensor], is_inherited: bool) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from embershard import distributed
-from embershard.cache.rows import page_lock
-from embershard.distributed import Ranks
+from embershard.errors import DataError
 from embershard.launch import cli, rank
 from embershard.launch.config import load_config
 from embershard.launch.ranks import launcher
@@ -115,22 +111,19 @@ def test_under_torchrun_options_of_the_launcher_are_refused(option, project_dir,
     assert f"unrecognized arguments: {option}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_rank_that_fails_on_a_gpu_waits_for_none_of_its_kernels(device, monkeypatch):
-    """They may wait for a rank that has ended; its locked memory is left to the system."""
-    asked: list[bool] = []
-    monkeypatch.setattr(page_lock, "leave_locked", lambda: asked.append(True))
-    here = Ranks(0, 1, 0, 1, torch.device(device))
-    monkeypatch.setattr(distributed, "process_group", lambda *_, **__: contextlib.nullcontext(here))
+@pytest.mark.parametrize("uses_gpu", [True, False])
+def test_a_rank_that_fails_on_a_gpu_waits_for_none_of_its_kernels(uses_gpu, monkeypatch, capsys):
+    """They may wait for a rank that has ended. What it has to say is shown before."""
+    ended: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_gpu)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append((code, capsys.readouterr().err)))
 
-    def fail(*_: object) -> int:
-        raise KeyboardInterrupt
+    def fail() -> rank.Job:
+        raise DataError("no such file")
 
-    rank.do(lambda: SimpleNamespace(config=RunConfig(), run=lambda *_: 0))
-    assert not asked
-    with pytest.raises(KeyboardInterrupt):
-        rank.do(lambda: SimpleNamespace(config=RunConfig(), run=fail))
-    assert asked == [True] * (device == "cuda")
+    assert rank.run_rank(fail) == 1
+    assert [code for code, _ in ended] == [1] * uses_gpu
+    assert all("no such file" in said for _, said in ended)
 
 
 @pytest.mark.parametrize("missing", TORCHRUN)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embershard.cache.rows import memory, page_lock
+from embershard.cache.rows import memory
 from embershard.cache.rows.page_lock import PageLock
 from embershard.errors import CacheError
 
@@ -162,16 +162,3 @@ def test_the_end_of_a_process_unlocks_nothing(project_dir: Path):
     done = subprocess.run([sys.executable, "-c", ENDS], cwd=project_dir, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {"locks"}
-
-
-def test_a_process_that_ends_by_an_error_leaves_memory_locked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(page_lock, "_stays_locked", False)
-    monkeypatch.setattr(page_lock, "_left_locked", left := [])
-    locked, rows = Locked(), tensors()
-    lock = PageLock(rows, locked.lock, locked.unlock, block_bytes=4096)
-    lock.wait()
-    page_lock.leave_locked()
-    del lock
-    gc.collect()
-    assert locked.num_unlocks == 0
-    assert [tensor.data_ptr() for tensor in left[0]] == [tensor.data_ptr() for tensor in rows], "it must stay allocated"
