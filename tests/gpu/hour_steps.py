@@ -142,11 +142,14 @@ def doctor(place: Place) -> None:
 
 
 def lookup(place: Place) -> None:
-    """FBGEMM's forward, backward and update, beside plain torch: 26 tables with a row-wise optimizer."""
-    from tests.gpu.machine_checks import lookup_differences, seconds_of_a_lookup
+    """FBGEMM's forward, backward and update of 26 tables beside plain torch; whether two equal trainings are equal with
+    thousands of uses of a row; its time."""
+    from tests.gpu.machine_checks import is_same_twice, lookup_differences, seconds_of_a_lookup
 
     place.note("different", lookup_differences(place.device))
-    place.failed = bool(place.found["different"])
+    is_same = {"deterministic": is_same_twice(place.device, True), "default": is_same_twice(place.device, False)}
+    place.note("is_same_twice", is_same)
+    place.failed = bool(place.found["different"]) or not is_same["deterministic"]
     rows, batch = (100_000, 65_536) if place.num_gpus else (1000, 512)
     place.note("milliseconds", round(seconds_of_a_lookup(place.device, rows, batch) * 1e3, 3))
 

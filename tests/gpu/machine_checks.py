@@ -64,6 +64,27 @@ def lookup_differences(device: str, rows: int = 500, batch: int = 300) -> list[s
     return different
 
 
+def is_same_twice(device: str, deterministic: bool, rows: int = 3, batch: int = 8192) -> bool:
+    """Whether two equal trainings give equal bits where a batch uses a row thousands of times: FBGEMM cuts more than
+    1,024 uses, and adds the parts with atomics, unless torch's algorithms are deterministic."""
+    found = []
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for _ in range(2):
+            generator = torch.Generator().manual_seed(5)
+            tables = _tables(device, rows, DIM, EmbOptimType.EXACT_SGD)
+            for table in tables.split_embedding_weights():
+                table.data.copy_(torch.rand(rows, DIM, generator=generator))
+            ids = torch.randint(0, rows, (NUM_TABLES * batch,), generator=generator).to(device)
+            gradients = torch.randn(batch, NUM_TABLES * DIM, generator=generator).to(device)
+            for _ in range(3):
+                tables(ids, torch.arange(ids.numel() + 1, device=device)).backward(gradients)
+            found.append([table.cpu() for table in tables.split_embedding_weights()])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def seconds_of_a_lookup(device: str, rows: int, batch: int, dim: int = 128, turns: int = 20) -> float:
     """Median seconds of a forward, backward and update with row-wise Adagrad, one id per sample and table."""
     tables = _tables(device, rows, dim if device == "cuda" else DIM, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
@@ -129,7 +150,8 @@ def bytes_taken_by_a_fork() -> int:
 
 def seconds_to_end(command: Sequence[str], run_dir: Path, number: signal.Signals, seconds: float) -> dict[str, Any]:
     """Start ranks; once they train, send a signal: SIGTERM to the launcher, others to the last rank. Return how long
-    all took to end, the exit code, the last lines, and the memory of each process on each GPU before."""
+    all took to end, the exit code, the last lines, and before: how many cores each rank keeps to (train.numa), and the
+    memory of each process on each GPU."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     file, ends_at = run_dir.parent / f"{run_dir.name}.txt", time.monotonic() + seconds
     with file.open("w", encoding="utf-8") as output:
@@ -141,6 +163,7 @@ def seconds_to_end(command: Sequence[str], run_dir: Path, number: signal.Signals
                 time.sleep(_POLL_SECONDS)
             on_gpus = _memory_on_gpus()
             ranks = [child.pid for child in psutil.Process(launcher.pid).children() if _rank(child) is not None]
+            cores = {pid: len(psutil.Process(pid).cpu_affinity()) for pid in ranks}
             os.kill(launcher.pid if number == signal.SIGTERM else max(ranks), number)
             sent = time.monotonic()
             try:
@@ -152,7 +175,7 @@ def seconds_to_end(command: Sequence[str], run_dir: Path, number: signal.Signals
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)  # its ranks end with it
             launcher.wait()
-    return {"seconds": took, "code": code, "ranks": ranks, "last": _last(file), "memory_on_gpus": on_gpus}
+    return {"seconds": took, "code": code, "cores": cores, "last": _last(file), "memory_on_gpus": on_gpus}
 
 
 def _has_trained(run_dir: Path) -> bool:
