@@ -23,12 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 PROJECT = Path(__file__).resolve().parents[2]
 EMBERSHARD = (sys.executable, "-m", "embershard.launch.cli")
 #: Of the environment, what explains figures. Other variables may hold secrets.
 _SENT_VARIABLES = ("CUDA", "NCCL", "OMP_", "TORCH", "PYTORCH", "TRITON", "MKL_", "NVIDIA", "GLOO", "CUBLAS")
 _GIB = 1 << 30
+_NOT_OURS = ("warnings.py", Path(__file__).name)  # of those that wait
 
 
 @dataclass
@@ -212,16 +214,29 @@ def waits(place: Place) -> None:
 
 @dataclass
 class Waits:
-    """Steps that were watched, and how often each line waited for the GPU."""
+    """Steps that were watched, and how often each line waited for the GPU: for an operation's result, which torch's
+    sync debug mode tells, or for an event or a stream, also one that was done already."""
 
     num_steps: int = 0
     lines: Counter[str] = field(default_factory=Counter)
 
-    def add(self, message: Any) -> None:
-        """Count a warning of torch's sync debug mode, by the last lines of ours and of anybody."""
-        if "synchroniz" not in str(message):
-            return
-        stack = [frame for frame in traceback.extract_stack()[:-2] if "/warnings.py" not in frame.filename]
+    def add(self, message: Any, *_: Any, **__: Any) -> None:
+        """Count a warning of torch's sync debug mode, if it is one; shows no warning."""
+        if "synchroniz" in str(message):
+            self.count()
+
+    def around(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that waits, and is counted."""
+
+        def counted(*given: Any) -> Any:
+            self.count()
+            return wait(*given)
+
+        return counted
+
+    def count(self) -> None:
+        """Count a wait, by the last lines of ours and of anybody."""
+        stack = [frame for frame in traceback.extract_stack()[:-2] if Path(frame.filename).name not in _NOT_OURS]
         ours = [frame for frame in stack if "/embershard/" in frame.filename] or stack
         places = dict.fromkeys(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in (ours[-1], stack[-1]))
         self.lines[" <- ".join(places)] += 1
@@ -243,14 +258,16 @@ def counted_waits(first_step: int) -> Iterator[Waits]:
         if number == first_step:
             warnings.resetwarnings()
             warnings.simplefilter("always")
-            warnings.showwarning = lambda message, *_, **__: counted.add(message)
+            warnings.showwarning = counted.add
+            for owner in (torch.cuda.Event, torch.cuda.Stream, torch.cuda):
+                patches.enter_context(mock.patch.object(owner, "synchronize", counted.around(owner.synchronize)))
             if on_gpu:
                 torch.cuda.set_sync_debug_mode("warn")
         found = step(pipeline, batches)  # raises after the last batch
         counted.num_steps += number >= first_step
         return found
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as patches:
         LookAheadPipeline.step = watched  # type: ignore[method-assign]
         try:
             yield counted

@@ -96,20 +96,25 @@ def test_a_command_that_fails_or_is_not_there_fails_the_step_which_goes_on(tmp_p
 
 
 def test_waits_are_counted_by_the_line_that_waits(monkeypatch: pytest.MonkeyPatch):
+    waited: list[None] = []
+
     def step(pipeline: object, batches: object) -> None:
         warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:1)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
+        torch.cuda.Event.synchronize(None)
 
     monkeypatch.setattr(LookAheadPipeline, "step", step)
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", waited.append)
     with warnings.catch_warnings(), hour_steps.counted_waits(first_step=3) as counted:
         warnings.simplefilter("ignore")  # as `embershard train` does, until the first step that counts
         for _ in range(5):
             LookAheadPipeline.step(None, None)  # type: ignore[arg-type]
     assert counted.num_steps == 3
-    ((line, count),) = counted.lines.items()
-    assert count == 3
-    assert f"{Path(__file__).name}:" in line
-    assert line.endswith(" step")
+    assert list(counted.lines.values()) == [3, 3], "of a result, and of an event"
+    assert all(f"{Path(__file__).name}:" in line and line.endswith(" step") for line in counted.lines)
+    assert len(waited) == 5
+    torch.cuda.Event.synchronize(None)
+    assert list(counted.lines.values()) == [3, 3], "nobody counts any more"
     assert LookAheadPipeline.step is step
 
 
