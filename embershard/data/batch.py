@@ -11,6 +11,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from embershard.known_bounds import bounds_of, note_bounds
+
 
 @dataclass
 class Batch(Pipelineable):
@@ -48,7 +50,7 @@ class Batch(Pipelineable):
             return self
         return Batch(
             self.dense_features.to(device, non_blocking=non_blocking),
-            self.sparse_features.to(device, non_blocking=non_blocking),
+            _known_as_before(self.sparse_features, self.sparse_features.to(device, non_blocking=non_blocking)),
             self.labels.to(device, non_blocking=non_blocking),
             self.is_hot,
             None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
@@ -56,12 +58,18 @@ class Batch(Pipelineable):
 
     def pin_memory(self) -> Batch:
         """Return a copy in page-locked host memory, from which `to(..., non_blocking=True)` is asynchronous."""
-        dense, sparse, labels = self.dense_features, self.sparse_features, self.labels
+        dense, labels = self.dense_features.pin_memory(), self.labels.pin_memory()
+        sparse = _known_as_before(self.sparse_features, self.sparse_features.pin_memory())
         weights = None if self.weights is None else self.weights.pin_memory()
-        return Batch(dense.pin_memory(), sparse.pin_memory(), labels.pin_memory(), self.is_hot, weights)
+        return Batch(dense, sparse, labels, self.is_hot, weights)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of all tensors until `stream` is done with them."""
         for tensor in (self.dense_features, self.sparse_features, self.labels, self.weights):
             if tensor is not None:
                 tensor.record_stream(stream)
+
+
+def _known_as_before(features: KeyedJaggedTensor, copy: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    note_bounds(copy, bounds_of(features))
+    return copy

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.data.hashing import Ids
-from embershard.data.schema import Schema
-from embershard.errors import DataError
+from embershard.data.hashing import RESERVED_ID, Ids
+from embershard.data.schema import Schema, SparseFeature
+from embershard.errors import DataError, IdOutOfRangeError
+from embershard.known_bounds import ANY_ID, note_bounds
 
 if TYPE_CHECKING:  # torch takes seconds to import, and only batches need it
     from torch import Tensor
@@ -79,7 +80,12 @@ class Block:
         return Block(dense, labels, values, lengths, weights, bad)
 
     def to_batch(self, schema: Schema) -> Batch:
-        """Return the same samples as tensors, which share the memory of the arrays but `values`."""
+        """Return the same samples as tensors, which share the memory of the arrays but `values`. Their ids are checked,
+        in the thread that reads, so that no step has to look for wrong ones.
+
+        Raises:
+            IdOutOfRangeError: an id is no row of its table. A source of one's own gave it: ours name file and row.
+        """
         import torch
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -90,9 +96,37 @@ class Block:
         else:
             lengths = torch.from_numpy(np.ascontiguousarray(self.lengths)).view(-1)
         values = torch.from_numpy(np.concatenate(self.values))
-        sparse = KeyedJaggedTensor(keys=schema.keys, values=values, lengths=lengths)
+        self._check_ids(schema)
+        counts = [len(ids) for ids in self.values]  # else a step adds the lengths up
+        sparse = KeyedJaggedTensor(keys=schema.keys, values=values, lengths=lengths, length_per_key=counts)
+        note_bounds(sparse, _bounds(schema))
         weights = None if self.weights is None else torch.from_numpy(self.weights)
         return Batch(torch.from_numpy(self.dense), sparse, torch.from_numpy(self.labels), weights=weights)
+
+    def _check_ids(self, schema: Schema) -> None:
+        for feature, ids, sizes in zip(schema.sparse, self.values, self.lengths, strict=True):
+            if not len(ids):
+                continue
+            if feature.takes_ids:
+                has_wrong = ids.min() == RESERVED_ID
+            else:
+                has_wrong = ids.view(np.uint64).max() >= feature.num_rows  # as words, negative ids are large
+            if has_wrong:
+                raise _wrong_id(feature, ids, sizes)
+
+
+def _wrong_id(feature: SparseFeature, ids: Ids, sizes: NDArray[np.int32] | int) -> IdOutOfRangeError:
+    if feature.takes_ids:
+        is_wrong, problem = ids == RESERVED_ID, "is reserved for missing values. Map these to another id"
+    else:
+        is_wrong = (ids < 0) | (ids >= feature.num_rows)
+        problem = f"is not in [0, {feature.num_rows}). Map ids to rows when reading, or give the table more rows"
+    place = int(is_wrong.argmax())
+    sample = place // sizes if isinstance(sizes, int) else np.searchsorted(np.cumsum(sizes), place, side="right")
+    return IdOutOfRangeError(
+        f"table {feature.table or feature.name!r}, feature {feature.name!r}: id {ids[place]} at position {place} of "
+        f"the batch (sample {sample}) {problem}"
+    )
 
 
 def empty_block(schema: Schema) -> Block:
@@ -118,6 +152,11 @@ def transform_dense(dense: NDArray[np.float32], transform: str) -> None:
     """Apply `dense_transform` in place."""
     if transform == "log1p":
         np.log1p(np.maximum(dense, 0, out=dense), out=dense)
+
+
+@lru_cache(maxsize=8)
+def _bounds(schema: Schema) -> dict[str, float]:
+    return {feature.name: ANY_ID if feature.takes_ids else feature.num_rows for feature in schema.sparse}
 
 
 @lru_cache(maxsize=8)

@@ -28,6 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.cache import loops
 from embershard.cache.ids.id_map import RESERVED_ID, mixed
 from embershard.errors import ConfigError, IdOutOfRangeError
+from embershard.known_bounds import ANY_ID, bounds_of
 from embershard.sharding.torchrec.compat import as_keyed_jagged, lookups_of, supported
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.id_states import IdStates
@@ -127,10 +128,15 @@ class CachedModule:
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
     def check_ids(self, features: Any) -> None:
-        """Raise `IdOutOfRangeError` for an out-of-range id. Not collective."""
-        check_bounds(as_keyed_jagged(features), self._rows_by_feature)
-        if self._table_of_ids:
-            check_any_ids(as_keyed_jagged(features), self._table_of_ids)
+        """Raise `IdOutOfRangeError` for an out-of-range id. Not collective. Features of which it is known that they
+        have none are not read: that takes milliseconds of the thread that trains, and on a GPU a wait."""
+        features = as_keyed_jagged(features)
+        known = bounds_of(features)
+        rows = self._rows_by_feature
+        if rows := {key: rows[key] for key in rows if known.get(key, ANY_ID) > rows[key][1]}:
+            check_bounds(features, rows)
+        if tables := {key: table for key, table in self._table_of_ids.items() if key not in known}:
+            check_any_ids(features, tables)
 
     def _note_features(self, configs: Sequence[_TableConfig], spec: Any) -> None:
         """Note which features have row numbers of which table, and which have any ids."""

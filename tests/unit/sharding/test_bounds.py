@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.data import Batch, Schema, SparseFeature
+from embershard.data.block import Block
+from embershard.data.hashing import RESERVED_ID
 from embershard.errors import DataError, IdOutOfRangeError
-from embershard.sharding.torchrec.modules import check_bounds, rows_by_feature
+from embershard.known_bounds import bounds_of
+from embershard.sharding.torchrec.modules import CachedModule, check_bounds, rows_by_feature
 
 ROWS = {"user": ("users", 10), "item": ("items", 100), "ad": ("ads", 2**33)}
 
@@ -104,3 +109,78 @@ def test_a_feature_is_bounded_by_its_smallest_table():
     tables = [table("a", 10, "x", "y"), table("b", 5, "y"), table("c", 7, "y", "z")]
     assert rows_by_feature(tables) == {"x": ("a", 10), "y": ("b", 5), "z": ("c", 7)}
     assert rows_by_feature([]) == {}
+
+
+SCHEMA = Schema((), (SparseFeature("user", 10, "users"), SparseFeature("any", 5, takes_ids=True)))
+
+
+def batch_of(*values: list[int]) -> Batch:
+    """Samples of one id of each feature, as a source of one's own may give them."""
+    ids = tuple(np.array(each, np.int64) for each in values)
+    samples = np.zeros((len(ids[0]), 0), np.float32), np.zeros(len(ids[0]), np.float32)
+    return Block(*samples, ids, (1,) * len(ids)).to_batch(SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (([3, 10], [7, 7]), r"table 'users', feature 'user': id 10 at position 1 of the batch \(sample 1\) is not in"),
+        (([3, -1], [7, 7]), "table 'users', feature 'user': id -1 at position 1"),
+        (
+            ([3, 9], [7, RESERVED_ID]),
+            r"feature 'any': id -9223372036854775808 at position 1 .*\(sample 1\) is reserved",
+        ),
+    ],
+)
+def test_who_reads_a_batch_finds_a_wrong_id(values, message):
+    with pytest.raises(IdOutOfRangeError, match=message):
+        batch_of(*values)
+
+
+def test_a_wrong_id_s_sample_is_named_where_bags_differ():
+    lengths = np.array([[2, 0, 1], [1, 1, 1]], np.int32)
+    ids = np.array([1, 2, 99]), np.array([-5, 2**62, 0])
+    with pytest.raises(IdOutOfRangeError, match=r"id 99 at position 2 of the batch \(sample 2\)"):
+        Block(np.zeros((3, 0), np.float32), np.zeros(3, np.float32), ids, lengths).to_batch(SCHEMA)
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """Names the features whose ids a module looks through."""
+    found: list[str] = []
+    for name in ("check_bounds", "check_any_ids"):
+        monkeypatch.setattr(f"embershard.sharding.torchrec.modules.{name}", lambda _, tables: found.extend(tables))
+    return found
+
+
+def module(num_rows: int) -> CachedModule:
+    made = CachedModule()
+    made._rows_by_feature, made._table_of_ids = {"user": ("users", num_rows)}, {"any": "anything"}
+    return made
+
+
+def test_a_step_does_not_look_through_ids_that_were_checked(reads):
+    batch = batch_of([3, 9], [-7, 2**62])
+    module(10).check_ids(batch.sparse_features)
+    moved = batch.to(torch.device("meta")).sparse_features
+    module(10).check_ids(moved)
+    assert moved.values().is_meta
+    assert reads == []
+    assert batch.sparse_features.length_per_key_or_none() == [2, 2]  # nor adds their lengths up
+
+
+def test_ids_that_may_have_changed_are_looked_through(reads):
+    features = batch_of([3, 9], [-7, 2**62]).sparse_features
+    module(9).check_ids(features)  # of fewer rows
+    assert reads == ["user"]
+    module(10).check_ids(KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths()))
+    assert reads == ["user", "user", "any"]
+    features.values()[0] = 10
+    module(10).check_ids(features)
+    assert reads == ["user", "user", "any", "user", "any"]
+
+
+def test_nothing_is_known_where_torch_counts_no_writes():
+    with torch.inference_mode():
+        features = batch_of([3], [7]).sparse_features
+    assert bounds_of(features) == {}
