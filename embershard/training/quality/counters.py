@@ -21,11 +21,9 @@ from embershard.pipeline import LookAheadStats
 from embershard.run_result import CacheTotals, IdTotals
 from embershard.sharding.torchrec import cache_stats, id_counts, pools_by_module
 from embershard.sharding.torchrec.modes.hot_cold import hot_totals
-from embershard.training.quality.metrics import Predicted, PredictionBuffer
+from embershard.training.quality.metrics import Predicted, PredictionWindow
 from embershard.training.quality.reports import EndReport, TrainReport
 
-#: Newest samples per rank that count for the AUC in the progress line.
-WINDOW_SAMPLES = 16_384
 #: Numbers of `CacheTotals` that add up over tables.
 _SUMMED = [each.name for each in fields(CacheTotals) if not each.name.startswith("hit_rate")]
 _Pool = tuple[str, dict[str, Any]]
@@ -244,7 +242,7 @@ class StepMetrics:
     def forget(self) -> None:
         """Begin anew, behind a resume: forget predictions, and steps that were not reported. Collective."""
         self.id_reader = IdReader(self._model, self._ranks)
-        self._newest = PredictionBuffer(self._target, WINDOW_SAMPLES)
+        self._newest = PredictionWindow(self._target, self._ranks.world_size)
         self._num_reported = len(self.step_seconds)
 
     @property
@@ -253,7 +251,7 @@ class StepMetrics:
         return len(self.step_seconds) > self._num_reported
 
     def add_predicted(self, predicted: Predicted) -> None:
-        """Add what the model says of this rank's batch, without a copy to the host."""
+        """Add what the model says of this rank's batch, or of some of its samples, without a copy to the host."""
         self._newest.add(predicted)
 
     def add_seconds(self, seconds: float) -> None:

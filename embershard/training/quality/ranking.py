@@ -8,6 +8,7 @@ Letters: N samples, G groups, K numbers of places.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,14 +102,16 @@ class _Blocks:
     labels: Floats
     positive: Floats
     weight: Floats
-    ideal: Floats
-    """[N], labels by group, the largest first; `starts` [G] is where each group begins among them."""
     starts: Ints
+    """[G], where each group begins among the samples [N] in order."""
+    samples: tuple[Floats, Ints]
+    """Labels and groups of the samples [N] as they were given."""
 
     @classmethod
     def of(cls, predictions: Floats, labels: Floats, groups: Ints, weights: Floats | None) -> _Blocks:
         weights = np.ones(len(labels)) if weights is None else np.asarray(weights, np.float64)
-        order = np.lexsort((-predictions, groups))
+        is_one = not len(groups) or bool((groups == groups[0]).all())  # the usual case, which sorts five times as fast
+        order = np.argsort(-predictions) if is_one else np.lexsort((-predictions, groups))
         sorted_groups, sorted_predictions = groups[order], predictions[order]
         begins_group = np.diff(sorted_groups, prepend=sorted_groups[:1] - 1) != 0
         begins_block = begins_group | (np.diff(sorted_predictions, prepend=np.nan) != 0)
@@ -127,12 +130,20 @@ class _Blocks:
             labels=sums(labels),
             positive=sums(weights * (labels > 0)),
             weight=sums(weights),
-            ideal=labels[np.lexsort((-labels, groups))],
             starts=starts,
+            samples=(labels, groups),
         )
+
+    @functools.cached_property
+    def ideal(self) -> Floats:
+        """[N], labels by group, the largest first."""
+        labels, groups = self.samples
+        return labels[np.lexsort((-labels, groups))]
 
     def of_groups(self, values: Floats) -> Floats:
         """Return the sum over the blocks of each group."""
+        if self.num_groups == 1:
+            return values.sum(keepdims=True).astype(np.float64)
         return np.bincount(self.group, values, self.num_groups).astype(np.float64)
 
     def auc(self) -> Floats:

@@ -54,7 +54,7 @@ def training(runs: Sequence[Run]) -> Section:
         for run in runs:
             _draw(figure, run, "train", trained)
             _draw(figure, run, "eval", held_out, mode="markers", symbol="diamond", suffix=", held out")
-        note = "Lines: the newest training samples, at most 16,384 of each rank."
+        note = "Lines: a sample of the newest training batches, at most 4,096 of all ranks."
         if not any(len(trace.y) for trace in figure.data if trace.mode != "markers"):
             if max(len(trace.y) for trace in figure.data) == 1:
                 continue  # a point: the table of results has it

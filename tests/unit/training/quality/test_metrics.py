@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, Target
 from embershard.distributed import Ranks
 from embershard.errors import DataError
-from embershard.training.quality.metrics import Predicted, PredictionBuffer, judge, predicted_of
+from embershard.training.quality.metrics import WINDOW_SAMPLES, Predicted, PredictionWindow, judge, predicted_of
 from embershard.training.quality.quality import main_values, quality_values
 
 CLICKS = Target()
@@ -108,14 +109,54 @@ class TwoRanks(Ranks):
         return torch.cat([value, value[:0]])
 
 
-def test_buffer_keeps_the_newest_samples_and_takes_empty_batches():
-    ranks = TwoRanks(0, 2, 0, 2, torch.device("cpu"))
-    buffer = PredictionBuffer(CLICKS, capacity=4)
-    assert buffer.quality(ranks).samples == 0
-    for start in range(0, 8, 2):
-        buffer.add(Predicted(torch.tensor([float(start), -float(start)]), torch.tensor([1.0, 0.0])))
-        buffer.add(Predicted(torch.empty(0), torch.empty(0)))
-    assert buffer.quality(ranks).samples == 4
+RANKS = TwoRanks(0, 2, 0, 2, torch.device("cpu"))
+
+
+def numbered(start: int, count: int) -> Predicted:
+    """Predictions that tell which samples they are of."""
+    return Predicted(torch.arange(start, start + count).float(), torch.arange(count).remainder(2).float())
+
+
+def chosen(window: PredictionWindow) -> list[int]:
+    return [int(number) for number in window._mine(RANKS)[:, 0]]
+
+
+def test_a_report_of_small_batches_has_the_newest_samples():
+    window = PredictionWindow(CLICKS, world_size=2)
+    assert window.quality(RANKS).samples == 0
+    for start in range(0, 3000, 100):
+        window.add(numbered(start, 100))
+        window.add(Predicted(torch.empty(0), torch.empty(0)))
+    assert chosen(window) == list(range(3000 - 2000, 3000))
+    assert window.quality(RANKS).samples == 2000
+
+
+@pytest.mark.parametrize("size", [129, 1000, 65_536])
+def test_a_report_of_large_batches_has_a_few_samples_of_many(size: int):
+    window = PredictionWindow(CLICKS, world_size=2)
+    for start in range(0, 40 * size, size):
+        window.add(numbered(start, size))
+    found = chosen(window)
+    assert len(found) <= WINDOW_SAMPLES // 2
+    assert {number // size for number in found} >= set(range(40 - 16, 40))
+
+
+def test_all_samples_of_a_batch_have_the_same_chance():
+    window, taken = PredictionWindow(CLICKS, world_size=16), Counter[int]()
+    for _ in range(3 * 2**10):
+        window.add(numbered(0, 100))  # every seventh
+        taken.update(window._parts[-1][:, 0].int().tolist())
+    assert set(taken) == set(range(100))
+    assert min(taken.values()) > 0.99 * max(taken.values())
+
+
+def test_any_number_of_ranks_chooses_the_same_samples():
+    whole, parts = PredictionWindow(CLICKS, 1), [PredictionWindow(CLICKS, 4) for _ in range(4)]
+    for start in range(0, 20 * 4096, 4096):
+        whole.add(numbered(start, 4096))
+        for rank, part in enumerate(parts):
+            part.add(numbered(start + 1024 * rank, 1024))
+    assert sorted(chosen(whole)) == sorted(number for part in parts for number in chosen(part))
 
 
 CPU = torch.device("cpu")
