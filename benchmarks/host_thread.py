@@ -103,16 +103,20 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=65_536)
     parser.add_argument("--small", type=int, default=64)
     parser.add_argument("--scale", type=float, default=0.02, help="rows of the tables relative to Criteo Kaggle")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before those that are measured")
-    parser.add_argument("--steps", type=int, default=11, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before those that are measured")
+    parser.add_argument("--steps", type=int, default=7, help="measured steps")
+    parser.add_argument("--quality-sizes", type=int, nargs="+", default=[16_384, 65_536, 524_288], metavar="SAMPLES")
     options = parser.parse_args()
     keep_memory()
     torch.set_num_threads(1)
     silence_libraries()
-    result = {"benchmark": "host_thread", "settings": settings_of(options), "machine": machine()}
+    result: dict[str, Any] = {"benchmark": "host_thread", "settings": settings_of(options), "machine": machine()}
     with process_group("cpu") as ranks:
-        result["quality_ms"] = {str(size): quality_ms(size, ranks) for size in (16_384, 65_536, 524_288)}
-        result["modes"] = {mode: measure(mode, options, ranks) for mode in options.modes}
+        result["quality_ms"] = {str(size): quality_ms(size, ranks) for size in options.quality_sizes}
+        for mode in options.modes:
+            result.setdefault("modes", {})[mode] = measure(mode, options, ranks)
+            if options.output:  # a mode takes a minute: what is measured stays
+                Path(options.output).write_text(json.dumps(result, indent=2) + "\n")
     if "pooled" in result["modes"]:
         result["estimate"] = [each for size in (8192, 65_536) for each in estimates(result["modes"]["pooled"], size)]
     report(result, options.output)
@@ -120,9 +124,8 @@ def main() -> None:
 
 def measure(mode: str, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Return the figures of a mode."""
-    large = Steps(mode, options.batch_size, options, ranks).run(sees_operations=True)
-    small = Steps(mode, options.small, options, ranks).run(sees_operations=True)
-    fixed = Steps(mode, options.small, options, ranks).run(sees_operations=False)
+    (large,) = Steps(mode, options.batch_size, options, ranks).run([True])
+    small, fixed = Steps(mode, options.small, options, ranks).run([True, False])
     found: dict[str, Any] = {}
     for who in ("ours", "stock"):
         names = dict.fromkeys([*large[who].host_ms, *small[who].host_ms])
@@ -218,18 +221,19 @@ class Steps:
     def __init__(self, mode: str, batch_size: int, options: argparse.Namespace, ranks: Ranks) -> None:
         self._mode, self._batch_size, self._options, self._ranks = mode, batch_size, options, ranks
 
-    def run(self, *, sees_operations: bool) -> dict[str, Figures]:
-        """Return the figures of ours and of stock."""
-        options = self._options
+    def run(self, sees_operations: list[bool]) -> list[dict[str, Figures]]:
+        """Return, for each kind of clock, the figures of ours and of stock."""
         with contextlib.ExitStack() as stack:
             programs = {"ours": self._ours(stack), "stock": self._stock(stack)}
-            clock = HostClock(PARTS, sees_operations=sees_operations)
-            stack.enter_context(mock.patch.object(trainer_module, "stage", clock.part))
-            steps: dict[str, list[Any]] = {name: [] for name in programs}
-            for number in range(options.warmup + options.steps):
+            return [self._watch(programs, HostClock(PARTS, sees_operations=each)) for each in sees_operations]
+
+    def _watch(self, programs: dict[str, Callable[[], Any]], clock: HostClock) -> dict[str, Figures]:
+        steps: dict[str, list[Any]] = {name: [] for name in programs}
+        with mock.patch.object(trainer_module, "stage", clock.part):
+            for number in range(self._options.warmup + self._options.steps):
                 for name in list(programs)[:: -1 if number % 2 else 1]:
                     found = clock.step(programs[name])
-                    if number >= options.warmup:
+                    if number >= self._options.warmup:
                         steps[name].append(found)
         return {name: Figures(found) for name, found in steps.items()}
 
@@ -247,7 +251,7 @@ class Steps:
 
     def _trainer(self, stack: contextlib.ExitStack, settings: dict[str, Any]) -> Trainer:
         options = self._options
-        count = (options.warmup + options.steps + 16) * self._batch_size
+        count = 2 * (options.warmup + options.steps + 8) * self._batch_size
         own = {"train.batch_size": self._batch_size, "data.synthetic.num_samples": count}
         own |= {"data.synthetic.scale": options.scale, **settings}
         if "model.arch" not in own:
