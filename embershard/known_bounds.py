@@ -16,6 +16,10 @@ class _Known(NamedTuple):
     versions: tuple[int, ...]
     bounds: Mapping[str, float]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave copies and pickles without it: their tensors have new versions, whatever was written before."""
+        return type(None), ()
+
 
 def note_bounds(features: Any, bounds: Mapping[str, float]) -> None:
     """Note the bounds of the ids of a `KeyedJaggedTensor`, by feature. They hold for this object, not for others with

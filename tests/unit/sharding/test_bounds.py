@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ from embershard.data import Batch, Schema, SparseFeature
 from embershard.data.block import Block
 from embershard.data.hashing import RESERVED_ID
 from embershard.errors import DataError, IdOutOfRangeError
-from embershard.known_bounds import bounds_of
+from embershard.known_bounds import bounds_of, note_bounds
 from embershard.sharding.torchrec.modules import CachedModule, check_bounds, rows_by_feature
 
 ROWS = {"user": ("users", 10), "item": ("items", 100), "ad": ("ads", 2**33)}
@@ -178,6 +180,16 @@ def test_ids_that_may_have_changed_are_looked_through(reads):
     features.values()[0] = 10
     module(10).check_ids(features)
     assert reads == ["user", "user", "any", "user", "any"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda features: pickle.loads(pickle.dumps(features))])
+def test_a_copy_of_ids_that_were_written_to_is_not_trusted(copied):
+    features = KeyedJaggedTensor(["user"], torch.tensor([3]), lengths=torch.tensor([1]))
+    features.values()[0] = 4  # a copy's tensors have been written to once, too
+    features.lengths()[0] = 1
+    note_bounds(features, {"user": 10})
+    features.values()[0] = 10
+    assert bounds_of(copied(features)) == {}
 
 
 def test_nothing_is_known_where_torch_counts_no_writes():
