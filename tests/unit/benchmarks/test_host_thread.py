@@ -92,9 +92,13 @@ def test_without_operations_everything_counts(measured):
 
 
 def test_what_is_ours_is_what_stock_does_not_take():
-    times = {"plan": 1.0, "report": 50.0, "ids": 0.5}
-    found = {"fixed_ms": times, "grows_ms": {"plan": 4.0, "ids": 0.25}}
-    assert host_thread.without_reports(found) == {"fixed_ms": 1.5, "grows_ms": 4.25}
+    ours = {
+        "fixed_ms": {"plan": 1.0, "report": 50.0, "ids": 2.5},
+        "grows_ms": {"plan": 40.0, "ids": 0.5, "rest": -0.25},
+    }
+    stock = {"fixed_ms": {"rest": 2.0}, "grows_ms": {"rest": 30.0}}
+    found = host_thread.beside_stock({"ours": ours, "stock": stock})
+    assert found == {"beside_stock": {"fixed_ms": 1.5, "grows_ms": 0.25, "all_ms": 1.75}, "over_stock": 1.875}
 
 
 def test_who_waits_follows_from_both_sides():
