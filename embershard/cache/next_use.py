@@ -199,15 +199,18 @@ class NextUseIndex:
         over = ((entries < 0) & (following == 0)).nonzero().flatten()
         self._map.set_traces(distinct.index_select(0, over), 0)
 
-    def traces(self, slots: Tensor) -> Tensor:
-        """Return the traces of rows about to be evicted from `slots` (int64 [M]): int32 [M]."""
-        return -self._last_use.index_select(0, slots)
+    def unbind(self, keys: Tensor, slots: Tensor) -> None:
+        """Unbind `keys` from `slots` (both int64 [M]) in the map, which keeps their traces."""
+        self._map.unbind(keys, -self._last_use.index_select(0, slots))
+
+    def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
+        """Bind `keys` to `slots` in the map, as its `bind` does, with the traces that it has of them."""
+        self.admit(keys, slots)
+        self._map.bind(keys, slots, batch)
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         """Take over the traces of `keys`, about to be bound to `slots` (both int64 [M]), while the map has them."""
-        # A trace gives only the last of a row's known uses. The safe guess at the next one is the oldest known batch;
-        # if that batch is the one being prepared, `arrive` replaces the guess.
-        soon = self._known[0].number if self._known else 0
+        soon = self._soon
         if self._map.array is not None:
             state = (self._map.array, self.next_use_array, self._last_use_array)
             loops.admit(keys.numpy(), slots.numpy(), *state, soon)
@@ -215,6 +218,12 @@ class NextUseIndex:
         last = -self._map.entries(keys)
         self._last_use.scatter_(0, slots, last)
         self.next_use.scatter_(0, slots, (last > 0).int() * soon)
+
+    @property
+    def _soon(self) -> int:
+        """The next use of a row with a trace, which gives only the last of its known uses. The safe guess is the oldest
+        known batch; if that batch is the one being prepared, `arrive` replaces the guess."""
+        return self._known[0].number if self._known else 0
 
     def forget(self) -> None:
         """Forget all known batches."""
@@ -270,11 +279,15 @@ class NextUseIndex:
         needed, capacity = self._end - oldest, self._next_batch.numel() - 1
         if needed > capacity or _LEAST_CHAIN < capacity > 4 * needed:
             capacity = self._resize(oldest, first_use, needed)
-        start, stop = (first_use + 1) % capacity, (first_use + 1) % capacity + count
+        self._clear((first_use + 1) % capacity, count)
+        return first_use
+
+    def _clear(self, start: int, count: int) -> None:
+        """Clear `count` cells of the ring, from `start` on."""
+        stop, capacity = start + count, self._next_batch.numel() - 1
         ring = self._next_batch_array if self._next_batch_array.size else self._next_batch
         ring[start : min(stop, capacity)] = 0
         ring[: max(0, stop - capacity)] = 0
-        return first_use
 
     def _resize(self, oldest: int, end: int, needed: int) -> int:
         """Make a ring for `needed` uses that keeps the uses from `oldest` to `end`; return its capacity. At least a

@@ -45,7 +45,7 @@ class CachePlan:
         evicted_keys, evicted_slots: [E] rows to evict; their slots are among `fill_slots`.
         write_back_keys, write_back_slots: [W] the evicted rows that were trained since their last fill or write-back.
         first_hits: bool [N], True at one position of every distinct row that was found in the cache.
-        missed: [?] positions of all ids that were not found, ascending.
+        missed: [?] positions of all ids that were not found, ascending; in any order on a GPU.
 
     >>> from embershard.cache.policies import RecencyScores
     >>> from embershard.cache.slot_map import SlotMap

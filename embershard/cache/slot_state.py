@@ -58,16 +58,16 @@ class SlotState:
     def evict(self, keys: Tensor, slots: Tensor) -> None:
         """Unbind `keys` from `slots` (both int64 [M]); scores and known uses stay with the rows."""
         self.scores.evict(keys, slots)
-        traces = None if self.next_use_index is None else self.next_use_index.traces(slots)
-        self.map.unbind(keys, traces)
+        if self.next_use_index is None:
+            self.map.unbind(keys)
+        else:
+            self.next_use_index.unbind(keys, slots)
 
     def admit(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Bind `keys` to claimed `slots` (both int64 [M], distinct), used by `batch`."""
         if not keys.numel():
             return
-        if self.next_use_index is not None:
-            self.next_use_index.admit(keys, slots)
-        self.map.bind(keys, slots, batch)
+        (self.map if self.next_use_index is None else self.next_use_index).bind(keys, slots, batch)
         if self.is_static and batch:
             self.passing = torch.cat([self.passing, slots])
         self.scores.admit(keys, slots)

@@ -8,7 +8,7 @@ buckets.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import triton
@@ -20,25 +20,34 @@ from embershard.cache.key_map import BUCKET, HASHES, LOAD, ArrayKeyMap, HashedKe
 from embershard.cache.rows import memory
 from embershard.errors import CacheError
 
-_CONSTANTS: dict[str, Any] = {"FACTORS": HASHES, "BUCKET": BUCKET}
+#: Of a map over the keys, as kernels take it: keys and entries by place, tallies, buckets, and places in buckets.
+Table = tuple[Tensor, Tensor, Tensor, int, int]
 
 
 class PlacedKeyMap(KeyMap, Protocol):
-    """`KeyMap` whose entries kernels read and write."""
+    """`KeyMap` whose entries kernels read and write.
+
+    Attributes:
+        constants: of kernels that look keys up in `table`, for `place_of`, and the keys of a program (`block`).
+    """
+
+    constants: dict[str, Any]
 
     @property
     def cells(self) -> Tensor:
         """The entries by place, int32."""
 
-    def places(self, keys: Tensor) -> Tensor:
-        """Return the places of the entries of `keys` (int64 [N]): int64 [N]; -1 for absent keys."""
+    @property
+    def table(self) -> Table:
+        """What `place_of` looks keys up in."""
 
     def claim(self, keys: Tensor) -> Tensor:
-        """Return the places of `keys` (int64 [M], distinct), int64 [M]; absent keys get one. The caller sets their
-        entries at once."""
+        """Return the places of `keys` (int64 [M], distinct), int64 [M]; absent keys get one, -1 if there is none. The
+        caller sets their entries at once."""
 
-    def claim_absent(self, keys: Tensor) -> Tensor:
-        """Return the places of `keys` (int64 [N], with repeats), int64 [N], as `claim` does."""
+    def claim_absent(self, keys: Tensor) -> None:
+        """Give a place to those of `keys` (int64 [N], with repeats) that have none. The caller sets their entries at
+        once."""
 
     @property
     def tallies(self) -> Tensor | None:
@@ -52,15 +61,21 @@ class PlacedArrayMap(ArrayKeyMap):
     """`ArrayKeyMap` for kernels: the place of a key's entry is the key."""
 
     tallies = None
+    constants: ClassVar[dict[str, Any]] = {"FACTORS": (), "BUCKET": 0, "SPILL": 0}
 
     @property
     def cells(self) -> Tensor:
         return self._entries
 
-    def places(self, keys: Tensor) -> Tensor:
+    @property
+    def table(self) -> Table:
+        return (self._entries, self._entries, self._entries, 0, 0)
+
+    def claim(self, keys: Tensor) -> Tensor:
         return keys
 
-    claim = claim_absent = places
+    def claim_absent(self, keys: Tensor) -> None:
+        pass
 
     def note_tallies(self, tallies: list[int]) -> None:
         raise AssertionError("an array has no tallies")
@@ -80,33 +95,40 @@ class PlacedHashedMap(HashedKeyMap):
         self._has_spilled = False
 
     @property
+    def constants(self) -> dict[str, Any]:
+        return {"FACTORS": HASHES, "BUCKET": BUCKET, "SPILL": SPILL_CELLS, "block": BLOCK}
+
+    @property
     def cells(self) -> Tensor:
         return self._entries
 
-    def places(self, keys: Tensor) -> Tensor:
-        return self._look_up(keys)[0]
+    @property
+    def table(self) -> Table:
+        return (self._keys, self._entries, self.tallies, self._num_buckets, self._num_cells)
 
     def claim(self, keys: Tensor) -> Tensor:
         if self._has_spilled or self._most_live + keys.numel() > LOAD * self._num_cells:
-            is_new = (keys >= 0) & (keys < self._num_keys) & (self.places(keys) < 0)
+            is_new = (keys >= 0) & (keys < self._num_keys) & (self._look_up(keys.long())[0] < 0)
             is_new[1:] &= keys[1:] != keys[:-1]
             self._most_live, num_new = torch.stack([self.tallies[LIVE.value], is_new.sum()]).tolist()
             while self._has_spilled or self._most_live + num_new > LOAD * self._num_cells:
                 self._grow()
         self._most_live += keys.numel()
-        sizes = (self._num_buckets, self._num_cells)
-        return claim(keys, self._keys, self.tallies, sizes, self._num_keys, **_CONSTANTS)
+        cells, (held_keys, _, tallies, *sizes) = torch.empty_like(keys, dtype=torch.int64), self.table
+        table = (held_keys, tallies, self._num_keys, *sizes)
+        launch(_claim, keys.numel(), cells, keys, *table, **self.constants)
+        return cells
 
-    def claim_absent(self, keys: Tensor) -> Tensor:
-        absent = torch.where(self.places(keys) < 0, keys, self._num_keys)
+    def claim_absent(self, keys: Tensor) -> None:
+        absent = torch.empty_like(keys, dtype=torch.int32)
+        launch(_mark_absent, keys.numel(), absent, keys, *self.table, self._num_keys, **self.constants)
         self.claim(absent.sort().values)
-        return self.places(keys)
 
     def put(self, keys: Tensor, entries: Tensor | int) -> None:
         if not isinstance(entries, Tensor):
             entries = torch.full(keys.shape, entries, dtype=torch.int32, device=keys.device)
         cells = self.claim(keys)
-        put(cells, entries, self._keys, self._entries, self.tallies)
+        launch(_put, cells.numel(), cells, entries, self._keys, self._entries, self.tallies)
 
     def clear_negative(self) -> None:
         super().clear_negative()
@@ -127,8 +149,9 @@ class PlacedHashedMap(HashedKeyMap):
             )
 
     def _look_up(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        table = (self._keys, self._entries, self.tallies, (self._num_buckets, self._num_cells))
-        return look_up(keys, *table, **_CONSTANTS)
+        cells, entries = keys.new_empty(keys.shape), self._entries.new_empty(keys.shape)
+        launch(_look_up, keys.numel(), cells, entries, keys, *self.table, **self.constants)
+        return cells, entries
 
     def _insert(self, keys: Tensor, entries: Tensor) -> None:
         self.put(keys, entries)
@@ -141,7 +164,7 @@ class PlacedHashedMap(HashedKeyMap):
 
 
 SPILL_CELLS = 64
-_BLOCK = 128  # keys of a program, each with the cells of a bucket
+BLOCK = 128  # keys of a program, each with the cells of a bucket
 LIVE, SPILLED = tl.constexpr(0), tl.constexpr(1)
 _NOBODY = tl.constexpr(-1)
 
@@ -187,6 +210,27 @@ def _cell_of(  # type: ignore[no-untyped-def]
     return cell
 
 
+@triton.jit
+def place_of(  # type: ignore[no-untyped-def]
+    key,
+    held_keys,
+    tallies,
+    num_buckets,
+    num_cells,
+    inside,
+    FACTORS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    SPILL: tl.constexpr,
+):
+    """The place of each key that is `inside`, -1 for none; in an array (`BUCKET` 0) the key is its own."""
+    if BUCKET == 0:
+        place = tl.where(inside, key, -1)
+    else:
+        place = _cell_of(key, held_keys, tallies, num_buckets, num_cells, inside, FACTORS, BUCKET, SPILL)
+        place = tl.where(inside, place, -1)
+    return place
+
+
 @kernel("held_keys")
 def _look_up(  # type: ignore[no-untyped-def]
     cells,
@@ -213,6 +257,30 @@ def _look_up(  # type: ignore[no-untyped-def]
 
 
 @kernel("held_keys")
+def _mark_absent(  # type: ignore[no-untyped-def]
+    absent,
+    keys,
+    held_keys,
+    held_entries,
+    tallies,
+    num_buckets,
+    num_cells,
+    no_key,
+    count,
+    FACTORS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    SPILL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keep the keys without a cell: `absent` int32 [count]; `no_key` elsewhere."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + place, mask=place < count, other=-1)
+    inside = (key >= 0) & (key < no_key)
+    cell = _cell_of(key, held_keys, tallies, num_buckets, num_cells, inside, FACTORS, BUCKET, SPILL)
+    tl.store(absent + place, tl.where(inside & (cell < 0), key, no_key).to(tl.int32), mask=place < count)
+
+
+@kernel("held_keys")
 def _claim(  # type: ignore[no-untyped-def]
     cells,
     keys,
@@ -227,30 +295,33 @@ def _claim(  # type: ignore[no-untyped-def]
     SPILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Give a cell to each of `keys` that is below `no_key` and has none; repeats of a key follow it at once, and get no
+    cell here. `cells`: those of the keys, -1 for none."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    key = tl.load(keys + place, mask=inside, other=0)
+    key = tl.load(keys + place, mask=inside, other=0).to(tl.int64)
     before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
     wanted = inside & (key != before) & (key >= 0) & (key < no_key)
     cell = _cell_of(key, held_keys, tallies, num_buckets, num_cells, wanted, FACTORS, BUCKET, SPILL)
-    absent = wanted & (cell < 0)
-    tl.atomic_add(tallies + LIVE, tl.sum(absent.to(tl.int64)))
-    nowhere = tl.zeros_like(cell) + num_cells + SPILL
-    left = absent
+    left = wanted & (cell < 0)
+    num_absent = tl.sum(left.to(tl.int64))
+    tl.atomic_add(tallies + LIVE, num_absent, mask=num_absent > 0, sem="relaxed")
+    start = _bucket(key, num_buckets, FACTORS[0]) * BUCKET
+    other_start = _bucket(key, num_buckets, FACTORS[1]) * BUCKET
     while tl.sum(left.to(tl.int32)) > 0:
-        start = _bucket(key, num_buckets, FACTORS[0]) * BUCKET
         _, num_free, target = _cell_in(held_keys, start, key, left, BUCKET, True)
-        other_start = _bucket(key, num_buckets, FACTORS[1]) * BUCKET
         _, other_free, other_target = _cell_in(held_keys, other_start, key, left, BUCKET, True)
         target = tl.where(other_free > num_free, other_target, target)
         fits = left & ((num_free > 0) | (other_free > 0))
-        # A lane without a target compares with what no cell holds, so it changes nothing.
+        # A lane without a target compares a cell of its own bucket with what no cell holds, so it changes nothing; in
+        # one cell for all of them these would queue.
         expected = tl.where(fits, -1, -3).to(tl.int32)
-        found = tl.atomic_cas(held_keys + tl.where(fits, target, nowhere), expected, key.to(tl.int32))
+        found = tl.atomic_cas(held_keys + tl.where(fits, target, start), expected, key.to(tl.int32), sem="relaxed")
         won = fits & (found == _NOBODY)
         cell = tl.where(won, target, cell)
         spills = left & ~fits
-        spill = tl.atomic_add(tallies + SPILLED + tl.zeros_like(place), tl.zeros_like(key) + 1, mask=spills)
+        one = tl.zeros_like(key) + 1
+        spill = tl.atomic_add(tallies + SPILLED + tl.zeros_like(place), one, mask=spills, sem="relaxed")
         spills = spills & (spill < SPILL)
         tl.store(held_keys + num_cells + spill, key.to(tl.int32), mask=spills)
         cell = tl.where(spills, num_cells + spill, cell)
@@ -260,59 +331,12 @@ def _claim(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _put(cells, values, held_keys, held_entries, tallies, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Set the entries of `cells` (-1: skipped), which are distinct, to `values`; 0 frees the cell."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cell = tl.load(cells + place, mask=place < count, other=-1)
     value = tl.load(values + place, mask=place < count, other=0)
     is_gone = (cell >= 0) & (value == 0)
     tl.store(held_entries + cell, value, mask=cell >= 0)
     tl.store(held_keys + cell, tl.zeros_like(value) - 1, mask=is_gone)
-    tl.atomic_add(tallies + LIVE, -tl.sum(is_gone.to(tl.int64)))
-
-
-def look_up(
-    keys: Tensor, held_keys: Tensor, held_entries: Tensor, tallies: Tensor, sizes: tuple[int, int], **constants: Any
-) -> tuple[Tensor, Tensor]:
-    """Look up `keys` (int64 [N]) in the cells of `held_keys` and `held_entries` (both int32).
-
-    Args:
-        sizes: number of buckets, and cells in front of the spilled keys.
-        constants: `FACTORS`: bits 32 to 63 of the key's product with each choose its buckets; `BUCKET`: cells of one.
-
-    Returns:
-        Cells int64 [N], -1 for absent keys, and their entries int32 [N], 0 for absent keys.
-    """
-    cells, entries = keys.new_empty(keys.shape), held_entries.new_empty(keys.shape)
-    table = (held_keys, held_entries, tallies, *sizes)
-    launch(_look_up, keys.numel(), cells, entries, keys, *table, block=_BLOCK, SPILL=SPILL_CELLS, **constants)
-    return cells, entries
-
-
-def claim(
-    keys: Tensor, held_keys: Tensor, tallies: Tensor, sizes: tuple[int, int], no_key: int, **constants: Any
-) -> Tensor:
-    """Return the cells of `keys` (int64 [N]), after giving one to each key that has none; arguments as for `look_up`.
-
-    Args:
-        keys: repeats of a key follow it at once, and get no cell here.
-        no_key: numbers from this one on, and negative ones, get no cell.
-    """
-    cells = keys.new_empty(keys.shape)
-    launch(
-        _claim,
-        keys.numel(),
-        cells,
-        keys,
-        held_keys,
-        tallies,
-        no_key,
-        *sizes,
-        block=_BLOCK,
-        SPILL=SPILL_CELLS,
-        **constants,
-    )
-    return cells
-
-
-def put(cells: Tensor, values: Tensor, held_keys: Tensor, held_entries: Tensor, tallies: Tensor) -> None:
-    """Set the entries of `cells` (int64 [M], distinct; -1: skipped) to `values` (int32 [M]); 0 frees the cell."""
-    launch(_put, cells.numel(), cells, values, held_keys, held_entries, tallies)
+    num_gone = tl.sum(is_gone.to(tl.int64))
+    tl.atomic_add(tallies + LIVE, -num_gone, mask=num_gone > 0, sem="relaxed")

@@ -1,4 +1,4 @@
-"""Compilation and launch of the planning kernels, and the read of the numbers that they find.
+"""Compilation and launch of the planning kernels.
 
 With `TRITON_INTERPRET=1` Triton runs them on a CPU, for tests.
 """
@@ -6,12 +6,12 @@ With `TRITON_INTERPRET=1` Triton runs them on a CPU, for tests.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 512
@@ -44,45 +44,20 @@ def kernel(*aligned: str) -> Callable[[Callable[..., None]], Any]:
     return compiled
 
 
-class Count:
-    """A number of the device; 0-dimensional or [1], any integer type."""
-
-    def __init__(self, tensor: Tensor, readback: Readback) -> None:
-        self._tensor, self._readback = tensor.view(1), readback
-        self.value: int | None = None  # None until it is read
-
-    def __int__(self) -> int:
-        if self.value is None:
-            self._readback.read([])
-            assert self.value is not None, "reading reads all counts"
-        return self.value
+#: Items of a program of kernels that number what they mark: one counts them by program, the next one numbers them.
+COUNTED = 1024
 
 
-class Readback:
-    """Reads numbers of the device with one copy to the host.
+def block_counts(items: Tensor, kinds: int = 1) -> Tensor:
+    """Return room for the counts of each program over the last dimension of `items`: int32 [kinds, programs]."""
+    return items.new_empty((kinds, -(-items.shape[-1] // COUNTED)), dtype=torch.int32)
 
-    >>> readback = Readback()
-    >>> count = readback.count(torch.tensor(5))
-    >>> readback.read([torch.tensor([1, 2])]), count.value
-    ([[1, 2]], 5)
-    """
 
-    def __init__(self) -> None:
-        self._unread: list[Count] = []
-
-    def count(self, tensor: Tensor) -> Count:
-        """Return a count that the next `read` reads, too, so that the host does not wait for it."""
-        self._unread.append(Count(tensor, self))
-        return self._unread[-1]
-
-    def read(self, tensors: Sequence[Tensor]) -> list[list[int]]:
-        """Return the numbers of `tensors` (int64 [?] each), and read all counts. The host waits for the stream."""
-        counts = self._unread
-        parts = [*tensors, *(count._tensor for count in counts)]
-        found: list[int] = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
-        bounds = list(accumulate((part.numel() for part in parts), initial=0))
-        values = [found[start:stop] for start, stop in pairwise(bounds)]
-        for count, (value,) in zip(counts, values[len(tensors) :], strict=True):
-            count.value = value
-        self._unread = []  # last: after an interrupt they are read again
-        return values[: len(tensors)]
+@triton.jit
+def count_before(counts, stop, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of the counts of programs 0 to `stop` - 1."""
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, stop, BLOCK):
+        program = start + tl.arange(0, BLOCK)
+        total += tl.load(counts + program, mask=program < stop, other=0)
+    return tl.sum(total)

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embershard.cache.gpu.launch import Count, Readback, kernel, launch
+from embershard.cache.gpu.key_map import place_of
+from embershard.cache.gpu.launch import kernel, launch
+from embershard.cache.gpu.readback import Count, Readback
 from embershard.cache.gpu.slot_map import KernelSlotMap
 from embershard.cache.next_use import KnownBatch, NextUseIndex, OtherTables
 
@@ -55,13 +57,16 @@ class KernelNextUseIndex(NextUseIndex):
 
     def know(self, keys: Tensor, feature_lengths: Tensor | None = None) -> MarkedBatch:
         self._newest += 1
-        (first_use, first), places = self._reserve_ascending(keys.numel()), self._places.claim_places(keys)
-        state = (self._places.entries_by_place, self.next_use, self._last_use, self._next_batch)
-        which = (self._places.num_keys, self._num_pinned, first, self._newest)
-        marks = know(keys, places, *state, *which)
-        batch = MarkedBatch(self._newest, first_use, marks, marks, first, self.readback.count(marks.sum()))
+        first_use, first = self._reserve_ascending(keys.numel())
+        self._places.claim_places(keys)
+        state = (self.next_use, self._last_use, self._next_batch)
+        marks, count = know(keys, self._places, *state, self._num_pinned, first, self._newest)
+        batch = MarkedBatch(self._newest, first_use, marks, marks, first, self.readback.count(count))
         self._known.append(batch)
         return batch
+
+    def _clear(self, start: int, count: int) -> None:
+        """Done by the kernels of `know`."""
 
     def arrive(self, batch: KnownBatch, slots: Tensor) -> tuple[Tensor, Tensor] | None:
         """Remove the oldest known batch, as `NextUseIndex.arrive` does.
@@ -76,10 +81,11 @@ class KernelNextUseIndex(NextUseIndex):
         state = (self._next_batch, self.next_use, self._last_use)
         return slots, advance(slots, batch.positions, *state, batch.first)
 
-    def admit(self, keys: Tensor, slots: Tensor) -> None:
-        soon = self._known[0].number if self._known else 0
-        state = (self._places.entries_by_place, self.next_use, self._last_use)
-        admit(self._places.places(keys), slots, *state, soon)
+    def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
+        self._places.bind_with(keys, slots, batch, (self.next_use, self._last_use, self._soon))
+
+    def unbind(self, keys: Tensor, slots: Tensor) -> None:
+        self._places.unbind_from(keys, slots, self._last_use)
 
     def _take_back(self, batch: KnownBatch, keys: Tensor) -> None:
         positions = batch.positions.nonzero().flatten().int()
@@ -87,21 +93,33 @@ class KernelNextUseIndex(NextUseIndex):
 
 
 @triton.jit
-def _entries_of(keys, places, entries, position, count, num_keys, num_pinned):  # type: ignore[no-untyped-def]
-    """Places, entries, and which keys take part: rows of tables that are not pinned."""
-    inside = position < count
-    key = tl.load(keys + position, mask=inside, other=-1)
-    place = tl.load(places + position, mask=inside, other=-1)
+def _entries_at(key, place, entries, num_keys, num_pinned):  # type: ignore[no-untyped-def]
+    """Entries, and which keys take part: rows of tables that are not pinned."""
     takes_part = (key >= 0) & (key < num_keys) & (place >= 0)
     entry = tl.load(entries + place, mask=takes_part, other=0)
-    return place, entry, takes_part & ((entry <= 0) | (entry > num_pinned))
+    return entry, takes_part & ((entry <= 0) | (entry > num_pinned))
 
 
-@kernel()
+@triton.jit
+def _entries_of(keys, places, entries, position, count, num_keys, num_pinned):  # type: ignore[no-untyped-def]
+    """Places besides."""
+    inside = position < count
+    place = tl.load(places + position, mask=inside, other=-1)
+    key = tl.load(keys + position, mask=inside, other=-1)
+    entry, takes_part = _entries_at(key, place, entries, num_keys, num_pinned)
+    return place, entry, takes_part
+
+
+@kernel("held_keys")
 def _append(  # type: ignore[no-untyped-def]
     keys,
     places,
-    entries,
+    tally,
+    held_keys,
+    held_entries,
+    tallies,
+    num_buckets,
+    num_cells,
     next_uses,
     last_uses,
     next_batches,
@@ -111,19 +129,33 @@ def _append(  # type: ignore[no-untyped-def]
     batch,
     capacity,
     count,
+    FACTORS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    SPILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place, entry, takes_part = _entries_of(keys, places, entries, position, count, num_keys, num_pinned)
+    inside = position < count
+    key = tl.load(keys + position, mask=inside, other=-1)
+    is_row = (key >= 0) & (key < num_keys)
+    place = place_of(key, held_keys, tallies, num_buckets, num_cells, is_row, FACTORS, BUCKET, SPILL)
+    if BUCKET > 0:
+        tl.store(places + position, place, mask=inside)
+    tl.store(next_batches + ((first + position) & (capacity - 1)), tl.zeros_like(position), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(tally, 0)
+    entry, takes_part = _entries_at(key, place, held_entries, num_keys, num_pinned)
     is_cached = takes_part & (entry > 0)
     is_absent = takes_part & (entry <= 0)
     # The first use of a row finds the row's last use of an earlier batch; the others find `first`.
     mark = tl.zeros_like(entry) + first
-    of_slot = tl.atomic_xchg(last_uses + entry, mark, mask=is_cached)
-    of_key = tl.atomic_xchg(entries + place, -mark, mask=is_absent)
+    of_slot = tl.atomic_xchg(last_uses + entry, mark, mask=is_cached, sem="relaxed")
+    of_key = tl.atomic_xchg(held_entries + place, -mark, mask=is_absent, sem="relaxed")
     last = tl.where(is_cached, of_slot, tl.where(is_absent, -of_key, first))
     to_batch = tl.zeros_like(entry) + batch
-    tl.store(next_batches + (last & (capacity - 1)), to_batch, mask=(last > 0) & (last != first))
+    # Links of this batch's own uses are those that other programs clear.
+    is_earlier = ((last - first) & (capacity - 1)) >= count
+    tl.store(next_batches + (last & (capacity - 1)), to_batch, mask=(last > 0) & (last != first) & is_earlier)
     tl.store(next_uses + entry, to_batch, mask=is_cached & (last == 0))
 
 
@@ -134,18 +166,20 @@ def _number_last(  # type: ignore[no-untyped-def]
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place, entry, takes_part = _entries_of(keys, places, entries, position, count, num_keys, num_pinned)
     number = (first + position).to(tl.int32)
-    tl.atomic_max(last_uses + entry, number, mask=takes_part & (entry > 0))
-    tl.atomic_min(entries + place, -number, mask=takes_part & (entry <= 0))
+    tl.atomic_max(last_uses + entry, number, mask=takes_part & (entry > 0), sem="relaxed")
+    tl.atomic_min(entries + place, -number, mask=takes_part & (entry <= 0), sem="relaxed")
 
 
 @kernel()
 def _mark_last(  # type: ignore[no-untyped-def]
-    keys, places, entries, last_uses, marks, num_keys, num_pinned, first, count, BLOCK: tl.constexpr
+    keys, places, entries, last_uses, marks, tally, num_keys, num_pinned, first, count, BLOCK: tl.constexpr
 ):
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _, entry, takes_part = _entries_of(keys, places, entries, position, count, num_keys, num_pinned)
     last = tl.where(entry > 0, tl.load(last_uses + entry, mask=takes_part & (entry > 0), other=0), -entry)
-    tl.store(marks + position, takes_part & (last == first + position), mask=position < count)
+    is_last = takes_part & (last == first + position)
+    tl.store(marks + position, is_last, mask=position < count)
+    tl.atomic_add(tally, tl.sum(is_last.to(tl.int64)), sem="relaxed")
 
 
 @kernel()
@@ -162,47 +196,37 @@ def _advance(  # type: ignore[no-untyped-def]
     tl.store(last_uses + slot, tl.zeros_like(batch), mask=marked & (batch == 0))
 
 
-@kernel()
-def _admit(places, slots, entries, next_uses, last_uses, soon, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    place = tl.load(places + at, mask=inside, other=-1)
-    slot = tl.load(slots + at, mask=inside, other=0)
-    last = -tl.load(entries + place, mask=place >= 0, other=0)
-    tl.store(last_uses + slot, last, mask=inside)
-    tl.store(next_uses + slot, tl.where(last > 0, soon, 0), mask=inside)
-
-
 def know(
     keys: Tensor,
-    places: Tensor,
-    entries: Tensor,
+    slot_map: KernelSlotMap,
     next_uses: Tensor,
     last_uses: Tensor,
     next_batches: Tensor,
-    num_keys: int,
     num_pinned: int,
     first: int,
     batch: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Append known batch `batch` to the chains of its keys' uses; `loops.know` explains the other arguments.
 
     Args:
-        keys: int64 [N].
-        places: int64 [N], of the keys in `entries`; each key that is not pinned has one.
+        keys: int64 [N]; each one that is not pinned has a place in `slot_map`.
         num_pinned: rows in slots 1 to this one have no next uses.
         first: number of the batch's first use.
 
     Returns:
-        bool [N], True at the last use of each distinct row.
+        bool [N], True at the last use of each distinct row; and their number, int64 [1].
     """
     marks, count = torch.empty_like(keys, dtype=torch.bool), keys.numel()
-    which = (num_keys, num_pinned, first)
-    capacity = next_batches.numel() - 1
-    launch(_append, count, keys, places, entries, next_uses, last_uses, next_batches, *which, batch, capacity)
+    if not count:
+        return marks, keys.new_zeros(1)
+    tally, table, constants = keys.new_empty(1), slot_map.key_table, slot_map.key_constants
+    places, entries = torch.empty_like(keys) if constants["BUCKET"] else keys, table[1]
+    which = (slot_map.num_keys, num_pinned, first)
+    links = (next_uses, last_uses, next_batches)
+    launch(_append, count, keys, places, tally, *table, *links, *which, batch, next_batches.numel() - 1, **constants)
     launch(_number_last, count, keys, places, entries, last_uses, *which)
-    launch(_mark_last, count, keys, places, entries, last_uses, marks, *which)
-    return marks
+    launch(_mark_last, count, keys, places, entries, last_uses, marks, tally, *which)
+    return marks, tally
 
 
 def advance(
@@ -217,8 +241,3 @@ def advance(
     capacity = next_batches.numel() - 1
     launch(_advance, slots.numel(), slots, marks, next_batches, next_uses, last_uses, following, first, capacity)
     return following
-
-
-def admit(places: Tensor, slots: Tensor, entries: Tensor, next_uses: Tensor, last_uses: Tensor, soon: int) -> None:
-    """Take over the traces at `places` (int64 [M]; -1 for none) of rows about to be bound to `slots` (int64 [M])."""
-    launch(_admit, slots.numel(), places, slots, entries, next_uses, last_uses, soon)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from embershard.cache.gpu import victim_kernels as kernels
-from embershard.cache.gpu.launch import Readback
 from embershard.cache.gpu.next_use import KernelNextUseIndex
+from embershard.cache.gpu.readback import Readback, Reads, read_at_once
 from embershard.cache.gpu.slot_map import FILLS, MISSED, OUT_OF_RANGE, KernelSlotMap, give_slots, number_fills
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.planner import CachePlan, Planner, Shortage
@@ -28,18 +28,21 @@ class KernelPlanner(Planner):
 
     @is_stage("plan")
     def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
+        return read_at_once(self.plan_with_reads(keys, batch, oldest_pinned))
+
+    def plan_with_reads(self, keys: Tensor, batch: int, oldest_pinned: int) -> Reads[CachePlan | Shortage]:
         self._begin()
         numbers = keys.new_zeros(kernels.NUM_NUMBERS)
         slots, first_hits, missed_keys = self._places.find_missed(keys, batch, numbers)
         fill_keys, fill_of_id, order = number_fills(missed_keys, numbers)
 
-        def read() -> list[int]:
+        def read() -> Reads[list[int]]:
             return self._read(numbers)
 
         if self._map.num_free < keys.numel():
-            victims, found = self._victims.pop(numbers, read, batch, oldest_pinned)
+            victims, found = yield from self._victims.pop(numbers, read, batch, oldest_pinned)
         else:
-            victims, found = keys.new_empty((4, 0)), read()
+            victims, found = keys.new_empty((4, 0)), (yield from read())
         if found[OUT_OF_RANGE.value]:
             raise IndexError(f"{found[OUT_OF_RANGE.value]} keys are out of range, needed 0 to {self._map.num_keys - 1}")
         num_fills, num_victims = found[FILLS.value], found[kernels.VICTIMS.value]
@@ -55,17 +58,17 @@ class KernelPlanner(Planner):
         dirty_slots, dirty_keys = evicted_slots, evicted_keys  # the same tensors are counted once
         if found[kernels.DIRTY.value] < num_victims:
             dirty_slots, dirty_keys = victims[2:, : found[kernels.DIRTY.value]]
-        missed = order[: found[MISSED.value]].sort().values
-        fill_slots = self._map.next_free(num_fills - num_victims)
-        if num_victims:
-            fill_slots = torch.cat([fill_slots, evicted_slots])
+        fill_slots = evicted_slots
+        if num_victims < num_fills:
+            free = self._map.next_free(num_fills - num_victims)
+            fill_slots = torch.cat([free, evicted_slots]) if num_victims else free
         give_slots(slots, fill_of_id, fill_slots)
         rows = (fill_keys, fill_slots, evicted_keys, evicted_slots, dirty_keys, dirty_slots)
-        return CachePlan(batch, slots, *rows, first_hits, missed)
+        return CachePlan(batch, slots, *rows, first_hits, order[: found[MISSED.value]])
 
-    def _read(self, numbers: Tensor) -> list[int]:
+    def _read(self, numbers: Tensor) -> Reads[list[int]]:
         tallies = self._places.tallies
-        found, *others = self._readback.read([numbers] if tallies is None else [numbers, tallies])
+        found, *others = yield from self._readback.read(*([numbers] if tallies is None else [numbers, tallies]))
         for each in others:
             self._places.note_tallies(each)
         return found

@@ -7,13 +7,16 @@ int64 [NUM_NUMBERS]) tells how much of them counts. The loops of `loops/slots.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from embershard.cache.config import MapKind
-from embershard.cache.gpu.key_map import PlacedArrayMap, PlacedHashedMap, PlacedKeyMap
-from embershard.cache.gpu.launch import kernel, launch
+from embershard.cache.gpu.key_map import LIVE, PlacedArrayMap, PlacedHashedMap, PlacedKeyMap, Table, place_of
+from embershard.cache.gpu.launch import COUNTED, block_counts, count_before, kernel, launch
 from embershard.cache.slot_map import SlotMap
 
 
@@ -28,28 +31,65 @@ class KernelSlotMap(SlotMap):
         return PlacedArrayMap(self.num_keys, self.device)
 
     @property
-    def entries_by_place(self) -> Tensor:
-        """Entries of the map over the keys, int32, by place."""
-        return self._entries.cells
+    def key_table(self) -> Table:
+        """The map over the keys, as kernels take it; and `key_constants` of these."""
+        return self._entries.table
 
-    def places(self, keys: Tensor) -> Tensor:
-        """Return the places of the entries of `keys` (int64 [N]): int64 [N], -1 where a key has none."""
-        return self._entries.places(keys)
+    @property
+    def key_constants(self) -> dict[str, Any]:
+        """Constants of kernels that look keys up in `key_table`."""
+        return self._entries.constants
 
-    def claim_places(self, keys: Tensor) -> Tensor:
-        """Return the places of the entries of `keys` (int64 [N]), int64 [N]; keys without one get one. The caller sets
-        these entries at once."""
-        return self._entries.claim_absent(keys)
+    def claim_places(self, keys: Tensor) -> None:
+        """Give the entries of `keys` (int64 [N]) places where they have none. The caller sets these entries at once."""
+        self._entries.claim_absent(keys)
 
     def find_missed(self, keys: Tensor, batch: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Look up a batch's `keys` (int64 [N]) and stamp the slots found; see `find`."""
-        places, first = self._entries.places(keys), self.first_stamp(batch)
-        return find(keys, places, self._entries.cells, self.use_stamp, first, self.num_keys, numbers)
+        """Look up `keys` [N] and stamp the slots found: the last position of a slot leaves its stamp.
+
+        Args:
+            numbers: gets the number of keys that are no rows.
+
+        Returns:
+            Slots int64 [N], 0 where a key is not cached; bool [N], True at the position whose stamp a slot has; and
+            int32 [N], the keys that are not cached, and a number above all keys elsewhere.
+        """
+        slots, missed_keys = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
+        first_hits = torch.empty_like(keys, dtype=torch.bool)
+        count, first, stamps = keys.numel(), self.first_stamp(batch), self.use_stamp
+        table = self.key_table
+        launch(_find, count, keys, *table, stamps, numbers, slots, first, self.num_keys, **self.key_constants)
+        launch(_mark_missed, count, keys, slots, stamps, first_hits, missed_keys, first, self.num_keys)
+        return slots, first_hits, missed_keys
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
-        places = self._entries.claim(keys)
-        state = (self._entries.cells, self.key_of_slot, self.use_stamp)
-        bind(keys, places, slots, *state, self.first_stamp(batch))
+        self.bind_with(keys, slots, batch, None)
+
+    def bind_with(self, keys: Tensor, slots: Tensor, batch: int, uses: tuple[Tensor, Tensor, int] | None) -> None:
+        """Bind `keys` to `slots`, as `bind` does.
+
+        Args:
+            uses: next and last uses of the slots, which the rows bring along as their traces, and the next use of a row
+                with a trace; None: rows have none.
+        """
+        next_uses, last_uses, soon = (self.key_of_slot, self.key_of_slot, 0) if uses is None else uses
+        places, entries = self._entries.claim(keys), self._entries.cells
+        state = (entries, self.key_of_slot, self.use_stamp, next_uses, last_uses)
+        which = (self.first_stamp(batch), soon)
+        launch(_bind, keys.numel(), keys, places, slots, *state, *which, USES=uses is not None)
+
+    def unbind(self, keys: Tensor, traces: Tensor | None = None) -> None:
+        if traces is not None:
+            super().unbind(keys, traces)
+        else:
+            self.unbind_from(keys, keys, None)
+
+    def unbind_from(self, keys: Tensor, slots: Tensor, last_uses: Tensor | None) -> None:
+        """Unbind `keys` from `slots` (both int64 [M]) and keep the last uses (int32 [S + 1]) as traces; None: no
+        traces."""
+        uses = self.key_of_slot if last_uses is None else last_uses
+        constants = {**self.key_constants, "USES": last_uses is not None}
+        launch(_unbind, keys.numel(), keys, slots, *self.key_table, uses, **constants)
 
     @property
     def tallies(self) -> Tensor | None:
@@ -70,20 +110,36 @@ NUM_OF_BATCH = 3
 _NO_KEY = tl.constexpr(2**31 - 1)  # above every key
 
 
-@kernel()
+@kernel("held_keys")
 def _find(  # type: ignore[no-untyped-def]
-    keys, places, entries, use_stamps, numbers, slots, first_stamp, num_keys, count, BLOCK: tl.constexpr
+    keys,
+    held_keys,
+    held_entries,
+    tallies,
+    num_buckets,
+    num_cells,
+    use_stamps,
+    numbers,
+    slots,
+    first_stamp,
+    num_keys,
+    count,
+    FACTORS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    SPILL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < count
     key = tl.load(keys + position, mask=inside, other=0)
-    is_row = (key >= 0) & (key < num_keys)
-    place = tl.load(places + position, mask=inside, other=-1)
-    slot = tl.maximum(tl.load(entries + place, mask=inside & is_row & (place >= 0), other=0), 0).to(tl.int64)
+    is_row = inside & (key >= 0) & (key < num_keys)
+    place = place_of(key, held_keys, tallies, num_buckets, num_cells, is_row, FACTORS, BUCKET, SPILL)
+    slot = tl.maximum(tl.load(held_entries + place, mask=place >= 0, other=0), 0).to(tl.int64)
     tl.store(slots + position, slot, mask=inside)
-    # The last position that uses a slot leaves its stamp.
-    tl.atomic_max(use_stamps + slot, first_stamp + position.to(tl.int64), mask=slot > 0)
-    tl.atomic_add(numbers + OUT_OF_RANGE, tl.sum((inside & ~is_row).to(tl.int64)))
+    stamp = first_stamp + position.to(tl.int64)
+    tl.atomic_max(use_stamps + slot, stamp, mask=slot > 0, sem="relaxed")
+    num_wrong = tl.sum((inside & ~is_row).to(tl.int64))
+    tl.atomic_add(numbers + OUT_OF_RANGE, num_wrong, mask=num_wrong > 0, sem="relaxed")
 
 
 @kernel()
@@ -100,25 +156,32 @@ def _mark_missed(  # type: ignore[no-untyped-def]
     tl.store(missed_keys + position, tl.where(is_missed, key, _NO_KEY).to(tl.int32), mask=inside)
 
 
-@kernel()
-def _mark_new(ascending, is_new, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
+@triton.jit
+def _first_of_key(ascending, place, inside):  # type: ignore[no-untyped-def]
+    """The missed keys at each `place`, and True at the first of a key."""
     key = tl.load(ascending + place, mask=inside, other=_NO_KEY)
     before = tl.load(ascending + place - 1, mask=inside & (place > 0), other=-1)
-    tl.store(is_new + place, ((key != _NO_KEY) & (key != before)).to(tl.int32), mask=inside)
+    return key, (key != _NO_KEY) & (key != before)
+
+
+@kernel()
+def _count_new(ascending, counts, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_new = _first_of_key(ascending, place, place < count)[1]
+    tl.store(counts + tl.program_id(0), tl.sum(is_new.to(tl.int32)))
 
 
 @kernel()
 def _number_fills(  # type: ignore[no-untyped-def]
-    ascending, order, running, fill_keys, fill_of_id, numbers, count, BLOCK: tl.constexpr
+    ascending, order, counts, fill_keys, fill_of_id, numbers, count, BLOCK: tl.constexpr
 ):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    key = tl.load(ascending + place, mask=inside, other=_NO_KEY)
+    key, is_new = _first_of_key(ascending, place, inside)
     is_missed = key != _NO_KEY
-    fill = tl.load(running + place, mask=is_missed, other=0) - 1
-    tl.store(fill_keys + fill, key.to(tl.int64), mask=is_missed)  # the same number has the same key
+    fill = count_before(counts, tl.program_id(0), BLOCK) + tl.cumsum(is_new.to(tl.int32), 0) - 1
+    fill = tl.where(is_missed, fill, -1)
+    tl.store(fill_keys + fill, key.to(tl.int64), mask=is_new)
     position = tl.load(order + place, mask=inside, other=0)
     tl.store(fill_of_id + position, fill, mask=inside)
     after = tl.load(ascending + place + 1, mask=inside & (place + 1 < count), other=_NO_KEY)
@@ -137,37 +200,64 @@ def _give_slots(slots, fill_of_id, fill_slots, count, BLOCK: tl.constexpr):  # t
 
 @kernel()
 def _bind(  # type: ignore[no-untyped-def]
-    keys, places, slots, entries, key_of_slot, use_stamps, stamp, count, BLOCK: tl.constexpr
+    keys,
+    places,
+    slots,
+    entries,
+    key_of_slot,
+    use_stamps,
+    next_uses,
+    last_uses,
+    stamp,
+    soon,
+    count,
+    USES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    slot = tl.load(slots + place, mask=inside, other=0)
-    entry = tl.load(places + place, mask=inside, other=0)
-    tl.store(entries + entry, slot.to(tl.int32), mask=inside)
-    tl.store(key_of_slot + slot, tl.load(keys + place, mask=inside, other=0).to(tl.int32), mask=inside)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    slot = tl.load(slots + at, mask=inside, other=0)
+    place = tl.load(places + at, mask=inside, other=-1)
+    if USES:
+        last = -tl.load(entries + place, mask=place >= 0, other=0)
+        tl.store(last_uses + slot, last, mask=inside)
+        tl.store(next_uses + slot, tl.where(last > 0, soon, 0), mask=inside)
+    tl.store(entries + place, slot.to(tl.int32), mask=place >= 0)
+    tl.store(key_of_slot + slot, tl.load(keys + at, mask=inside, other=0).to(tl.int32), mask=inside)
     tl.store(use_stamps + slot, tl.zeros_like(slot) + stamp, mask=inside)
 
 
-def find(
-    keys: Tensor, places: Tensor, entries: Tensor, use_stamps: Tensor, first_stamp: int, num_keys: int, numbers: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Look up `keys` [N] and stamp the slots found: position p with `first_stamp` + p, the last of a slot's.
-
-    Args:
-        places: [N] of the keys in `entries` (int32); -1 where a key has none.
-        use_stamps: [S + 1].
-        num_keys: R; other keys are counted in `numbers`.
-
-    Returns:
-        Slots int64 [N], 0 where a key is not cached; bool [N], True at the position whose stamp a slot has; and int32
-        [N], the keys that are not cached, and a number above all keys elsewhere.
-    """
-    slots, missed_keys = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
-    first_hits = torch.empty_like(keys, dtype=torch.bool)
-    count = keys.numel()
-    launch(_find, count, keys, places, entries, use_stamps, numbers, slots, first_stamp, num_keys)
-    launch(_mark_missed, count, keys, slots, use_stamps, first_hits, missed_keys, first_stamp, num_keys)
-    return slots, first_hits, missed_keys
+@kernel("held_keys")
+def _unbind(  # type: ignore[no-untyped-def]
+    keys,
+    slots,
+    held_keys,
+    held_entries,
+    tallies,
+    num_buckets,
+    num_cells,
+    last_uses,
+    count,
+    USES: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    SPILL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    key = tl.load(keys + at, mask=inside, other=0)
+    place = place_of(key, held_keys, tallies, num_buckets, num_cells, inside, FACTORS, BUCKET, SPILL)
+    trace = tl.zeros([BLOCK], tl.int32)
+    if USES:
+        slot = tl.load(slots + at, mask=inside, other=0)
+        trace = -tl.load(last_uses + slot, mask=inside, other=0)
+    tl.store(held_entries + place, trace, mask=place >= 0)
+    if BUCKET > 0:
+        is_gone = (place >= 0) & (trace == 0)
+        tl.store(held_keys + place, tl.zeros_like(trace) - 1, mask=is_gone)
+        num_gone = tl.sum(is_gone.to(tl.int64))
+        tl.atomic_add(tallies + LIVE, -num_gone, mask=num_gone > 0, sem="relaxed")
 
 
 def number_fills(missed_keys: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,29 +265,20 @@ def number_fills(missed_keys: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, 
     of the ids.
 
     Args:
-        missed_keys: int32 [N], as `find` returned them.
+        missed_keys: int32 [N], as `find_missed` returned them.
 
     Returns:
         The rows' keys int64 [N], of which the first ones count; for each id the number of its row, int32 [N], -1 where
         it was found; and the positions of all ids, int64 [N], first those not found, by key.
     """
     ascending, order = missed_keys.sort()
-    running = torch.empty_like(missed_keys)
-    count = missed_keys.numel()
-    launch(_mark_new, count, ascending, running)
-    running = running.cumsum(0, dtype=torch.int32)
+    counts, count = block_counts(missed_keys), missed_keys.numel()
+    launch(_count_new, count, ascending, counts, block=COUNTED)
     fill_keys, fill_of_id = torch.empty_like(order), torch.empty_like(missed_keys)
-    launch(_number_fills, count, ascending, order, running, fill_keys, fill_of_id, numbers)
+    launch(_number_fills, count, ascending, order, counts, fill_keys, fill_of_id, numbers, block=COUNTED)
     return fill_keys, fill_of_id, order
 
 
 def give_slots(slots: Tensor, fill_of_id: Tensor, fill_slots: Tensor) -> None:
     """Write the slots of the rows to fill (`fill_slots` int64 [M]) into a batch's `slots` (int64 [N])."""
     launch(_give_slots, slots.numel(), slots, fill_of_id, fill_slots)
-
-
-def bind(
-    keys: Tensor, places: Tensor, slots: Tensor, entries: Tensor, key_of_slot: Tensor, use_stamps: Tensor, stamp: int
-) -> None:
-    """Bind `keys`, at `places` of `entries`, to `slots` (all int64 [M], distinct), with use stamp `stamp`."""
-    launch(_bind, keys.numel(), keys, places, slots, entries, key_of_slot, use_stamps, stamp)

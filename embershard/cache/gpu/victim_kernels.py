@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from embershard.cache.gpu.launch import kernel
+from embershard.cache.gpu.launch import count_before, kernel
 from embershard.cache.gpu.slot_map import FILLS
 
 # Places in `numbers`.
@@ -35,7 +35,7 @@ def _rank(slot, stamp, next_use, score_bits, inside, SCORES: tl.constexpr):  # t
     return tl.where(next_use > 0, _KNOWN_USE - next_use.to(tl.int64), rank)
 
 
-@kernel()
+@triton.jit
 def _limits(numbers, num_free, width, is_whole):  # type: ignore[no-untyped-def]
     """Victims needed, and the entries of the ranking that may be taken."""
     needed = tl.maximum(tl.load(numbers + FILLS) - num_free, 0)
@@ -92,7 +92,7 @@ def rank_candidates(  # type: ignore[no-untyped-def]
         tl.store(ranks + width + place, tl.where(is_again, rank, NEVER), mask=inside)
     usable = is_free & holds
     tl.store(ranks + place, tl.where(usable, queue_rank, NEVER), mask=queued)
-    tl.atomic_add(numbers + USABLE, tl.sum(usable.to(tl.int64)))
+    tl.atomic_add(numbers + USABLE, tl.sum(usable.to(tl.int64)), sem="relaxed")
 
 
 @triton.jit
@@ -103,6 +103,19 @@ def _slot_of(candidate, queue_slots, offered, width, inside):  # type: ignore[no
     return tl.where(queued, from_queue, tl.load(offered + candidate - 2 * width, mask=inside & ~queued, other=0))
 
 
+# Marks of candidates.
+_BELOW, _EQUAL, _DIRTY = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+_WAITS, _STILL_PINNED = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _numbered(is_marked, counts, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many are marked up to each of this program's items, by the counts of the programs before it; and in all."""
+    of_kind = counts + KIND * tl.num_programs(0)
+    running = count_before(of_kind, tl.program_id(0), BLOCK) + tl.cumsum(is_marked.to(tl.int32), 0)
+    return running, count_before(of_kind, tl.num_programs(0), BLOCK)
+
+
 @kernel()
 def mark_victims(  # type: ignore[no-untyped-def]
     queue_slots,
@@ -111,15 +124,16 @@ def mark_victims(  # type: ignore[no-untyped-def]
     ascending,
     use_stamps,
     numbers,
-    flags,
+    marks,
+    counts,
     clean_through,
     num_free,
     width,
     count,
     BLOCK: tl.constexpr,
 ):
-    """Mark the candidates below the rank of the last victim, those of that rank, and both again where the slot's row
-    must be written back: `flags` int32 [4, count]. `ascending` [count] are the sorted ranks."""
+    """Mark the candidates below the rank of the last victim, those of that rank, and where the slot's row must be
+    written back: `marks` int8 [count], and their `counts` [4, programs]. `ascending` [count] are the sorted ranks."""
     candidate = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = candidate < count
     needed = tl.maximum(tl.load(numbers + FILLS) - num_free, 0)
@@ -131,19 +145,22 @@ def mark_victims(  # type: ignore[no-untyped-def]
     below, equal = rank < last, (rank == last) & (rank != NEVER)
     slot = _slot_of(candidate, queue_slots, offered, width, inside)
     dirty = (tl.load(use_stamps + slot, mask=inside, other=0) >> 32) > clean_through
-    at = flags + candidate
-    tl.store(at, below.to(tl.int32), mask=inside)
-    tl.store(at + count, equal.to(tl.int32), mask=inside)
-    tl.store(at + 2 * count, (below & dirty).to(tl.int32), mask=inside)
-    tl.store(at + 3 * count, (equal & dirty).to(tl.int32), mask=inside)
+    mark = tl.where(below, _BELOW, tl.where(equal, _EQUAL, 0))
+    mark = tl.where((below | equal) & dirty, mark + _DIRTY, mark)
+    tl.store(marks + candidate, mark.to(tl.int8), mask=inside)
+    at = counts + tl.program_id(0)
+    tl.store(at, tl.sum(below.to(tl.int32)))
+    tl.store(at + tl.num_programs(0), tl.sum(equal.to(tl.int32)))
+    tl.store(at + 2 * tl.num_programs(0), tl.sum((below & dirty).to(tl.int32)))
+    tl.store(at + 3 * tl.num_programs(0), tl.sum((equal & dirty).to(tl.int32)))
 
 
 @kernel()
 def choose_victims(  # type: ignore[no-untyped-def]
     queue_slots,
     offered,
-    flags,
-    running,
+    marks,
+    counts,
     key_of_slot,
     numbers,
     ranks,
@@ -154,33 +171,32 @@ def choose_victims(  # type: ignore[no-untyped-def]
     count,
     BLOCK: tl.constexpr,
 ):
-    """Write the victims' slots and keys, and slots and keys of those to write back: `victims` int64 [4, count].
-    `running` [4, count] are the running sums of `flags`. The ranks of victims become `NEVER`."""
+    """Write the victims' slots and keys, and slots and keys of those to write back: `victims` int64 [4, count]. The
+    ranks of victims become `NEVER`."""
     candidate = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = candidate < count
     needed, limit = _limits(numbers, num_free, width, is_whole)
-    below = tl.load(flags + candidate, mask=inside, other=0) > 0
-    equal = tl.load(flags + count + candidate, mask=inside, other=0) > 0
-    num_below = tl.load(running + count - 1).to(tl.int64)
-    num_equal = tl.load(running + count + candidate, mask=inside, other=0)
+    mark = tl.load(marks + candidate, mask=inside, other=0).to(tl.int32)
+    below, equal, is_dirty = (mark & _BELOW) > 0, (mark & _EQUAL) > 0, (mark & _DIRTY) > 0
+    of_below, num_below = _numbered(below, counts, 0, BLOCK)
+    num_equal = _numbered(equal, counts, 1, BLOCK)[0]
     chosen = below | (equal & (num_below + num_equal <= needed))
-    at = tl.where(below, tl.load(running + candidate, mask=inside, other=0), num_below + num_equal) - 1
+    at = tl.where(below, of_below, num_below + num_equal) - 1
     slot = _slot_of(candidate, queue_slots, offered, width, inside)
     key = tl.load(key_of_slot + slot, mask=chosen, other=0).to(tl.int64)
     tl.store(victims + at, slot, mask=chosen)
     tl.store(victims + count + at, key, mask=chosen)
-    dirty_below = tl.load(flags + 2 * count + candidate, mask=inside, other=0) > 0
-    dirty = chosen & (dirty_below | (tl.load(flags + 3 * count + candidate, mask=inside, other=0) > 0))
-    of_below = tl.load(running + 2 * count + candidate, mask=inside, other=0)
-    of_equal = tl.load(running + 3 * count - 1) + tl.load(running + 3 * count + candidate, mask=inside, other=0)
-    at = tl.where(below, of_below, of_equal) - 1
+    dirty = chosen & is_dirty
+    of_below, num_below = _numbered(below & is_dirty, counts, 2, BLOCK)
+    num_equal = _numbered(equal & is_dirty, counts, 3, BLOCK)[0]
+    at = tl.where(below, of_below, num_below + num_equal) - 1
     tl.store(victims + 2 * count + at, slot, mask=dirty)
     tl.store(victims + 3 * count + at, key, mask=dirty)
-    tl.atomic_add(numbers + VICTIMS, tl.sum(chosen.to(tl.int64)))
-    tl.atomic_add(numbers + DIRTY, tl.sum(dirty.to(tl.int64)))
+    tl.atomic_add(numbers + VICTIMS, tl.sum(chosen.to(tl.int64)), sem="relaxed")
+    tl.atomic_add(numbers + DIRTY, tl.sum(dirty.to(tl.int64)), sem="relaxed")
     rank = tl.load(ranks + candidate, mask=inside, other=NEVER)
     is_left = inside & (candidate < width) & (rank != NEVER) & ~chosen
-    tl.atomic_max(numbers + LEFT, tl.max(tl.where(is_left, limit - candidate, 0).to(tl.int64)))
+    tl.atomic_max(numbers + LEFT, tl.max(tl.where(is_left, limit - candidate, 0).to(tl.int64)), sem="relaxed")
     tl.store(ranks + candidate, NEVER, mask=chosen)
 
 
@@ -189,7 +205,8 @@ def mark_waiting(  # type: ignore[no-untyped-def]
     offered,
     ranks,
     numbers,
-    flags,
+    marks,
+    counts,
     stride,
     oldest_pinned,
     num_free,
@@ -199,7 +216,7 @@ def mark_waiting(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Mark, of the W entries and the O offered slots, those that wait outside of the ranking, and offered ones that are
-    still pinned: `flags` int32 [2, W + O]. Entries that are not passed are still in the ranking."""
+    still pinned: `marks` int8 [W + O], `counts` [2, programs]. Entries that are not passed are still in the ranking."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, queued = place < count, place < width
     passed = _limits(numbers, num_free, width, is_whole)[1] - tl.load(numbers + LEFT)
@@ -209,8 +226,10 @@ def mark_waiting(  # type: ignore[no-untyped-def]
     slot = tl.load(at, mask=inside & ~queued, other=0)
     stamp = tl.load(at + stride, mask=inside & ~queued, other=-1)
     is_pinned = (slot > 0) & ((stamp >> 32) >= oldest_pinned)
-    tl.store(flags + place, waits.to(tl.int32), mask=inside)
-    tl.store(flags + count + place, is_pinned.to(tl.int32), mask=inside)
+    mark = tl.where(waits, _WAITS, tl.where(is_pinned, _STILL_PINNED, 0))
+    tl.store(marks + place, mark.to(tl.int8), mask=inside)
+    tl.store(counts + tl.program_id(0), tl.sum(waits.to(tl.int32)))
+    tl.store(counts + tl.num_programs(0) + tl.program_id(0), tl.sum(is_pinned.to(tl.int32)))
 
 
 @kernel()
@@ -219,8 +238,8 @@ def keep_waiting(  # type: ignore[no-untyped-def]
     queue_stamps,
     offered,
     ranks,
-    flags,
-    running,
+    marks,
+    counts,
     numbers,
     kept,
     stride,
@@ -231,23 +250,52 @@ def keep_waiting(  # type: ignore[no-untyped-def]
     """Write what `mark_waiting` marked, first what waits: slots, stamps and ranks, `kept` int64 [3, W + O]."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, queued = place < count, place < width
-    waits = tl.load(flags + place, mask=inside, other=0) > 0
-    is_pinned = tl.load(flags + count + place, mask=inside, other=0) > 0
-    num_waiting = tl.load(running + count - 1)
+    mark = tl.load(marks + place, mask=inside, other=0).to(tl.int32)
+    waits, is_pinned = mark == _WAITS, mark == _STILL_PINNED
+    of_waiting, num_waiting = _numbered(waits, counts, 0, BLOCK)
+    of_pinned, num_pinned = _numbered(is_pinned, counts, 1, BLOCK)
     at = offered + place - width
     old = inside & ~queued
     slot = tl.load(queue_slots + place, mask=queued, other=0) + tl.load(at, mask=old, other=0)
     stamp = tl.load(queue_stamps + place, mask=queued, other=0) + tl.load(at + stride, mask=old, other=0)
-    of_pinned = num_waiting + tl.load(running + count + place, mask=inside, other=0)
-    to = tl.where(waits, tl.load(running + place, mask=inside, other=0), of_pinned) - 1
-    tl.store(kept + to, slot, mask=waits | is_pinned)
-    tl.store(kept + count + to, stamp, mask=waits | is_pinned)
-    tl.store(kept + 2 * count + to, tl.load(ranks + width + place, mask=inside, other=NEVER), mask=waits | is_pinned)
-    is_last = place == count - 1
-    ends = tl.zeros_like(place)
-    tl.store(numbers + WAITING + ends, num_waiting + ends.to(tl.int64), mask=is_last)
-    num_pinned = tl.load(running + 2 * count - 1)
-    tl.store(numbers + PINNED + ends, num_pinned + ends.to(tl.int64), mask=is_last)
+    to = tl.where(waits, of_waiting, num_waiting + of_pinned) - 1
+    tl.store(kept + to, slot, mask=mark > 0)
+    tl.store(kept + count + to, stamp, mask=mark > 0)
+    tl.store(kept + 2 * count + to, tl.load(ranks + width + place, mask=inside, other=NEVER), mask=mark > 0)
+    if tl.program_id(0) == 0:
+        tl.store(numbers + WAITING, num_waiting.to(tl.int64))
+        tl.store(numbers + PINNED, num_pinned.to(tl.int64))
+
+
+@kernel()
+def drop_waiting(  # type: ignore[no-untyped-def]
+    slots, stride, worst, queue_ranks, kept, num_queued, num_beside, count, BLOCK: tl.constexpr
+):
+    """Drop the waiting slots (int64 [3, stride], of which `count` wait) that rank above `worst`. `kept` int64 [2],
+    zeros before: entries of the ranking up to `worst`; and the slots that still wait, with the `num_beside` others."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, lowest = place < count, tl.load(worst)
+    stays = inside & (tl.load(slots + 2 * stride + place, mask=inside, other=NEVER) <= lowest)
+    tl.store(slots + place, tl.zeros([BLOCK], tl.int64), mask=inside & ~stays)
+    num_kept = tl.sum(stays.to(tl.int64))
+    if tl.program_id(0) == 0:
+        num_kept += num_beside
+        first, stop = num_queued * 0, num_queued
+        while first < stop:
+            middle = (first + stop) // 2
+            is_in = tl.load(queue_ranks + middle) <= lowest
+            first, stop = tl.where(is_in, middle + 1, first), tl.where(is_in, stop, middle)
+        tl.store(kept, first.to(tl.int64))
+    tl.atomic_add(kept + 1, num_kept, sem="relaxed")
+
+
+# Places in what a refill finds, int64 [NUM_FOUND].
+LUCKY = tl.constexpr(0)  # ranks up to the sample's bound
+END = tl.constexpr(1)  # entries of the ranking
+WORST = tl.constexpr(2)  # the last one's rank, -1 if there is none
+IN_FLIGHT = tl.constexpr(3)  # pinned slots that rank no worse
+OF_BATCH = tl.constexpr(4)  # of these, slots of the batch that is planned
+NUM_FOUND = 8
 
 
 @kernel()
@@ -257,15 +305,17 @@ def rank_slots(  # type: ignore[no-untyped-def]
     score_bits,
     ranks,
     pinned_ranks,
+    found,
     num_pinned,
     oldest_pinned,
     count,
     USES: tl.constexpr,
     SCORES: tl.constexpr,
+    FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Rank slots 1 to `count`: `ranks` [count] of those that may be evicted, and `pinned_ranks` [count] of those that
-    batches in flight pin; `NEVER` elsewhere."""
+    batches in flight pin; `NEVER` elsewhere. Sets `found` [FOUND] to 0, and its worst rank to -1."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     slot = place + 1
@@ -279,35 +329,117 @@ def rank_slots(  # type: ignore[no-untyped-def]
     tl.store(ranks + place, tl.where(is_free & ~stays, rank, NEVER), mask=inside)
     in_flight = ~is_free & ~stays & (stamp != NEVER)
     tl.store(pinned_ranks + place, tl.where(in_flight, rank, NEVER), mask=inside)
+    if tl.program_id(0) == 0:
+        at = tl.arange(0, FOUND)
+        tl.store(found + at, tl.where(at == WORST, -1, 0).to(tl.int64))
+
+
+@triton.jit
+def _bound(sample, at):  # type: ignore[no-untyped-def]
+    return tl.minimum(tl.load(sample + at), NEVER - 1)
+
+
+@kernel()
+def count_lucky(ranks, sample, found, at, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count the ranks up to a bound, number `at` of a sorted `sample`."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.load(ranks + place, mask=place < count, other=NEVER)
+    tl.atomic_add(found + LUCKY, tl.sum((rank <= _bound(sample, at)).to(tl.int64)), sem="relaxed")
+
+
+@kernel()
+def drop_above_sample(ranks, sample, found, at, least, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Set the ranks above the bound to `NEVER`, if at least `least` are left."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    rank = tl.load(ranks + place, mask=inside, other=NEVER)
+    is_lucky = tl.load(found + LUCKY) >= least
+    tl.store(ranks + place, NEVER, mask=inside & is_lucky & (rank > _bound(sample, at)))
+
+
+@kernel()
+def keep_lowest(  # type: ignore[no-untyped-def]
+    ascending,
+    order,
+    use_stamps,
+    next_uses,
+    queue_slots,
+    queue_stamps,
+    queue_ranks,
+    queue_uses,
+    found,
+    count,
+    USES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the ranking: the first `count` of the sorted ranks of all slots, whose places before were `order`."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    rank = tl.load(ascending + place, mask=inside, other=NEVER)
+    slot = tl.load(order + place, mask=inside, other=0) + 1
+    tl.store(queue_ranks + place, rank, mask=inside)
+    tl.store(queue_slots + place, slot, mask=inside)
+    tl.store(queue_stamps + place, tl.load(use_stamps + slot, mask=inside, other=0), mask=inside)
+    if USES:
+        tl.store(queue_uses + place, tl.load(next_uses + slot, mask=inside, other=0), mask=inside)
+    after = tl.load(ascending + place + 1, mask=place + 1 < count, other=NEVER)
+    is_last = inside & (rank != NEVER) & (after == NEVER)
+    tl.store(found + END + tl.zeros_like(place), (place + 1).to(tl.int64), mask=is_last)
+    tl.store(found + WORST + tl.zeros_like(place), rank if USES else tl.zeros_like(rank) + (NEVER - 1), mask=is_last)
+
+
+@kernel()
+def mark_in_flight(  # type: ignore[no-untyped-def]
+    pinned_ranks, use_stamps, found, marks, counts, batch, count, BLOCK: tl.constexpr
+):
+    """Mark, of slots 1 to `count`, those in flight that rank no worse than the ranking's last: `marks` int8 [count],
+    and their `counts`."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    is_marked = inside & (tl.load(pinned_ranks + place, mask=inside, other=NEVER) <= tl.load(found + WORST))
+    of_batch = (tl.load(use_stamps + place + 1, mask=is_marked, other=0) >> 32) == batch
+    tl.store(marks + place, is_marked.to(tl.int8), mask=inside)
+    num_marked = tl.sum(is_marked.to(tl.int32))
+    tl.store(counts + tl.program_id(0), num_marked)
+    tl.atomic_add(found + IN_FLIGHT, num_marked.to(tl.int64), sem="relaxed")
+    tl.atomic_add(found + OF_BATCH, tl.sum((is_marked & of_batch).to(tl.int64)), sem="relaxed")
 
 
 @kernel()
 def mark_offers(  # type: ignore[no-untyped-def]
-    slots, next_uses, use_stamps, score_bits, worst, flags, count, SCORES: tl.constexpr, BLOCK: tl.constexpr
+    slots, next_uses, use_stamps, score_bits, worst, marks, counts, count, SCORES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Mark the slots (int64 [count]) whose rank with `next_uses` (int32 [count]; negative: none of the batch's distinct
-    slots) is in the ranking: `flags` int32 [count]."""
+    slots) is in the ranking: `marks` int8 [count], and their `counts`."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     next_use = tl.load(next_uses + place, mask=place < count, other=-1)
     inside = next_use >= 0
     slot = tl.load(slots + place, mask=inside, other=0)
     stamp = tl.load(use_stamps + slot, mask=inside, other=0)
     rank = _rank(slot, stamp, next_use, score_bits, inside, SCORES)
-    tl.store(flags + place, (inside & (rank <= tl.load(worst))).to(tl.int32), mask=place < count)
+    is_offered = inside & (rank <= tl.load(worst))
+    tl.store(marks + place, is_offered.to(tl.int8), mask=place < count)
+    tl.store(counts + tl.program_id(0), tl.sum(is_offered.to(tl.int32)))
 
 
 @kernel()
 def gather(  # type: ignore[no-untyped-def]
-    slots, flags, running, use_stamps, found, first_slot, width, count, LISTED: tl.constexpr, BLOCK: tl.constexpr
+    slots, marks, counts, use_stamps, gathered, total, width, count, LISTED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the slots that `flags` mark, and their stamps: `found` int64 [3, width]. The slots are those of `slots`, or
-    if not `LISTED` the `count` ones from `first_slot`."""
+    """Write the slots that `marks` mark, their stamps and last batches: `gathered` int64 [3, width], behind them slots
+    of 0; and their number, `total` int64 [1]. The slots are those of `slots`, or if not `LISTED` 1 to `count`."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_marked = tl.load(flags + place, mask=place < count, other=0) > 0
-    at = tl.load(running + place, mask=is_marked, other=0) - 1
-    slot = (first_slot + place).to(tl.int64)
+    is_marked = tl.load(marks + place, mask=place < count, other=0) > 0
+    running, num_marked = _numbered(is_marked, counts, 0, BLOCK)
+    at = running - 1
+    slot = (1 + place).to(tl.int64)
     if LISTED:
         slot = tl.load(slots + place, mask=is_marked, other=0)
-    tl.store(found + at, slot, mask=is_marked & (at < width))
     stamp = tl.load(use_stamps + slot, mask=is_marked, other=0)
-    tl.store(found + width + at, stamp, mask=is_marked & (at < width))
+    fits = is_marked & (at < width)
+    tl.store(gathered + at, slot, mask=fits)
+    tl.store(gathered + width + at, stamp, mask=fits)
+    tl.store(gathered + 2 * width + at, stamp >> 32, mask=fits)
+    tl.store(gathered + place, tl.zeros([BLOCK], tl.int64), mask=(place >= num_marked) & (place < width))
+    if tl.program_id(0) == 0:
+        tl.store(total, num_marked.to(tl.int64))

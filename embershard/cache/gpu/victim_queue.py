@@ -11,12 +11,12 @@ from torch import Tensor
 
 from embershard.cache.eviction import ranking_size, sample_stride
 from embershard.cache.gpu import victim_kernels as kernels
-from embershard.cache.gpu.launch import Count, Readback, launch
+from embershard.cache.gpu.launch import COUNTED, block_counts, launch
+from embershard.cache.gpu.readback import Count, Readback, Reads
 from embershard.cache.gpu.slot_map import FILLS, NUM_OF_BATCH
 from embershard.cache.slot_state import SlotState
 
 _LEAST_WIDTH = 1024
-_NEVER = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,17 @@ class _Taken:
         return self.width if self.is_whole else min(self.width, 2 * needed)
 
 
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    """Slots 1, 2, ... that batches in flight pin and that rank among those of a refill: `marks` int8, and `counts` of
+    them by program; how many they are; and how many of these the planned batch used."""
+
+    marks: Tensor
+    counts: Tensor
+    count: Count
+    of_batch: Count
+
+
 class KernelVictimQueue:
     """The order of eviction that `VictimQueue` has, kept and used by kernels.
 
@@ -78,20 +89,20 @@ class KernelVictimQueue:
         self._may_be_crowded = False
 
     def pop(
-        self, numbers: Tensor, read: Callable[[], list[int]], batch: int, oldest_pinned: int
-    ) -> tuple[Tensor, list[int]]:
+        self, numbers: Tensor, read: Callable[[], Reads[list[int]]], batch: int, oldest_pinned: int
+    ) -> Reads[tuple[Tensor, list[int]]]:
         """Choose the slots that `batch` lacks, whose last batch is before `oldest_pinned`.
 
         Args:
-            numbers: int64 [NUM_NUMBERS], of the batch; the kernels add theirs.
-            read: returns `numbers`; the host waits.
+            numbers: int64 [NUM_NUMBERS], of the batch, 0 from `NUM_OF_BATCH` on; the kernels add theirs.
+            read: returns `numbers`.
 
         Returns:
             int64 [4, ?]: slots and keys of the victims, and of those to write back; and the numbers. There are fewer
             victims than needed if the others are pinned.
         """
         taken = self._take(numbers, max(_LEAST_WIDTH, 4 * self._num_expected), False, oldest_pinned)
-        found = read()
+        found = yield from read()
         needed = found[FILLS.value] - self._map.num_free
         if needed <= 0:
             return taken.victims, found
@@ -99,15 +110,16 @@ class KernelVictimQueue:
             self.clear()  # nearly everything passes the bound, so it is out of date
             found[kernels.VICTIMS.value] = 0
         else:
-            taken, found = self._take_more(taken, found, numbers, read, needed, oldest_pinned)
+            taken, found = yield from self._take_more(taken, found, numbers, read, needed, oldest_pinned)
         in_flight = None
         if found[kernels.VICTIMS.value] < needed:
             in_flight = self._refill(needed, oldest_pinned, batch)
-            taken = self._take(numbers, 2 * needed, False, oldest_pinned)
-            taken, found = self._take_more(taken, read(), numbers, read, needed, oldest_pinned)
+            taken = self._take_again(numbers, 2 * needed, False, oldest_pinned)
+            found = yield from read()
+            taken, found = yield from self._take_more(taken, found, numbers, read, needed, oldest_pinned)
         self._pass(taken, found, needed, oldest_pinned)
         if in_flight is not None:
-            self._offer_pinned(*in_flight, batch)
+            self._offer_pinned(in_flight, batch)
         if found[kernels.VICTIMS.value] < needed:
             self.clear()  # nobody will evict these
         return taken.victims, found
@@ -119,15 +131,19 @@ class KernelVictimQueue:
         if not self._is_ranked or not slots.numel():
             return
         self._may_be_crowded = True
-        flags = torch.empty_like(next_uses)
+        count, marks, counts = slots.numel(), torch.empty_like(next_uses, dtype=torch.int8), block_counts(slots)
         scores, has_scores = self._score_bits()
-        state = (self._map.use_stamp, scores, self._worst)
-        launch(kernels.mark_offers, slots.numel(), slots, next_uses, *state, flags, SCORES=has_scores)
-        running = flags.cumsum(0, dtype=torch.int32)
-        found = slots.new_zeros((3, slots.numel()))
-        where = (slots, flags, running, self._map.use_stamp, found, 0, slots.numel())
-        launch(kernels.gather, slots.numel(), *where, LISTED=True)
-        self._parts.append(_PartBeside(batch, found, self._readback.count(running[-1])))
+        state = (self._map.use_stamp, scores, self._worst, marks, counts)
+        launch(kernels.mark_offers, count, slots, next_uses, *state, block=COUNTED, SCORES=has_scores)
+        gathered, total = slots.new_empty((3, count)), slots.new_empty(1)
+        self._gather(slots, marks, counts, gathered, total, is_listed=True)
+        self._parts.append(_PartBeside(batch, gathered, self._readback.count(total)))
+
+    def _gather(
+        self, slots: Tensor, marks: Tensor, counts: Tensor, gathered: Tensor, total: Tensor, is_listed: bool
+    ) -> None:
+        where = (slots, marks, counts, self._map.use_stamp, gathered, total, gathered.shape[1])
+        launch(kernels.gather, marks.numel(), *where, block=COUNTED, LISTED=is_listed)
 
     def _score_bits(self) -> tuple[Tensor, bool]:
         """Return the bits of every slot's score, and True; without scores any tensor, and False."""
@@ -146,7 +162,6 @@ class KernelVictimQueue:
 
     def _take(self, numbers: Tensor, width: int, is_whole: bool, oldest_pinned: int) -> _Taken:
         """Take the lowest ranks of the ranking and of the slots beside it, together. Changes no state of the host."""
-        numbers[NUM_OF_BATCH:].zero_()
         width = min(width, self._num_left())
         ready = [part.columns() for part in self._parts if part.batch < oldest_pinned]
         offered = torch.cat(ready, 1) if len(ready) > 1 else [*ready, self._none][0]
@@ -164,34 +179,40 @@ class KernelVictimQueue:
         which = (offered.stride(0) if beside else 0, oldest_pinned)
         constants = {"USES": has_uses, "SCORES": has_scores}
         launch(kernels.rank_candidates, total, *queue, offered, *state, numbers, ranks, *which, *limits, **constants)
-        flags = slots.new_empty((4, count), dtype=torch.int32)
+        marks, counts = slots.new_empty(count, dtype=torch.int8), block_counts(ranks, 4)
         ascending, clean = ranks.sort().values, self._state.clean_through
-        of_slots = (self._map.use_stamp, numbers, flags, clean, self._map.num_free, width)
-        launch(kernels.mark_victims, count, slots, offered, ranks, ascending, *of_slots)
-        running = flags.cumsum(1, dtype=torch.int32)
-        found = (flags, running, self._map.key_of_slot, numbers, ranks, victims)
-        launch(kernels.choose_victims, count, slots, offered, *found, *limits)
+        of_slots = (self._map.use_stamp, numbers, marks, counts, clean, self._map.num_free, width)
+        launch(kernels.mark_victims, count, slots, offered, ranks, ascending, *of_slots, block=COUNTED)
+        found = (marks, counts, self._map.key_of_slot, numbers, ranks, victims)
+        launch(kernels.choose_victims, count, slots, offered, *found, *limits, block=COUNTED)
         if has_uses:
-            flags = slots.new_empty((2, total), dtype=torch.int32)
-            launch(kernels.mark_waiting, total, offered, ranks, numbers, flags, *which, *limits)
-            rest = (ranks, flags, flags.cumsum(1, dtype=torch.int32), numbers, waiting)
-            launch(kernels.keep_waiting, total, slots, stamps, offered, *rest, which[0], width)
+            marks, counts = slots.new_empty(total, dtype=torch.int8), block_counts(waiting, 2)
+            marked = (offered, ranks, numbers, marks, counts)
+            launch(kernels.mark_waiting, total, *marked, *which, *limits, block=COUNTED)
+            rest = (ranks, marks, counts, numbers, waiting, which[0], width)
+            launch(kernels.keep_waiting, total, slots, stamps, offered, *rest, block=COUNTED)
         return _Taken(width, is_whole, victims, waiting)
+
+    def _take_again(self, numbers: Tensor, width: int, is_whole: bool, oldest_pinned: int) -> _Taken:
+        numbers[NUM_OF_BATCH:].zero_()
+        return self._take(numbers, width, is_whole, oldest_pinned)
 
     def _take_more(
         self,
         taken: _Taken,
         found: list[int],
         numbers: Tensor,
-        read: Callable[[], list[int]],
+        read: Callable[[], Reads[list[int]]],
         needed: int,
         oldest_pinned: int,
-    ) -> tuple[_Taken, list[int]]:
+    ) -> Reads[tuple[_Taken, list[int]]]:
         """Take again from more entries where there were too few: rarely, as most entries are usable."""
         if taken.width < min(2 * needed, self._num_left()):
-            taken, found = self._take(numbers, 2 * needed, False, oldest_pinned), read()
+            taken = self._take_again(numbers, 2 * needed, False, oldest_pinned)
+            found = yield from read()
         if found[kernels.USABLE.value] < needed and taken.limit(needed) < self._num_left():
-            taken, found = self._take(numbers, self._num_left(), True, oldest_pinned), read()
+            taken = self._take_again(numbers, self._num_left(), True, oldest_pinned)
+            found = yield from read()
         return taken, found
 
     def _pass(self, taken: _Taken, found: list[int], needed: int, oldest_pinned: int) -> None:
@@ -207,69 +228,65 @@ class KernelVictimQueue:
 
     def _trim(self, part: _PartBeside, num_waiting: int, enough: int) -> _PartBeside:
         """Keep the best `enough` of many slots that wait, and end the ranking at the worst of these."""
-        ranks = part.slots[2, :num_waiting]
-        self._worst = ranks.kthvalue(enough).values.view(1)
-        dropped = ranks > self._worst
-        part.slots[0, :num_waiting].masked_fill_(dropped, 0)
-        self._end = self._readback.count(torch.searchsorted(self._ranks, self._worst, right=True))
-        return _PartBeside(0, part.slots, self._readback.count(int(part.count) - dropped.sum()))
+        self._worst = part.slots[2, :num_waiting].kthvalue(enough).values.view(1)
+        kept = part.slots.new_zeros(2)
+        rest = (self._worst, self._ranks, kept, self._ranks.numel(), int(part.count) - num_waiting)
+        launch(kernels.drop_waiting, num_waiting, part.slots, part.slots.stride(0), *rest)
+        self._end = self._readback.count(kept[0])
+        return _PartBeside(0, part.slots, self._readback.count(kept[1]))
 
-    def _refill(self, least: int, oldest_pinned: int, batch: int) -> tuple[Tensor, Tensor, Count, Count] | None:
-        """Rank the lowest slots again, at least `least`, as far as these may be evicted. The host does not
-        wait.
-
-        Returns:
-            Of slots 1, 2, ..., for `_offer_pinned`: int32 marks of those that are pinned and rank among them; their
-            running sum; how many they are; and how many of them `batch` used.
-        """
+    def _refill(self, least: int, oldest_pinned: int, batch: int) -> _InFlight | None:
+        """Rank the lowest slots again, at least `least`, as far as these may be evicted; return those that are pinned
+        and rank among them, for `_offer_pinned`. The host does not wait."""
         self.clear()
         size, num_used = ranking_size(least, self._map.num_used), self._map.num_used
         if not num_used:
             return None
         (uses, has_uses), (scores, has_scores) = self._next_uses(), self._score_bits()
-        ranks, pinned_ranks = torch.empty((2, num_used), dtype=torch.int64, device=self._map.device)
-        state = (self._map.use_stamp, uses, scores, ranks, pinned_ranks, self._state.num_pinned, oldest_pinned)
-        launch(kernels.rank_slots, num_used, *state, USES=has_uses, SCORES=has_scores)
-        self._ranks, order = _lowest(ranks, least, size)
-        self._slots = order + 1
-        self._stamps = self._map.use_stamp.index_select(0, self._slots)
-        self._uses = self._slots.int() if not has_uses else uses.index_select(0, self._slots)
-        self._is_ranked, is_entry = has_uses, self._ranks != _NEVER
-        self._end = self._readback.count(is_entry.sum())
+        ranks, pinned_ranks = self._none.new_empty((2, num_used))
+        found, stamps = self._none.new_empty(kernels.NUM_FOUND), self._map.use_stamp
+        state = (stamps, uses, scores, ranks, pinned_ranks, found, self._state.num_pinned, oldest_pinned)
+        constants = {"USES": has_uses, "SCORES": has_scores, "FOUND": kernels.NUM_FOUND}
+        launch(kernels.rank_slots, num_used, *state, **constants)
+        ascending, order = _ascending(ranks, least, size, found)
+        size = min(size, num_used)
+        self._slots, self._stamps, self._ranks = self._none.new_empty((3, size))
+        self._uses = self._none.new_empty(size, dtype=torch.int32)
+        queue = (self._slots, self._stamps, self._ranks, self._uses)
+        launch(kernels.keep_lowest, size, ascending, order, stamps, uses, *queue, found, USES=has_uses)
+        self._is_ranked, self._worst = has_uses, found[kernels.WORST.value].view(1)
+        self._end = self._readback.count(found[kernels.END.value])
         if not has_uses:
-            self._worst = torch.full_like(self._worst, _NEVER - 1)
             return None
-        self._worst = self._ranks.masked_fill(~is_entry, -1).amax().view(1)
-        flags = pinned_ranks <= self._worst
-        of_batch = (self._map.use_stamp[1 : num_used + 1] >> 32 == batch) & flags
-        running = flags.cumsum(0, dtype=torch.int32)
-        counts = self._readback.count(running[-1]), self._readback.count(of_batch.sum())
-        return flags.int(), running, *counts
+        marks, counts = torch.empty_like(pinned_ranks, dtype=torch.int8), block_counts(pinned_ranks)
+        marked = (pinned_ranks, stamps, found, marks, counts, batch)
+        launch(kernels.mark_in_flight, num_used, *marked, block=COUNTED)
+        count, of_batch = (self._readback.count(found[at.value]) for at in (kernels.IN_FLIGHT, kernels.OF_BATCH))
+        return _InFlight(marks, counts, count, of_batch)
 
-    def _offer_pinned(self, flags: Tensor, running: Tensor, count: Count, of_batch: Count, batch: int) -> None:
+    def _offer_pinned(self, pinned: _InFlight, batch: int) -> None:
         """Offer slots of batches in flight, which may be evicted once these are released."""
-        width, num_old = int(count), int(count) - int(of_batch)
+        width, num_old = int(pinned.count), int(pinned.count) - int(pinned.of_batch)
         if not width:
             return
-        found = self._none.new_empty((3, width))
-        where = (found, flags, running, self._map.use_stamp, found, 1, width)
-        launch(kernels.gather, flags.numel(), *where, LISTED=False)
-        found = found.index_select(1, (found[1] >> 32).sort(stable=True).indices)
-        old, new = _PartBeside(0, found[:, :num_old], num_old), _PartBeside(batch, found[:, num_old:], int(of_batch))
+        gathered, total = self._none.new_empty((3, width)), self._none.new_empty(1)
+        self._gather(gathered, pinned.marks, pinned.counts, gathered, total, is_listed=False)
+        gathered = gathered.index_select(1, gathered[2].sort(stable=True).indices)
+        old = _PartBeside(0, gathered[:, :num_old], num_old)
+        new = _PartBeside(batch, gathered[:, num_old:], int(pinned.of_batch))
         self._parts += [part for part in (old, new) if int(part.count)]
 
 
-def _lowest(ranks: Tensor, least: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return the `size` lowest of `ranks` (int64 [M]), ascending, and their positions: int64 [<= size] each.
+def _ascending(ranks: Tensor, least: int, size: int, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `ranks` (int64 [M]) ascending, of which the `size` lowest count, and their positions: int64 [M] each.
 
-    May mark higher ones with `_NEVER`, but leaves at least `least` of the others: a regular sample of a long
+    May mark higher ones with `NEVER`, but leaves at least `least` of the others: a regular sample of a long
     vector gives a bound, so that plans by kernels and by the loops on a CPU are the same.
     """
     stride = sample_stride(size, ranks.numel())
     if stride:
-        sample = ranks[::stride].sort().values
-        bound = sample[sample.numel() * size // ranks.numel() + sample.numel() // 64].clamp_max(_NEVER - 1)
-        is_lucky = (ranks <= bound).sum() >= least
-        ranks = ranks.masked_fill((ranks > bound) & is_lucky, _NEVER)
-    ascending, order = ranks.sort(stable=True)
-    return ascending[:size].clone(), order[:size]  # a view would hold the memory of all
+        sample, count = ranks[::stride].sort().values, ranks.numel()
+        at = sample.numel() * size // count + sample.numel() // 64
+        launch(kernels.count_lucky, count, ranks, sample, found, at)
+        launch(kernels.drop_above_sample, count, ranks, sample, found, at, least)
+    return ranks.sort(stable=True)

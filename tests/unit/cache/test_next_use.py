@@ -383,8 +383,7 @@ def test_a_batch_that_nobody_heard_of_does_not_end_the_looking_ahead():
     _, second, third = (index.know(each) for each in keys)
     slots = slot_map.next_free(2)
     slot_map.claim(2)
-    index.admit(keys[1], slots)
-    slot_map.bind(keys[1], slots, batch=1)
+    index.bind(keys[1], slots, batch=1)
     arrived = index.arrive(second, slots)
     assert arrived is not None
     assert arrived[1].tolist() == [third.number, third.number]

@@ -42,7 +42,7 @@ class PlannedPool(Pool):
 
         def record(*arguments: Any) -> Any:
             made = plan(*arguments)
-            self._plans.append({name: _plain(value) for name, value in vars(made).items()})
+            self._plans.append({name: _plain(name, value) for name, value in vars(made).items()})
             return made
 
         self.cache._planner.plan = record  # type: ignore[method-assign]
@@ -60,8 +60,9 @@ class PlannedPool(Pool):
                 assert self.history[step][name] == value, f"{name} after operation {step}"
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+def _plain(name: str, value: Any) -> Any:
+    found = value.tolist() if isinstance(value, Tensor) else value
+    return sorted(found) if name == "missed" else found
 
 
 @contextlib.contextmanager
