@@ -135,8 +135,10 @@ class LfuScores(FrequencyScores):
         if scores.is_cpu:
             arrays = (slots.numpy(), first_hits.numpy(), fill_slots.numpy())
             loops.count_uses(scores.numpy(), *arrays, self._weight)
-        else:  # repeats of a slot all read the old count and write the same new one: one use per batch
-            scores.scatter_(0, slots, scores.gather(0, slots).add_(self._weight))
+        else:
+            from embershard.cache.gpu.counters import count_uses
+
+            count_uses(scores, slots, first_hits, fill_slots, self._weight)
         if self._decay is not None:
             self._weight /= self._decay
             if self._weight > _RESCALE_AT:

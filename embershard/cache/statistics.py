@@ -165,22 +165,9 @@ class CacheCounters:
         if self.values.is_cpu:
             self._add_plan_in_loop(plan, feature_lengths, critical_path)
             return
-        self._add_by_feature(Counter.LOOKUPS, feature_lengths)
-        if not plan.slots.numel():
-            return
-        self._add_by_feature(Counter.HITS_UNIQUE, _true_by_feature(plan.first_hits, feature_lengths))
-        if not plan.fill_keys.numel():
-            return
-        self._add_by_feature(Counter.MISSED_LOOKUPS, _counts_below(plan.missed, feature_lengths.cumsum(0)))
-        fills = _counts_below(plan.fill_keys, self._ends)
-        self.values[:, Counter.FILLS] += fills
-        if critical_path:
-            self.values[:, Counter.CRITICAL_PATH_FILLS] += fills
-        if plan.evicted_keys.numel():
-            evictions = self._by_table(plan.evicted_keys)
-            self.values[:, Counter.EVICTIONS] += evictions
-            all_dirty = plan.write_back_keys is plan.evicted_keys
-            self.values[:, Counter.WRITE_BACKS] += evictions if all_dirty else self._by_table(plan.write_back_keys)
+        from embershard.cache.gpu.counters import count_plan
+
+        count_plan(self.values, self._table_of_feature, self._ends, feature_lengths, plan, critical_path)
 
     def _add_plan_in_loop(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
         lengths, num_ids = feature_lengths.contiguous().numpy(), plan.slots.numel()
@@ -215,21 +202,6 @@ class CacheCounters:
             return torch.bincount(tables, minlength=self._num_tables)
         # On a GPU, bincount makes the host wait for the largest number.
         return tables.new_zeros(self._num_tables).index_add_(0, tables, torch.ones_like(tables))
-
-    def _add_by_feature(self, counter: Counter, counts: Tensor) -> None:
-        self.values[:, counter].index_add_(0, self._table_of_feature, counts)
-
-
-def _true_by_feature(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Count the True values of `mask` (bool [N]) in consecutive runs of `lengths`: int64 [F]."""
-    ends = lengths.cumsum(0)
-    running = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-    return running[ends] - running[ends - lengths]
-
-
-def _counts_below(ascending: Tensor, ends: Tensor) -> Tensor:
-    """Count the `ascending` numbers below each of `ends` and not below the previous one: [len(ends)]."""
-    return torch.searchsorted(ascending, ends).diff(prepend=ends.new_zeros(1))
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:

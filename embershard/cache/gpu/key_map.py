@@ -108,10 +108,9 @@ class PlacedHashedMap(HashedKeyMap):
 
     def claim(self, keys: Tensor) -> Tensor:
         if self._has_spilled or self._most_live + keys.numel() > LOAD * self._num_cells:
-            is_new = (keys >= 0) & (keys < self._num_keys) & (self._look_up(keys.long())[0] < 0)
-            is_new[1:] &= keys[1:] != keys[:-1]
-            self._most_live, num_new = torch.stack([self.tallies[LIVE.value], is_new.sum()]).tolist()
-            while self._has_spilled or self._most_live + num_new > LOAD * self._num_cells:
+            self._most_live = int(self.tallies[LIVE.value])
+            # Room for more than are new: else the host would wait at every batch that might not fit.
+            while self._has_spilled or self._most_live + keys.numel() > LOAD * self._num_cells:
                 self._grow()
         self._most_live += keys.numel()
         cells, (held_keys, _, tallies, *sizes) = torch.empty_like(keys, dtype=torch.int64), self.table

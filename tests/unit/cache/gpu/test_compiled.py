@@ -12,52 +12,92 @@ import pytest
 
 # In a process of its own: in the tests' one, kernels are interpreted.
 _COMPILE = r"""
-import collections, json, re
+import collections, json, os, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from embershard.cache.gpu import key_map, next_use, slot_map, victim_kernels
+from embershard.cache.gpu import counters, key_map, next_use, slot_map, victim_kernels
 from embershard.cache.key_map import BUCKET, HASHES
+from embershard.cache.rows import uva_transfer
 
-BOOLS = "first_hits marks".split()
+BOOLS = "first_hits marked".split()
+INT8S = "marks".split()
+FLOATS = "scores".split()
 INT32S = (
-    "entries missed_keys is_new running fill_of_id key_of_slot queue_uses next_uses flags score_bits last_uses "
-    "next_batches following held_keys held_entries values"
+    "entries missed_keys counts fill_of_id key_of_slot queue_uses next_uses score_bits last_uses next_batches "
+    "following held_keys held_entries values absent"
 ).split()
 INT64S = (
     "keys places use_stamps numbers slots order fill_keys fill_slots queue_slots worst queue_stamps queue_ranks "
-    "offered ranks ascending victims kept pinned_ranks found cells tallies"
+    "offered ranks ascending victims kept pinned_ranks found cells tallies tally sample gathered total missed "
+    "evicted_keys dirty_keys feature_ends table_of_feature table_ends"
 ).split()
-CONSTANTS = {"BLOCK": 512, "FACTORS": HASHES, "BUCKET": BUCKET, "SPILL": key_map.SPILL_CELLS}
+CONSTANTS = {"BLOCK": 512, "FOUND": 8, "FEATURES": 32, "TABLES": 32}
+HASHED = {"FACTORS": HASHES, "BUCKET": BUCKET, "SPILL": key_map.SPILL_CELLS}
+ARRAY = {"FACTORS": (), "BUCKET": 0, "SPILL": 0}
 
 
-def type_of(name):
-    for type, names in (("*i1", BOOLS), ("*i32", INT32S), ("*i64", INT64S)):
+def type_of(kernel, name):
+    own = {"_find_missed": {}, "_count_plan": {"values": "*i64"}, "_advance": {"marks": "*i1"}}
+    own["_mark_last"] = own["_advance"]
+    if name in own.get(kernel.__name__, {}):
+        return own[kernel.__name__][name]
+    for type, names in (("*i1", BOOLS), ("*i8", INT8S), ("*fp32", FLOATS), ("*i32", INT32S), ("*i64", INT64S)):
         if name in names:
             return type
+    if name == "weight":
+        return "fp32"
     return "i64" if "stamp" in name or name == "oldest_pinned" else "i32"
 
 
-def ptx(kernel, **chosen):
-    constants = {**CONSTANTS, **chosen}
-    constants = {name: constants[name] for name in kernel.arg_names if name.isupper()}
-    signature = {name: "constexpr" if name.isupper() else type_of(name) for name in kernel.arg_names}
+def assembly(kernel, capability, **chosen):
+    constants = {name: {**CONSTANTS, **chosen}[name] for name in kernel.arg_names if name.isupper()}
+    signature = {
+        name: "constexpr" if name.isupper() else type_of(kernel, name) for name in kernel.arg_names
+    }
     aligned = [place for place, name in enumerate(kernel.arg_names) if name == "held_keys"]
     attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-    return collections.Counter(re.findall(r"(?:ld|st|atom)[.\w]*\.global[.\w:]*|atom\.global[.\w]*", text))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
+
+
+def spilled_bytes(ptx):
+    "What the assembler says of a kernel, as Triton calls it."
+    target = re.search(r"\.target (\S+)", ptx)[1].rstrip(",")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.ptx")
+        open(path, "w").write(ptx)
+        said = subprocess.run(
+            [triton.knobs.nvidia.ptxas.path, "-v", "-arch", target, path, "-o", os.path.join(folder, "kernel.cubin")],
+            capture_output=True, text=True, check=True,
+        ).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+
+
+def variants(kernel):
+    flags = [name for name in kernel.arg_names if name in ("USES", "SCORES", "LISTED")]
+    maps = {"": {}}
+    if "BUCKET" in kernel.arg_names:
+        maps = {"": {**HASHED, "BLOCK": key_map.BLOCK}}
+        if any(name in kernel.arg_names for name in ("use_stamps", "last_uses")):
+            maps[", array"] = ARRAY
+    for name, chosen in maps.items():
+        yield name, {**chosen, **dict.fromkeys(flags, True)}
+        if flags:
+            yield name + ", without", {**chosen, **dict.fromkeys(flags, False)}
 
 
 found = {}
-for module in (slot_map, key_map, next_use, victim_kernels):
+capability = int(sys.argv[1])
+for module in (slot_map, key_map, next_use, victim_kernels, counters):
     for name, kernel in vars(module).items():
-        if isinstance(kernel, triton.JITFunction) and "BLOCK" in kernel.arg_names and kernel.module == module.__name__:
-            flags = [name for name in kernel.arg_names if name in ("USES", "SCORES", "LISTED")]
-            chosen = {"BLOCK": 128} if "BUCKET" in kernel.arg_names else {}
-            found[name] = ptx(kernel, **dict.fromkeys(flags, True), **chosen)
-            if flags:
-                found[name + ", without"] = ptx(kernel, **dict.fromkeys(flags, False), **chosen)
+        if isinstance(kernel, triton.JITFunction) and "count" in kernel.arg_names and kernel.module == module.__name__:
+            if kernel.arg_names[-1] != "BLOCK" or name.startswith("_add") :
+                continue
+            for variant, chosen in variants(kernel):
+                ptx = assembly(kernel, capability, **chosen)
+                kinds = collections.Counter(re.findall(r"(?:ld|st|atom|red)[.\w]*\.global[.\w:]*", ptx))
+                found[name + variant] = {**kinds, "spilled bytes": spilled_bytes(ptx)}
 print(json.dumps(found))
 """
 

@@ -1,0 +1,109 @@
+"""Reads of numbers that kernels find: work that needs some gives up control, and one read serves all that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Count:
+    """A number of the device; int64, 0-dimensional or [1]."""
+
+    def __init__(self, tensor: Tensor, readback: Readback) -> None:
+        self._tensor, self._readback = tensor.view(1), readback
+        self.value: int | None = None  # None until it is read
+
+    def __int__(self) -> int:
+        if self.value is None:
+            read_at_once(self._readback.read())
+            assert self.value is not None, "reading reads all counts"
+        return self.value
+
+
+class Readback:
+    """Counts of one pool that are not read yet: the pool's next read reads them, too.
+
+    >>> readback = Readback()
+    >>> count = readback.count(torch.tensor(5))
+    >>> read_at_once(readback.read(torch.tensor([1, 2]))), count.value
+    ([[1, 2]], 5)
+    """
+
+    def __init__(self) -> None:
+        self._unread: list[Count] = []
+
+    def count(self, tensor: Tensor) -> Count:
+        """Return a count that the next read reads, too, so that the host does not wait for it."""
+        self._unread.append(Count(tensor, self))
+        return self._unread[-1]
+
+    def read(self, *tensors: Tensor) -> Reads[list[list[int]]]:
+        """Return the numbers of `tensors` (int64 [?] each), and note all counts."""
+        counts = self._unread
+        values = yield [*tensors, *(count._tensor for count in counts)]
+        for count, (value,) in zip(counts, values[len(tensors) :], strict=True):
+            count.value = value
+        self._unread = self._unread[len(counts) :]  # last: after an interrupt they are read again
+        return values[: len(tensors)]
+
+
+#: Work that yields the tensors (int64 [?] each) whose numbers it needs, and goes on with these.
+Reads = Generator[list[Tensor], list[list[int]], T]
+
+
+@dataclass(eq=False)
+class _Run(Generic[T]):
+    work: Reads[T]
+    wanted: list[Tensor] | None = None
+    result: T | None = None
+
+    def go_on(self, values: Any) -> None:
+        self.wanted = None
+        try:
+            self.wanted = self.work.send(values)
+        except StopIteration as end:
+            self.result = end.value
+
+
+class ReadTogether(Generic[T]):
+    """Work of several pools, begun up to what each of them wants to read. `end` goes on with all of it: every read of
+    the device is one for all pools.
+
+    >>> first, second = Readback(), Readback()
+    >>> begun = ReadTogether([first.read(torch.tensor([3])), second.read(torch.tensor([4, 5]))])
+    >>> begun.end()
+    [[[3]], [[4, 5]]]
+    """
+
+    def __init__(self, works: Sequence[Reads[T]]) -> None:
+        self._runs = [_Run(work) for work in works]
+        for run in self._runs:
+            run.go_on(None)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if some of the work wants to read."""
+        return any(run.wanted is not None for run in self._runs)
+
+    def end(self) -> list[T]:
+        """Do the rest of the work; return the results. The host waits for the current stream."""
+        while waiting := [run for run in self._runs if run.wanted is not None]:
+            parts = [tensor for run in waiting for tensor in run.wanted or ()]
+            found: list[int] = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
+            bounds = list(accumulate((part.numel() for part in parts), initial=0))
+            values = iter([found[start:stop] for start, stop in pairwise(bounds)])
+            for run in waiting:
+                run.go_on([next(values) for _ in run.wanted or ()])
+        return [run.result for run in self._runs]  # type: ignore[misc]
+
+
+def read_at_once(work: Reads[T]) -> T:
+    """Do the work of one pool, with its reads."""
+    return ReadTogether([work]).end()[0]
