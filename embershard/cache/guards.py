@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ class ChangeGuard:
 
     Attributes:
         doubt: what is not certain any more after a change that did not end, for messages.
+        num_changes: how many were begun.
 
     >>> guard = ChangeGuard("rank 0, tables a")
     >>> with guard.change("growing"):
@@ -43,7 +45,7 @@ class ChangeGuard:
     doubt = "it is not certain which row is in which slot"
 
     def __init__(self, pool: str) -> None:
-        self._pool = pool
+        self._pool, self.num_changes = pool, 0
         self._change: str | None = None
         self._cause: BaseException | None = None
 
@@ -60,6 +62,7 @@ class ChangeGuard:
             CacheError: an earlier change did not end.
         """
         self.check()
+        self.num_changes += 1
         self._change = what
         try:
             yield
@@ -223,11 +226,22 @@ class _HasLock(Protocol):
 
 def one_at_a_time(method: _Method) -> _Method:
     """Let one thread and one stream at a time run the method: while a worker plans ahead, an evaluation or a flush in
-    the training thread waits."""
+    the training thread waits. If the method is a generator, others may run where it yields."""
 
     @functools.wraps(method)
     def locked(self: _HasLock, *args: Any, **kwargs: Any) -> Any:
         with self._lock, torch.no_grad(), self._stream_order.next():
             return method(self, *args, **kwargs)
 
-    return cast(_Method, locked)
+    @functools.wraps(method)
+    def in_parts(self: _HasLock, *args: Any, **kwargs: Any) -> Any:
+        work, values = method(self, *args, **kwargs), None
+        while True:
+            with self._lock, torch.no_grad(), self._stream_order.next():
+                try:
+                    wanted = work.send(values)
+                except StopIteration as end:
+                    return end.value
+            values = yield wanted
+
+    return cast(_Method, in_parts if inspect.isgeneratorfunction(method) else locked)

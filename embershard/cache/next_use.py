@@ -201,7 +201,11 @@ class NextUseIndex:
 
     def unbind(self, keys: Tensor, slots: Tensor) -> None:
         """Unbind `keys` from `slots` (both int64 [M]) in the map, which keeps their traces."""
-        self._map.unbind(keys, -self._last_use.index_select(0, slots))
+        self._map.unbind(keys, self.traces(slots))
+
+    def traces(self, slots: Tensor) -> Tensor:
+        """Return the traces of rows about to be evicted from `slots` (int64 [M]): int32 [M]."""
+        return -self._last_use.index_select(0, slots)
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Bind `keys` to `slots` in the map, as its `bind` does, with the traces that it has of them."""

@@ -24,11 +24,11 @@ from torch import Tensor
 from embershard.cache import loops
 from embershard.cache.config import Overflow
 from embershard.cache.eviction import VictimQueue
+from embershard.cache.gpu.readback import Reads
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.slot_state import SlotState
 from embershard.cache.tickets import InFlight
 from embershard.errors import CacheOverflowError
-from embershard.stages import is_stage
 from embershard.units import size
 
 
@@ -114,6 +114,11 @@ class Planner(ABC):
             oldest_pinned: slots last used by this batch or a later one are not evicted.
         """
 
+    def plan_with_reads(self, keys: Tensor, batch: int, oldest_pinned: int) -> Reads[CachePlan | Shortage]:
+        """Do what `plan` does; yield where the host needs numbers of the device."""
+        yield from ()
+        return self.plan(keys, batch, oldest_pinned)
+
     def _begin(self) -> None:
         if self._is_open:
             self._order.clear()  # the earlier plan's victims are still cached, but no longer in the order
@@ -177,7 +182,6 @@ class CachePlanner(Planner):
         self._queue = make_queue(state)
         super().__init__(state, self._queue)
 
-    @is_stage("plan")
     def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
         self._begin()
         slots, first_hits, missed = self._map.find(keys, batch)

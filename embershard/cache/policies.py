@@ -6,6 +6,7 @@ otherwise. So the device holds 4 bytes per slot, not per row, and history surviv
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,3 +183,8 @@ def make_scores(
         return FrequencyScores(scores, num_slots, device, make_transfer)
     assert policy.scoring == "lfu", f"no scores for policy {policy.scoring!r}"
     return LfuScores(scores, num_slots, device, make_transfer, policy.decay)
+
+
+def most_frequent(counts: RowCounts, pinned_keys: Tensor, num_rows: int) -> Tensor:
+    """Return the rows to warm a cache of `num_rows` up with, besides those that are pinned: int64 [<= num_rows]."""
+    return torch.from_numpy(np.sort(counts.without(pinned_keys.numpy()).top(num_rows)))

@@ -7,19 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
+from embershard.cache.gpu.readback import Reads, planned, read_at_once, timed
 from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
 from embershard.cache.ids.births import Births
 from embershard.cache.next_use import KnownBatch, OtherTables
 from embershard.cache.own_policy import own_scores
 from embershard.cache.planner import CachePlan, PinWatch, Shortage, grown_slots
 from embershard.cache.planning_classes import planning_classes
-from embershard.cache.policies import make_scores
+from embershard.cache.policies import make_scores, most_frequent
 from embershard.cache.rows.choose_transfer import transfer_maker
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
@@ -109,7 +110,7 @@ class RowCache:
         assert not policy.warmup or row_counts is not None, "warm-up without a profile"
         self._warmup: Callable[[int], Tensor] | None = None  # returns the rows to fill that many free slots with
         if policy.warmup and row_counts is not None:
-            self._warmup = partial(_most_frequent, row_counts, self._pinned_keys)
+            self._warmup = partial(most_frequent, row_counts, self._pinned_keys)
         self._copies = RowCopies(device, host, transfer_maker(transfer, device, host))
         self._attach(num_slots)
         self._has_updates = False  # since the last write-back
@@ -141,7 +142,6 @@ class RowCache:
         self.counters.seconds += time.perf_counter() - started
         return known
 
-    @one_at_a_time
     def prepare(
         self,
         keys: Tensor,
@@ -170,7 +170,25 @@ class RowCache:
             CacheOverflowError: the batch does not fit beside those in flight, and `overflow="raise"` or the cache
                 cannot grow because of them.
         """
-        started = time.perf_counter()
+        with self._lock:  # between the parts, too
+            return read_at_once(self.preparing(keys, feature_lengths, critical_path, known, if_it_fits, births))
+
+    def preparing(self, keys: Tensor, lengths: Tensor, critical_path: bool, *rest: Any) -> Reads[Ticket | None]:
+        """Do `prepare`, whose arguments these are, in parts: yield where the host needs numbers of the device. If the
+        cache changes meanwhile, the plan is dropped, as if the batch did not fit."""
+        work = self._preparing(keys, lengths, critical_path, *rest)
+        return timed(work, partial(self.counters.add_seconds, critical_path))
+
+    @one_at_a_time
+    def _preparing(
+        self,
+        keys: Tensor,
+        feature_lengths: Tensor,
+        critical_path: bool,
+        known: KnownBatch | None,
+        if_it_fits: bool,
+        births: Births | None,
+    ) -> Reads[Ticket | None]:
         self._check()
         self._warm_up()
         other_slots = self.num_slots - self.state.num_pinned
@@ -178,14 +196,11 @@ class RowCache:
             return None
         if births is not None:
             self.begin_anew(births)
-        plan = self._plan(keys, if_it_fits)
+        training = self._copies.newest_training
+        plan = yield from self._plan(keys, if_it_fits)
         if plan is None:
             return None
-        filled = self._execute(plan, known, feature_lengths, critical_path)
-        seconds = time.perf_counter() - started
-        self.counters.seconds += seconds
-        if critical_path:
-            self.counters.stall_seconds += seconds
+        filled = self._execute(plan, known, feature_lengths, critical_path, training)
         ticket = Ticket(plan.batch, plan.slots, filled=filled, keys=None if self.touched is None else keys)
         self._in_flight.add(ticket, None if known is None else known.num_rows)
         return ticket
@@ -274,15 +289,16 @@ class RowCache:
             with self._guard.change("forgetting the known batches"):
                 self._planner.forget_known()
 
-    def _plan(self, keys: Tensor, if_it_fits: bool) -> CachePlan | None:
+    def _plan(self, keys: Tensor, if_it_fits: bool) -> Reads[CachePlan | None]:
         """Plan the next batch, and grow if it does not fit; None if it may fit after a release."""
         batch = self._in_flight.next_batch()  # not used again if planning fails: slots may be stamped with it
         oldest = self._in_flight.oldest
         if self.state.is_static:
             self._remove_passing(batch if oldest is None else oldest)
-        found = self._planner.plan(keys, batch, batch if oldest is None else oldest)
-        if self._pin_watch is not None:
-            self._pin_watch.add(found, batch, batch if oldest is None else oldest)
+        pinned = batch if oldest is None else oldest
+        found = yield from planned(self._planner.plan_with_reads(keys, batch, pinned), self._version)
+        if found is not None and self._pin_watch is not None:
+            self._pin_watch.add(found, batch, pinned)
         if isinstance(found, Shortage):
             if if_it_fits and oldest is not None:
                 return None
@@ -290,6 +306,10 @@ class RowCache:
             found = self._planner.plan(keys, batch, batch)
             assert isinstance(found, CachePlan), "the cache grew by what was missing"
         return found
+
+    def _version(self) -> tuple[int, int, int]:
+        """Numbers that tell states apart: a plan is for one of them."""
+        return self._guard.num_changes, self._in_flight.newest, self.state.clean_through
 
     # -- rows move first, and the state changes afterwards, so that the two always agree
 
@@ -320,10 +340,11 @@ class RowCache:
         known: KnownBatch | None,
         feature_lengths: Tensor,
         critical_path: bool,
+        training: torch.cuda.Event | None,
     ) -> torch.cuda.Event | None:
         """Move a plan's rows; return the event to wait for before their use, if any. A copy that fails loses no row."""
         plan = self._own_write_backs(plan)
-        self._copies.write_back_evicted(plan)
+        self._copies.write_back_evicted(plan, training)
         if self.host.is_shared:
             self.host.meet(self.name, plan.digest)
         with self._guard.change(f"filling the rows of batch {plan.batch}"):
@@ -544,11 +565,6 @@ class RowCache:
         return self._map.num_slots
 
     @property
-    def looks_ahead(self) -> bool:
-        """True if the policy uses known batches."""
-        return self.next_use_index is not None
-
-    @property
     def chain_bytes(self) -> int:
         """Memory of the links between known batches, in bytes."""
         return 0 if self.next_use_index is None else self.next_use_index.chain_bytes
@@ -572,27 +588,11 @@ class RowCache:
         """Host memory of rows, optimizer states and scores, in bytes."""
         return self.host.host_bytes + self._scores.host_bytes
 
-    @property
-    def stall_seconds(self) -> float:
-        """Time that training steps waited for rows, in seconds."""
-        return self.counters.stall_seconds
-
     @one_at_a_time
     def stats(self) -> list[TableStats]:
         """Return the totals per table; the sum over tables is the pool's."""
         self._guard.check()
         map_bytes = self._map.entry_bytes
-        return table_stats(
-            self.tables,
-            self.host.rows_per_table,
-            self.counters,
-            free_slots=self._map.num_free,
-            map_bytes=map_bytes,
-            slot_bytes=self.device_bytes - map_bytes,
-            host_bytes=self.host_bytes,
-            row_bytes=self.host.row_bytes,
-        )
-
-
-def _most_frequent(counts: RowCounts, pinned_keys: Tensor, num_rows: int) -> Tensor:
-    return torch.from_numpy(np.sort(counts.without(pinned_keys.numpy()).top(num_rows)))
+        memory = {"map_bytes": map_bytes, "slot_bytes": self.device_bytes - map_bytes, "host_bytes": self.host_bytes}
+        rest = {"free_slots": self._map.num_free, "row_bytes": self.host.row_bytes, **memory}
+        return table_stats(self.tables, self.host.rows_per_table, self.counters, **rest)

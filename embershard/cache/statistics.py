@@ -187,6 +187,11 @@ class CacheCounters:
             critical_path,
         )
 
+    def add_seconds(self, critical_path: bool, seconds: float) -> None:
+        """Count host time of a batch's plan and copies, for which the training waits if it is on the critical path."""
+        self.seconds += seconds
+        self.stall_seconds += seconds * critical_path
+
     def add_rows(self, counter: Counter, keys: Tensor) -> None:
         """Add one per key to its table's `counter`."""
         if keys.numel():

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from embershard.cache.gpu.readback import ReadTogether
 from embershard.errors import ConfigError
 from embershard.pipeline.intake import Intake
 from embershard.pipeline.left_steps import LeftSteps
@@ -113,6 +114,8 @@ class LookAheadPipeline:
         self._depths = Depths()
         self._num_begun = 0  # steps
         self._num_resident = 0
+        self._begun: tuple[ReadTogether[bool], Sequence[StagedBatch]] | None = None  # a plan, and its batch first
+        self._failure: Exception | None = None  # of that plan
         self._is_full = False  # the known batches take all the memory that they may
         self._is_in_debt = False  # to the other ranks, by a step that was interrupted
         self._token = object()  # by which the caches know who announces batches to them
@@ -163,6 +166,7 @@ class LookAheadPipeline:
     def detach(self) -> None:
         """Give the model's modules their own forwards back, and drop the batches ahead: they do not train."""
         self._join()
+        self._failure = None
         if self._worker is not None:
             self._worker.failure = None
         self._window.clear()
@@ -173,7 +177,7 @@ class LookAheadPipeline:
 
     def stats(self) -> LookAheadStats:
         """Return what the pipeline did so far."""
-        stall_seconds = self._depths.stall_seconds + sum(pool.cache.stall_seconds for pool in self._pools)
+        stall_seconds = self._depths.stall_seconds + sum(pool.cache.counters.stall_seconds for pool in self._pools)
         uses_worker = self._worker is not None if self._trial is None else self._trial.uses_worker
         return self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds, uses_worker)
 
@@ -228,6 +232,9 @@ class LookAheadPipeline:
         self._join()  # a step whose end was interrupted
         if self._is_in_debt:
             self._pay_debts(batches)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         if self._worker is not None:
             self._worker.check()  # what failed beside the last step: that step was complete
         self._weigh()
@@ -259,7 +266,7 @@ class LookAheadPipeline:
         staged = self._window.first
         staged.begin()
         if plans:
-            self._look_ahead(self._window.coming(1, self._depth.depth))
+            self._plan_ahead(self._window.coming(1, self._depth.depth))
         self._inputs.backward.is_done = False
         self._inputs.step.begin(staged.inputs, trains)
         return staged
@@ -270,9 +277,37 @@ class LookAheadPipeline:
             pool.cache.freeze_pins()  # plans must not depend on when the present batch is released
         worker.start(functools.partial(self._look_ahead, self._window.coming(0, self._depth.depth)))
 
-    def _look_ahead(self, coming: Sequence[StagedBatch]) -> None:
-        """Make the next batches resident, in order, as many as fit."""
+    def _plan_ahead(self, coming: Sequence[StagedBatch]) -> None:
+        """Make the next batches resident, in this thread. On a GPU, the plan of the first one that is not is only begun:
+        `_join` reads its numbers behind the launch of this step's backward, when they have long been there."""
+        if self._device.type != "cuda":
+            self._look_ahead(coming)
+            return
         self._num_resident = 0
+        for number, staged in enumerate(coming):
+            begun = staged.begin_resident(critical_path=False)
+            if begun.is_waiting:
+                self._begun = begun, coming[number:]
+                return
+            if not staged.end_resident(begun):
+                return
+            self._num_resident += 1
+
+    def _end_plan(self) -> None:
+        """End the plan that was begun. What fails is raised before the next step, as this one is complete."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        plan, (staged, *others) = begun
+        try:
+            if staged.end_resident(plan):
+                self._look_ahead(others, self._num_resident + 1)
+        except Exception as error:
+            self._failure = error
+
+    def _look_ahead(self, coming: Sequence[StagedBatch], num_before: int = 0) -> None:
+        """Make the next batches resident, in order, as many as fit, after `num_before` others."""
+        self._num_resident = num_before
         for staged in coming:
             if self._num_resident and self._may_stop and self._worker is not None and self._worker.is_awaited:
                 break  # the next step waits for this thread, and needs the first batch only
@@ -290,6 +325,7 @@ class LookAheadPipeline:
 
     def _join(self) -> float:
         """Wait for the work beside the step; return the seconds waited."""
+        self._end_plan()
         if self._worker is None:
             return 0.0
         try:

@@ -17,6 +17,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
+from embershard.cache.gpu.readback import Reads
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
@@ -94,17 +95,33 @@ class ModuleInput:
     def make_resident(self, critical_path: bool) -> bool:
         """Bring the batch's rows to the device, as far as they fit beside those in use; return True when all are."""
         complete = True
-        for number, (pool, features) in enumerate(self._pools):
-            if number in self._tickets and not self._tickets[number].released:  # another pipeline may have released it
-                continue
+        for number, (pool, features) in self._absent():
             ticket = pool.prefetch_if_it_fits(features, self._known.get(number), critical_path)
-            if ticket is None:
-                complete = False
-            else:
-                self._tickets[number] = ticket
-                if not isinstance(self._known.get(number), KnownIds):  # its rows are those found when it became known
-                    self._known[number] = None
+            complete &= self._keep(number, ticket)
         return complete
+
+    def becoming_resident(self, critical_path: bool) -> list[Reads[bool]]:
+        """Return the work of `make_resident`, pool by pool."""
+        return [self._prefetching(*each, critical_path) for each in self._absent()]
+
+    def _prefetching(
+        self, number: int, pool: tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor], critical_path: bool
+    ) -> Reads[bool]:
+        ticket = yield from pool[0].prefetching(pool[1], self._known.get(number), critical_path)
+        return self._keep(number, ticket)
+
+    def _absent(self) -> list[tuple[int, tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]]]:
+        """The pools, by number, whose rows of the batch are not resident; another pipeline may have released them."""
+        tickets = self._tickets
+        return [each for each in enumerate(self._pools) if each[0] not in tickets or tickets[each[0]].released]
+
+    def _keep(self, number: int, ticket: Ticket | None) -> bool:
+        if ticket is None:
+            return False
+        self._tickets[number] = ticket
+        if not isinstance(self._known.get(number), KnownIds):  # its rows are those found when it became known
+            self._known[number] = None
+        return True
 
     def expect(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Remember the module's own arguments for the batch that trains now: :meth:`forward` compares."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from embershard.cache.gpu.readback import ReadTogether
 from embershard.errors import CacheError, DataError
 from embershard.pipeline.left_steps import collectives_begun
 from embershard.pipeline.module_input import ModuleInput, tensors_of
@@ -92,10 +93,22 @@ class StagedBatch:
 
     def make_resident(self, critical_path: bool) -> bool:
         """Bring in its rows, as far as they fit beside those of the batches before it; return True when all are in."""
+        if self._device.type == "cuda":
+            return self.end_resident(self.begin_resident(critical_path))
+        complete = [part.make_resident(critical_path) for part in self.inputs.values()]
+        return all(complete)
+
+    def begin_resident(self, critical_path: bool) -> ReadTogether[bool]:
+        """Begin `make_resident`, up to where the host needs the plans' numbers; `end_resident` does the rest."""
         self._copy_to_device()
         with self._streams.preparing():
-            complete = [part.make_resident(critical_path) for part in self.inputs.values()]
-        return all(complete)
+            parts = [part.becoming_resident(critical_path) for part in self.inputs.values()]
+            return ReadTogether([work for works in parts for work in works])
+
+    def end_resident(self, begun: ReadTogether[bool]) -> bool:
+        """Read the numbers, for all pools together, and bring in the rows."""
+        with self._streams.preparing():
+            return all(begun.end())
 
     def begin(self) -> Any:
         """Begin its step; return the batch on the device.

@@ -352,7 +352,7 @@ class Player:
             "host rows changed": cache.host_rows_changed,
             "some host rows changed": lambda: cache.host_rows_changed(ids),
         }
-        if not cache.looks_ahead:
+        if cache.next_use_index is None:
             del tries["know"]
         for name, attempt in tries.items():
             try:

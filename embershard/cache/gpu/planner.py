@@ -12,7 +12,6 @@ from embershard.cache.gpu.slot_map import FILLS, MISSED, OUT_OF_RANGE, KernelSlo
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.planner import CachePlan, Planner, Shortage
 from embershard.cache.slot_state import SlotState
-from embershard.stages import is_stage
 
 
 class KernelPlanner(Planner):
@@ -26,7 +25,6 @@ class KernelPlanner(Planner):
         assert isinstance(state.map, KernelSlotMap), "a map of another kind"
         self._places = state.map
 
-    @is_stage("plan")
     def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
         return read_at_once(self.plan_with_reads(keys, batch, oldest_pinned))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from embershard.stages import stage
 
 T = TypeVar("T")
 
@@ -46,11 +49,11 @@ class Readback:
 
     def read(self, *tensors: Tensor) -> Reads[list[list[int]]]:
         """Return the numbers of `tensors` (int64 [?] each), and note all counts."""
-        counts = self._unread
+        counts = list(self._unread)
         values = yield [*tensors, *(count._tensor for count in counts)]
         for count, (value,) in zip(counts, values[len(tensors) :], strict=True):
             count.value = value
-        self._unread = self._unread[len(counts) :]  # last: after an interrupt they are read again
+        self._unread = [count for count in self._unread if count.value is None]
         return values[: len(tensors)]
 
 
@@ -102,6 +105,35 @@ class ReadTogether(Generic[T]):
             for run in waiting:
                 run.go_on([next(values) for _ in run.wanted or ()])
         return [run.result for run in self._runs]  # type: ignore[misc]
+
+
+def planned(work: Reads[T], version: Callable[[], Any]) -> Reads[T | None]:
+    """Do `work`, which plans; give up and return None if `version` is another one after a read than before."""
+    before, values = version(), None
+    while True:
+        try:
+            with stage("plan"):
+                wanted = work.send(values)  # type: ignore[arg-type]
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        values = yield wanted
+        if version() != before:
+            work.close()
+            return None
+
+
+def timed(work: Reads[T], add_seconds: Callable[[float], None]) -> Reads[T]:
+    """Do `work`, and count the time of its parts."""
+    values = None
+    while True:
+        started = time.perf_counter()
+        try:
+            wanted = work.send(values)  # type: ignore[arg-type]
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        finally:
+            add_seconds(time.perf_counter() - started)
+        values = yield wanted
 
 
 def read_at_once(work: Reads[T]) -> T:

@@ -41,8 +41,12 @@ class RowCopies:
         self._payload = payload
         self.transfer: Transfer = self._make_transfer(payload, self._host.payload)
 
-    def write_back_evicted(self, plan: CachePlan) -> None:
-        """Write the plan's dirty victims back. Their slots keep the rows until `fill_missed`."""
+    def write_back_evicted(self, plan: CachePlan, training: torch.cuda.Event | None = None) -> None:
+        """Write the plan's dirty victims back. Their slots keep the rows until `fill_missed`.
+
+        Args:
+            training: `newest_training` when planning began; the default is that of now.
+        """
         key_device = self.transfer.key_device  # first: on a GPU the CPU may wait for the keys
         write_back_keys, self._fill_keys = plan.write_back_keys.to(key_device), plan.fill_keys.to(key_device)
         self._host.before_write(write_back_keys)
@@ -54,7 +58,7 @@ class RowCopies:
             if tensor.is_cuda:  # if a copy fails, copies queued before it still read the tensor
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            self.follow_training()
+            self.follow_training(training)
             self.transfer.write_back(plan.write_back_slots, write_back_keys)
 
     def fill_missed(self, plan: CachePlan) -> torch.cuda.Event | None:
@@ -82,10 +86,18 @@ class RowCopies:
         if self._device.type == "cuda":
             self._last_trained = torch.cuda.current_stream(self._device).record_event()
 
-    def follow_training(self) -> None:
-        """Make the current stream wait for the updates of all trained batches and the newest batch's forward."""
-        if self._last_trained is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._last_trained)
+    @property
+    def newest_training(self) -> torch.cuda.Event | None:
+        """The end of the forwards and updates queued so far. A plan's victims are none of the batches in flight when it
+        began, so its copies need not wait for what these do later."""
+        return self._last_trained
+
+    def follow_training(self, until: torch.cuda.Event | None = None) -> None:
+        """Make the current stream wait for the updates of all trained batches and the newest batch's forward, `until`
+        an event of `newest_training`."""
+        until = self._last_trained if until is None else until
+        if until is not None:
+            torch.cuda.current_stream(self._device).wait_event(until)
 
     def finish(self) -> None:
         """Make the current stream wait for all plans' copies, and the CPU for all rows that were written back."""

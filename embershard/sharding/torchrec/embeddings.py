@@ -19,6 +19,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache.gpu.readback import Reads
 from embershard.cache.guards import CopiesGuard
 from embershard.cache.key_map import map_kind
 from embershard.cache.next_use import KnownBatch, pinned_tables
@@ -291,22 +292,30 @@ class CachedTableBatchedEmbeddings(HostTables):
         """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`."""
         if self.ids is not None:
             return self.ids.know(*self._ids_and_lengths(PoolIds.of(features)))
-        return self.cache.know(*self.feature_keys.of(PoolIds.of(features))) if self.cache.looks_ahead else None
+        return self.cache.know(*self.feature_keys.of(PoolIds.of(features))) if self.cache.next_use_index else None
 
     def prefetch_if_it_fits(
         self, features: KeyedJaggedTensor, known: KnownBatch | KnownIds | None, critical_path: bool
     ) -> Ticket | None:
-        """Make a batch resident; return None if it does not fit beside those in flight.
+        """Make a batch resident; return the ticket to :meth:`hand` before its forward, None if it does not fit beside
+        those in flight.
 
         Args:
             features: the batch.
             known: what :meth:`know` returned for it.
             critical_path: the batch trains next.
-
-        Returns:
-            The ticket to :meth:`hand` before the batch's forward.
         """
         return self._prepare(PoolIds.of(features), critical_path, known, if_it_fits=True)
+
+    def prefetching(
+        self, features: KeyedJaggedTensor, known: KnownBatch | KnownIds | None, critical_path: bool
+    ) -> Reads[Ticket | None]:
+        """Do `prefetch_if_it_fits` in parts: yield where the host needs numbers of the device."""
+        if self.ids is not None or isinstance(known, KnownIds):
+            return self.prefetch_if_it_fits(features, known, critical_path)
+        keys, lengths = self.feature_keys.of(PoolIds.of(features))
+        ticket = yield from self.cache.preparing(keys, lengths, critical_path, known, True, None)
+        return self._in_pinned_slots(ticket, lengths)
 
     def hand(self, ticket: Ticket | None) -> None:
         """Give the next forward with gradients its ticket; None: its batch has none."""
@@ -367,7 +376,9 @@ class CachedTableBatchedEmbeddings(HostTables):
             return self.ids.prepare(*self._ids_and_lengths(ids), critical_path, known, if_it_fits)
         assert not isinstance(known, KnownIds)
         keys, lengths = self.feature_keys.of(ids)
-        ticket = self.cache.prepare(keys, lengths, critical_path, known, if_it_fits)
+        return self._in_pinned_slots(self.cache.prepare(keys, lengths, critical_path, known, if_it_fits), lengths)
+
+    def _in_pinned_slots(self, ticket: Ticket | None, lengths: Tensor) -> Ticket | None:
         if ticket is not None and self._pinned_of_feature is not None:
             ticket.slots = add_per_feature(ticket.slots, -self._pinned_of_feature, lengths)
         return ticket

@@ -57,15 +57,14 @@ class FeatureKeys:
 
     def of(self, ids: PoolIds) -> tuple[Tensor, Tensor]:
         """Return the keys int64 [N] and the number of ids per feature int64 [F]."""
-        num_features = self._first_keys.numel()
         if ids.batch_sizes is None and ids.indices.is_cpu:
             return self._of_in_loop(ids.indices, ids.offsets)
         if ids.batch_sizes is None:
-            bounds = ids.offsets[:: max(1, (ids.offsets.numel() - 1) // num_features)]
-        else:
-            sizes = torch.tensor([0] + [sum(per_rank) for per_rank in ids.batch_sizes], device=ids.offsets.device)
-            bounds = ids.offsets[sizes.cumsum(0)]
-        lengths = (bounds.diff() if bounds.numel() > 1 else ids.offsets.new_zeros(num_features)).long()
+            from embershard.cache.gpu.feature_keys import keys_of_ids
+
+            return keys_of_ids(ids.indices, ids.offsets, self._first_keys)
+        sizes = torch.tensor([0] + [sum(per_rank) for per_rank in ids.batch_sizes], device=ids.offsets.device)
+        lengths = ids.offsets[sizes.cumsum(0)].diff().long()
         return add_per_feature(ids.indices, self._first_keys, lengths), lengths
 
     def _of_in_loop(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

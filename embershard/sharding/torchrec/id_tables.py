@@ -126,7 +126,7 @@ class PoolIdMaps:
         with self._lock:
             with self._guard.change("resolving the ids of a batch"):
                 known = self._resolve(ids, lengths)
-            if self._cache.looks_ahead:
+            if self._cache.next_use_index is not None:
                 known.known = self._cache.know(*known.rows())
             return known
 

@@ -113,11 +113,11 @@ def test_seconds_grow_and_are_shared_out_by_lookups():
 def test_steps_stall_for_what_is_on_their_path_only():
     pool = Pool()
     pool.prepare([1, 2, 17], critical_path=False)
-    assert sum(s.stall_seconds for s in pool.cache.stats()) == pool.cache.stall_seconds == 0.0
+    assert sum(s.stall_seconds for s in pool.cache.stats()) == pool.cache.counters.stall_seconds == 0.0
     pool.prepare([3], critical_path=True)
     stats = pool.cache.stats()
-    assert sum(s.stall_seconds for s in stats) == pytest.approx(pool.cache.stall_seconds)
-    assert 0.0 < pool.cache.stall_seconds < sum(s.seconds for s in stats)
+    assert sum(s.stall_seconds for s in stats) == pytest.approx(pool.cache.counters.stall_seconds)
+    assert 0.0 < pool.cache.counters.stall_seconds < sum(s.seconds for s in stats)
 
 
 def test_counting_keeps_nothing_per_batch():

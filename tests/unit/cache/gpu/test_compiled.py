@@ -19,6 +19,7 @@ _COMPILE = r"""
 import collections, json, os, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from embershard.cache.gpu import counters, key_map, next_use, slot_map, victim_kernels, victim_queue
 from embershard.cache.key_map import BUCKET, HASHES
@@ -70,7 +71,7 @@ def spilled_bytes(ptx):
         path = os.path.join(folder, "kernel.ptx")
         open(path, "w").write(ptx)
         said = subprocess.run(
-            [triton.knobs.nvidia.ptxas.path, "-v", "-arch", target, path, "-o", os.path.join(folder, "kernel.cubin")],
+            [get_ptxas(capability).path, "-v", "-arch", target, path, "-o", os.path.join(folder, "kernel.cubin")],
             capture_output=True, text=True, check=True,
         ).stderr
     return sum(map(int, re.findall(r"(\d+) bytes spill", said)))

@@ -38,14 +38,14 @@ class PlannedPool(Pool):
         assert isinstance(self.cache._planner, KernelPlanner) == by_kernels
         self.history: list[dict[str, Any]] = []
         self._expected, self._plans = expected, list[dict[str, Any]]()
-        plan = self.cache._planner.plan
+        plan = self.cache._planner.plan_with_reads
 
         def record(*arguments: Any) -> Any:
-            made = plan(*arguments)
+            made = yield from plan(*arguments)
             self._plans.append({name: _plain(name, value) for name, value in vars(made).items()})
             return made
 
-        self.cache._planner.plan = record  # type: ignore[method-assign]
+        self.cache._planner.plan_with_reads = record  # type: ignore[method-assign]
 
     def check(self) -> None:
         super().check()
