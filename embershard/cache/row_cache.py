@@ -187,7 +187,7 @@ class RowCache:
         critical_path: bool,
         known: KnownBatch | None,
         if_it_fits: bool,
-        births: Births | None,
+        births: Births | None = None,
     ) -> Reads[Ticket | None]:
         self._check()
         self._warm_up()

@@ -278,8 +278,8 @@ class LookAheadPipeline:
         worker.start(functools.partial(self._look_ahead, self._window.coming(0, self._depth.depth)))
 
     def _plan_ahead(self, coming: Sequence[StagedBatch]) -> None:
-        """Make the next batches resident, in this thread. On a GPU, the plan of the first one that is not is only begun:
-        `_join` reads its numbers behind the launch of this step's backward, when they have long been there."""
+        """Make the next batches resident, in this thread. On a GPU, the plan of the first one that is not is only
+        begun: `_join` reads its numbers behind the launch of this step's backward, when they have long been there."""
         if self._device.type != "cuda":
             self._look_ahead(coming)
             return

@@ -24,7 +24,7 @@ from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_
 
 #: Weights of a block: about a page of memory, which is allocated when the block is made (docs/decisions/0024).
 BLOCK_BYTES = 4096
-_CHUNK_BYTES = 8 << 20  # made in one go by each thread of `make_all`
+_CHUNK_BYTES = 8 << 20  # made in one go by each thread of `make_all`, and by `make_bytes`
 _LOWEST_PRIORITY = 19  # "niceness"
 #: Rows that `make_later` makes in one go, about a millisecond, and its pause after them, in which others make theirs.
 _PART, _PAUSE_SECONDS = 256, 1e-3
@@ -135,10 +135,16 @@ class LazyRows:
             self.num_unmade = int(self._made.size - np.count_nonzero(self._made))  # exact after an interrupt, too
 
     def make_bytes(self, start: int, stop: int) -> None:
-        """Make the rows in bytes [start, stop) of the weights."""
+        """Make the rows in bytes [start, stop) of the weights, in parts with pauses, in which others make theirs: a
+        plan waits for one part at most."""
         block_bytes = self._row_bytes << self._shift
-        with self._lock:
-            self.num_unmade -= self._make_blocks(start // block_bytes, -(-stop // block_bytes))
+        step, end = max(1, _CHUNK_BYTES // block_bytes), -(-stop // block_bytes)
+        for first in range(start // block_bytes, end, step):
+            with self._lock:
+                num_made = self._make_blocks(first, min(first + step, end))
+                self.num_unmade -= num_made
+            if num_made and first + step < end:
+                time.sleep(_PAUSE_SECONDS)
 
     def freeze(self) -> FrozenLazyRows | None:
         """Return the weights as they are now, for rows that nobody changes; None if all of them are made."""

@@ -314,7 +314,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         if self.ids is not None or isinstance(known, KnownIds):
             return self.prefetch_if_it_fits(features, known, critical_path)
         keys, lengths = self.feature_keys.of(PoolIds.of(features))
-        ticket = yield from self.cache.preparing(keys, lengths, critical_path, known, True, None)
+        ticket = yield from self.cache.preparing(keys, lengths, critical_path, known, True)
         return self._in_pinned_slots(ticket, lengths)
 
     def hand(self, ticket: Ticket | None) -> None:

@@ -17,6 +17,7 @@ from embershard.cache.gpu import key_map, victim_queue
 from embershard.cache.gpu import next_use as known_kernels
 from embershard.cache.gpu.key_map import PlacedHashedMap
 from embershard.cache.gpu.planner import KernelPlanner
+from embershard.cache.gpu.readback import ReadTogether
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.planning_classes import kernel_classes, planning_classes
 from tests.covering import keep
@@ -179,3 +180,26 @@ def test_a_key_that_is_no_row_is_refused() -> None:
     for key in (-1, pool.num_rows):
         with pytest.raises(IndexError, match=f"1 keys are out of range, needed 0 to {pool.num_rows - 1}"):
             pool.cache._planner.plan(torch.tensor([3, key, 4]), 9, 9)
+
+
+_CHANGES: dict[str, Callable[[PlannedPool], Any]] = {
+    "nothing": lambda pool: None,
+    "known batches are forgotten": lambda pool: pool.cache.forget(),
+    "rows are written back": lambda pool: pool.cache.write_back(),
+    "another batch is prepared": lambda pool: pool.cache.prepare(*pool.split_by_feature([9])).cancel(),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_plan_is_dropped_if_the_cache_changes_before_its_numbers_are_read(change: str) -> None:
+    """Its numbers are of another state. The batch is planned again; nothing is lost."""
+    pool = PlannedPool(True, policy="lookahead")
+    pool.step([3, 4])
+    begun = ReadTogether([pool.cache.preparing(*pool.split_by_feature([5, 4]), False, None, True)])
+    assert begun.is_waiting
+    _CHANGES[change](pool)
+    (ticket,) = begun.end()
+    assert (ticket is not None) == (change == "nothing")
+    if ticket is None:
+        ticket = pool.cache.prepare(*pool.split_by_feature([5, 4]))
+    assert pool.map.keys(ticket.slots).tolist() == [5, 4]

@@ -93,6 +93,16 @@ def test_bytes_of_memory_are_made_by_whole_blocks():
     assert not weights[12:].any()
 
 
+def test_who_needs_rows_waits_for_a_part_of_those_that_are_made(monkeypatch):
+    lazy, weights = make()
+    monkeypatch.setattr(lazy_rows, "_CHUNK_BYTES", 256)  # 8 rows
+    monkeypatch.setattr(lazy_rows.time, "sleep", lambda seconds: unmade.append((lazy.num_unmade, lazy._lock.locked())))
+    unmade: list[tuple[int, bool]] = []
+    lazy.make_bytes(0, weights.nbytes)
+    assert unmade == [(number, False) for number in range(22, 0, -2)]
+    assert torch.equal(weights, eager())
+
+
 @pytest.mark.slow
 def test_rows_trained_beside_make_all_stay():
     """A fill makes the row, trains it and writes it back, while another thread makes all rows, as under a page lock."""
