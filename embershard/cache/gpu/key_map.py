@@ -8,7 +8,7 @@ buckets.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -25,13 +25,11 @@ Table = tuple[Tensor, Tensor, Tensor, int, int]
 
 
 class PlacedKeyMap(KeyMap, Protocol):
-    """`KeyMap` whose entries kernels read and write.
+    """`KeyMap` whose entries kernels read and write."""
 
-    Attributes:
-        constants: of kernels that look keys up in `table`, for `place_of`, and the keys of a program (`block`).
-    """
-
-    constants: dict[str, Any]
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of kernels that look keys up in `table`, for `place_of`; and the keys of a program (`block`)."""
 
     @property
     def cells(self) -> Tensor:
@@ -61,7 +59,10 @@ class PlacedArrayMap(ArrayKeyMap):
     """`ArrayKeyMap` for kernels: the place of a key's entry is the key."""
 
     tallies = None
-    constants: ClassVar[dict[str, Any]] = {"FACTORS": (), "BUCKET": 0, "SPILL": 0}
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"FACTORS": (), "BUCKET": 0, "SPILL": 0}
 
     @property
     def cells(self) -> Tensor:
