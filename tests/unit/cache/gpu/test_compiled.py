@@ -12,7 +12,7 @@ import pytest
 
 from tests.covering import matrix
 
-NUM_KERNELS = 41  # with their variants
+NUM_KERNELS = 42  # with their variants
 
 # In a process of its own: in the tests' one, kernels are interpreted.
 _COMPILE = r"""
@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from embershard.cache.gpu import counters, key_map, next_use, slot_map, victim_kernels, victim_queue
+from embershard.cache.gpu import counters, feature_keys, key_map, next_use, slot_map, victim_kernels, victim_queue
 from embershard.cache.key_map import BUCKET, HASHES
 
 BOOLS = ["first_hits"]
@@ -34,9 +34,9 @@ INT32S = (
 INT64S = (
     "keys places use_stamps numbers slots order fill_keys fill_slots queue_slots worst queue_stamps queue_ranks "
     "offered ranks ascending victims kept pinned_ranks found cells tallies tally sample gathered total missed "
-    "evicted_keys dirty_keys feature_ends table_of_feature table_ends"
+    "evicted_keys dirty_keys feature_ends table_of_feature table_ends ids offsets first_keys lengths"
 ).split()
-MODULES = (slot_map, key_map, next_use, victim_kernels, counters, victim_queue)
+MODULES = (slot_map, key_map, next_use, victim_kernels, counters, feature_keys, victim_queue)
 CONSTANTS = {"BLOCK": 512, "FOUND": 8, "FEATURES": 32, "TABLES": 32}
 HASHED = {"FACTORS": HASHES, "BUCKET": BUCKET, "SPILL": key_map.SPILL_CELLS}
 ARRAY = {"FACTORS": (), "BUCKET": 0, "SPILL": 0}
