@@ -167,7 +167,8 @@ class CacheCounters:
             return
         from embershard.cache.gpu.counters import count_plan
 
-        count_plan(self.values, self._table_of_feature, self._ends, feature_lengths, plan, critical_path)
+        parts = (plan.first_hits, plan.missed, plan.fill_keys, plan.evicted_keys, plan.write_back_keys)
+        count_plan(self.values, self._table_of_feature, self._ends, feature_lengths, parts, critical_path)
 
     def _add_plan_in_loop(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
         lengths, num_ids = feature_lengths.contiguous().numpy(), plan.slots.numel()

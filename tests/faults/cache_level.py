@@ -474,12 +474,14 @@ def unguarded() -> Iterator[None]:
 def bound_too_early() -> Iterator[None]:
     """The map promises rows before they are in their slots."""
 
-    def early(self: RowCache, plan: CachePlan, known: Any, *split: Any) -> None:
+    def early(
+        self: RowCache, plan: CachePlan, known: Any, lengths: Tensor, critical_path: bool, *training: Any
+    ) -> None:
         self._copies.write_back_evicted(plan)
         self._planner.evict(plan)
         self._planner.admit(plan, known)
         self._copies.fill_missed(plan)
-        self.counters.add_plan(plan, *split)
+        self.counters.add_plan(plan, lengths, critical_path)
 
     with mock.patch.object(RowCache, "_execute", early):
         yield

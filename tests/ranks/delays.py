@@ -34,9 +34,11 @@ STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
 )
 # On a GPU: where kernels are queued on the stream of each stage, the copies' among them, and the training's.
 GPU_STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    *STAGES[:4],
+    *STAGES[:2],
+    (StagedBatch, ("send", "receive", "begin_resident", "end_resident")),
+    (ModuleInput, ("know", "forward")),
     (RowCopies, ("write_back_evicted", "fill_missed", "trained")),
-    (RowCache, ("know", "prepare", "wait", "flush", "read")),
+    (RowCache, ("know", "wait", "flush", "read")),
 )
 
 

@@ -9,14 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from embershard.cache.gpu.launch import COUNTED, kernel, launch
-from embershard.cache.planner import CachePlan
-from embershard.cache.statistics import Counter
 
 _ABOVE_ALL = tl.constexpr(2**63 - 1)
-_LOOKUPS, _MISSED = tl.constexpr(Counter.LOOKUPS.value), tl.constexpr(Counter.MISSED_LOOKUPS.value)
-_HITS, _FILLS = tl.constexpr(Counter.HITS_UNIQUE.value), tl.constexpr(Counter.FILLS.value)
-_WRITE_BACKS, _EVICTIONS = tl.constexpr(Counter.WRITE_BACKS.value), tl.constexpr(Counter.EVICTIONS.value)
-_COLUMNS = tl.constexpr(len(Counter))
+# The columns of `CacheCounters.values`; there are `_COLUMNS`.
+_LOOKUPS, _MISSED, _HITS, _FILLS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_CRITICAL_FILLS, _WRITE_BACKS, _EVICTIONS = 4, tl.constexpr(5), tl.constexpr(6)
+_COLUMNS = tl.constexpr(9)
 
 
 @triton.jit
@@ -77,8 +75,7 @@ def _count_plan(  # type: ignore[no-untyped-def]
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first programs count ids, the next ones missed ids, then rows filled, evicted, and written back. Fills add to
-    the counter `second`, too, unless it is -1."""
+    """The first programs count ids, the next ones missed ids, then rows filled, evicted, and written back."""
     part, lanes = tl.program_id(0), tl.arange(0, BLOCK).to(tl.int64)
     if part < tl.cdiv(num_ids, BLOCK):
         at = part * BLOCK + lanes
@@ -86,9 +83,8 @@ def _count_plan(  # type: ignore[no-untyped-def]
         first, last = _runs(at, at < num_ids, feature_ends, num_features, FEATURES)
         for feature in range(first, last + 1):
             in_run = _in_run(at, at < num_ids, feature_ends, feature)
-            table = tl.load(table_of_feature + feature)
-            _add(values, table, _LOOKUPS, tl.sum(in_run.to(tl.int64)))
-            _add(values, table, _HITS, tl.sum((in_run & hit).to(tl.int64)))
+            _add(values, tl.load(table_of_feature + feature), _LOOKUPS, tl.sum(in_run.to(tl.int64)))
+            _add(values, tl.load(table_of_feature + feature), _HITS, tl.sum((in_run & hit).to(tl.int64)))
     part -= tl.cdiv(num_ids, BLOCK)
     if (part >= 0) & (part < tl.cdiv(num_missed, BLOCK)):
         at = part * BLOCK + lanes
@@ -124,21 +120,21 @@ def count_plan(
     table_of_feature: Tensor,
     table_ends: Tensor,
     feature_lengths: Tensor,
-    plan: CachePlan,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     critical_path: bool,
 ) -> None:
     """Add a plan's numbers to the counters of its tables; see `CacheCounters`.
 
     Args:
-        values: int64 [T, len(Counter)].
+        values: int64 [T, 9].
         table_of_feature, feature_lengths: int64 [F].
         table_ends: int64 [T], end of each table's keys.
+        parts: `first_hits`, `missed`, and the keys that are filled, evicted and written back.
     """
-    parts = (plan.first_hits, plan.missed, plan.fill_keys, plan.evicted_keys, plan.write_back_keys)
     sizes = [part.numel() for part in parts]
     num_features, num_tables = feature_lengths.numel(), table_ends.numel()
     tables = (feature_lengths.cumsum(0), table_of_feature, table_ends, values)
-    second = Counter.CRITICAL_PATH_FILLS.value if critical_path else -1
+    second = _CRITICAL_FILLS if critical_path else -1
     room = {"FEATURES": triton.next_power_of_2(num_features), "TABLES": triton.next_power_of_2(num_tables)}
     num_programs = sum(triton.cdiv(each, COUNTED) for each in sizes)
     numbers = (*sizes, num_features, num_tables, second)

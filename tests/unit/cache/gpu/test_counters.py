@@ -35,7 +35,8 @@ def test_a_plan_is_counted_as_by_the_loop(critical_path: bool) -> None:
     for plan in plans:
         by_loop.add_plan(plan, lengths, critical_path)
         tables = (torch.tensor(table_of_feature), torch.tensor([*offsets[1:], 2**62]))
-        count_plan(by_kernel, *tables, lengths, plan, critical_path)
+        parts = (plan.first_hits, plan.missed, plan.fill_keys, plan.evicted_keys, plan.write_back_keys)
+        count_plan(by_kernel, *tables, lengths, parts, critical_path)
     assert by_kernel.tolist() == by_loop.values.tolist()
     assert int((by_kernel != 0).sum()) > 12
 

@@ -65,8 +65,8 @@ def test_a_written_back_row_that_is_wrong_is_found(ranks: Ranks, monkeypatch: py
     """One number of one row changes by as little as it can when it is written back in step 7."""
     right, damaged, plans = RowCopies.write_back_evicted, [], {}
 
-    def wrong(copies: RowCopies, plan: CachePlan) -> None:
-        right(copies, plan)
+    def wrong(copies: RowCopies, plan: CachePlan, *training: Any) -> None:
+        right(copies, plan, *training)
         plans[id(copies)] = plans.get(id(copies), 0) + 1
         if plans[id(copies)] == 7:
             host = copies._host
