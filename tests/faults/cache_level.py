@@ -481,7 +481,7 @@ def bound_too_early() -> Iterator[None]:
         self._planner.evict(plan)
         self._planner.admit(plan, known)
         self._copies.fill_missed(plan)
-        self.counters.add_plan(plan, lengths, critical_path)
+        self.counters.add_plan(plan, lengths, critical)
 
     with mock.patch.object(RowCache, "_execute", early):
         yield
