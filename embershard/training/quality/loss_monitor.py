@@ -60,7 +60,8 @@ def label_sums(
     wide = None if weights is None else weights.double()
     means = label_losses(target, outputs.detach().double(), labels.double(), wide)
     losses = torch.stack([torch.stack(means[head.start : head.stop]).sum() for head in heads])
-    counts = present(labels[:, [head.start for head in heads]]).sum(dim=0)
+    # One by one: a list of columns would be copied to a GPU, whose host would wait.
+    counts = torch.stack([present(labels[:, head.start]).sum() for head in heads])
     return torch.cat([losses * len(labels), counts.double()])
 
 
