@@ -73,12 +73,7 @@ class HistoryEmbeddings(nn.Module):
         found |= {name: features[name] for name in self.read_as_ids}
         names = [*self._history, *self.read_as_ids[1:]]
         lengths = torch.stack([found[name].lengths() for name in names])
-        problem = f"the features of model.history ({', '.join(names)}) have different numbers of ids in one sample"
-        _need((lengths == lengths[:1]).all(), f"{problem}; needed an id in each for every event")
-        if self._most is not None:
-            problem = f"a history in {names[0]} has more events than model.hstu.max_events = {self._most}"
-            _need((lengths <= self._most).all(), f"{problem}; raise it, or shorten the histories")
-        longest: Any = max(1, lengths[0].max().item()) if lengths.numel() else 1
+        longest = self._check(lengths, names)
         target = [found[name].to_padded_dense(1)[:, 0] for name in self._target]
         history = [found[name].to_padded_dense(longest) for name in self._history]
         others = [] if self.dense_arch is None else [self.dense_arch(dense)]
@@ -96,13 +91,26 @@ class HistoryEmbeddings(nn.Module):
             torch.cat(times[::-1], 1) if times else None,
         )
 
-
-def _need(is_met: Tensor, problem: str) -> None:
-    """Raise `DataError` where bool [] is False."""
-    if torch.compiler.is_exporting():  # a program has no branches on values
-        torch._assert_async(is_met, problem)
-    elif not is_met:
-        raise DataError(problem)
+    def _check(self, lengths: Tensor, names: Sequence[str]) -> Any:
+        """Return the length of the longest history, 1 at least. `lengths` are [names, B]; a GPU's host waits once."""
+        differ = f"the features of model.history ({', '.join(names)}) have different numbers of ids in one sample"
+        problems = [f"{differ}; needed an id in each for every event"]
+        are_met = [(lengths == lengths[:1]).all()]
+        if self._most is not None:
+            longer = f"a history in {names[0]} has more events than model.hstu.max_events = {self._most}"
+            problems.append(f"{longer}; raise it, or shorten the histories")
+            are_met.append((lengths <= self._most).all())
+        if torch.compiler.is_exporting():  # a program has no branches on values
+            for is_met, problem in zip(are_met, problems, strict=True):
+                torch._assert_async(is_met, problem)
+            return max(1, lengths[0].max().item()) if lengths.numel() else 1
+        if not lengths.numel():
+            return 1
+        longest, *found = torch.stack([lengths[0].max(), *are_met]).tolist()
+        for is_met, problem in zip(found, problems, strict=True):
+            if not is_met:
+                raise DataError(problem)
+        return max(1, longest)
 
 
 def _padded(ids: Any, length: int) -> Tensor:

@@ -37,7 +37,11 @@ class Pairs:
 
 
 def pairs_of(
-    lengths: Tensor, times: Tensor | None, num_tokens: tuple[int, int, int], max_events: int, window: int | None
+    lengths: Tensor,
+    times: tuple[Tensor, Tensor] | None,
+    num_tokens: tuple[int, int, int],
+    max_events: int,
+    window: int | None,
 ) -> Pairs:
     """Return the pairs of the tokens [context, events, scored items] of a batch.
 
@@ -53,7 +57,8 @@ def pairs_of(
 
     Args:
         lengths: events of each sample, [B].
-        times: of events and scored items in seconds, int64 [B, L + K], or None.
+        times: of events and scored items in seconds, int64 [B, L + K], and the least seconds of each bucket of their
+            differences but the first; or None.
         num_tokens: C, L and K.
     """
     contexts, events, scored = num_tokens
@@ -80,9 +85,10 @@ def pairs_of(
     has_bias = (~is_context & ~is_context.unsqueeze(1)).expand_as(sees)
     bucket = None
     if times is not None:
-        moments = torch.cat([times.new_zeros(size, contexts), times], dim=1)
+        of_tokens, bounds = times
+        moments = torch.cat([of_tokens.new_zeros(size, contexts), of_tokens], dim=1)
         ago = moments.unsqueeze(2) - moments.unsqueeze(1)
-        bucket = torch.bucketize(ago, torch.tensor(TIME_BOUNDS, device=device), right=True)
+        bucket = torch.bucketize(ago, bounds, right=True)
     return Pairs(sees & exists.unsqueeze(1), has_bias, distance.clamp(0, max_events), bucket)
 
 
@@ -157,9 +163,14 @@ class HSTU(nn.Module):
     torch.Size([1, 1])
     """
 
+    _time_bounds: Tensor | None
+
     def __init__(self, num_features: int, dim: int, settings: HstuConfig, over_layers: Sequence[int]) -> None:
         super().__init__()
         self._settings, self._num_features = settings, num_features
+        # On the device once: a copy in every forward would make a GPU's host wait.
+        bounds = torch.tensor(TIME_BOUNDS) if settings.times else None
+        self.register_buffer("_time_bounds", bounds, persistent=False)
         self.event = nn.Linear(num_features * dim, dim)
         self.layers = nn.ModuleList(HSTULayer(dim, settings, bool(settings.times)) for _ in range(settings.num_layers))
         self.norm = nn.LayerNorm(dim)
@@ -199,7 +210,8 @@ class HSTU(nn.Module):
 
     def _run(self, tokens: Tensor, lengths: Tensor, times: Tensor | None, counts: tuple[int, int, int]) -> Tensor:
         settings = self._settings
-        pairs = pairs_of(lengths, times, counts, settings.max_events, settings.window)
+        with_bounds = None if times is None or self._time_bounds is None else (times, self._time_bounds)
+        pairs = pairs_of(lengths, with_bounds, counts, settings.max_events, settings.window)
         tokens = dropout(tokens, settings.input_dropout, self.training)
         for layer in self.layers:
             tokens = layer(tokens, pairs)
