@@ -51,7 +51,7 @@ def _gather(rows: Tensor, gradients: Tensor, group: dist.ProcessGroup | None) ->
     if world_size == 1:
         return [(rows, gradients)]
     counts = rows.new_empty(world_size)
-    dist.all_gather_into_tensor(counts, rows.new_tensor([len(rows)]), group)
+    dist.all_gather_into_tensor(counts, rows.new_full((1,), len(rows)), group)
     num_rows = counts.tolist()
     id_bytes, row_bytes = rows.itemsize, gradients.shape[1] * gradients.itemsize
     sent = torch.zeros(max(num_rows), id_bytes + row_bytes, dtype=torch.uint8, device=rows.device)

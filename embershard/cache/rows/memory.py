@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,11 @@ def advise(tensor: Tensor, advice: int) -> None:
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     num_bytes = tensor.data_ptr() + tensor.nbytes - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), advice)  # a failure changes nothing
+
+
+def on_device(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers on a device. From page-locked memory they are copied without a wait of a GPU's host."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def record_stream(*tensors: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
+from embershard.cache.rows import memory
 from embershard.sharding.torchrec.compat import batch_sizes
 
 
@@ -63,8 +65,8 @@ class FeatureKeys:
             from embershard.cache.gpu.feature_keys import keys_of_ids
 
             return keys_of_ids(ids.indices, ids.offsets, self._first_keys)
-        sizes = torch.tensor([0] + [sum(per_rank) for per_rank in ids.batch_sizes], device=ids.offsets.device)
-        lengths = ids.offsets[sizes.cumsum(0)].diff().long()
+        sizes = accumulate((sum(per_rank) for per_rank in ids.batch_sizes), initial=0)
+        lengths = ids.offsets[memory.on_device(list(sizes), ids.offsets.device)].diff().long()
         return add_per_feature(ids.indices, self._first_keys, lengths), lengths
 
     def _of_in_loop(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,6 +78,37 @@ class FeatureKeys:
 def _int64s(numbers: Tensor) -> loops.Int64s:
     found = numbers.numpy()
     return found if found.dtype == np.int64 and found.flags.c_contiguous else np.ascontiguousarray(found, np.int64)
+
+
+def feature_lengths(offsets: Tensor, num_features: int) -> Tensor:
+    """Return the number of ids of each of F features, int64 [F], by the bounds of their bags [F * B + 1].
+
+    >>> feature_lengths(torch.tensor([0, 1, 3, 3, 7]), 2).tolist()
+    [3, 4]
+    """
+    bounds = offsets[:: max(1, (offsets.numel() - 1) // num_features)]
+    return (bounds.diff() if bounds.numel() > 1 else offsets.new_zeros(num_features)).long()
+
+
+class FeaturePlaces:
+    """Places of features among the keys of a batch. They are copied to the device once for each order of keys.
+
+    >>> FeaturePlaces(["item", "user"], torch.device("cpu")).of(["user", "time", "item"])
+    ([2, 0], tensor([2, 0], dtype=torch.int32))
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._names, self._device = names, device
+        self._found: dict[tuple[str, ...], tuple[list[int], Tensor]] = {}
+
+    def of(self, keys: Sequence[str]) -> tuple[list[int], Tensor]:
+        """Return the places, and the same on the device."""
+        found = self._found.get(tuple(keys))
+        if found is None:
+            places = [list(keys).index(name) for name in self._names]
+            found = places, torch.tensor(places, dtype=torch.int32, device=self._device)
+            self._found[tuple(keys)] = found
+        return found
 
 
 def add_per_feature(ids: Tensor, addends: Tensor, lengths: Tensor) -> Tensor:

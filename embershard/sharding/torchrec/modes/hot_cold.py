@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.compat import as_keyed_jagged
-from embershard.sharding.torchrec.feature_keys import add_per_feature
+from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
 from embershard.sharding.torchrec.modes.bags import check_weights
 from embershard.sharding.torchrec.modes.hot_tables import HotTable, HotTables, OutputFeature
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedBags
@@ -46,22 +46,21 @@ class HotColdContext(EmbeddingBagCollectionContext):
         hot: its hot ids, by group of copies.
         num_hot_ids: how many these are, with repetitions.
         is_hot: it has hot ids only, on all ranks.
-        lengths: [F, B], ids of each bag, in the order of the input's features; empty where nothing is averaged.
+        lengths: [F, B], ids of each bag, in the order of the output's features; None where nothing is averaged.
     """
 
     hot: list[ReplicatedBags] = field(default_factory=list)
     num_hot_ids: int = 0
     is_hot: bool = False
-    lengths: Tensor = field(default_factory=lambda: torch.empty(0))
+    lengths: Tensor | None = None
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until `stream` is done with it."""
         super().record_stream(stream)
-        self.lengths.record_stream(stream)
-        for slots, bags in self.hot:
-            for tensor in (slots, bags.places, bags.offsets, bags.scales):
-                if tensor is not None:
-                    tensor.record_stream(stream)
+        parts = [part for slots, bags in self.hot for part in (slots, bags.places, bags.offsets, bags.scales)]
+        for tensor in (self.lengths, *parts):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
 
 class HotIds:
@@ -112,21 +111,27 @@ class HotIds:
         keys, ids, offsets = tuple(features.keys()), features.values(), features.offsets()
         if keys not in self._addends:
             self._addends[keys] = torch.tensor([self._first_key[name] for name in keys], device=ids.device)
-        lengths = torch.tensor(features.length_per_key(), device=ids.device)
+        lengths = feature_lengths(offsets, len(keys))
         numbers = self._numbers.get(add_per_feature(ids, self._addends[keys], lengths))
         is_hot = numbers > 0
         before = torch.nn.functional.pad(is_hot.cumsum(0), (1, 0)).index_select(0, offsets.long())
         hot_lengths = before.diff().to(features.lengths().dtype)
-        hot, cold = is_hot.nonzero().flatten(), (~is_hot).nonzero().flatten()
+        # The one number of the device that the host waits for: the sizes of all that follows.
+        of_hot = torch.stack([hots := feature_lengths(before, len(keys)), lengths - hots])
+        num_hot, num_cold = of_hot.tolist()
         weights = features.weights_or_none()
 
-        def part(values: Tensor, places: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
+        def part(values: Tensor, mask: Tensor, lengths: Tensor, counts: list[int]) -> KeyedJaggedTensor:
+            places = mask.nonzero_static(size=sum(counts)).flatten()
             own = None if weights is None else weights.index_select(0, places)
-            return KeyedJaggedTensor(list(keys), values, own, lengths, stride=features.stride())
+            values = values.index_select(0, places)
+            return KeyedJaggedTensor(
+                list(keys), values, own, lengths, stride=features.stride(), length_per_key=counts
+            )
 
         return (
-            part(ids.index_select(0, cold), cold, features.lengths() - hot_lengths),
-            part(numbers.index_select(0, hot).long() - 1, hot, hot_lengths),
+            part(ids, ~is_hot, features.lengths() - hot_lengths, num_cold),
+            part(numbers.long() - 1, is_hot, hot_lengths, num_hot),
         )
 
 
@@ -157,7 +162,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         self._has_means = any(is_mean)
         self._is_mean = torch.tensor(is_mean, device=device).unsqueeze(1)
         self._dims = torch.tensor(self._embedding_dims, device=device)
-        self._output_names = names
+        self._looked_up, self._output_places = (FeaturePlaces(each, device) for each in (list(table_of_feature), names))
         self._has_mean_pooling_callback = False  # sums are divided here, once hot and cold ones are added
         for tables_of_kernel, pool in cached_kernels(self):
             pool.copies = self._hot
@@ -250,16 +255,15 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
             )
         if not self._ids_are_checked:
             self.check_ids(features)
-        known = [name for name in features.keys() if name in self._ids.features]  # noqa: SIM118
-        if len(known) < len(features.keys()):
-            features = features.permute([list(features.keys()).index(name) for name in known])
+        if len(self._ids.features) < len(features.keys()):  # others that no table uses
+            features = features.permute(*self._looked_up.of(features.keys()))
         with torch.no_grad():
             cold, hot = self._ids.split(features)
             ctx.num_hot_ids = hot.values().numel()
             ctx.hot, ctx.is_hot = self._hot.prepare(hot), self.is_in_hot_batch
             if self._has_means:
-                order = [known.index(name) for name in self._output_names]
-                ctx.lengths = features.lengths().view(len(known), -1)[order]
+                _, places = self._output_places.of(features.keys())
+                ctx.lengths = features.lengths().view(len(places), -1).index_select(0, places)
         if not ctx.is_hot:
             with ids_are_checked(self):
                 return super().input_dist(ctx, cold)
@@ -286,7 +290,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         return self._output(cold.values() + hot.to(cold.values().dtype), ctx)
 
     def _output(self, values: Tensor, ctx: HotColdContext) -> KeyedTensor:
-        if self._has_means:
+        if ctx.lengths is not None:
             of_bag = torch.where(self._is_mean, ctx.lengths.clamp(min=1), 1).to(values.dtype).reciprocal()
             values = values * of_bag.t().repeat_interleave(self._dims, dim=1, output_size=values.shape[1])
         return KeyedTensor(keys=self._embedding_names, length_per_key=self._embedding_dims, values=values)

@@ -22,7 +22,7 @@ from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed.publish.write import TouchedRows
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CacheError
-from embershard.sharding.torchrec.feature_keys import add_per_feature
+from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedBags, ReplicatedRows
 
 
@@ -108,7 +108,8 @@ class _Group:
                     features.append((numbers[table.name, column], start + column, name, addend))
             start += sum(size for _, size in table.parts)
         features.sort()  # FBGEMM wants the features of a table together: here, of a part
-        part_of_feature, self.places, self.names, addends = zip(*features, strict=True)
+        part_of_feature, self.places, names, addends = zip(*features, strict=True)
+        self._feature_places = FeaturePlaces(names, device)
         self._addends = torch.tensor(addends, device=device)
         table = members[0][0]
         precision = data_type_to_sparse_type(table.data_type)
@@ -117,11 +118,10 @@ class _Group:
         self.rows = ReplicatedRows(num_rows, columns, part_of_feature, *arguments)
 
     def prepare(self, hot: KeyedJaggedTensor) -> ReplicatedBags:
-        keys = list(hot.keys())
-        order = [keys.index(name) for name in self.names]
-        if order != list(range(len(keys))):
-            hot = hot.permute(order)
-        lengths = torch.tensor(hot.length_per_key(), device=hot.values().device)
+        order, on_device = self._feature_places.of(hot.keys())
+        if order != list(range(len(hot.keys()))):
+            hot = hot.permute(order, on_device)
+        lengths = feature_lengths(hot.offsets(), len(order))
         weights = hot.weights_or_none()
         return self.rows.prepare(add_per_feature(hot.values(), self._addends, lengths), hot.offsets(), weights)
 

@@ -28,7 +28,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.sharding.torchrec.feature_keys import add_per_feature
+from embershard.sharding.torchrec.feature_keys import add_per_feature, feature_lengths
 from embershard.sharding.torchrec.lookups import OwnShardingInfo, check_dims
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedRows
 from embershard.sharding.torchrec.spec import REPLICATED_KERNEL, CacheSpec
@@ -152,7 +152,7 @@ class ReplicatedEmbeddingBag(BatchedFusedEmbeddingBag):
         weights = features.weights_or_none()
         if weights is not None and not torch.is_floating_point(weights):
             weights = None
-        return self._emb_module(features.values(), features.offsets(), features.length_per_key(), weights)
+        return self._emb_module(features.values(), features.offsets(), weights)
 
 
 class ReplicatedTables(nn.Module):
@@ -185,10 +185,10 @@ class ReplicatedTables(nn.Module):
             f"replicated tables {', '.join(table.name for table in tables)}",
         )
 
-    def forward(self, indices: Tensor, offsets: Tensor, lengths: list[int], weights: Tensor | None) -> Tensor:
-        """Pool the ids `indices` (int64 [N]) of F features, of which feature f has `lengths[f]`: [B, F * D]."""
-        per_feature = torch.tensor(lengths, device=indices.device)
-        rows = add_per_feature(indices, self._first_of_feature, per_feature)
+    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Pool the ids `indices` (int64 [N]) of F features, whose bags have the bounds `offsets`: [B, F * D]."""
+        lengths = feature_lengths(offsets, self._first_of_feature.numel())
+        rows = add_per_feature(indices, self._first_of_feature, lengths)
         return self.rows(self.rows.prepare(rows, offsets, weights))
 
     @property

@@ -26,6 +26,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache.rows import memory
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS, OwnInput, OwnShardingInfo
@@ -103,7 +104,7 @@ class RowsInput(OwnInput):
         distinct = KeyedJaggedTensor(
             keys=keys,
             values=found.ids,
-            lengths=torch.tensor(lengths, dtype=features.lengths().dtype, device=found.ids.device),
+            lengths=memory.on_device(lengths, found.ids.device, features.lengths().dtype),
             stride=1,
             length_per_key=lengths,
         )
@@ -182,10 +183,12 @@ class ExchangesRows:
                 f'tables {names}: exchange "rows" with means of weighted rows, on which FBGEMM and TorchRec disagree '
                 '(which divide by the number of ids, and by the sum of weights). Use SUM, or exchange "pooled"'
             )
+        device = self._device if device is None else device  # type: ignore[attr-defined]  # TorchRec gives none
         inner = super().create_input_dist(device)  # type: ignore[misc]
         return RowsInput(inner, [len(table.feature_names) for table in tables], is_mean, device, tables[0].is_weighted)
 
     def create_output_dist(self, device: torch.device | None = None) -> RowsOutput:
+        device = self._device if device is None else device  # type: ignore[attr-defined]
         inner = super().create_output_dist(device)  # type: ignore[misc]
         order = getattr(self, "_embedding_order", None)
         if order == sorted(order or ()):
