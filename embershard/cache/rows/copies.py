@@ -79,7 +79,9 @@ class RowCopies:
         if ticket.filled is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(ticket.filled)
-            ticket.slots.record_stream(stream)
+            for tensor in (ticket.slots, ticket.keys):  # the keys are marked as trained in the backward
+                if tensor is not None:
+                    tensor.record_stream(stream)
 
     def trained(self) -> None:
         """Note that the forward or the update of a batch was queued on the current stream (on a CPU: done)."""
