@@ -129,16 +129,36 @@ class Planner(ABC):
         if plan.evicted_slots.numel():
             self.state.evict(plan.evicted_keys, plan.evicted_slots)
 
-    def removal(self, slots: Tensor) -> CachePlan:
-        """Return a plan of no batch, which evicts `slots` (int64 [M], distinct) and fills none, for `remove`."""
-        none, keys, dirty = slots[:0], self._map.keys(slots), self.state.is_dirty(slots)
-        return CachePlan(0, none, none, none, keys, slots, keys[dirty], slots[dirty], dirty[:0], none)
+    def removal(self, slots: Tensor, num_dirty: int | None = None) -> CachePlan:
+        """Return a plan of no batch, which evicts `slots` (int64 [M], distinct) and fills none, for `remove`.
 
-    def remove(self, plan: CachePlan) -> None:
-        """Empty the slots of a `removal`, whose rows are in the host tier or not needed any more."""
+        Args:
+            num_dirty: how many of them are dirty; None: a GPU's host waits for the number.
+        """
+        none, keys, dirty = slots[:0], self._map.keys(slots), self.state.is_dirty(slots)
+        places = _places(dirty, num_dirty)
+        return CachePlan(0, none, none, none, keys, slots, keys[places], slots[places], dirty[:0], none)
+
+    def removal_of_passing(self, oldest_pinned: int) -> tuple[CachePlan, int]:
+        """Return a `removal` of the slots in `SlotState.passing` that no batch from `oldest_pinned` on used, and how
+        many stay. A GPU's host waits once."""
+        passing = self.state.passing
+        is_leaving = self._map.last_batch(passing) < oldest_pinned
+        counts = torch.stack([is_leaving.sum(), (is_leaving & self.state.is_dirty(passing)).sum()])
+        num_leaving, num_dirty = counts.tolist() if passing.numel() else (0, 0)
+        removal = self.removal(passing[_places(is_leaving, num_leaving)], num_dirty)
+        return removal, passing.numel() - num_leaving
+
+    def remove(self, plan: CachePlan, num_passing: int | None = None) -> None:
+        """Empty the slots of a `removal`, whose rows are in the host tier or not needed any more.
+
+        Args:
+            num_passing: of the slots in `SlotState.passing`, how many are not emptied; None: as for `removal`.
+        """
         self.evict(plan)
         self.cancel_fill(plan)
-        self.state.passing = self.state.passing[self._map.keys(self.state.passing) >= 0]
+        passing = self.state.passing
+        self.state.passing = passing[_places(self._map.keys(passing) >= 0, num_passing)]
 
     def cancel_fill(self, plan: CachePlan) -> None:
         """Free the victims' slots, after `evict` and in place of `admit`: the rows could not be filled."""
@@ -165,6 +185,11 @@ class Planner(ABC):
         assert self._next_use_index is not None, "only an index of next uses knows batches"
         self._next_use_index.forget()
         self._order.clear()
+
+
+def _places(mask: Tensor, count: int | None) -> Tensor:
+    """Return the `count` places at which bool [N] is True; None: they are counted."""
+    return mask.nonzero_static(size=int(mask.sum()) if count is None else count).flatten()
 
 
 class CachePlanner(Planner):

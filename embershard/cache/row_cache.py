@@ -370,14 +370,13 @@ class RowCache:
 
     def _remove_passing(self, oldest_pinned: int) -> None:
         """Evict the rows of a static cache that batches before `oldest_pinned` brought in and no later batch uses."""
-        passing = self.state.passing
-        leaving = self._map.last_batch(passing) < oldest_pinned
-        if not bool(leaving.any()):
+        plan, num_passing = self._planner.removal_of_passing(oldest_pinned)
+        if not plan.evicted_slots.numel():
             return
-        plan = self._own_write_backs(self._planner.removal(passing[leaving]))  # the next plan's meeting orders them
+        plan = self._own_write_backs(plan)  # the next plan's meeting orders them
         self._copies.write_back_evicted(plan)
         with self._guard.change("removing rows from a static cache"):
-            self._planner.remove(plan)
+            self._planner.remove(plan, num_passing)
             self._note_evicted(plan)
 
     def _note_evicted(self, plan: CachePlan) -> None:
@@ -407,12 +406,11 @@ class RowCache:
         """Return the current weights of `keys` (int64 [N]): [N, D] on the device. Neither cache nor counters change."""
         self._check()
         self._copies.finish()
-        self.host.make(keys)
-        host_weights, slot_weights = self.host.weights, self._payload[0]
-        rows = host_weights.index_select(0, keys.to(host_weights.device)).to(self._map.device)
-        slots = self._map.lookup(keys)
+        rows, slots, of_slots = self._copies.read(keys), self._map.lookup(keys), self._payload[0].data
+        if not slots.is_cpu:  # without a wait for their number
+            return torch.where((slots > 0).unsqueeze(1), of_slots.index_select(0, slots), rows)
         cached = slots.nonzero().flatten()
-        rows[cached] = slot_weights.data.index_select(0, slots[cached])
+        rows[cached] = of_slots.index_select(0, slots[cached])
         return rows
 
     @one_at_a_time

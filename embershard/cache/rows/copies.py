@@ -108,6 +108,15 @@ class RowCopies:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.transfer.finish()
 
+    def read(self, keys: Tensor) -> Tensor:
+        """Return the weights of host rows `keys` on the device: to a GPU through page-locked memory, without a wait for
+        the copy."""
+        self._host.make(keys)
+        weights = self._host.weights.detach()
+        rows = torch.empty(keys.numel(), weights.shape[1], dtype=weights.dtype, pin_memory=self._device.type == "cuda")
+        torch.index_select(weights, 0, keys.to(weights.device), out=rows)
+        return rows.to(self._device, non_blocking=True)
+
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Copy host rows `keys` to `slots` at once, outside of any plan."""
         self._host.make(keys)

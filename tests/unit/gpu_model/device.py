@@ -210,6 +210,7 @@ class Gpu:
     Attributes:
         problems: races, memory given away too early.
         waits: how often the host waited for a stream, by (stream, operation), or with ``HOST`` for an event.
+        waits_at: the same but for events, by whose code waits, operation and lines of the package.
         launches: kernels, by (stream, operation).
     """
 
@@ -219,6 +220,7 @@ class Gpu:
         self.clocks = StreamSynchronizations()
         self.problems: list[str] = []
         self.waits: Counter[tuple[int, str]] = Counter()
+        self.waits_at: Counter[str] = Counter()
         self.launches: Counter[tuple[int, str]] = Counter()
         self._memory: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._host: dict[int, Memory] = {}  # by the address of its storage: page-locked, or written by kernels
@@ -244,6 +246,13 @@ class Gpu:
             ("current_stream", lambda device=None: self.current),
         ):
             self._stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        run = torch.autograd._engine_run_backward  # a mode is not there while it handles `backward`
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            with _Functions(self):
+                return run(*args, **kwargs)
+
+        self._stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_backward))
         self._stack.enter_context(_Functions(self))
         self._stack.enter_context(_Operations(self))
         return self
@@ -271,7 +280,7 @@ class Gpu:
         address = inner.untyped_storage().data_ptr()
         memory = self._memory.get(address) if address else None
         if memory is None:
-            memory = Memory(self.current.number, _where())
+            memory = Memory(self.current.number if address else HOST, _where())
             weakref.finalize(memory, _freed, weakref.ref(self), memory.__dict__).atexit = False
             if address:
                 self._memory[address] = memory
@@ -343,6 +352,7 @@ class Gpu:
         """The host waits until a stream is done."""
         stream = self.current.number if stream is None else stream
         self.waits[stream, what] += 1
+        self.waits_at[f"{_who()}: {what} ({_where()})"] += 1
         self.clocks.all_streams_wait_for_stream(stream)
 
     def waits_for(self, stream: int) -> int:
@@ -411,6 +421,18 @@ def _where() -> str:
     return " < ".join(found) or "a test"
 
 
+def _who() -> str:
+    """Whose code does what is done: "embershard", "cache" (its room of that name) or "torchrec"."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _own_file(frame.f_code):
+            return "cache" if "/embershard/cache/" in frame.f_code.co_filename else "embershard"
+        if "/torchrec/" in frame.f_code.co_filename:
+            return "torchrec"
+        frame = frame.f_back
+    return "a test"
+
+
 @functools.cache
 def _own_file(code: CodeType) -> str:
     """Name of the file, if it is one of the package's."""
@@ -458,8 +480,9 @@ class _Functions(TorchFunctionMode):
                 return args[0].to(*dtypes) if dtypes else args[0]
         if _is_cuda(device) and not any(isinstance(each, GpuTensor) for each in _leaves(args)):
             kwargs["device"] = torch.device("cpu")
+            needs_gradients = kwargs.pop("requires_grad", False)
             made = func(*args, **kwargs)
-            on_gpu, name = self._gpu.wrap(made), getattr(func, "__name__", str(func))
+            on_gpu, name = self._gpu.wrap(made).requires_grad_(needs_gradients), getattr(func, "__name__", str(func))
             if name not in _ALLOCATIONS:
                 self._gpu.launch(name, [], [on_gpu])
             if func is torch.tensor:  # made from numbers in host memory
@@ -550,12 +573,13 @@ class _Operations(TorchDispatchMode):
         _inner(target).copy_(_inner(source))
         host = [each for each in (target, source) if not isinstance(each, GpuTensor)]
         locked = [each for each in host if gpu.host_memory(each) is not None]
-        if target in host:
+        to_host = not isinstance(target, GpuTensor)
+        if to_host:
             gpu.launch("copy to the host", [source], locked)
         else:
-            gpu.launch("copy", [source] if source not in host else locked, [target])
+            gpu.launch("copy", locked if host else [source], [target])
         if host and not (locked and non_blocking):
-            gpu.wait_for_stream("copy to the host" if target in host else "copy to the device")
+            gpu.wait_for_stream("copy to the host" if to_host else "copy to the device")
         return target
 
 

@@ -125,9 +125,7 @@ class HotIds:
             places = mask.nonzero_static(size=sum(counts)).flatten()
             own = None if weights is None else weights.index_select(0, places)
             values = values.index_select(0, places)
-            return KeyedJaggedTensor(
-                list(keys), values, own, lengths, stride=features.stride(), length_per_key=counts
-            )
+            return KeyedJaggedTensor(list(keys), values, own, lengths, stride=features.stride(), length_per_key=counts)
 
         return (
             part(ids, ~is_hot, features.lengths() - hot_lengths, num_cold),

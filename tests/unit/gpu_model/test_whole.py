@@ -1,0 +1,222 @@
+"""Without a GPU: whole runs of every mode, architecture, task and table type on a model of one, from the first batch to
+scores. Operands are on the device, streams wait for each other, memory is not given away too early, what comes out is
+what a CPU computes, and in a step the host waits at as few lines as `most_waits` says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+from unittest import mock
+
+import pytest
+import torch
+
+from embershard.data.schema import Pooling, Task
+from embershard.distributed import Ranks
+from embershard.errors import ConfigError
+from embershard.models.config import WITH_HISTORY
+from embershard.sharding.config import ShardingConfig
+from embershard.sharding.plan import Plan
+from embershard.sharding.shards import Kernel
+from embershard.sharding.torchrec.modes.hot_tables import HotTables
+from embershard.training.steps import Steps
+from embershard.training.trainer import Trainer
+from tests.covering import matrix
+from tests.ranks import parity, rows_exchange
+from tests.unit.gpu_model.cases import STEPS, Case, cases, config_of, write_samples
+from tests.unit.gpu_model.collectives import mirrored_ranks
+from tests.unit.gpu_model.fbgemm import ModelledTables
+from tests.unit.gpu_model.lives import Life, live
+from tests.unit.gpu_model.whole import modelled_ranks
+
+pytestmark = pytest.mark.slow
+
+KEPT, OTHERS = cases()
+_CHECKS_IDS = "modules.py"
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_samples(tmp_path_factory.mktemp("samples") / "samples.parquet")
+
+
+@dataclass
+class OnModel:
+    """A life on the modelled GPU; `waits` are those of training steps, by line, of all code but TorchRec's, and the
+    cache's, in which torch's operations plan in place of kernels (`test_planning.py` counts theirs)."""
+
+    life: Life
+    problems: list[str]
+    waits: Counter[str]
+
+    @property
+    def waiting_lines(self) -> set[str]:
+        """Lines at which the host waited in every step but one: lists that are copied to the device for the first batch
+        are no such lines. Not counted are what `modules.py` waits for, as ids are checked on the device without
+        look-ahead, and the copy of hot rows before the first batch."""
+        return {line for line, count in self.waits.items() if count >= STEPS - 1}
+
+
+def life_on_model(case: Case, samples: Path, folder: Path, goes_on: bool = False) -> OnModel:
+    folder.mkdir()
+    begin, step, before, waits = Steps.next, Trainer.step, Counter[str](), Counter[str]()
+
+    def begin_counted(self: Steps) -> Any:
+        nonlocal before
+        before = gpu.waits_at.copy()
+        return begin(self)
+
+    def step_counted(self: Trainer, batch: Any) -> Any:
+        found = step(self, batch)
+        for key, count in (gpu.waits_at - before).items():
+            line = key.partition("(")[2].partition(" ")[0].rstrip(")")
+            if key.startswith("embershard: ") and not line.startswith(_CHECKS_IDS):
+                waits[line] += count
+        return found
+
+    def load_uncounted(self: HotTables) -> None:
+        counted = gpu.waits_at.copy()
+        load(self)
+        gpu.waits_at = counted
+
+    load = HotTables.load
+    with contextlib.ExitStack() as stack:
+        gpu, ranks = stack.enter_context(modelled_ranks(case.num_ranks))
+        for owner, name, function in (
+            (Steps, "next", begin_counted), (Trainer, "step", step_counted), (HotTables, "load", load_uncounted)
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(owner, name, function))
+        life = live(config_of(case, samples, folder, "cuda"), ranks, folder, goes_on)
+        return OnModel(life, list(dict.fromkeys(gpu.problems)), waits)
+
+
+def life_on_cpu(case: Case, samples: Path, folder: Path, goes_on: bool = False) -> Life:
+    folder.mkdir()
+    with mirrored_ranks(case.num_ranks):
+        ranks = Ranks(0, case.num_ranks, 0, case.num_ranks, torch.device("cpu"))
+        return live(config_of(case, samples, folder, "cpu"), ranks, folder, goes_on)
+
+
+def most_waits(case: Case) -> int:
+    """Lines at which the host waits in a step: for the sizes of what a mode sends or splits, or for the longest history
+    of the batch. On two ranks the backward of copies waits for two more sizes, which no rank knows before."""
+    by_mode = {"pooled": 0, "rows": 1, "hot_cold": 1, "planned": 1 if case.num_ranks > 1 else 0}[case.mode]
+    if case.arch in WITH_HISTORY:
+        by_mode = 1
+    if case.num_ranks > 1 and case.mode in ("hot_cold", "planned"):
+        by_mode += 3
+    return by_mode + (case.turn("stop", "stop", "skip") == "skip")
+
+
+@pytest.mark.parametrize("case", [*KEPT, *map(matrix, OTHERS)], ids=str)
+def test_a_life_on_the_device(case: Case, samples: Path, tmp_path: Path) -> None:
+    """Of those that `make test` runs, some go on from their checkpoint, and are compared with a CPU's."""
+    is_whole = case in OTHERS or KEPT.index(case) % 4 == 0
+    found = life_on_model(case, samples, tmp_path / "gpu", is_whole)
+    assert found.problems == []
+    assert len(found.waiting_lines) <= most_waits(case), found.waits
+    if is_whole:
+        assert found.life.different(life_on_cpu(case, samples, tmp_path / "cpu", is_whole)) == []
+
+
+#: Settings of which no value, or not these, chooses what a GPU does, or whose operations nothing here stands in for.
+_FROM_THE_HOST = "what batches are made of, or what is written, is the host's work"
+NOT_HERE: dict[str, tuple[str, ...]] = {
+    _FROM_THE_HOST: (
+        *("data.kind", "data.split", "data.time.files", "data.bad_files", "data.criteo.id_mapping"),
+        *("data.criteo.dense_transform", "data.parquet.id_mapping", "data.parquet.dense_transform"),
+        *("schedule.decay", "checkpoint.on_failed_save", "tracking.trackers"),
+    ),
+    "refused on a GPU, or for planning only": ("train.device", "sharding.mode=data_parallel", "sharding.exchange=auto"),
+    "FBGEMM has them on GPUs only: no table on a CPU can stand in": (
+        *("embedding_optimizer.kind=adam", "embedding_optimizer.kind=partial_rowwise_adam"),
+        *("embedding_optimizer.kind=lamb", "embedding_optimizer.kind=partial_rowwise_lamb"),
+    ),
+    "torch casts by the device that it knows, and takes the model's tensors for those of a CPU": ("train.precision",),
+    "TorchRec's codecs are FBGEMM's kernels": ("sharding.forward_dtype", "sharding.backward_dtype"),
+}
+
+
+def values_of(config: Any, prefix: str = "") -> Iterator[tuple[str, frozenset[Any], Any]]:
+    """Every setting with a choice: name, choices, value."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from values_of(value, f"{name}.")
+        elif choices := frozenset(_choices(hints[field.name])):
+            yield name, choices, value
+
+
+def _choices(hint: Any) -> Iterator[Any]:
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    else:
+        for each in get_args(hint):
+            yield from _choices(each)
+
+
+def test_every_value_of_a_setting_is_run(samples: Path, tmp_path: Path) -> None:
+    left: dict[str, set[Any]] = {}
+    poolings, kernels, tasks = set(get_args(Pooling)), set(get_args(Kernel)), set(get_args(Task))
+    for case in KEPT:
+        (folder := tmp_path / str(case)).mkdir()
+        config = config_of(case, samples, folder, "cuda")
+        for name, choices, value in values_of(config):
+            left.setdefault(name, set(choices)).difference_update(value if isinstance(value, tuple) else (value,))
+        poolings -= {feature.pooling for feature in config.data.table.features.values()}
+        tasks -= {config.data.table.task} if isinstance(config.data.table.task, str) else set(config.data.table.task)
+        if config.sharding.plan is not None:
+            kernels -= {table.kernel for table in Plan.load(Path(config.sharding.plan)).tables}
+    excused = {name for names in NOT_HERE.values() for name in names}
+    missing = {f"{name}={value}" for name, values in left.items() if name not in excused for value in values}
+    assert missing - excused == set(), "a value of a setting that no run on the model of a GPU has: tell cases.py of it"
+    assert (poolings, kernels, tasks) == (set(), set(), set())
+
+
+def test_rows_that_ranks_share_are_refused(samples: Path, tmp_path: Path) -> None:
+    config = config_of(KEPT[0], samples, tmp_path, "cuda")
+    config = dataclasses.replace(config, sharding=ShardingConfig(mode="data_parallel"))
+    with modelled_ranks(2) as (_, ranks), pytest.raises(ConfigError, match="Train on the CPU"):
+        Trainer(config, ranks, tmp_path / "checkpoints", export=lambda *_: None)
+
+
+_lookup = ModelledTables.forward
+#: With a weight for each id, which the trainer's data do not have; gradients are dyadic, so no sum is rounded.
+WEIGHTED: dict[str, dict[str, Any]] = {
+    "pooled": {"exchange": "pooled"},
+    "rows": {"exchange": "rows"},
+    "hot_cold": {"exchange": "pooled", "hot": 40, "hot_every": 3},
+    "replicated": {"exchange": "pooled", "replicated": (1, 3), "cached": (0, 2)},
+}
+_FURTHER_WEIGHTED = [matrix(*each) for each in itertools.product(WEIGHTED, ((), (0, 1))) if each != ("pooled", ())]
+
+
+@pytest.mark.parametrize(("mode", "fp16"), [("pooled", ()), *_FURTHER_WEIGHTED])
+def test_weighted_bags(mode: str, fp16: tuple[int, ...]) -> None:
+    """With the mask that keeps FBGEMM from the gradients of weights that need none."""
+    settings = {**WEIGHTED[mode], "weighted": True, "fp16": fp16, "policy": "lookahead", "lookahead": 2, "ratio": 0.6}
+    case = rows_exchange.Case(steps=4, init_seed=5, **settings)
+
+    def trained(device: str) -> dict[str, torch.Tensor]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = parity.build(dataclasses.replace(case, device=device), True, parity.LinearModel)
+            rows_exchange.train_linear(model, dataclasses.replace(case, device=device))
+            return parity.snapshot(model)
+
+    with mirrored_ranks(1):
+        expected = trained("cpu")
+    with modelled_ranks(1) as (gpu, _), mock.patch.object(ModelledTables, "forward", autospec=True) as lookups:
+        lookups.side_effect = _lookup
+        found = trained("cuda")
+        assert gpu.problems == []
+    assert all(call.kwargs["feature_requires_grad"] is not None for call in lookups.call_args_list)
+    assert parity.differences(found, expected) == []
