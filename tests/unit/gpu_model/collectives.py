@@ -36,7 +36,7 @@ class Mirror(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return 0
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802
         return _BACKEND
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:

@@ -5,7 +5,8 @@ adds is what would happen on a device: which accesses no event orders (a race), 
 stream may still read it, where the host waits, and which operations mix devices. Clocks of streams and events are those
 of torch's own CUDA sanitizer.
 
-Not modelled: how long anything takes, the kernels of FBGEMM, and collectives.
+Not modelled: how long anything takes. FBGEMM's tables and collectives have stand-ins (`fbgemm.py`, `collectives.py`);
+other operations of FBGEMM and TorchRec are those of a CPU.
 """
 
 from __future__ import annotations

@@ -32,10 +32,8 @@ class Life:
     def different(self, other: Life) -> list[str]:
         """Names of what differs, by more than sums in another order do: on a CPU FBGEMM is told of small tables."""
         mine, others = ({"losses": torch.tensor(life.losses), **life.rows} for life in (self, other))
-        names = mine.keys() & others.keys()
-        return sorted(mine.keys() ^ others.keys()) + [
-            name for name in sorted(names) if not _same(mine[name], others[name])
-        ]
+        common = sorted(mine.keys() & others.keys())
+        return sorted(mine.keys() ^ others.keys()) + [name for name in common if not _same(mine[name], others[name])]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

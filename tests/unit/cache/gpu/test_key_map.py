@@ -7,6 +7,7 @@ import torch
 
 from embershard.cache.gpu import key_map
 from embershard.cache.gpu.key_map import SPILL_CELLS, PlacedArrayMap, PlacedHashedMap
+from embershard.cache.gpu.slot_map import bind
 from embershard.cache.key_map import ArrayKeyMap
 from embershard.errors import CacheError
 
@@ -60,3 +61,11 @@ def test_a_map_without_room_grows_and_one_that_lost_keys_refuses(monkeypatch) ->
     assert int((lost.get(keys) == 7).sum()) == lost._num_buckets * 8 + SPILL_CELLS
     with pytest.raises(CacheError, match=rf"lost {keys.numel() - lost._num_buckets * 8 - SPILL_CELLS} of"):
         lost.note_tallies(lost.tallies.tolist())
+
+
+def test_a_key_without_a_place_is_bound_without_a_write_before_the_map() -> None:
+    around = torch.full((6,), 7, dtype=torch.int32)
+    keys, slots = torch.tensor([3, 5]), torch.tensor([1, 2])
+    key_of_slot, stamps = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    bind(keys, torch.tensor([-1, 4]), slots, around[1:], key_of_slot, stamps, 9)
+    assert around.tolist() == [7, 7, 7, 7, 7, 2]
