@@ -228,7 +228,8 @@ class KernelVictimQueue:
 
     def _trim(self, part: _PartBeside, num_waiting: int, enough: int) -> _PartBeside:
         """Keep the best `enough` of many slots that wait, and end the ranking at the worst of these."""
-        self._worst = part.slots[2, :num_waiting].kthvalue(enough).values.view(1)
+        # Not by kthvalue, which torch refuses on a GPU where algorithms must be deterministic (its index may not be).
+        self._worst = part.slots[2, :num_waiting].sort().values[enough - 1].view(1)
         kept = part.slots.new_zeros(2)
         rest = (self._worst, self._ranks, kept, self._ranks.numel(), int(part.count) - num_waiting)
         launch(kernels.drop_waiting, num_waiting, part.slots, part.slots.stride(0), *rest)
