@@ -115,12 +115,14 @@ def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
     """Do the job that `make` returns, as one rank of a group or alone; return the exit code."""
     from embershard.distributed import Supervision, process_group
     from embershard.launch.screen import silence_libraries
+    from embershard.training.arithmetic import prepare_process
 
     silence_libraries()
     supervision = Supervision.of_this_process()
     show_errors_of_rank(supervision)
     with stop_training_on_signals(supervision) if stops_in_order else nullcontext():
         job = make()
+        prepare_process(job.config.train)
         with process_group(job.config.train.device, numa=job.config.train.numa) as ranks:
             return job.run(ranks, supervision)
 

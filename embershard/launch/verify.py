@@ -59,6 +59,7 @@ class VerifyJob(Job):
         """Read the settings that the arguments name."""
         file, trust = needed_config(arguments), arguments.trust_code
         config = load_config(RunConfig, file, arguments.overrides, trust_code=trust)
+        config = replace(config, train=replace(config.train, deterministic=True))  # before CUDA starts
         return VerifyJob(config, None, trust, arguments.steps)
 
     def run(self, ranks: Ranks, supervision: Supervision) -> int:

@@ -164,20 +164,15 @@ def _sharders(
 ) -> list[ModuleSharder]:
     codecs = comm_codecs(config.sharding, device)
     init_seed = config.train.seed if config.train.init == "counter" else None
+    # FBGEMM's numbers for it depend on a row's place in the batch, and on what was drawn before.
+    fused = {"stochastic_rounding": False} if config.train.deterministic else None
+    common: dict[str, Any] = {"fused_params": fused, "qcomm_codecs_registry": codecs, "init_seed": init_seed}
     if not config.cache.enabled:
-        return [
-            StockEmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs, init_seed=init_seed),
-            StockEmbeddingCollectionSharder(qcomm_codecs_registry=codecs, init_seed=init_seed),
-        ]
+        return [StockEmbeddingBagCollectionSharder(**common), StockEmbeddingCollectionSharder(**common)]
     cache = config.cache
     if plan is not None:  # which was made for the size in the settings, or for a budget instead of it
         cache = dataclasses.replace(cache, ratio=None, device_bytes=None)
-    common: dict[str, Any] = {
-        "qcomm_codecs_registry": codecs,
-        "plan": plan,
-        "init_seed": init_seed,
-        "ids": id_rules(config),
-    }
+    common |= {"plan": plan, "ids": id_rules(config)}
     bags = CachedEmbeddingBagCollectionSharder(
         cache,
         profile,

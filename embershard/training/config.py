@@ -70,9 +70,14 @@ class TrainConfig:
     ranks and any plan; rows of cached tables are made when they are first touched. `torchrec`: TorchRec's own, which
     depend on the plan and are made at once."""
 
-    precision: OfTraining[Literal["fp32", "bf16", "fp64"]] = "fp32"
-    """Number format of the dense layers' arithmetic: "bf16" is automatic mixed precision. With "fp64" losses do not
-    depend on the number of ranks, up to the last digits (docs/settings.md); it is slower, and takes more memory."""
+    precision: OfTraining[Literal["fp32", "tf32", "bf16", "fp16", "fp64"]] = "fp32"
+    """Number format of the dense layers' arithmetic. "fp32" is without TF32; "tf32" is of GPUs, and on a CPU the same
+    as "fp32"; "bf16" is automatic mixed precision; "fp16" is refused, and says why. With "fp64" losses do not depend on
+    the number of ranks, up to the last digits; it is slower, and takes more memory (docs/settings.md)."""
+
+    deterministic: OfTraining[bool] = False
+    """Makes equal runs on equal machines train the same bits on GPUs, too, where sums else depend on which thread comes
+    first; it is slower (docs/settings.md). `embershard verify` always compares in this mode."""
 
     on_non_finite: Free[Literal["stop", "skip"]] = "stop"
     """Reaction of all ranks to a loss that is NaN or infinite on one of them. `stop`: the run ends, and no checkpoint
@@ -106,8 +111,15 @@ class TrainConfig:
             )
         if self.init not in ("counter", "torchrec"):
             raise ConfigError(f"train.init: got {self.init!r}, needed 'counter' or 'torchrec'.")
-        if self.precision not in ("fp32", "bf16", "fp64"):
-            raise ConfigError(f"train.precision: got {self.precision!r}, needed 'fp32', 'bf16' or 'fp64'.")
+        if self.precision == "fp16":
+            raise ConfigError(
+                'train.precision: got "fp16", needed "fp32", "tf32", "bf16" or "fp64". Its gradients need a scaled '
+                "loss, and a step in which they overflow must train nothing; but rows are trained inside of the "
+                'backward, before that is known. "bf16" is as fast, and has the range of fp32; "tf32" has the digits '
+                "of fp16."
+            )
+        if self.precision not in ("fp32", "tf32", "bf16", "fp64"):
+            raise ConfigError(f"train.precision: got {self.precision!r}, needed 'fp32', 'tf32', 'bf16' or 'fp64'.")
         if self.on_non_finite not in ("stop", "skip"):
             raise ConfigError(f"train.on_non_finite: got {self.on_non_finite!r}, needed 'stop' or 'skip'.")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -309,8 +321,8 @@ class RunConfig:
         self._check_times()
         if self.train.precision == "fp64":
             raise ConfigError(
-                f'train.precision: got "fp64" with the model {self.model.title!r}, needed "fp32" or "bf16": only the '
-                "layers over one EmbeddingBagCollection are widened."
+                f'train.precision: got "fp64" with the model {self.model.title!r}, needed "fp32", "tf32" or "bf16": '
+                "only the layers over one EmbeddingBagCollection are widened."
             )
         for name, needed in (("mode", "sharded"), ("exchange", "pooled")):
             if (got := getattr(self.sharding, name)) != needed:

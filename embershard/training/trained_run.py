@@ -25,6 +25,7 @@ from embershard.distributed.checkpoint.load import newest_valid, without_known_w
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.frequency.config import ProfileConfig
 from embershard.sharding.config import ShardingConfig
+from embershard.training.arithmetic import arithmetic, autocast
 from embershard.training.build import build_sharded_model
 from embershard.training.checkpoint.identity import LABELS, changes, labels_change, meaning_of, tables_of
 from embershard.training.checkpoint.resume import checkpoints_for
@@ -33,7 +34,7 @@ from embershard.training.config import RunConfig
 from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.quality.evaluation import Evaluation, Evaluator
-from embershard.training.quality.metrics import Predicted, PredictionBuffer, autocast, predicted_of
+from embershard.training.quality.metrics import Predicted, PredictionBuffer, predicted_of
 from embershard.training.steps import open_stream
 
 
@@ -178,10 +179,13 @@ class Scorer:
         return evaluator.judge(buffer, self._source)
 
     def _own(self) -> Iterator[Predicted]:
-        device = self._ranks.device
-        with open_stream(self._config, self._source, self._ranks, None, None) as stream:
+        device, settings = self._ranks.device, self._config.train
+        with (
+            arithmetic(settings, device),
+            open_stream(self._config, self._source, self._ranks, None, None) as stream,
+        ):
             batches = shortest(stream, device)
-            for found in predicted_of(self.model, batches, device, lambda: autocast(self._config.train, device)):
+            for found in predicted_of(self.model, batches, device, lambda: autocast(settings, device)):
                 self._supervision.beat()
                 yield found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ from embershard.models.dropout import seed_masks
 from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cancel_forward
 from embershard.stages import stage
+from embershard.training.arithmetic import arithmetic, autocast, check_process
 from embershard.training.build import build_sharded_model, divided_once, features_of, find_plan, find_profile
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.run_state import PreparedSave, RunState
@@ -40,7 +41,7 @@ from embershard.training.quality.best import BestModel
 from embershard.training.quality.counters import StepMetrics
 from embershard.training.quality.evaluation import Evaluation, Evaluator
 from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64, label_sums
-from embershard.training.quality.metrics import Predicted, PredictionBuffer, autocast, predicted_of, until_stopped
+from embershard.training.quality.metrics import Predicted, PredictionBuffer, predicted_of, until_stopped
 from embershard.training.quality.reports import (
     BadRowsReport,
     EvalReport,
@@ -88,6 +89,7 @@ class Trainer:
     ) -> None:
         self.config, self.ranks, self.checkpoints = config, ranks, checkpoints
         self.supervision = supervision or Supervision()
+        check_process(config.train, ranks.device)
         check_machines(config, ranks, checkpoints and checkpoints.parent)
         self.plan = find_plan(config, ranks)
         self.following: FolderFollower | None = None
@@ -124,6 +126,8 @@ class Trainer:
         self.bad_rows = BadRowCount(config.data.bad_rows, ranks)
         self.loss_monitor = self._make_loss_monitor()
         self.metrics = StepMetrics(self.model, self.target, ranks)
+        self._arithmetic = ExitStack()  # until `close`: threads beside the training compute, too
+        self._arithmetic.enter_context(arithmetic(config.train, ranks.device))
 
     @property
     def target(self) -> Target:
@@ -484,7 +488,7 @@ class Trainer:
         return manifest is not None, comparison
 
     def close(self) -> None:
-        """End the threads that parse ahead, and wait for a save."""
+        """End the threads that parse ahead, wait for a save, and let the process compute as before."""
         self.stream.close()
         if self.following is not None:
             self.following.close()
@@ -493,6 +497,7 @@ class Trainer:
         self._saves.forget()
         if self.publisher is not None:
             self.publisher.close()
+        self._arithmetic.close()
 
     def _open_stream(self, state: StreamState) -> BatchStream:
         """Open the training stream at `state`."""

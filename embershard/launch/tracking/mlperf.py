@@ -19,7 +19,7 @@ MLPERF_LOG = "mlperf.log"
 #: AUC at which a run of the benchmark has succeeded.
 TARGET_AUC = 0.75
 
-_FORMATS = {"fp32": "fp32", "bf16": "bfloat16", "fp16": "fp16", "fp64": "fp64"}
+_FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "fp16", "fp64": "fp64"}
 #: What the benchmark's rules call these optimizers.
 _OPTIMIZERS = {"adam": "Adam", "rowwise_adagrad": "RowWiseAdagrad"}
 

@@ -97,8 +97,8 @@ def compare_with_stock(config: RunConfig, ranks: Ranks, steps: int) -> Equivalen
     """Train the first steps of a run with its cache and look-ahead, and again with stock TorchRec, and compare every
     bit: losses, weights and optimizer states. Collective.
 
-    Both have the same tables at the same places, and the same batches. Where they are equal and pins hardly mattered,
-    the cache is halved and compared again, until they did or a smaller cache grows back
+    Both have the same tables at the same places, the same batches, and `train.deterministic`. Where they are equal and
+    pins hardly mattered, the cache is halved and compared again, until they did or a smaller cache grows back
     (docs/decisions/0055-verify-makes-caches-smaller.md). Where they differ, the step is found by bisection, by training
     again from the start: nothing is read from the caches before the step that is compared.
 
@@ -124,7 +124,7 @@ class _Runs:
         _check(config, ranks)
         self._ranks, self._folder = ranks, folder
         self._steps = min(steps, config.train.max_steps or steps)
-        train = dataclasses.replace(config.train, max_steps=self._steps, eval_every=None)
+        train = dataclasses.replace(config.train, max_steps=self._steps, eval_every=None, deterministic=True)
         data = config.data.unfollowed()
         self._config = dataclasses.replace(config, data=data, train=train, publish=PublishConfig())
         self._caches: list[CachedRun] = []
@@ -293,10 +293,10 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, tuple[int, Tensor]]]:
 
 
 def _differences(cached: _Tensors, stock: _Tensors, rank: int) -> Iterator[Difference]:
-    """Yield what differs in any bit, sorted by name."""
+    """Yield what differs in any bit, sorted by name. On a GPU cached rows are in host memory, and stock's are not."""
     assert cached.keys() == stock.keys(), f"not of one model: {sorted(cached.keys() ^ stock.keys())[:5]}"
-    for name, (first, ours) in sorted(cached.items()):
-        theirs = stock[name][1]
+    for name, (first, on_device) in sorted(cached.items()):
+        ours, theirs = on_device.cpu(), stock[name][1].cpu()
         is_other = (_bits(ours) != _bits(theirs)).any(dim=1)
         rows = is_other.nonzero().flatten().tolist()
         if rows:

@@ -19,7 +19,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, Target
 from embershard.data.schema import Task
 from embershard.distributed import Ranks, Supervision
-from embershard.training.config import TrainConfig
 from embershard.training.quality.quality import (
     AnyQuality,
     ClassesQuality,
@@ -231,11 +230,6 @@ def until_stopped(batches: Iterable[Batch], supervision: Supervision, ranks: Ran
             return
         yield batch
         supervision.beat()
-
-
-def autocast(settings: TrainConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context of a forward, in the precision of the settings."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.precision == "bf16")
 
 
 @torch.no_grad()

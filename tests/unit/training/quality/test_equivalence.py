@@ -25,9 +25,10 @@ from embershard.sharding.plan import TablePlacement
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig
-from embershard.training.quality.equivalence import CachedRun, Equivalence, compare_with_stock
+from embershard.training.quality.equivalence import CachedRun, Difference, Equivalence, _differences, compare_with_stock
 from embershard.training.trainer import Trainer
 from tests.unit.cache.faults import FAULTS
+from tests.unit.gpu_model.device import CUDA, Gpu
 from tests.unit.sharding.plans import make_plan
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -207,3 +208,17 @@ def test_a_plan_that_trains_in_another_way_is_refused(ranks: Ranks, tmp_path: Pa
     config = dataclasses.replace(make_config(0), sharding=ShardingConfig(plan=str(tmp_path / "plan.json")))
     with pytest.raises(ConfigError, match=message):
         compare_with_stock(config, dataclasses.replace(ranks, world_size=2), 2)
+
+
+def test_rows_in_host_memory_are_compared_with_those_of_a_gpu() -> None:
+    """As a cached run has them and stock TorchRec: on the model of a GPU, which refuses operations on both."""
+    rows = torch.arange(6.0).reshape(3, 2)
+    other = rows.clone()
+    other[1, 1] = 9.0
+    with Gpu():
+        bias = (0, torch.ones(2).to(CUDA))
+        cached = {"t.weight": (4, rows), "over.bias": bias}
+        same, different = ({"t.weight": (4, each.to(CUDA)), "over.bias": bias} for each in (rows, other))
+        assert list(_differences(cached, same, rank=1)) == []
+        found = list(_differences(cached, different, rank=1))
+    assert found == [Difference("t.weight", rank=1, row=5, num_rows=1, cached=3.0, stock=9.0)]

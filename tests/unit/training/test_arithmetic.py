@@ -1,0 +1,208 @@
+"""`train.precision` and `train.deterministic`: what the process is set to, when, and that it is set back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, get_args
+from unittest import mock
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embershard.cache import CacheConfig
+from embershard.data import Batch, DataConfig, Schema
+from embershard.data.config import SyntheticConfig
+from embershard.decoding import decode
+from embershard.distributed import Ranks, process_group
+from embershard.errors import ConfigError
+from embershard.models import ModelConfig, build_model
+from embershard.models.config import WITH_TOWERS, Arch
+from embershard.models.table_modules import collections_of
+from embershard.pipeline.config import LookAheadConfig
+from embershard.sharding.config import ShardingConfig
+from embershard.sharding.torchrec import cached_embeddings
+from embershard.training.arithmetic import arithmetic, check_process, prepare_process
+from embershard.training.checkpoint.identity import RULES
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.quality.equivalence import _Runs, compare_with_stock
+from embershard.training.trainer import Trainer
+from tests.covering import keep
+from tests.unit.models.test_tables import schema_of, settings_of
+from tests.unit.training.order_of_sums import Refused
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+DETERMINISTIC = TrainConfig(deterministic=True)
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with process_group("cpu") as found:
+        yield found
+
+
+def make_config(**changes: Any) -> RunConfig:
+    parts = {
+        "data": DataConfig(synthetic=SyntheticConfig(num_samples=600, scale=0.0001), num_workers=0, eval_fraction=0.2),
+        "model": ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
+        "cache": CacheConfig(ratio=0.3),
+        "look_ahead": LookAheadConfig(lookahead=3),
+        "train": TrainConfig(batch_size=50, max_steps=6),
+    }
+    return RunConfig(**{**parts, **changes})
+
+
+def now() -> tuple[bool, bool, bool, bool]:
+    """TF32 of products and of convolutions, deterministic algorithms, and whether new memory is filled."""
+    memory: Any = torch.utils.deterministic
+    return (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        memory.fill_uninitialized_memory,
+    )
+
+
+OUTSIDE = (False, True, False, True)  # as torch begins
+
+
+@pytest.mark.parametrize(
+    ("settings", "inside"),
+    [
+        (TrainConfig(), (False, False, False, True)),
+        (TrainConfig(precision="tf32"), (True, True, False, True)),
+        (TrainConfig(precision="bf16"), (False, False, False, True)),
+        (DETERMINISTIC, (False, False, True, False)),
+    ],
+)
+def test_the_process_computes_as_set_and_then_as_before(settings: TrainConfig, inside: tuple[bool, ...]) -> None:
+    torch.backends.cudnn.allow_tf32 = True  # a restored one is not the default any more, by torch's other name
+    assert now() == OUTSIDE
+    with suppress(ZeroDivisionError), arithmetic(settings, CPU):
+        assert now() == inside
+        raise ZeroDivisionError
+    assert now() == OUTSIDE
+
+
+@pytest.mark.slow
+def test_training_and_scoring_compute_as_set(ranks: Ranks) -> None:
+    """From the first step of a trainer to its end, and in every forward of an evaluation."""
+    before, seen = now(), []
+    config = make_config(train=TrainConfig(batch_size=50, max_steps=2, precision="tf32", deterministic=True))
+    trainer = Trainer(config, ranks)
+    trainer.model.register_forward_pre_hook(lambda *_: seen.append(now()))
+    list(trainer.train())
+    assert set(seen) == {(True, True, True, False)}
+    assert len(seen) > 2  # steps, and batches of the evaluation
+    trainer.close()
+    assert now() == before
+
+
+def test_fp16_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r'got "fp16".* rows are trained inside of the backward.*"bf16" is as'):
+        decode(RunConfig, {"train": {"precision": "fp16"}})
+
+
+def test_a_gpu_needs_a_workspace_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    check_process(DETERMINISTIC, CPU)
+    check_process(TrainConfig(), GPU)
+    with pytest.raises(ConfigError, match=r"not set.*needed :4096:8 or :16:8 .* export CUBLAS_WORKSPACE_CONFIG="):
+        check_process(DETERMINISTIC, GPU)
+    prepare_process(TrainConfig())
+    assert WORKSPACE not in os.environ
+    prepare_process(DETERMINISTIC)
+    check_process(DETERMINISTIC, GPU)
+    os.environ[WORKSPACE] = ":4096:2:16:8"  # torch's own, which its products share
+    prepare_process(DETERMINISTIC)
+    with pytest.raises(ConfigError, match="got CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8"):
+        check_process(DETERMINISTIC, GPU)
+
+
+@pytest.mark.slow
+def test_verify_always_compares_in_that_mode(ranks: Ranks) -> None:
+    config, seen = make_config(), []
+    step = Trainer.step
+
+    def noted(trainer: Trainer, batch: Any) -> Any:
+        tables = [pool.slots.tbe for pool in cached_embeddings(trainer.model)]
+        seen.append((torch.are_deterministic_algorithms_enabled(), {table.stochastic_rounding for table in tables}))
+        return step(trainer, batch)
+
+    with mock.patch.object(Trainer, "step", noted), mock.patch.object(_Runs, "_halve", return_value=False):
+        assert compare_with_stock(config, ranks, 1).is_equal
+    assert {is_on for is_on, _ in seen} == {True}
+    assert set().union(*(rounding for _, rounding in seen)) == {False}
+
+
+@pytest.mark.slow
+def test_on_a_cpu_it_changes_no_bit(ranks: Ranks) -> None:
+    losses = []
+    for deterministic in (False, True):
+        trainer = Trainer(make_config(train=TrainConfig(batch_size=50, deterministic=deterministic)), ranks)
+        losses.append([])
+        for _ in range(6):
+            with trainer.upcoming.next() as batch:
+                trainer.step(batch)
+            losses[-1].append(trainer.loss_monitor.mean())
+        trainer.close()
+    assert losses[0] == losses[1]
+
+
+def model_of(arch: Arch) -> tuple[Any, Schema]:
+    schema = schema_of(arch)
+    model = build_model(settings_of(arch), schema, CPU)
+    for _, collection in collections_of(model):
+        for table in collection.to_empty(device="cpu").parameters():
+            torch.nn.init.normal_(table)
+    return model, schema
+
+
+def batch_of(schema: Schema, count: int = 4) -> Batch:
+    names = [feature.name for feature in schema.sparse]
+    lengths = torch.ones(len(names) * count, dtype=torch.int64)
+    features = KeyedJaggedTensor(names, torch.zeros(len(lengths), dtype=torch.int64), lengths=lengths)
+    shape = (count, len(schema.target.labels)) if len(schema.target.labels) > 1 else (count,)
+    return Batch(torch.rand(count, len(schema.dense)), features, torch.randint(2, shape).float())
+
+
+@pytest.mark.parametrize("arch", get_args(Arch))
+def test_no_layer_of_a_model_would_be_refused_on_a_gpu(arch: Arch) -> None:
+    model, schema = model_of(arch)
+    with Refused() as refused:
+        model(batch_of(schema))[0].backward()
+    assert refused.num_seen > 20
+    assert refused.found == set()
+    assert arch not in WITH_TOWERS or len(schema.target.labels) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", keep({"hot_cold"}, ["sharded", "hot_cold", "rows"]))
+def test_no_operation_of_a_run_would_be_refused_on_a_gpu(ranks: Ranks, mode: Any) -> None:
+    hot = {"mode": mode, "hot_bytes": 4096} if mode == "hot_cold" else {}
+    config = make_config(sharding=ShardingConfig(exchange="rows" if mode == "rows" else "pooled", **hot))
+    trainer = Trainer(config, ranks)
+    with Refused() as refused:
+        list(trainer.train())
+    trainer.close()
+    assert refused.num_seen > 200
+    assert refused.found == set()
+
+
+def test_what_would_be_refused_is_found() -> None:
+    numbers = torch.rand(5)
+    with Refused() as refused:
+        numbers.cumsum(0)
+        numbers.kthvalue(2)
+        numbers.median(0)
+        torch.bincount(torch.arange(5), weights=numbers)
+        torch.arange(5).cumsum(0)
+        torch.bincount(torch.arange(5))
+    assert refused.found == {"aten::cumsum", "aten::kthvalue", "aten::median", "aten::bincount"}
+
+
+def test_a_resume_compares_it() -> None:
+    assert {RULES[f"train.{name}"].is_compared for name in ("precision", "deterministic")} == {True}
