@@ -94,6 +94,7 @@ def recalibrated(topology: Topology, plan: Plan, result: RunResult, *, name: str
     run = MeasuredRun.from_result(result)
     _check(topology, plan, run)
     assert run.step_seconds is not None, "checked"
+    topology = topology.at(plan.settings.get("train.precision", topology.precision))
     shape = topology.shaped(plan.ranks_per_node, plan.world_size // plan.ranks_per_node)
     rates = shape.rates_for(plan.world_size)
     works = measured_work(plan, run)

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import psutil
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -91,6 +92,11 @@ PAIRS = (
 #: TorchRec's own tables fail on a rank where a group of them has no row; the smallest reference table has 3 rows.
 _MOST_STOCK_RANKS = 3
 _QUICK = ("base", "wide layers, small batch", "many ids")
+_NO_GPU = (
+    "This machine has a GPU, and a calibration measures its CPU: on a GPU the parts of a step overlap, and their sum, "
+    "which is fitted here, is not its time. For GPUs plan with a --topology of datasheets' figures, and correct it by "
+    "a run: embershard report RUN --recalibrate FILE.toml."
+)
 #: Segments in which other programs took more than this are of no use.
 _TOO_BUSY = 0.7
 
@@ -109,7 +115,8 @@ class Measured:
 def run_calibration(
     num_ranks: Sequence[int], output: str | Path | None = None, quick: bool = False, console: Console | None = None
 ) -> Topology:
-    """Train reference settings with each of these numbers of ranks, on the CPU, and fit rates to their step times.
+    """Train reference settings with each of these numbers of ranks, on the CPU in fp32, and fit rates to their step
+    times. Where the machine has a GPU, it says that this is not measured.
 
     Takes one to three minutes per number of ranks, more where other programs run. `quick` runs
     three settings for a few steps: it shows that calibration works here, its rates are rough.
@@ -125,6 +132,8 @@ def run_calibration(
     if not num_ranks or min(num_ranks) < 1:
         raise ConfigError(f"--ranks: got {list(num_ranks)}, needed numbers of ranks to calibrate for, each at least 1.")
     console = console or plain_console()
+    if torch.cuda.is_available():
+        say(console, _NO_GPU)
     rates: dict[int, Rates] = {}
     busy = 0.0
     for ranks in sorted(set(num_ranks)):
@@ -224,7 +233,7 @@ def _topology(name: str, rates: Mapping[int, Rates], busy: float, quick: bool) -
     how = "roughly calibrated" if quick else "calibrated"
     return Topology(
         name=name,
-        source=f"{how} here on {time.strftime('%Y-%m-%d')} with torch {versions().get('torch')}, "
+        source=f"its CPU, {how} here on {time.strftime('%Y-%m-%d')} with torch {versions().get('torch')}, "
         f"{psutil.cpu_count()} cores, other programs using up to {busy:.0%} of them",
         device="cpu",
         ranks_per_node=max(rates),

@@ -56,15 +56,6 @@ def main(argv: Sequence[str]) -> int:
     return _plan(arguments, shlex.join(["embershard", "plan", *argv]))
 
 
-def _precision_note(config: RunConfig) -> str | None:
-    if config.train.precision == "fp32":
-        return None
-    return (
-        f'Dense work is predicted in fp32, whatever train.precision says: with "{config.train.precision}" its time is '
-        "another, and a plan may be slower or faster than told."
-    )
-
-
 @dataclass(frozen=True)
 class _Setup:
     """The command line and its files, read."""
@@ -90,7 +81,12 @@ class _Setup:
         if host_bytes is None:
             host_bytes = topology.host_memory_bytes
         hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
-        of_machine = (topology.cores_note, topology.note(num_ranks), topology.reserve_note(device_bytes))
+        of_machine = (
+            topology.cores_note,
+            topology.note(num_ranks),
+            topology.reserve_note(device_bytes),
+            topology.precision_note(config.train.precision),
+        )
         most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
         return PlanRequest(
             workload=make_workload(
@@ -113,7 +109,7 @@ class _Setup:
                 **{name: str(getattr(arguments, name)) for name in self.files},
                 "command": self.command,
             },
-            notes=[note for note in (self.note, *of_machine, hot_cold, _precision_note(config)) if note is not None],
+            notes=[note for note in (self.note, *of_machine, hot_cold) if note is not None],
             on_ranks=lambda other: self.request(other, ratio),
             topology=topology,
             effort=arguments.effort,
@@ -283,7 +279,7 @@ def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:
             f"--topology {topology.name}: got a machine with GPUs, and tables of this run take any id, which are on a "
             "CPU only so far. Plan for --topology cpu, or let ids share rows (docs/ids.md)."
         )
-    return topology
+    return topology.at(config.train.precision)  # type: ignore[arg-type]  # settings refuse "fp16"
 
 
 def _missing(arguments: argparse.Namespace) -> str:

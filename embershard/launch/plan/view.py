@@ -286,6 +286,7 @@ def write_simulation(runs: Sequence[SimulatedRun], topology: Topology, path: Pat
         "what": "embershard plan --simulate: an estimate",
         "topology": topology.name,
         "source": topology.source,
+        "precision": topology.precision,
         "runs": [{**dataclasses.asdict(run), "efficiency": run.efficiency(runs)} for run in runs],
     }
     with naming_file(path):

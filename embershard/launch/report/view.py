@@ -212,11 +212,12 @@ def show_recalibration(found: Recalibration, output: Path, console: Console) -> 
     """Print what changed, and how to plan with it."""
     ranks = "1 rank" if found.num_ranks == 1 else f"{found.num_ranks} ranks"
     rates = "The estimated rates" if found.from_estimate else "The rates"
+    who_can = " (embershard plan --calibrate can)" if found.topology.device == "cpu" else ""
     say(
         console,
         f"{rates} give {found.before_seconds * 1e3:.2f} ms for the work that was measured; the run's "
         f"median step was {found.measured_seconds * 1e3:.2f} ms. All rates for {ranks} were multiplied by "
-        f"{found.factor:.4g}: one step time cannot tell which of them is wrong (embershard plan --calibrate can).",
+        f"{found.factor:.4g}: one step time cannot tell which of them is wrong{who_can}.",
         f"Written to {output}. Plan with it:  embershard plan --topology {output} --ranks {found.num_ranks} ...",
     )
 

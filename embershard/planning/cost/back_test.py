@@ -44,7 +44,9 @@ PUBLISHED = (
 )
 #: Median and largest error of `python -m benchmarks.simulator_back_test`: step times on a calibrated CPU.
 CALIBRATED_MEDIAN, CALIBRATED_LARGEST, CALIBRATED_CASES = 0.052, 0.179, 21
-_CALIBRATE = "Do not choose or buy machines by it: measure them, with embershard plan --calibrate."
+_DO_NOT_BUY = "Do not choose or buy machines by it: measure them"
+_CALIBRATE = f"{_DO_NOT_BUY}, with embershard plan --calibrate."
+_RECALIBRATE = f"{_DO_NOT_BUY}, by a run there (embershard report --recalibrate)."
 
 
 def error_note(limit: str, *, is_calibrated: bool, is_gpu: bool) -> str:
@@ -72,5 +74,5 @@ def error_note(limit: str, *, is_calibrated: bool, is_gpu: bool) -> str:
     errors, models = [point.error for point in points], sorted({point.model for point in points})
     return (
         f"{known}on {len(points)} published figures ({', '.join(models)} on A100 and H100) simulated samples/s were "
-        f"off by {min(errors):+.0%} to {max(errors):+.0%}. {_CALIBRATE}"
+        f"off by {min(errors):+.0%} to {max(errors):+.0%}. {_RECALIBRATE}"
     )

@@ -21,6 +21,9 @@ from embershard.units import size
 _UPDATE_PASSES = 5
 _SHARES = ("flops", "device_memory", "host_memory", "host_link", "node_link", "network")
 _MOST_BYTES = 2**60  # of a memory
+_LEAST_SPEED = 1e3  # a second
+#: Number formats of dense layers: the values of `train.precision` with a speed of their own.
+Precision = Literal["fp32", "tf32", "bf16", "fp64"]
 _SHAPE = re.compile(r"(?P<base>.+?)x(?P<ranks>\d+)(?:x(?P<nodes>\d+))?")
 
 
@@ -29,7 +32,8 @@ class Bandwidths(Amounts):
     """Peak figures of a datasheet, per second. A GPU's are per rank; a CPU's are the node's, and its ranks share them.
 
     Attributes:
-        flops: floating-point operations in fp32.
+        flops: floating-point operations in fp32, without TF32.
+        tf32_flops, bf16_flops, fp64_flops: of matrix products in that format, not of sparse matrices; 0: not known.
         host_memory_bytes: of the node.
         to_device_bytes, to_host_bytes: host link, each way.
         node_bytes: sent by a rank to the others of its node.
@@ -43,11 +47,24 @@ class Bandwidths(Amounts):
     to_host_bytes: float
     node_bytes: float
     network_bytes: float = 0
+    tf32_flops: float = 0
+    bf16_flops: float = 0
+    fp64_flops: float = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tf32_flops", "bf16_flops", "fp64_flops"):
+            value = getattr(self, name)
+            _need(value == 0 or value >= _LEAST_SPEED, f"Bandwidths.{name}", value, f"{_LEAST_SPEED:g} or more, or 0")
+
+    def flops_in(self, precision: Precision) -> float:
+        """Return the operations of dense layers in this format; 0: not known."""
+        return self.flops if precision == "fp32" else float(getattr(self, f"{precision}_flops"))
 
     @staticmethod
     def limits(name: str) -> tuple[float, float]:
         """Return limits far beyond any machine: work that costs nothing, or for ever, makes no plan."""
-        return 0.0 if name == "network_bytes" else 1e3, 1e24
+        return 0.0 if name == "network_bytes" or name.endswith("_flops") else _LEAST_SPEED, 1e24
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,7 @@ class Topology:
         cores_per_node: of a CPU's node, which its ranks share; None: not known, or a GPU.
         rates: calibrated rates, by the number of ranks that ran.
         bandwidths, assumptions: for estimates, where nothing is calibrated.
+        precision: in which dense layers compute. Calibrated rates are of this one.
 
     Raises:
         ConfigError: a field is out of range, or there are neither rates nor bandwidths.
@@ -117,6 +135,7 @@ class Topology:
     rates: Mapping[int, Rates] = field(default_factory=dict)
     bandwidths: Bandwidths | None = None
     assumptions: Assumptions = field(default_factory=Assumptions)
+    precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
         memory = self.device_memory_bytes
@@ -136,6 +155,21 @@ class Topology:
         """Ranks in all."""
         return self.ranks_per_node * self.num_nodes
 
+    def at(self, precision: Precision) -> Topology:
+        """Return the machine with dense layers in this format; unchanged where its speed in it is not known."""
+        is_known = not self.rates and self.bandwidths is not None and self.bandwidths.flops_in(precision)
+        return replace(self, precision=precision) if is_known else self
+
+    def precision_note(self, wanted: str) -> str | None:
+        """Return the sentence on a run in another format than that of the rates; None where they are of its own. A CPU
+        computes "tf32" as fp32."""
+        if wanted == self.precision or (self.device == "cpu" and (wanted, self.precision) == ("tf32", "fp32")):
+            return None
+        return (
+            f'Dense work is predicted in {self.precision}, and the run computes it in "{wanted}", whose speed is not '
+            f"known of {self.name}: its time is another, and a plan may be slower or faster than told."
+        )
+
     def rates_for(self, num_ranks: int | None = None) -> Rates:
         """Return the rates of `num_ranks` (default: all): calibrated for that number, or derived from the nearest, else
         estimated."""
@@ -154,9 +188,10 @@ class Topology:
         """Return where the rates of `num_ranks` come from, and how certain they are."""
         num_ranks = num_ranks or self.world_size
         if not self.rates:
+            better = "calibrate on the machine itself" if self.device == "cpu" else "correct it by a run of its own"
             return (
                 f"The speed of {self.name} is an estimate ({self.source}, times assumed efficiencies), not a "
-                "measurement; calibrate on the machine itself for better."
+                f"measurement; {better} for better."
             )
         nearest = self._nearest(num_ranks)
         if self.num_nodes > 1:
@@ -217,7 +252,7 @@ class Topology:
 
     def _check_network(self) -> None:
         speed = 0.0 if self.bandwidths is None else self.bandwidths.network_bytes
-        least, most = 1e3, Bandwidths.limits("network_bytes")[1]
+        least, most = _LEAST_SPEED, Bandwidths.limits("network_bytes")[1]
         needed = f"the bytes that a rank sends to other nodes in a second, from {least:g} to {most:g}"
         _need(speed >= least, "Bandwidths.network_bytes", speed or "none", f"{needed}: there are several nodes")
 
@@ -306,7 +341,7 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
     # Share of a rank's all-to-all that goes to other nodes, over the network; the rest is sent at the same time.
     outside = (num_ranks - local) / max(1, num_ranks - 1)
     return Rates(
-        seconds_per_flop=_inverse(peak.flops * share.flops) * sharing,
+        seconds_per_flop=_inverse(peak.flops_in(topology.precision) * share.flops) * sharing,
         seconds_per_activation_byte=2 * device,
         seconds_per_update_byte=_UPDATE_PASSES * device,
         seconds_per_embedding_byte=device,

@@ -7,6 +7,7 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
 from embershard.decoding import decode
@@ -87,6 +88,15 @@ def test_calibration_writes_what_it_found_per_number_of_ranks(told, tmp_path) ->
     assert found.source in found.note(2)
     assert "Calibrate again when it is quiet" not in shown.getvalue()
     assert "wide layers" in shown.getvalue()
+    assert "GPU" not in shown.getvalue()
+
+
+def test_a_machine_with_a_gpu_is_told_that_its_cpu_is_measured(told, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shown = io.StringIO()
+    found = run_calibration([1], console=Console(file=shown, width=400))
+    assert (found.device, found.source[:8]) == ("cpu", "its CPU,")
+    assert "This machine has a GPU, and a calibration measures its CPU" in shown.getvalue()
 
 
 def test_a_busy_machine_is_named(told, monkeypatch) -> None:

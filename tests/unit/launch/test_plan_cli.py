@@ -152,10 +152,35 @@ def test_a_compared_case_is_told_when_it_is_done(files, capsys, monkeypatch):
     assert " ms a step, " in seen[1]
 
 
-def test_a_precision_that_predictions_do_not_know_is_noted(files, capsys):
-    for precision, is_noted in (("fp32", False), ("bf16", True)):
-        assert main(given(files, "--ranks", "1", "--set", f"train.precision={precision}")) == 0
-        assert ("Dense work is predicted in fp32" in capsys.readouterr().out) == is_noted
+@pytest.mark.parametrize(
+    ("machine", "precision", "is_noted"),
+    [("cpu", "fp32", False), ("cpu", "tf32", False), ("cpu", "bf16", True), ("h100x1", "bf16", False)],
+)
+def test_a_precision_that_predictions_do_not_know_is_noted(files, capsys, machine, precision, is_noted):
+    options = ("--ranks", "1", "--topology", machine, "--set", f"train.precision={precision}")
+    assert main(given(files, *options)) == 0
+    assert ("Dense work is predicted in fp32, and the run computes it in" in capsys.readouterr().out) == is_noted
+
+
+def dense_seconds(path: Path) -> float:
+    plan = Plan.load(path)
+    assert plan.prediction is not None
+    return plan.prediction.ranks[0].seconds["dense"]
+
+
+def test_dense_work_is_planned_and_simulated_at_the_speed_of_its_precision(files, tmp_path, capsys):
+    seconds, steps = {}, {}
+    for precision in ("fp32", "tf32", "bf16"):
+        path, options = tmp_path / f"{precision}.json", ("--ranks", "1", "--topology", "h100x1")
+        options += ("--set", f"train.precision={precision}", "--set", "train.batch_size=4096")
+        assert main(given(files, *options, "-o", str(path))) == 0
+        seconds[precision] = dense_seconds(path)
+        assert main(given(files, *options, "--simulate", "-o", str(tmp_path / "simulated.json"))) == 0
+        steps[precision] = json.loads((tmp_path / "simulated.json").read_text())["runs"][0]["step_seconds"]
+    activations = (seconds["fp32"] * 67 - seconds["bf16"] * 989.5) / (67 - 989.5)  # the same in each
+    products = {name: each - activations for name, each in seconds.items()}
+    assert products["fp32"] / products["tf32"] == pytest.approx(494.5 / 67)
+    assert steps["fp32"] > steps["tf32"] > steps["bf16"]
 
 
 def test_several_ratios(files, tmp_path, capsys):

@@ -84,6 +84,21 @@ def test_ranks_beyond_the_calibrated_number_share_the_cores_and_send_more_messag
     assert (here.jitter_for(2), nodes.jitter_for(8)) == (0, here.assumptions.jitter)
 
 
+def test_each_precision_has_its_own_rate_of_dense_work() -> None:
+    """Only that one; where it is not known, the machine stays as it is, and says so."""
+    gpu, cpu, measured = load_topology("a100-80x8"), load_topology("cpu"), calibrated(1)
+    rates = {name: gpu.at(name).rates_for(8) for name in ("fp32", "tf32", "bf16", "fp64")}
+    assert [rates["fp32"].seconds_per_flop / each.seconds_per_flop for each in rates.values()] == pytest.approx(
+        [1, 8, 16, 1]
+    )
+    assert len({dataclasses.replace(each, seconds_per_flop=0) for each in rates.values()}) == 1
+    assert gpu.at("bf16").shaped(2).at("fp32").rates_for(2) == gpu.rates_for(2)
+    assert (cpu.at("bf16"), measured.at("bf16")) == (cpu, measured)
+    assert gpu.at("bf16").precision_note("bf16") is cpu.precision_note("tf32") is None
+    assert 'in fp32, and the run computes it in "bf16"' in str(measured.precision_note("bf16"))
+    assert 'in bf16, and the run computes it in "tf32"' in str(gpu.at("bf16").precision_note("tf32"))
+
+
 def test_ranks_share_the_host_memory_and_a_cpus_cores() -> None:
     eight, one = load_topology("b200x8").rates_for(), load_topology("b200x1").rates_for()
     assert eight.seconds_per_byte_to_device > one.seconds_per_byte_to_device
@@ -215,12 +230,13 @@ def test_a_figure_that_is_none_is_refused_with_file_and_key(tmp_path) -> None:
     file = tmp_path / "machine.toml"
     sizes = ("ranks_per_node", "num_nodes", "device_memory_bytes", "host_memory_bytes")
     costs = [f"x.assumptions.{name}" for name, least, _ in limits(Assumptions) if not least]
+    unknown = [f"x.bandwidths.{name}_flops" for name in ("tf32", "bf16", "fp64")]
     keys = [f"x.{name}" for name in sizes]
     keys += [f"x.bandwidths.{name}" for name, _, _ in limits(Bandwidths)]
     keys += [f"x.assumptions.{name}" for name, _, _ in limits(Assumptions)]
     for key, odd in itertools.product(keys, ODD):
         file.write_text(machine(**{key: odd}))
-        if key in costs and odd in ("0", "1e-300"):
+        if (key in costs and odd in ("0", "1e-300")) or (key in unknown and odd == "0"):
             assert load_topology(str(file)).rates_for().seconds_per_flop > 0
             continue
         with pytest.raises(ConfigError) as error:

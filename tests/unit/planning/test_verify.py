@@ -253,6 +253,16 @@ def test_an_estimated_topology_gets_rates(ranks):
     assert found.topology.rates_for(ranks).seconds_per_flop == pytest.approx(before.seconds_per_flop * found.factor)
 
 
+def test_rates_from_an_estimate_are_of_the_precision_of_the_run():
+    plan = predicted_plan(device="cuda", world_size=1)
+    plan = dataclasses.replace(plan, settings={**plan.settings, "train.precision": "bf16"})
+    estimated = load_topology("h200x8")
+    found = corrected(estimated, plan, result_of(plan), name="new", run_name="r")
+    before = estimated.at("bf16").shaped(1).rates_for(1)
+    assert found.topology.precision == "bf16"
+    assert found.topology.rates_for(1).seconds_per_flop == pytest.approx(before.seconds_per_flop * found.factor)
+
+
 def test_the_nearest_rates_are_corrected_where_a_number_of_ranks_has_none():
     plan = predicted_plan()
     found = corrected(machine(rates={4: RATES}), plan, result_of(plan), name="new", run_name="r")
