@@ -16,8 +16,8 @@ import torch.utils.deterministic
 from embershard.errors import ConfigError
 from embershard.training.config import TrainConfig
 
-#: cuBLAS reads it when CUDA starts. With these values its products do not share a workspace between streams, and are
-#: the same each time; torch refuses deterministic products without one of them.
+#: cuBLAS reads it once. With these values products on several streams do not choose their kernels by what is left of a
+#: common workspace; torch refuses deterministic products without one of them.
 _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
