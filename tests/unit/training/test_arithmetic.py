@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
@@ -13,11 +15,11 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import CacheConfig
-from embershard.data import Batch, DataConfig, Schema
+from embershard.data import Batch, DataConfig, Schema, open_source
 from embershard.data.config import SyntheticConfig
 from embershard.decoding import decode
-from embershard.distributed import Ranks, process_group
-from embershard.errors import ConfigError
+from embershard.distributed import Ranks, Supervision, process_group
+from embershard.errors import CheckpointError, ConfigError
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import WITH_TOWERS, Arch
 from embershard.models.table_modules import collections_of
@@ -28,8 +30,10 @@ from embershard.training.arithmetic import arithmetic, check_process, prepare_pr
 from embershard.training.checkpoint.identity import RULES
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.quality.equivalence import _Runs, compare_with_stock
+from embershard.training.quality.reports import EvalReport, TrainReport
+from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
-from tests.covering import keep
+from tests.covering import keep, matrix
 from tests.unit.models.test_tables import schema_of, settings_of
 from tests.unit.training.order_of_sums import Refused
 
@@ -206,3 +210,36 @@ def test_what_would_be_refused_is_found() -> None:
 
 def test_a_resume_compares_it() -> None:
     assert {RULES[f"train.{name}"].is_compared for name in ("precision", "deterministic")} == {True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["tf32", matrix("bf16")])
+def test_a_run_is_resumed_scored_and_verified_in_its_precision(ranks: Ranks, tmp_path: Path, precision: Any) -> None:
+    """On a CPU "tf32" is fp32, bit for bit, and "bf16" is not."""
+    short = TrainConfig(batch_size=50, max_steps=4, precision=precision)
+    config, losses = make_config(train=short), {}
+    for name, settings in (("own", short), ("fp32", replace(short, precision="fp32"))):
+        trainer = Trainer(replace(config, train=settings), ranks, tmp_path / name)
+        reports = list(trainer.train())
+        trainer.close()
+        losses[name] = [report.loss for report in reports if isinstance(report, TrainReport)]
+    (evaluated,) = (report.quality for report in reports if isinstance(report, EvalReport))
+    assert (losses["own"] == losses["fp32"]) == (precision == "tf32")
+
+    scored = {}
+    for name in ("own", "fp32"):
+        used = replace(config, train=replace(short, precision="fp32" if name == "fp32" else precision))
+        trained = open_trained(used, tmp_path / "fp32", ranks)
+        scored[name] = Scorer(trained, open_source(config.data), ranks, Supervision()).evaluate().quality
+    assert scored["fp32"] == evaluated
+    assert (scored["own"] == evaluated) == (precision == "tf32")
+
+    resumed = Trainer(replace(config, train=replace(short, max_steps=6)), ranks, None)
+    with pytest.raises(CheckpointError, match=r"train\.precision +\"fp32\""):
+        resumed.resume(tmp_path / "fp32" / "step_4")
+    resumed.resume(tmp_path / "own" / "step_4")
+    list(resumed.train())
+    resumed.close()
+    assert resumed.steps == 6
+    with mock.patch.object(_Runs, "_halve", return_value=False):
+        assert compare_with_stock(config, ranks, 2).is_equal
