@@ -170,7 +170,7 @@ def _public(point: PublishedPoint) -> dict[str, Any]:
     tables, dim, dense = model("mlperf_dcnv2" if name == "mlperf_dcnv2" else "criteo_1tb")
     if name == "dlrm":
         tables = [AssumedTable(table.table, rows) for table, rows in zip(tables, DLRM_ROWS, strict=True)]
-    topology = load_topology(machine_name)
+    topology = load_topology(machine_name).at(point.precision)
     size = ModelSize(
         tables=tuple(TableSize(t.table, t.num_rows, dim, "fp32", state_bytes=4 * (name != "dlrm")) for t in tables),
         dense_flops_per_sample=dense.flops_per_sample,
@@ -187,6 +187,7 @@ def _public(point: PublishedPoint) -> dict[str, Any]:
     return {
         "model": name,
         "machine": machine_name,
+        "precision": point.precision,
         "global_batch_size": shape.global_batch_size,
         "published_samples_per_second": published,
         "simulated_samples_per_second": round(found.samples_per_second),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from embershard.planning.cost.rates import Precision
+
 
 @dataclass(frozen=True)
 class PublishedPoint:
@@ -17,6 +19,8 @@ class PublishedPoint:
         batch_size: samples per rank.
         published, simulated: samples per second of all ranks.
         limited_by: the part that takes most of the simulated step.
+        precision: of the simulated dense layers, as far as is known of the measured ones; Tensor Cores are as fast in
+            fp16 as in bf16.
     """
 
     model: str
@@ -25,6 +29,7 @@ class PublishedPoint:
     published: int
     simulated: int
     limited_by: str
+    precision: Precision = "fp32"
 
     @property
     def error(self) -> float:
@@ -35,12 +40,12 @@ class PublishedPoint:
 #: What `python -m benchmarks.simulator_back_test --public` found.
 PUBLISHED = (
     PublishedPoint("dlrm", "a100-40x1", 16_384, 740_065, 501_832, "dense"),
-    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 1_290_393, "dense"),
-    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 1_776_752, "overhead"),
-    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 3_194_144, "dense"),
-    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 346_258, "overhead"),
-    PublishedPoint("mlperf_dcnv2", "h100x8", 6_912, 15_300_000, 1_905_385, "dense"),
-    PublishedPoint("mlperf_dcnv2", "h100x8x16", 1_056, 70_800_000, 10_752_752, "overhead"),
+    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 1_293_014, "dense"),
+    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 1_786_936, "overhead"),
+    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 3_201_611, "dense"),
+    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 346_642, "overhead"),
+    PublishedPoint("mlperf_dcnv2", "h100x8", 6_912, 15_300_000, 5_731_392, "overhead", "bf16"),
+    PublishedPoint("mlperf_dcnv2", "h100x8x16", 1_056, 70_800_000, 13_878_864, "overhead", "bf16"),
 )
 #: Median and largest error of `python -m benchmarks.simulator_back_test`: step times on a calibrated CPU.
 CALIBRATED_MEDIAN, CALIBRATED_LARGEST, CALIBRATED_CASES = 0.052, 0.179, 21
@@ -72,7 +77,8 @@ def error_note(limit: str, *, is_calibrated: bool, is_gpu: bool) -> str:
     known = f"{of_such} " if alike else f"{of_such} not known, no published figure is. Over all limits: "
     points = alike or PUBLISHED
     errors, models = [point.error for point in points], sorted({point.model for point in points})
+    machines = " and ".join(sorted({point.machine[:4].upper() for point in points}))
     return (
-        f"{known}on {len(points)} published figures ({', '.join(models)} on A100 and H100) simulated samples/s were "
+        f"{known}on {len(points)} published figures ({', '.join(models)} on {machines}) simulated samples/s were "
         f"off by {min(errors):+.0%} to {max(errors):+.0%}. {_RECALIBRATE}"
     )

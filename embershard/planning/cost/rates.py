@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from embershard.errors import ConfigError
 
 N = TypeVar("N", bound="Amounts")
+#: Number formats of dense layers: the values of `train.precision` that are not refused.
+Precision = Literal["fp32", "tf32", "bf16", "fp64"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from embershard.decoding import decode, read_toml, to_toml
 from embershard.errors import ConfigError, naming_file
 from embershard.machine import cores_problem
 from embershard.planning.cost.back_test import error_note
-from embershard.planning.cost.rates import Amounts, Rates
+from embershard.planning.cost.rates import Amounts, Precision, Rates
 from embershard.units import size
 
 #: The dense optimizer reads gradient, state and weight, and writes state and weight.
@@ -22,8 +22,6 @@ _UPDATE_PASSES = 5
 _SHARES = ("flops", "device_memory", "host_memory", "host_link", "node_link", "network")
 _MOST_BYTES = 2**60  # of a memory
 _LEAST_SPEED = 1e3  # a second
-#: Number formats of dense layers: the values of `train.precision` with a speed of their own.
-Precision = Literal["fp32", "tf32", "bf16", "fp64"]
 _SHAPE = re.compile(r"(?P<base>.+?)x(?P<ranks>\d+)(?:x(?P<nodes>\d+))?")
 
 
