@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +21,9 @@ from embershard.data import Batch, DataConfig, Schema, open_source
 from embershard.data.config import SyntheticConfig
 from embershard.decoding import decode
 from embershard.distributed import Ranks, Supervision, process_group
-from embershard.errors import CheckpointError, ConfigError
+from embershard.errors import CheckpointError, ConfigError, SetupError
+from embershard.launch.rank import do
+from embershard.launch.verify import VerifyJob
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import WITH_TOWERS, Arch
 from embershard.models.table_modules import collections_of
@@ -124,6 +128,27 @@ def test_a_gpu_needs_a_workspace_before_it_starts(monkeypatch: pytest.MonkeyPatc
     prepare_process(DETERMINISTIC)
     with pytest.raises(ConfigError, match="got CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8"):
         check_process(DETERMINISTIC, GPU)
+
+
+def test_ranks_prepare_before_cuda_starts(project_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `verify`, whatever the settings say: the process group takes the GPU."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv(WORKSPACE, "")
+    monkeypatch.delenv(WORKSPACE)
+    found: list[str | None] = []
+
+    def group(device: str) -> Any:
+        found.append(os.environ.get(WORKSPACE))
+        raise SetupError("no group")
+
+    monkeypatch.setattr("embershard.distributed.process_group", group)
+    example = argparse.Namespace(
+        config=project_dir / "examples" / "quickstart.toml", overrides=[], trust_code=False, steps=1
+    )
+    for job in (VerifyJob(make_config(), None, False, 1), VerifyJob.of(example)):
+        with pytest.raises(SetupError, match="no group"):
+            do(lambda job=job: job)
+    assert found == [None, ":4096:8"]
 
 
 @pytest.mark.slow
