@@ -474,9 +474,7 @@ def unguarded() -> Iterator[None]:
 def bound_too_early() -> Iterator[None]:
     """The map promises rows before they are in their slots."""
 
-    def early(
-        self: RowCache, plan: CachePlan, known: Any, lengths: Tensor, critical_path: bool, *training: Any
-    ) -> None:
+    def early(self: RowCache, plan: CachePlan, known: Any, lengths: Tensor, critical: bool, *training: Any) -> None:
         self._copies.write_back_evicted(plan)
         self._planner.evict(plan)
         self._planner.admit(plan, known)
