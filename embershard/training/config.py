@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator
 
 from embershard.cache import CacheConfig
 from embershard.cache.ids.config import IdTable
@@ -28,6 +30,16 @@ _BATCH_SIZE = 1024
 #: Batches that are read, beside those of the look-ahead and those that were parsed ahead, when a loss is known.
 _IN_WORK = 8
 _ALL_TIMES = 1 << 32  # seconds since 1970, until 2106
+
+
+def _refuse_fp16(precision: str) -> str:
+    if precision == "fp16":
+        raise ConfigError(
+            'train.precision: got "fp16", needed "fp32", "tf32", "bf16" or "fp64". Its gradients need a scaled loss, '
+            "and a step in which they overflow must train nothing; but rows are trained inside of the backward, before "
+            'that is known. "bf16" is as fast, and has the range of fp32; "tf32" has the digits of fp16.'
+        )
+    return precision
 
 
 @dataclass(frozen=True)
@@ -70,10 +82,10 @@ class TrainConfig:
     ranks and any plan; rows of cached tables are made when they are first touched. `torchrec`: TorchRec's own, which
     depend on the plan and are made at once."""
 
-    precision: OfTraining[Literal["fp32", "tf32", "bf16", "fp16", "fp64"]] = "fp32"
+    precision: OfTraining[Annotated[Literal["fp32", "tf32", "bf16", "fp64"], BeforeValidator(_refuse_fp16)]] = "fp32"
     """Number format of the dense layers' arithmetic. "fp32" is without TF32; "tf32" is of GPUs, and on a CPU the same
-    as "fp32"; "bf16" is automatic mixed precision; "fp16" is refused, and says why. With "fp64" losses do not depend on
-    the number of ranks, up to the last digits; it is slower, and takes more memory (docs/settings.md)."""
+    as "fp32"; "bf16" is automatic mixed precision. With "fp64" losses do not depend on the number of ranks, up to the
+    last digits; it is slower, and takes more memory (docs/settings.md, which says why there is no "fp16")."""
 
     deterministic: OfTraining[bool] = False
     """Makes equal runs on equal machines train the same bits on GPUs, too, where sums else depend on which thread comes
@@ -111,13 +123,7 @@ class TrainConfig:
             )
         if self.init not in ("counter", "torchrec"):
             raise ConfigError(f"train.init: got {self.init!r}, needed 'counter' or 'torchrec'.")
-        if self.precision == "fp16":
-            raise ConfigError(
-                'train.precision: got "fp16", needed "fp32", "tf32", "bf16" or "fp64". Its gradients need a scaled '
-                "loss, and a step in which they overflow must train nothing; but rows are trained inside of the "
-                'backward, before that is known. "bf16" is as fast, and has the range of fp32; "tf32" has the digits '
-                "of fp16."
-            )
+        _refuse_fp16(self.precision)
         if self.precision not in ("fp32", "tf32", "bf16", "fp64"):
             raise ConfigError(f"train.precision: got {self.precision!r}, needed 'fp32', 'tf32', 'bf16' or 'fp64'.")
         if self.on_non_finite not in ("stop", "skip"):

@@ -279,7 +279,7 @@ def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:
             f"--topology {topology.name}: got a machine with GPUs, and tables of this run take any id, which are on a "
             "CPU only so far. Plan for --topology cpu, or let ids share rows (docs/ids.md)."
         )
-    return topology.at(config.train.precision)  # type: ignore[arg-type]  # settings refuse "fp16"
+    return topology.at(config.train.precision)
 
 
 def _missing(arguments: argparse.Namespace) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 import pytest
@@ -114,6 +114,11 @@ def test_fp16_is_refused_with_the_reason() -> None:
         decode(RunConfig, {"train": {"precision": "fp16"}})
 
 
+def test_every_value_of_the_precision_can_be_set() -> None:
+    values = get_args(get_type_hints(TrainConfig)["precision"])
+    assert {TrainConfig(precision=value).precision for value in values} == {"fp32", "tf32", "bf16", "fp64"}
+
+
 def test_a_gpu_needs_a_workspace_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     check_process(DETERMINISTIC, CPU)
@@ -137,7 +142,7 @@ def test_ranks_prepare_before_cuda_starts(project_dir: Path, monkeypatch: pytest
     monkeypatch.delenv(WORKSPACE)
     found: list[str | None] = []
 
-    def group(device: str) -> Any:
+    def group(*where: Any, **how: Any) -> Any:
         found.append(os.environ.get(WORKSPACE))
         raise SetupError("no group")
 
