@@ -36,12 +36,13 @@ class Pairs:
     bucket: Tensor | None
 
 
+#: Of events and scored items in seconds, int64 [B, L + K]; and the least seconds of each bucket of their differences but
+#: the first.
+Times = tuple[Tensor, Tensor]
+
+
 def pairs_of(
-    lengths: Tensor,
-    times: tuple[Tensor, Tensor] | None,
-    num_tokens: tuple[int, int, int],
-    max_events: int,
-    window: int | None,
+    lengths: Tensor, times: Times | None, num_tokens: tuple[int, int, int], max_events: int, window: int | None
 ) -> Pairs:
     """Return the pairs of the tokens [context, events, scored items] of a batch.
 
@@ -57,8 +58,7 @@ def pairs_of(
 
     Args:
         lengths: events of each sample, [B].
-        times: of events and scored items in seconds, int64 [B, L + K], and the least seconds of each bucket of their
-            differences but the first; or None.
+        times: see `Times`; None without.
         num_tokens: C, L and K.
     """
     contexts, events, scored = num_tokens
