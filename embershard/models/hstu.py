@@ -36,8 +36,8 @@ class Pairs:
     bucket: Tensor | None
 
 
-#: Of events and scored items in seconds, int64 [B, L + K]; and the least seconds of each bucket of their differences but
-#: the first.
+#: Of events and scored items in seconds, int64 [B, L + K]; and the least seconds of each bucket of their differences,
+#: but the first.
 Times = tuple[Tensor, Tensor]
 
 
