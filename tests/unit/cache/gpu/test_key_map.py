@@ -7,7 +7,8 @@ import torch
 
 from embershard.cache.gpu import key_map
 from embershard.cache.gpu.key_map import SPILL_CELLS, PlacedArrayMap, PlacedHashedMap
-from embershard.cache.gpu.slot_map import bind
+from embershard.cache.gpu.launch import launch
+from embershard.cache.gpu.slot_map import _bind
 from embershard.cache.key_map import ArrayKeyMap
 from embershard.errors import CacheError
 
@@ -67,5 +68,6 @@ def test_a_key_without_a_place_is_bound_without_a_write_before_the_map() -> None
     around = torch.full((6,), 7, dtype=torch.int32)
     keys, slots = torch.tensor([3, 5]), torch.tensor([1, 2])
     key_of_slot, stamps = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    bind(keys, torch.tensor([-1, 4]), slots, around[1:], key_of_slot, stamps, 9)
+    state = (around[1:], key_of_slot, stamps, torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
+    launch(_bind, 2, keys, torch.tensor([-1, 4]), slots, *state, 9, 0, USES=True)
     assert around.tolist() == [7, 7, 7, 7, 7, 2]
