@@ -166,14 +166,15 @@ def quality_ms(batch_size: int, ranks: Ranks) -> float:
 
 # -- who waits for whom on an H100: a model, not a measurement
 
-#: Milliseconds of an H100 for a step of 65,536 samples of MLPerf's DLRM on Criteo 1TB: multiplications at 55 to 65 % of
-#: the datasheet's rate, the rest at 60 to 75 % of its memory's. Linear in the batch.
+#: Milliseconds of an H100 for a step of 65,536 samples of MLPerf's DLRM on Criteo 1TB: the 0.93 TFLOP of its MLPs at
+#: 77, 63 and 47 % of the datasheet's rates (67, 494 and 989 TFLOP/s), and 8 ms of activations, interaction and
+#: embeddings (5 in bf16). Assumed, and taken as linear in the batch.
 GPU_MS = {"fp32": 26.0, "tf32": 11.0, "bf16": 7.0}
-#: A plan's kernels beside the training, at 65,536 samples: the host reads their result once a step.
+#: A plan's kernels beside the training, at 65,536 samples, assumed: the host reads their result once a step.
 PLAN_MS = 1.6
 #: Kernels of a plan of 26 tables that evicts and ranks slots anew, on the model of a GPU (tests/unit/gpu_model).
 PLAN_LAUNCHES = 129
-#: Milliseconds of the host: of a kernel of ours, and what a kernel costs more than an operation on a CPU.
+#: Milliseconds of the host, assumed: of a kernel of ours, and what a kernel costs more than an operation on a CPU.
 LAUNCH_MS, MORE_MS = 0.010, 0.003
 
 
