@@ -113,6 +113,7 @@ def test_who_waits_follows_from_both_sides():
     assert [found[name]["waits"] for name in ("fp32", "tf32", "bf16")] == ["host", "host", "GPU"]
 
 
+@pytest.mark.slow
 def test_a_toy_run(tmp_path, monkeypatch):
     monkeypatch.setattr(host_thread, "keep_memory", lambda: None)  # it is of the whole process
     arguments = "--modes pooled --batch-size 64 --small 8 --steps 2 --warmup 2 --scale 0.001 --quality-sizes 100"
