@@ -158,7 +158,7 @@ class Player:
         self.known: deque[tuple[KnownBatch | None, tuple[int, ...]]] = deque()
         self.flying: deque[tuple[Ticket, Tensor]] = deque()
         self.evicted = 0
-        self.hidden: BaseException | None = None  # what was being raised when the fault came: a traceback shows both
+        self.hides_refusal = False  # one was being raised when the fault came: a traceback shows both
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """A call of the cache. Rows that a thread makes later are made first: its pace would choose what runs."""
@@ -180,8 +180,9 @@ class Player:
             except BaseException as error:
                 if error is not self.injector.raised:
                     raise
-                self.hidden = error.__context__
+                self.hides_refusal = isinstance(error.__context__, CacheError)
             self.injector.raised = self.injector.raised.with_traceback(None)  # nothing keeps its frames
+            self.injector.raised.__context__ = None  # nor the end of a generator, which has its result
         return function(*args, **kwargs)
 
     def play(self) -> None:
@@ -296,7 +297,7 @@ class Player:
             if "did not end" in str(error):
                 raise
             return True
-        return isinstance(self.hidden, CacheError)
+        return self.hides_refusal
 
     def _fail(self, copy: str) -> None:
         """A copy of the next known batch fails by itself, as far as it came."""

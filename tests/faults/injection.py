@@ -98,6 +98,8 @@ class Injector:
         code = frame.f_code
         if code.co_filename not in self._files or code.co_qualname in _WAITS:
             return None
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # of a module or a class, which a process runs once
+            return None
         name = code.co_qualname
         if name == "one_at_a_time.<locals>.locked":
             name = f"RowCache.{frame.f_locals['method'].__name__}"
