@@ -78,7 +78,4 @@ def modelled_ranks(num_ranks: int = 1) -> Iterator[tuple[Gpu, Ranks]]:
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(torch_planning())
-        # A module that moves to the device gets new parameters: the tensors of the old ones are the host's.
-        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
-        torch.__future__.set_overwrite_module_params_on_conversion(True)
         yield gpu, Ranks(0, num_ranks, 0, num_ranks, CUDA)
