@@ -173,7 +173,7 @@ GPU_MS = {"fp32": 26.0, "tf32": 11.0, "bf16": 7.0}
 #: A plan's kernels beside the training, at 65,536 samples, assumed: the host reads their result once a step.
 PLAN_MS = 1.6
 #: Kernels of a plan of 26 tables that evicts and ranks slots anew, on the model of a GPU (tests/unit/gpu_model).
-PLAN_LAUNCHES = 129
+PLAN_LAUNCHES = 62
 #: Milliseconds of the host, assumed: of a kernel of ours, and what a kernel costs more than an operation on a CPU.
 LAUNCH_MS, MORE_MS = 0.010, 0.003
 
