@@ -15,6 +15,7 @@ import pytest
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
 
+from embershard.cache.gpu import counters, victim_kernels
 from embershard.cache.gpu.planner import KernelPlanner
 from embershard.cache.gpu.slot_map import KernelSlotMap
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
@@ -25,7 +26,7 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from tests.covering import matrix
 from tests.unit.gpu_model import training
 from tests.unit.gpu_model.device import HOST, Gpu
-from tests.unit.gpu_model.training import Setting, modelled, train
+from tests.unit.gpu_model.training import Setting, modelled, train, written_by
 
 pytestmark = pytest.mark.slow
 
@@ -219,3 +220,8 @@ _FIND, _READ, _BEGIN = KernelSlotMap.find_missed, KernelPlanner._read, StagedBat
 def test_a_further_wait_or_launch_is_noticed(owner: Any, name: str, fault: Any) -> None:
     with mock.patch.object(owner, name, fault), pytest.raises(AssertionError):
         check(costs(Setting(kernels=True, **HITS)))  # type: ignore[arg-type]
+
+
+def test_what_a_kernel_writes_is_known_through_its_functions_and_pointers() -> None:
+    assert written_by(counters._count_plan) == {"values"}
+    assert "counts" in written_by(victim_kernels.mark_victims)

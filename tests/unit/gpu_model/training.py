@@ -3,17 +3,18 @@ and transfers. Left out are FBGEMM, whose table is stood in for by rows that are
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
-import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
+from embershard.cache import loops
 from embershard.cache.config import CacheConfig
 from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.rows import choose_transfer as transfers
@@ -246,7 +248,7 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
 
         for owner, name, stand_in in (
             (embeddings, "SlotTable", _Slots),
-            (kernel_launch, "_run", _interpret),
+            (kernel_launch, "_run", _interpret if setting.kernels else _compute),
             (page_lock, "cpus_beside", lambda device: ()),
             (transfers, "StagedTransfer", partial(StagedTransfer, buffer_bytes=setting.buffer_bytes)),
             (page_lock, "lock_for_cuda", lock),
@@ -336,14 +338,59 @@ def _interpret(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], c
     """In place of a launch of a planning kernel."""
     with out_of_sight():
         kernel[grid](*map(_plain, arguments), **constants)
+    _note_launch(kernel, arguments)
+
+
+def _compute(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """The same, by a compiled loop where the interpreter would take most of the time."""
+    if kernel.fn.__name__ != "_count_plan":
+        _interpret(kernel, grid, arguments, constants)
+        return
+    with out_of_sight():
+        *parts, ends, table_of_feature, table_ends, values = (_plain(each).numpy() for each in arguments[:9])
+        lengths, second = np.diff(ends, prepend=0), arguments[16]
+        loops.count_plan(loops.Counters(values), table_of_feature, lengths, table_ends, *parts, second != -1)
+    _note_launch(kernel, arguments)
+
+
+def _note_launch(kernel: Any, arguments: tuple[Any, ...]) -> None:
     tensors = dict(zip(kernel.arg_names, arguments, strict=False))
     tensors = {name: each for name, each in tensors.items() if isinstance(each, GpuTensor)}
-    written = set(re.findall(r"tl\.(?:store|atomic_\w+)\(\s*(\w+)", inspect.getsource(kernel.fn)))
+    written = written_by(kernel)
     Gpu.active().launch(
         kernel.fn.__name__,
         [each for name, each in tensors.items() if name not in written],
         [each for name, each in tensors.items() if name in written],
     )
+
+
+@cache
+def written_by(kernel: Any) -> frozenset[str]:
+    """The arguments that a kernel writes to, itself or by a function that it calls."""
+    function = kernel.fn
+    nodes = list(ast.walk(ast.parse(inspect.getsource(function))))
+    pointers = {
+        node.targets[0].id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    arguments = inspect.signature(function).parameters
+
+    def base(pointer: ast.expr) -> str:
+        while isinstance(pointer, ast.BinOp):
+            pointer = pointer.left
+        name = pointer.id if isinstance(pointer, ast.Name) else ""
+        return base(pointers[name]) if name in pointers and name not in arguments else name
+
+    found = set()
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
+        callee = ast.unparse(call.func)
+        if callee == "tl.store" or callee.startswith("tl.atomic_"):
+            found.add(base(call.args[0]))
+        elif hasattr(helper := function.__globals__.get(callee), "fn"):
+            of_helper = zip(inspect.signature(helper.fn).parameters, call.args, strict=False)
+            found |= {base(argument) for name, argument in of_helper if name in written_by(helper)}
+    return frozenset(found & set(arguments))
 
 
 def _plain(tensor: Any) -> Tensor:
