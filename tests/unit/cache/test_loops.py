@@ -20,12 +20,13 @@ from torch import Tensor
 
 from embershard.cache import NextUseIndex, SlotMap, eviction, loops, next_use
 from embershard.cache.config import Policy
+from embershard.cache.gpu import counters
 from embershard.cache.loops import compiled, initial_rows, next_uses, slots, victims
 from embershard.cache.loops import rows as looped_rows
 from embershard.cache.planner import CachePlan
 from tests.covering import examples
 from tests.unit.cache.harness import Operation, Pool, random_operations, run, windowed_operations
-from tests.unit.cache.torch_operations import torch_planning
+from tests.unit.cache.torch_operations import count_plan, torch_planning
 
 NUM_ROWS = 30
 LOOPS = [
@@ -56,6 +57,7 @@ def without_loops() -> Iterator[None]:
     """Inside, tensors are not on a CPU; a loop that runs all the same fails."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cpu", False))
+        stack.enter_context(mock.patch.object(counters, "count_plan", count_plan))
         for name in LOOPS:
             stack.enter_context(mock.patch.object(loops, name, side_effect=AssertionError(f"{name} ran")))
         yield

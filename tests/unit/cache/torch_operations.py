@@ -14,6 +14,7 @@ from embershard.cache import SlotMap, SlotState, row_cache
 from embershard.cache.eviction import VictimQueue, _Ranked, sample_stride
 from embershard.cache.next_use import KnownBatch, NextUseIndex
 from embershard.cache.planner import CachePlanner
+from embershard.cache.statistics import Counter
 
 _NEVER = torch.iinfo(torch.int64).max
 
@@ -102,6 +103,32 @@ class TorchPlanner(CachePlanner):
     @staticmethod
     def _distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
         return keys.unique(return_inverse=True)
+
+
+def count_plan(
+    values: Tensor,
+    table_of_feature: Tensor,
+    table_ends: Tensor,
+    feature_lengths: Tensor,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    critical_path: bool,
+) -> None:
+    """As that of `embershard/cache/gpu/counters.py`."""
+    first_hits, missed, filled, evicted, written_back = parts
+    of_ids = table_of_feature.repeat_interleave(feature_lengths)
+    of_fills, of_evicted, of_written = (
+        torch.bucketize(keys, table_ends, right=True) for keys in (filled, evicted, written_back)
+    )
+    for counter, tables in (
+        (Counter.LOOKUPS, of_ids),
+        (Counter.MISSED_LOOKUPS, of_ids[missed]),
+        (Counter.HITS_UNIQUE, of_ids[first_hits]),
+        (Counter.FILLS, of_fills),
+        (Counter.CRITICAL_PATH_FILLS, of_fills[: len(of_fills) * critical_path]),
+        (Counter.EVICTIONS, of_evicted),
+        (Counter.WRITE_BACKS, of_written),
+    ):
+        values[:, counter] += torch.bincount(tables, minlength=len(values))
 
 
 def torch_planning() -> mock._patch[object]:
