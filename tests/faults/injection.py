@@ -143,13 +143,18 @@ def _returns(code: CodeType) -> frozenset[int]:
 
 @functools.cache
 def _nowhere(code: CodeType) -> frozenset[int]:
-    return _lock_exits(code) | _handler_starts(code)
+    return _lock_exits(code) | _handler_starts(code) | _empty_lines(code)
 
 
 def _handler_starts(code: CodeType) -> frozenset[int]:
     """Where an exception was caught and is not noted yet: raised here, another one would not have it for its context.
     Neither a signal handler nor anything else runs here."""
     return frozenset(each.offset for each in dis.get_instructions(code) if each.opname == "PUSH_EXC_INFO")
+
+
+def _empty_lines(code: CodeType) -> frozenset[int]:
+    """A line that does nothing, as `try:`. The first one inside of a `with` may not be in what it guards."""
+    return frozenset(each.offset for each in dis.get_instructions(code) if each.opname == "NOP")
 
 
 def _lock_exits(code: CodeType) -> frozenset[int]:

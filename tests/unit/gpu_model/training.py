@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -248,7 +249,7 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
 
         for owner, name, stand_in in (
             (embeddings, "SlotTable", _Slots),
-            (kernel_launch, "_run", _interpret if setting.kernels else _compute),
+            (kernel_launch, "_run", _interpret if setting.kernels else compute_launch),
             (page_lock, "cpus_beside", lambda device: ()),
             (transfers, "StagedTransfer", partial(StagedTransfer, buffer_bytes=setting.buffer_bytes)),
             (page_lock, "lock_for_cuda", lock),
@@ -341,7 +342,7 @@ def _interpret(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], c
     _note_launch(kernel, arguments)
 
 
-def _compute(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def compute_launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """The same, by a compiled loop where the interpreter would take most of the time."""
     if kernel.fn.__name__ != "_count_plan":
         _interpret(kernel, grid, arguments, constants)
@@ -355,6 +356,8 @@ def _compute(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], con
 
 def _note_launch(kernel: Any, arguments: tuple[Any, ...]) -> None:
     tensors = dict(zip(kernel.arg_names, arguments, strict=False))
+    elsewhere = [name for name, each in tensors.items() if isinstance(each, Tensor) and not isinstance(each, GpuTensor)]
+    assert not elsewhere, f"{kernel.fn.__name__} mixes devices: {', '.join(elsewhere)} of the CPU"
     tensors = {name: each for name, each in tensors.items() if isinstance(each, GpuTensor)}
     written = written_by(kernel)
     Gpu.active().launch(
@@ -368,7 +371,14 @@ def _note_launch(kernel: Any, arguments: tuple[Any, ...]) -> None:
 def written_by(kernel: Any) -> frozenset[str]:
     """The arguments that a kernel writes to, itself or by a function that it calls."""
     function = kernel.fn
-    nodes = list(ast.walk(ast.parse(inspect.getsource(function))))
+    source = inspect.getsource(function)
+    was_enabled = gc.isenabled()
+    gc.disable()  # a collection may end a pool, whose kernels are looked at here: Python cannot parse within a parse
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    finally:
+        if was_enabled:
+            gc.enable()
     pointers = {
         node.targets[0].id: node.value
         for node in nodes

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import batched_embedding_kernel, model_parallel
 
+from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.rows import choose_transfer
 from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.distributed import Ranks
@@ -26,7 +27,7 @@ from tests.unit.cache.torch_operations import torch_planning
 from tests.unit.gpu_model.collectives import mirrored_ranks
 from tests.unit.gpu_model.device import CUDA, Gpu
 from tests.unit.gpu_model.fbgemm import ModelledTables, slice_of
-from tests.unit.gpu_model.training import _copy_rows
+from tests.unit.gpu_model.training import _copy_rows, compute_launch
 
 
 class _Alike(DistributedDataParallel):
@@ -66,6 +67,7 @@ def modelled_ranks(num_ranks: int = 1) -> Iterator[tuple[Gpu, Ranks]]:
             (model_parallel, "DistributedDataParallel", _Alike),
             (choose_transfer, "lock_for", _lock_at_once),
             (RowKernel, "_launch", _copy_rows),
+            (kernel_launch, "_run", compute_launch),
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "mem_get_info", lambda device=None: (80 << 30, 80 << 30)),
