@@ -50,7 +50,7 @@ def _lock_at_once(device: torch.device, tensors: Sequence[Tensor], before: Any =
         if before is not None:
             before(tensor.data_ptr(), tensor.nbytes)
         gpu.lock(tensor.untyped_storage().data_ptr())
-    return SimpleNamespace(is_done=True, check=lambda: None)
+    return SimpleNamespace(is_done=True)
 
 
 @contextlib.contextmanager
