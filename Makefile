@@ -26,7 +26,7 @@ CODE := embershard tests scripts benchmarks examples
 TORCHREC_1.9 := build/torchrec-1.9.2
 TORCHREC_TESTS := tests/unit/sharding tests/unit/pipeline tests/unit/planning tests/ranks/test_exactness.py
 
-.PHONY: help setup setup-tests train test test-all test-matrix test-fast test-torchrec-1.9 check format bench doctor clean clean-venv
+.PHONY: help setup setup-tests train test test-all test-matrix test-fast test-torchrec-1.9 check rooms format bench doctor clean clean-venv
 
 help: ## this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9.-]+):.*## /\1\t/' | expand -t 19
@@ -38,7 +38,7 @@ setup-tests: ## the same, and what tests and checks need
 	@EMBERSHARD_VENV="$(VENV)" $(or $(EMBERSHARD_PYTHON),python3) scripts/setup_env.py --tests
 
 train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=..., NPROC=..., ARGS="--set key=value")
-	@$(PYTHON) -m embershard.launch.cli train --config $(CONFIG) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
+	@$(PYTHON) -m embershard train --config $(CONFIG) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 test: $(SETUP_TESTS) ## every promise once: 13 minutes on 2 cores (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 -m "not matrix" $(ARGS)
@@ -67,6 +67,9 @@ check: $(SETUP_TESTS) ## lint, format, types and the import contract
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as main; main()"
 
+rooms: ## every file of the package with its subject
+	@$(or $(EMBERSHARD_PYTHON),python3) scripts/rooms.py
+
 format: $(SETUP_TESTS) ## format the code, and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix-only $(CODE)
 	$(PYTHON) -m ruff format $(CODE)
@@ -75,7 +78,7 @@ bench: $(SETUP) ## all benchmarks; each prints JSON
 	@set -e; for name in step_overhead table_scale row_copies "fill_optimality steady" stack_distances plan_scale command_start start_up bad_cells "plan_accuracy hit-rates" plan_comparison; do echo "== $$name"; $(PYTHON) -m benchmarks.$$name; done
 
 doctor: $(SETUP) ## versions, devices and limits, each with its remedy
-	@$(PYTHON) -m embershard.launch.cli doctor $(ARGS)
+	@$(PYTHON) -m embershard doctor $(ARGS)
 
 clean: ## remove caches and build folders; runs and .venv stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

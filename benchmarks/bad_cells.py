@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import machine, make_parser, median_ratio, report, settings_of
+from embershard.commands.data.scan import scan_data
 from embershard.data import BatchStream, DataConfig, open_source
 from embershard.data.config import TableConfig, TableFeature
-from embershard.launch.data.scan import scan_data
 
 COLUMNS = ("label", "weight", "price", "age", "user", "item", "city", "tags", "at", "seen")
 FEATURES = {

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from embershard.decoding import to_toml
+from embershard.settings.decoding import to_toml
 from embershard.training.config import RunConfig
 
 #: Command line, and most CPU seconds.

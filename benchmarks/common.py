@@ -130,7 +130,7 @@ def machine() -> dict[str, Any]:
 
 def embershard(arguments: Sequence[str]) -> None:
     """Run a command of `embershard`; end with its output if it fails."""
-    command = [sys.executable, "-m", "embershard.launch.cli", *arguments]
+    command = [sys.executable, "-m", "embershard.commands.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"embershard {' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

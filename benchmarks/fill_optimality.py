@@ -41,9 +41,9 @@ from embershard.cache import HostStore, RowCache, Ticket
 from embershard.cache.config import CachePolicy, Scoring
 from embershard.data import BatchStream, CriteoConfig, DataConfig, SyntheticConfig, open_source
 from embershard.frequency import FrequencyProfile
-from embershard.launch.config import load_config
 from embershard.models import model_tables
 from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
 LOOKAHEADS = (8, 32, 128, 256)

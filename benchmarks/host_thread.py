@@ -40,15 +40,15 @@ from benchmarks.host_clock import REST, HostClock, keep_memory, medians
 from embershard import process_group
 from embershard.data import BatchStream, Target
 from embershard.distributed import Ranks
-from embershard.launch.config import load_config
 from embershard.launch.screen import silence_libraries
+from embershard.metrics.predictions import Predicted, PredictionWindow
 from embershard.pipeline import LookAheadPipeline
 from embershard.pipeline.staged_batch import StagedBatch
+from embershard.settings.files import load_config
 from embershard.sharding.torchrec.modules import CachedModule
 from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig
-from embershard.training.quality.counters import StepMetrics
-from embershard.training.quality.metrics import Predicted, PredictionWindow
+from embershard.training.parts.counts import StepMetrics
 from embershard.training.trainer import Trainer
 
 #: The shape of MLPerf's DLRM, with narrow layers: their operations do not count, or should take no time.

@@ -21,11 +21,11 @@ from pathlib import Path
 from select import select
 from typing import Any
 
+from embershard.commands.train.run import train_run
 from embershard.distributed import Supervision, process_group
-from embershard.launch.config import load_config
 from embershard.launch.screen import silence_libraries
-from embershard.launch.train.run import train_run
 from embershard.run_result import RunResult
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
 

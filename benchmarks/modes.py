@@ -37,7 +37,7 @@ from typing import Any
 
 from benchmarks.common import machine, make_parser, report, settings_of
 from benchmarks.mode_runs import Job, RankServers, RunFailedError
-from embershard.launch import cli
+from embershard.commands import cli
 
 _CLOSE = 1.05
 _MODEL = """

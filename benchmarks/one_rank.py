@@ -46,7 +46,7 @@ def run_config(options: argparse.Namespace, train: dict[str, Any], **sections: d
         train: further settings of the section "train".
         sections: further sections.
     """
-    from embershard.decoding import decode
+    from embershard.settings.decoding import decode
     from embershard.training.config import RunConfig
 
     synthetic = {"num_samples": 10_000_000, "scale": options.rows / _CRITEO_ROWS}

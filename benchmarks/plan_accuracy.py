@@ -23,15 +23,15 @@ from typing import Any, get_args
 
 from benchmarks.common import embershard, machine, make_parser, report
 from embershard.cache.config import Scoring
+from embershard.commands.plan.inputs import budget, make_workload
 from embershard.frequency import FrequencyProfile
-from embershard.launch.config import load_config
-from embershard.launch.plan.inputs import budget, make_workload
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
 from embershard.run_result import RunCaches, RunResult
+from embershard.settings.files import load_config
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 

@@ -35,16 +35,16 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.common import machine, make_parser, median_ms, median_ratio, report, settings_of
 from benchmarks.planbench import KINDS, RIVALS
-from embershard.decoding import decode
+from embershard.commands.plan.inputs import make_workload
+from embershard.commands.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.frequency import DataStatistics
-from embershard.launch.plan.inputs import make_workload
-from embershard.launch.profile.data_pass import PartReader, PassOptions, profile_data
-from embershard.launch.ranks.launcher import start_ranks
+from embershard.launch.launcher import start_ranks
 from embershard.planning import make_plan
 from embershard.planning.budget import least_need
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import Candidate
 from embershard.planning.request import Budget, PlanRequest
+from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 

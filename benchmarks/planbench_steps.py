@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 
 from embershard.cache import CacheGrowthWarning
-from embershard.decoding import decode
 from embershard.distributed import Ranks, process_group
 from embershard.launch.screen import silence_libraries
+from embershard.settings.decoding import decode
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def beside(trainer: Any) -> dict[str, Any]:
     """Train with saves; return the steps beside them and the others, and what a save took."""
     from embershard.sharding.torchrec import cached_embeddings
-    from embershard.training.quality.reports import SaveReport
+    from embershard.training.reports import SaveReport
 
     tier = [rows for pool in cached_embeddings(trainer.model) for rows in pool.host.payload]
     before, tier_before = _resident_bytes("VmRSS"), sum(map(_resident_part, tier))

@@ -19,10 +19,10 @@ import numpy as np
 
 from benchmarks.common import machine, make_parser, report
 from embershard.cache.statistics import CacheReport
+from embershard.commands.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.data.config import CriteoConfig, DataConfig, SyntheticConfig
 from embershard.frequency import DataStatistics, SampledTrace
 from embershard.frequency.collect import Collector, count_part
-from embershard.launch.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.models.config import ModelConfig
 from embershard.planning.simulate.pool_report import PoolReport, RowRange
 from embershard.planning.simulate.replay import replay_pool

@@ -26,17 +26,17 @@ from typing import Any
 from benchmarks.common import machine, make_parser, report
 from benchmarks.plan_accuracy import profiled
 from benchmarks.plan_scale import NUM_SAMPLES, model
-from embershard.decoding import decode
+from embershard.commands.plan.calibrate import Measured, measure, reference_setting, summarize
+from embershard.commands.plan.inputs import budget, make_workload
+from embershard.commands.plan.reference_steps import Segments
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
-from embershard.launch.plan.calibrate import Measured, measure, reference_setting, summarize
-from embershard.launch.plan.inputs import budget, make_workload
-from embershard.launch.plan.reference_steps import Segments
 from embershard.planning.cost.back_test import PUBLISHED, PublishedPoint
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget, PlanRequest, Workload
 from embershard.planning.simulate_scaling import simulate_plan, simulate_run
+from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize

@@ -116,7 +116,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(case: dict[str, Any]) -> Any:
-    from embershard.decoding import decode
+    from embershard.settings.decoding import decode
     from embershard.training.config import RunConfig
 
     scale, steps = case["rows"] / _CRITEO_ROWS, case["steps"]

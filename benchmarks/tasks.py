@@ -24,11 +24,11 @@ import pyarrow.parquet as pq
 from benchmarks.common import machine, make_parser, report, settings_of
 from embershard.cache import CacheConfig
 from embershard.distributed import process_group
-from embershard.launch.config import load_config
+from embershard.metrics.figures import quality_values
 from embershard.models import ModelConfig
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
-from embershard.training.quality.quality import quality_values
-from embershard.training.quality.reports import EvalReport
+from embershard.training.reports import EvalReport
 from embershard.training.trainer import Trainer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from embershard.launch.cli import main
+from embershard.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

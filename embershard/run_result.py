@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embershard.decoding import decode
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
+from embershard.settings.decoding import decode
 from embershard.whole_file import whole_file
 
 RESULT = "result.json"

@@ -31,3 +31,12 @@ def size(count: float) -> str:
         if count >= unit_bytes:
             return f"{count / unit_bytes:.2f} {unit}"
     return f"{count:.0f} B"
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number; None is n/a.
+
+    >>> number(0.5, ".1%"), number(None, ".1%")
+    ('50.0%', 'n/a')
+    """
+    return "n/a" if value is None else format(value, form)

@@ -15,7 +15,7 @@ from embershard.data import DataConfig, SyntheticConfig
 from embershard.distributed import CheckpointConfig
 from embershard.models import ModelConfig
 from embershard.training.config import TrainConfig
-from embershard.training.quality.reports import EvalReport, TrainReport
+from embershard.training.reports import EvalReport, TrainReport
 
 
 def settings(steps: int) -> RunConfig:

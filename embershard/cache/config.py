@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from embershard.errors import ConfigError
-from embershard.own_code import names_function
-from embershard.resume_rules import Free
+from embershard.settings.own_code import names_function
+from embershard.settings.resume_rules import Free
 
 #: Scoring rules; `make_scores` in `policies.py` makes the scores of each.
 Scoring = Literal["frequency", "lfu", "lru"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from embershard.cache.config import CachePolicy
 from embershard.cache.policies import SlotScores
 from embershard.errors import ConfigError
-from embershard.own_code import load_function, place_of
+from embershard.settings.own_code import load_function, place_of
 
 
 def own_scores(policy: CachePolicy, num_rows: int, num_slots: int, device: torch.device) -> OwnScores:

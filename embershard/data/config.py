@@ -10,7 +10,7 @@ from embershard.data.label_needs import label_needs
 from embershard.data.schema import Pooling, Target, Task
 from embershard.data.time_config import TimeConfig
 from embershard.errors import ConfigError
-from embershard.resume_rules import AsEvalFiles, AsFiles, Free, OfModel, OfTraining
+from embershard.settings.resume_rules import AsEvalFiles, AsFiles, Free, OfModel, OfTraining
 
 DataKind = Literal["synthetic", "criteo", "avazu", "parquet", "table"]
 SplitKind = Literal["tail", "random", "hash", "time", "last"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from embershard.errors import ConfigError
-from embershard.resume_rules import OfTraining
+from embershard.settings.resume_rules import OfTraining
 
 TimeFiles = Literal["together", "in_turn"]
 _MOST_SECONDS = 10**11

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from embershard.errors import ConfigError
-from embershard.resume_rules import Free
+from embershard.settings.resume_rules import Free
 
 
 @dataclass(frozen=True)

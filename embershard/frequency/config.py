@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embershard.errors import ConfigError
-from embershard.resume_rules import Free
+from embershard.settings.resume_rules import Free
 
 #: Samples that are counted for a profile when a policy needs one and none is given.
 DEFAULT_SAMPLES = 200_000

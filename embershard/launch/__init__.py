@@ -1,1 +1,1 @@
-"""The command line. See docs/training.md and docs/planning.md."""
+"""Starts ranks on this machine, watches them, and starts them again."""

@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from embershard.decoding import toml
 from embershard.errors import ConfigError
+from embershard.settings.decoding import toml
 
 NEWEST = -1  # --resume without a step
 #: Set where argcomplete asks for completions.
@@ -109,7 +109,7 @@ def _config_names(**_: object) -> list[str]:
 
 
 def _setting_names(**_: object) -> list[str]:
-    from embershard.launch.config import describe
+    from embershard.settings.files import describe
     from embershard.training.config import RunConfig
 
     return [f"{setting.key}=" for setting in describe(RunConfig())]

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
 from embershard.errors import EmbershardError, StepError, os_problem
-from embershard.launch.config import check_config_code
-from embershard.launch.ranks.stop_signals import stop_training_on_signals
+from embershard.launch.stop_signals import stop_training_on_signals
+from embershard.settings.files import check_config_code
 from embershard.training.config import RunConfig
 
 if TYPE_CHECKING:  # it loads torch, and a launcher needs it not
@@ -74,7 +74,7 @@ def handed_job() -> Job:
 
 
 def main() -> int:
-    """Run as a rank that `embershard.launch.ranks.launcher` started; return the exit code."""
+    """Run as a rank that `embershard.launch.launcher` started; return the exit code."""
     job = handed_job()
 
     def checked() -> Job:
@@ -138,7 +138,7 @@ def _show_error(
     """Show our own errors without a traceback, since they say what to do, and once; of errors in a user's own model
     the lines of that model; others with their traceback."""
     from embershard.distributed import is_lost_connection
-    from embershard.own_code import message_for_user
+    from embershard.settings.own_code import message_for_user
 
     if isinstance(error, EmbershardError) and error.is_shown_elsewhere:
         return

@@ -12,7 +12,7 @@ from typing import TextIO
 import psutil
 
 from embershard.errors import ConfigError, naming_file
-from embershard.launch.config import holds_run
+from embershard.settings.files import holds_run
 
 _NO_ID = "none"  # torchrun's default
 _RESUMED_BY = ".resumed_by"

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from embershard.errors import naming_file, printable
-from embershard.launch.ranks.stop_signals import is_device, leave_closed_terminal
+from embershard.launch.stop_signals import is_device, leave_closed_terminal
 
 LogFormat = Literal["text", "json"]
 _WIDTH = 150  # of tables that go to a file or a pipe
@@ -111,15 +111,6 @@ def make_table(title: str, left: Sequence[str], right: Sequence[str], **style: A
     for name in right:
         table.add_column(name, justify="right")
     return table
-
-
-def number(value: float | None, form: str) -> str:
-    """Format a number; None is n/a.
-
-    >>> number(0.5, ".1%"), number(None, ".1%")
-    ('50.0%', 'n/a')
-    """
-    return "n/a" if value is None else format(value, form)
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 from embershard.errors import ConfigError
 from embershard.models.hstu_config import HstuConfig
 from embershard.models.schema import TargetLike
-from embershard.own_code import names_function
-from embershard.resume_rules import Free, OfModel, OfTraining
+from embershard.settings.own_code import names_function
+from embershard.settings.resume_rules import Free, OfModel, OfTraining
 
 Arch = Literal["dlrm", "dlrm_dcn", "fm", "deepfm", "wide_deep", "din", "tbsm", "hstu", "shared_bottom", "mmoe", "ple"]
 #: Those with a weight per id beside its embedding.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from embershard.errors import ConfigError
-from embershard.resume_rules import OfModel, OfTraining
+from embershard.settings.resume_rules import OfModel, OfTraining
 
 _HALF_OCTAVES = 64  # differences of times up to 2^32 seconds are told apart
 #: Least seconds of each bucket of such differences but the first: about sqrt(2) times those of the bucket before.

@@ -15,7 +15,7 @@ from embershard.models.config import ModelConfig
 from embershard.models.loss import class_logits, loss_of
 from embershard.models.schema import SchemaLike, TargetLike
 from embershard.models.table_modules import collections_of, tables_in
-from embershard.own_code import load_function, note_batch, place_of
+from embershard.settings.own_code import load_function, note_batch, place_of
 
 
 class OwnModel(nn.Module):

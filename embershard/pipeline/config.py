@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embershard.errors import ConfigError
-from embershard.resume_rules import Free
+from embershard.settings.resume_rules import Free
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.compat import batch_sizes
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.id_tables import KnownIds
+from embershard.sharding.torchrec.ids.id_tables import KnownIds
 from embershard.sharding.torchrec.inspection import pools_with_features
 from embershard.stages import is_stage
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.decoding import decode
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.cost.rates import TERMS, Rates, StepWork, step_parts
 from embershard.planning.cost.topology import Topology
@@ -16,6 +15,7 @@ from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.planning.verify.compare import predicted_for
 from embershard.planning.verify.measured import MeasuredRun
 from embershard.run_result import RunResult
+from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan
 
 #: The kinds of work that a run's caches count, each with its counter.

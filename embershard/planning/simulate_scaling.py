@@ -9,7 +9,6 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from embershard.decoding import decode
 from embershard.errors import ShardingError
 from embershard.planning.budget import placed
 from embershard.planning.cost.rates import StepWork, step_parts
@@ -19,6 +18,7 @@ from embershard.planning.predict import resident_report, shard_work
 from embershard.planning.request import PlanRequest, column_block
 from embershard.planning.shard_costs import cached
 from embershard.planning.simulate.step_replay import STRAGGLERS, Pipeline, StepReplay, replay_steps
+from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, TablePlacement
 from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType
 from embershard.sharding.sizes import PlacedShard, TableSize

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from embershard.cache.config import CacheConfig
 from embershard.errors import ConfigError
-from embershard.resume_rules import AsOrder, Free, OfTraining
+from embershard.settings.resume_rules import AsOrder, Free, OfTraining
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
 ExchangeChoice = Literal["pooled", "rows", "auto"]

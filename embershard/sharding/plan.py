@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from embershard.decoding import decode
 from embershard.errors import ShardingError, naming_file
+from embershard.settings.decoding import decode
 from embershard.sharding.sharding_types import ROWS_TYPES, SHARDING_TYPES
 from embershard.sharding.shards import (
     COLUMN_MULTIPLE,

@@ -45,8 +45,8 @@ from embershard.sharding.torchrec.sharders import comm_codecs
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import table_rows, tables_of_run
-from embershard.training.hot_cold import HotSet
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
+from embershard.training.parts.hot_cold import HotSet
 
 #: Samples that are read and counted at a time.
 _COUNTED_AT_ONCE = 8192

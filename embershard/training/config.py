@@ -16,13 +16,13 @@ from embershard.data.order.segments import READ_AHEAD
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
+from embershard.metrics.config import MetricsConfig
+from embershard.metrics.figures import Judge
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
-from embershard.resume_rules import AsGlobalBatch, Free, OfModel, OfTraining
+from embershard.settings.resume_rules import AsGlobalBatch, Free, OfModel, OfTraining
 from embershard.sharding.config import ShardingConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
-from embershard.training.quality.config import MetricsConfig
-from embershard.training.quality.quality import Judge
 
 TrackerKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus", "mlperf"]
 

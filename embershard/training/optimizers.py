@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from embershard.errors import ConfigError
-from embershard.resume_rules import OfTraining
+from embershard.settings.resume_rules import OfTraining
 
 if TYPE_CHECKING:  # they take seconds to import, and settings do not need them
     import torch

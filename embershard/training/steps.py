@@ -21,9 +21,9 @@ from embershard.distributed.agreement import Supply
 from embershard.errors import DataError
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
 from embershard.training.config import RunConfig
-from embershard.training.hot_cold import HotSet
-from embershard.training.quality.reports import BadRowsReport
-from embershard.training.step_trace import StepTrace
+from embershard.training.parts.hot_cold import HotSet
+from embershard.training.parts.step_trace import StepTrace
+from embershard.training.reports import BadRowsReport
 
 T = TypeVar("T")
 

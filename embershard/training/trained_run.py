@@ -24,6 +24,8 @@ from embershard.distributed.checkpoint.folder import best_checkpoint
 from embershard.distributed.checkpoint.load import newest_valid, without_known_warnings
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.frequency.config import ProfileConfig
+from embershard.metrics.evaluation import Evaluation, Evaluator
+from embershard.metrics.predictions import Predicted, PredictionBuffer, predicted_of
 from embershard.sharding.config import ShardingConfig
 from embershard.training.arithmetic import arithmetic, autocast
 from embershard.training.build import build_sharded_model
@@ -33,8 +35,6 @@ from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
 from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.optimizers import EmbeddingOptimizerConfig
-from embershard.training.quality.evaluation import Evaluation, Evaluator
-from embershard.training.quality.metrics import Predicted, PredictionBuffer, predicted_of
 from embershard.training.steps import open_stream
 
 

@@ -18,6 +18,8 @@ from embershard.distributed import Ranks, Supervision, shortest, verify_checkpoi
 from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CheckpointError, FailedSaveError
+from embershard.metrics.evaluation import Evaluation, Evaluator
+from embershard.metrics.predictions import Predicted, PredictionBuffer, predicted_of, until_stopped
 from embershard.models.dropout import seed_masks
 from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.torchrec import cancel_forward
@@ -27,22 +29,20 @@ from embershard.training.build import build_sharded_model, divided_once, feature
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.run_state import PreparedSave, RunState
 from embershard.training.checkpoint.saved_run import SettingsComparison
-from embershard.training.checkpoint.saves import Saves
 from embershard.training.config import RunConfig
 from embershard.training.fit.machine_limits import check_disk_for_publications, check_disk_for_run
 from embershard.training.fit.machines import check_machines
 from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.fit.model_size import tables_of_run
-from embershard.training.following import FolderFollower
-from embershard.training.hot_cold import find_hot_set
 from embershard.training.optimizers import Optimizers
-from embershard.training.publisher import Export, Publisher
-from embershard.training.quality.best import BestModel
-from embershard.training.quality.counters import StepMetrics
-from embershard.training.quality.evaluation import Evaluation, Evaluator
-from embershard.training.quality.loss_monitor import KeptBatches, LossMonitor, in_float64, label_sums
-from embershard.training.quality.metrics import Predicted, PredictionBuffer, predicted_of, until_stopped
-from embershard.training.quality.reports import (
+from embershard.training.parts.best import BestModel
+from embershard.training.parts.counts import StepMetrics
+from embershard.training.parts.following import FolderFollower
+from embershard.training.parts.hot_cold import find_hot_set
+from embershard.training.parts.loss_monitor import KeptBatches, LossMonitor, in_float64, label_sums
+from embershard.training.parts.publishing import Export, Publisher
+from embershard.training.parts.saves import Saves
+from embershard.training.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,

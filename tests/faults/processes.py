@@ -192,7 +192,7 @@ def differences(run: Training, whole: Training) -> Iterator[str]:
 
     Which rows are cached may differ: a resumed cache begins with the best rows of the checkpoint.
     """
-    from embershard.launch.ckpt import differences as checkpoints_differ
+    from embershard.commands.ckpt import differences as checkpoints_differ
 
     if run.losses() != whole.losses():
         yield "the losses differ"

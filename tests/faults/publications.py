@@ -38,12 +38,12 @@ from embershard.distributed import PublishConfig
 from embershard.distributed.publish import write
 from embershard.distributed.publish.published import PublicationError, safetensors, tensors_in
 from embershard.distributed.publish.published_ids import NO_ID, ChangedRows
-from embershard.launch.export.saved_ids import SavedIds
-from embershard.launch.export.serving_model import table_names, weights_of
-from embershard.launch.export.serving_replica import Replica
-from embershard.sharding.torchrec.id_tables import PoolIdMaps
-from embershard.training import publisher as publisher_module
-from embershard.training.publisher import Publisher
+from embershard.serving.saved_ids import SavedIds
+from embershard.serving.serving_model import table_names, weights_of
+from embershard.serving.serving_replica import Replica
+from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
+from embershard.training.parts import publishing as publisher_module
+from embershard.training.parts.publishing import Publisher
 from embershard.whole_file import whole_file
 from tests.unit.distributed.publications import ABOUT, INPUTS, TABLES, OneRank, program
 

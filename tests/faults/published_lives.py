@@ -26,12 +26,12 @@ from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.distributed.publish import write
 from embershard.distributed.publish.published import Publication, safetensors
-from embershard.launch.export import write as export_module
+from embershard.serving import write as export_module
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, without_flushes
 from embershard.training.checkpoint.identity import ORDER
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.publisher import Publisher
+from embershard.training.parts.publishing import Publisher
 from embershard.training.trainer import Trainer
 from tests.ranks import resharding
 from tests.ranks.planned import here

@@ -36,11 +36,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
+from embershard.commands.export import serve
 from embershard.distributed.publish import compact, published, published_ids
 from embershard.distributed.publish.published import DamagedError
-from embershard.launch.export import prediction_server, serve, serving_model, serving_replica, serving_values
-from embershard.launch.export.prediction_server import Limits, PredictionServer
-from embershard.launch.export.serving_replica import Replica
+from embershard.serving import prediction_server, serving_model, serving_replica, serving_values
+from embershard.serving.prediction_server import Limits, PredictionServer
+from embershard.serving.serving_replica import Replica
 from tests.faults.injection import Injector, no_collections
 from tests.faults.publications import Life, _differs
 from tests.unit.distributed.publications import program

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from embershard.commands.train.run import train_run
 from embershard.distributed import Supervision, process_group
-from embershard.launch.config import load_config
-from embershard.launch.ranks.hang_watch import waits_for_others
-from embershard.launch.train.run import train_run
+from embershard.launch.hang_watch import waits_for_others
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from tests.faults.endurance import Usage, endure, growth
 from tests.faults.processes import KINDS, SAVE_EVERY, SETTINGS, STEPS, TORCHRUN, Fault, Training, still_alive

@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-from embershard.decoding import to_toml
 from embershard.distributed import PublishConfig
+from embershard.settings.decoding import to_toml
 from embershard.training.config import RunConfig
-from embershard.training.quality.equivalence import Equivalence, compare_with_stock
+from embershard.training.equivalence import Equivalence, compare_with_stock
 from tests.ranks import own_models, parity, planned, replicated_tables, rows_exchange
 from tests.ranks.rows_exchange import Case
 from tests.ranks.workers import RankPool

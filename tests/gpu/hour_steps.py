@@ -26,7 +26,7 @@ from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 PROJECT = Path(__file__).resolve().parents[2]
-EMBERSHARD = (sys.executable, "-m", "embershard.launch.cli")
+EMBERSHARD = (sys.executable, "-m", "embershard.commands.cli")
 #: Of the environment, what explains figures. Other variables may hold secrets.
 _SENT_VARIABLES = ("CUDA", "NCCL", "OMP_", "TORCH", "PYTORCH", "TRITON", "MKL_", "NVIDIA", "GLOO", "CUBLAS")
 _GIB = 1 << 30
@@ -202,7 +202,7 @@ def waits(place: Place) -> None:
         port = str(server.getsockname()[1])
     here = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(here, MASTER_PORT=port)
-    from embershard.launch import cli
+    from embershard.commands import cli
 
     run_dir = place.out / place.name / "run"
     with counted_waits(first_step=20) as counted:

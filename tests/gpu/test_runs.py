@@ -20,7 +20,7 @@ def test_cached_equals_stock(gpu_rank: RankPool, name: str, tmp_path: Path) -> N
 
 def test_publications_and_scores(tmp_path: Path, project_dir: Path) -> None:
     def embershard(words: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "embershard.launch.cli", *words]
+        command = [sys.executable, "-m", "embershard.commands.cli", *words]
         done = subprocess.run(command, cwd=project_dir, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 

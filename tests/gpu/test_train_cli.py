@@ -15,7 +15,7 @@ SETTINGS = ("data.synthetic.num_samples=300_000", "train.log_every=10", "train.e
 @pytest.mark.parametrize("transfer", ["triton_uva", "staged"])
 def test_a_small_model_learns_through_a_small_cache(project_dir: Path, tmp_path: Path, transfer: str) -> None:
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "embershard.launch.cli", "train", "--config", "examples/quickstart.toml"]
+    command = [sys.executable, "-m", "embershard.commands.cli", "train", "--config", "examples/quickstart.toml"]
     command += ["--nproc", "1", "--run-dir", str(run_dir)]
     command += [word for text in (*SETTINGS, f"cache.transfer={transfer}") for word in ("--set", text)]
     done = subprocess.run(command, cwd=project_dir, capture_output=True, text=True, timeout=400)

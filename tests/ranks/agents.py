@@ -132,7 +132,7 @@ def main() -> None:
 def _plans(project: Path, settings: Sequence[str], folder: Path, ranks_per_agent: int) -> tuple[Path, Path]:
     """Makes a plan for one machine, and the same placement for two: the default placement depends on their number."""
     profile, plan, same = folder / "profile.npz", folder / "one.json", folder / "two.json"
-    embershard = [sys.executable, "-m", "embershard.launch.cli"]
+    embershard = [sys.executable, "-m", "embershard.commands.cli"]
     ended([start([*embershard, "profile", *settings, "-o", str(profile)], project)])
     words = ["--profile", str(profile), "--ranks", str(2 * ranks_per_agent), "-o", str(plan)]
     (output,) = ended([start([*embershard, "plan", *settings, *words], project)])

@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from embershard.launch import cli
+from embershard.commands import cli
 
 PROJECT = Path(__file__).resolve().parents[2]
 #: Of the environment: a folder in which each rank writes how many tensors it has, to a file by its process id.
@@ -34,11 +34,11 @@ _new_process = subprocess.Popen
 #: What ranks import, some of it at their first use.
 _IMPORTED_ONCE = [
     "embershard.launch.rank",
-    "embershard.launch.score",
-    "embershard.launch.train.command",
-    "embershard.launch.train.run",
-    "embershard.launch.verify",
-    "embershard.training.quality.equivalence",
+    "embershard.commands.score",
+    "embershard.commands.train.command",
+    "embershard.commands.train.run",
+    "embershard.commands.verify",
+    "embershard.training.equivalence",
     "torch.distributed.optim",
     "torch.utils.tensorboard",
     "torchmetrics.functional.classification",

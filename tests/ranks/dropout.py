@@ -8,7 +8,7 @@ import torch
 
 from embershard.cache import CacheConfig
 from embershard.sharding.torchrec import cache_stats
-from embershard.training.quality.reports import TrainReport
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config
 

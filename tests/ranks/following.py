@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embershard.training import following
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.quality.reports import Report, WindowReport
+from embershard.training.parts import following
+from embershard.training.reports import Report, WindowReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here
 from tests.ranks.time_order import Trained, make_config

@@ -26,7 +26,7 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.errors import CacheError
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.sharding.torchrec.id_tables import PoolIdMaps
+from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 from tests.faults.endurance import Usage, growth
 from tests.ranks import look_ahead
 from tests.ranks.id_tables import Case, Outcome, Stock, batch_of, build, outcome_of

@@ -41,7 +41,7 @@ from embershard.sharding.torchrec import (
     StockEmbeddingCollectionSharder,
     cached_embeddings,
 )
-from embershard.sharding.torchrec.id_tables import KnownIds, PoolIdMaps
+from embershard.sharding.torchrec.ids.id_tables import KnownIds, PoolIdMaps
 from embershard.sharding.torchrec.slots import SlotTable
 from tests.oracle.id_dictionary import IdDictionary, mix
 from tests.ranks import look_ahead, parity

@@ -22,7 +22,7 @@ from embershard.errors import CacheError
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.config import TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.training.quality.reports import TrainReport
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import Case, Outcome, batches, build, differences, snapshot, train
 from tests.ranks.planned import here, make_config

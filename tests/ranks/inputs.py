@@ -16,7 +16,7 @@ from embershard.distributed import CheckpointConfig, complete_checkpoints
 from embershard.errors import DataError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.reports import BadRowsReport, EvalReport, TrainReport
+from embershard.training.reports import BadRowsReport, EvalReport, TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from embershard.distributed import CheckpointConfig
 from embershard.training.checkpoint.identity import ORDER
 from embershard.training.config import RunConfig
-from embershard.training.quality.reports import TrainReport
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks import resharding
 from tests.ranks.planned import here

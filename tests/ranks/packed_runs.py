@@ -13,7 +13,7 @@ from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.reports import TrainReport
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here
 

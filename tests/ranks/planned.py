@@ -27,7 +27,7 @@ from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.torchrec.spec import CacheSpec
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.training.quality.reports import EvalReport, Report, TrainReport
+from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
 from tests.unit.sharding.plans import make_plan, ranks_for

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from embershard.decoding import to_toml
-from embershard.launch import cli
+from embershard.commands import cli
+from embershard.settings.decoding import to_toml
 from embershard.sharding.config import ShardingConfig
 from embershard.training.config import RunConfig
 from tests.ranks import own_models

@@ -15,13 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
+from embershard.commands.plan.inputs import make_workload
+from embershard.commands.profile.data_pass import PassOptions, profile_data
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.data.sources.synthetic import MLPERF_BAG_SIZES
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.frequency import FrequencyProfile
-from embershard.launch.plan.inputs import make_workload
-from embershard.launch.profile.data_pass import PassOptions, profile_data
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.exchange import with_exchange

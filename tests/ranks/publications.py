@@ -20,15 +20,15 @@ from embershard.cache.tickets import Ticket
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.publish import write
 from embershard.distributed.publish.published import published, read_files, read_publication
-from embershard.launch.export.serving_model import table_names, weights_of
-from embershard.launch.export.serving_replica import Replica
-from embershard.launch.export.write import export_base
 from embershard.pipeline.config import LookAheadConfig
+from embershard.serving.serving_model import table_names, weights_of
+from embershard.serving.serving_replica import Replica
+from embershard.serving.write import export_base
 from embershard.sharding.torchrec import cache_stats
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedRows
 from embershard.training.config import RunConfig
-from embershard.training.quality.reports import PublicationReport
+from embershard.training.reports import PublicationReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config
 

@@ -21,7 +21,7 @@ from embershard.sharding.plan import TablePlacement, pools_of
 from embershard.training.checkpoint.identity import ORDER
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.training.quality.reports import TrainReport
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here

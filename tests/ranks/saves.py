@@ -15,7 +15,7 @@ from embershard.errors import FailedSaveError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.config import RunConfig
 from embershard.training.optimizers import EmbeddingOptimizerConfig
-from embershard.training.quality.reports import FailedSaveReport
+from embershard.training.reports import FailedSaveReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config
 from tests.unit.distributed.test_blocks import stock_loaded

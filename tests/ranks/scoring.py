@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from embershard.commands.score import ScoreJob
 from embershard.data import Target, open_source
 from embershard.distributed import Supervision
-from embershard.launch.score import ScoreJob
+from embershard.metrics.config import MetricsConfig
+from embershard.metrics.evaluation import Evaluator
+from embershard.metrics.predictions import Predicted, PredictionBuffer
 from embershard.training.config import RunConfig
-from embershard.training.quality.config import MetricsConfig
-from embershard.training.quality.evaluation import Evaluator
-from embershard.training.quality.metrics import Predicted, PredictionBuffer
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here

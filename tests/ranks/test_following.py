@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from embershard.data.time_config import TimeConfig
-from embershard.decoding import to_toml
+from embershard.settings.decoding import to_toml
 from tests.ranks import commands, following, time_order
 from tests.ranks.test_time_order import samples
 from tests.ranks.time_order import EVERY

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.decoding import decode
+from embershard.commands.plan.inputs import budget, make_workload
+from embershard.commands.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.errors import ShardingError
-from embershard.launch.plan.inputs import budget, make_workload
-from embershard.launch.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import PlanRequest
+from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, RankPrediction
 from embershard.training.config import RunConfig
 from tests.covering import keep, matrix

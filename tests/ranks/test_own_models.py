@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from embershard.cache import CacheConfig
-from embershard.decoding import to_toml
+from embershard.commands import cli
 from embershard.distributed import CheckpointConfig
-from embershard.launch import cli
 from embershard.pipeline.config import LookAheadConfig
+from embershard.settings.decoding import to_toml
 from embershard.sharding.config import ShardingConfig
 from tests.covering import matrix
 from tests.ranks import own_models

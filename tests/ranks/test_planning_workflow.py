@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embershard.launch import cli
+from embershard.commands import cli
 from embershard.planning.cost.topology import load_topology
 from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan

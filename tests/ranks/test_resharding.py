@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embershard.launch.ckpt import differences
+from embershard.commands.ckpt import differences
 from tests.covering import keep
 from tests.ranks import resharding
 from tests.ranks.resharding import BATCH, SAVED_AT, STEPS, Layout

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from embershard.data import open_source
-from embershard.decoding import flat
 from embershard.distributed import CheckpointConfig
-from embershard.launch.export import serving_model
-from embershard.launch.export.write import ExportRequest, write_export
-from embershard.training.quality.config import MetricsConfig
+from embershard.metrics.config import MetricsConfig
+from embershard.serving import serving_model
+from embershard.serving.write import ExportRequest, write_export
+from embershard.settings.decoding import flat
 from tests.ranks import scoring
 from tests.ranks.planned import make_config, mixed_plan
 from tests.ranks.workers import RankPool

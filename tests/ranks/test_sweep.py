@@ -18,7 +18,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.launch import cli
+from embershard.commands import cli
 from tests.ranks import commands
 
 pytestmark = pytest.mark.ranks
@@ -54,7 +54,7 @@ def sweep(project_dir: Path, folder: Path, *options: str) -> subprocess.Popen[st
         "PYTHONPATH": str(project_dir),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [sys.executable, "-m", "embershard.launch.cli", *words(project_dir, folder)]
+    command = [sys.executable, "-m", "embershard.commands.cli", *words(project_dir, folder)]
     pipe = subprocess.PIPE
     return subprocess.Popen([*command, *options], env=environment, text=True, stdout=pipe, stderr=pipe)
 

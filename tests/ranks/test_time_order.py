@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from embershard.decoding import to_toml
+from embershard.settings.decoding import to_toml
 from tests.ranks import commands, time_order
 from tests.ranks.time_order import BORDER, INSIDE, Metrics, Trained
 from tests.ranks.workers import RankPool

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from embershard.decoding import to_toml
-from embershard.launch import cli
+from embershard.commands import cli
+from embershard.settings.decoding import to_toml
 from embershard.sharding.plan import Plan
 from tests.covering import keep, matrix
 from tests.ranks.trained_ids import (

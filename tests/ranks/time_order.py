@@ -20,7 +20,7 @@ from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.training.quality.reports import WindowReport
+from embershard.training.reports import WindowReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here
 

@@ -25,6 +25,7 @@ from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.data import Batch, DataConfig, StreamState, open_source
 from embershard.data.config import TableConfig, TableFeature
 from embershard.distributed import CheckpointConfig, Ranks, Supervision
+from embershard.metrics.figures import quality_values
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.run_result import IdTotals
@@ -34,8 +35,7 @@ from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddin
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.training.quality.quality import quality_values
-from embershard.training.quality.reports import EvalReport, TrainReport
+from embershard.training.reports import EvalReport, TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer

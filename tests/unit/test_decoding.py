@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.decoding import decode, to_toml, tomllib
 from embershard.errors import ConfigError, EmbershardError, ShardingError
 from embershard.planning.cost.topology import Topology
+from embershard.settings.decoding import decode, to_toml, tomllib
 from embershard.sharding.plan import Plan
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig

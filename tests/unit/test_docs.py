@@ -24,8 +24,8 @@ from unittest import mock
 import pytest
 from packaging.requirements import Requirement
 
-from embershard.launch import cli
-from embershard.launch.doctor import command as doctor
+from embershard.commands import cli
+from embershard.commands.doctor import command as doctor
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -105,7 +105,7 @@ def check_embershard(words: list[str]) -> None:
     elif name == "train" and _writes_config_first(arguments):
         check_arguments(name, arguments)  # a file that an earlier command of the page writes
     elif name == "train":
-        with mock.patch("embershard.launch.train.command.check_data"):  # the reader's
+        with mock.patch("embershard.commands.train.command.check_data"):  # the reader's
             assert cli.main([name, *_without_plan(arguments), "--dry-run"]) == 0
     elif name in PARSED:
         check_arguments(name, arguments)
@@ -426,30 +426,15 @@ def test_a_wrong_path_or_name_is_noticed():
     assert unknown_names(" ".join(f"`{name}`" for name in names)) == names
 
 
-def tree_of(block: str) -> set[str]:
-    """Return the files of an annotated tree. Folders end in a slash; each indents by two spaces."""
-    files, folders = set(), [""]
-    for line in filter(None, block.splitlines()):
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        del folders[depth + 1 :]
-        if name.endswith("/"):
-            folders.append(folders[depth] + name)
-        else:
-            files.add(folders[depth] + name)
-            assert len(line.split()) > 2, f"{name} is listed without its subject"
-    return files
-
-
-def test_the_tree_lists_every_file_of_the_package():
-    """And lists nothing else. The page excepts the rooms' own `__init__.py`."""
-    (tree,) = (block for block in blocks(ARCHITECTURE.read_text(encoding="utf-8"), "text") if block.startswith("emb"))
-    there = {str(p.relative_to(PROJECT)) for p in (PROJECT / "embershard").rglob("*") if p.is_file()}
-    rooms = {path for path in there if path.endswith("/__init__.py") and path.count("/") > 1}
-    there = {path for path in there - rooms if "__pycache__" not in path}
-    listed = tree_of(tree)
-    assert sorted(there - listed) == [], "not in the tree of docs/architecture.md"
-    assert sorted(listed - there) == [], "in the tree of docs/architecture.md only"
+def test_the_table_lists_every_room():
+    table = ARCHITECTURE.read_text(encoding="utf-8").partition("## The rooms")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(\w+)/` ", table, re.MULTILINE))
+    rooms = {path.parent.name for path in (PROJECT / "embershard").glob("*/__init__.py")}
+    assert listed == rooms
+    bare = [
+        file for file in (PROJECT / "embershard").rglob("*.py") if not ast.get_docstring(ast.parse(file.read_text()))
+    ]
+    assert bare == [], "`make rooms` prints their docstrings"
 
 
 def imports_of_rooms() -> set[tuple[str, str]]:

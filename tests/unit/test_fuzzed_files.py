@@ -14,16 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from embershard.commands import cli
+from embershard.commands.data.scan import scan_data
 from embershard.data import AvazuConfig, CriteoConfig, DataConfig, ParquetConfig, open_source
 from embershard.data.sources.avazu import HASHED
 from embershard.data.sources.source import FileSource
-from embershard.decoding import to_toml
 from embershard.errors import DataError, EmbershardError
 from embershard.frequency import FrequencyProfile
-from embershard.launch import cli
-from embershard.launch.config import load_config
-from embershard.launch.data.scan import scan_data
 from embershard.planning.cost.topology import load_topology, save_topology
+from embershard.settings.decoding import to_toml
+from embershard.settings.files import load_config
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from tests.covering import matrix

@@ -11,7 +11,7 @@ import pytest
 from tests.covering import matrix
 
 #: The process that starts the ranks: it checks the settings, and lives as long as they do.
-START = "embershard.launch.train.command"
+START = "embershard.commands.train.command"
 HEAVY = {"matplotlib", "tensorboard", "pyarrow", "torchrec", "fbgemm_gpu", "rich", "tyro"}
 CODE = "{statement}; import sys; print(*{{name.partition('.')[0] for name in sys.modules}}, sep='\\n')"
 
@@ -25,14 +25,14 @@ def modules_after(statement: str, folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.launch.doctor.command", START])
+@pytest.mark.parametrize("module", ["embershard", "embershard.cache", "embershard.commands.doctor.command", START])
 def test_the_import_is_light(module: str, project_dir: Path):
     assert modules_after(f"import {module}", project_dir) & HEAVY == set()
 
 
 def test_the_command_line_answers_ctrl_c_at_once(project_dir: Path):
     """It handles Ctrl-C from there on, while a command loads its libraries."""
-    assert modules_after("import embershard.launch.cli", project_dir) & {*HEAVY, "torch", "numpy", "numba"} == set()
+    assert modules_after("import embershard.commands.cli", project_dir) & {*HEAVY, "torch", "numpy", "numba"} == set()
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_compiled_loops_wait_until_one_is_used(module: str, project_dir: Path):
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_a_rank_imports_no_metrics_before_its_first_step(project_dir: Path):
-    assert modules_after("import embershard.launch.train.run", project_dir) & {"torchmetrics", "matplotlib"} == set()
+    assert modules_after("import embershard.commands.train.run", project_dir) & {"torchmetrics", "matplotlib"} == set()
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from embershard.errors import ConfigError
-from embershard.resume_rules import OfModel
+from embershard.settings.resume_rules import OfModel
 
 #: Numbers of buckets to choose from: each is a multiple of many numbers of ranks.
 _BUCKETS = (240, 120, 60, 24)

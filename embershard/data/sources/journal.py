@@ -8,8 +8,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from embershard.decoding import decode
 from embershard.errors import DataError, naming_file
+from embershard.settings.decoding import decode
 from embershard.whole_file import sync_folder, whole_file
 
 

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from embershard.decoding import decode
 from embershard.errors import InvalidCheckpointError
+from embershard.settings.decoding import decode
 from embershard.whole_file import whole_file
 
 BEST = "best.json"

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from embershard.decoding import decode
 from embershard.distributed.checkpoint.digests import BLOCK_BYTES, FileEntry, block_digest
 from embershard.distributed.checkpoint.folder import is_plain_name, step_of
 from embershard.errors import InvalidCheckpointError
+from embershard.settings.decoding import decode
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -10,11 +10,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from embershard.decoding import decode, read_toml, to_toml
 from embershard.errors import ConfigError, naming_file
 from embershard.machine import cores_problem
 from embershard.planning.cost.back_test import error_note
 from embershard.planning.cost.rates import Amounts, Precision, Rates
+from embershard.settings.decoding import decode, read_toml, to_toml
 from embershard.units import size
 
 #: The dense optimizer reads gradient, state and weight, and writes state and weight.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from embershard.decoding import decode
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.verify.measured import MeasuredRun, MeasuredTable
 from embershard.run_result import RunResult
+from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
 from embershard.sharding.shards import shards_of
 

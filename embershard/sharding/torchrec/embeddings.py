@@ -34,7 +34,7 @@ from embershard.distributed.publish.write import BehindRows, TouchedRows
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
-from embershard.sharding.torchrec.id_tables import KnownIds, PoolIdMaps
+from embershard.sharding.torchrec.ids.id_tables import KnownIds, PoolIdMaps
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row, take_spec
 

@@ -31,7 +31,7 @@ from embershard.errors import ConfigError, IdOutOfRangeError
 from embershard.known_bounds import ANY_ID, bounds_of
 from embershard.sharding.torchrec.compat import as_keyed_jagged, lookups_of, supported
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.id_states import IdStates
+from embershard.sharding.torchrec.ids.id_states import IdStates
 from embershard.sharding.torchrec.lookups import (
     PERMUTED_SHARDINGS,
     POOLED_SHARDINGS,

@@ -28,11 +28,11 @@ from embershard.sharding.plan import Plan
 from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.shards import Exchange, Shard, empty_group_problem
 from embershard.sharding.torchrec.counter_init import CounterInit
+from embershard.sharding.torchrec.ids.id_shardings import group_ids, group_sequence_ids
 from embershard.sharding.torchrec.inspection import write_initial_weights
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from embershard.sharding.torchrec.modes.data_parallel import group_data_parallel, whole_tables
 from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection
-from embershard.sharding.torchrec.modes.id_shardings import group_ids, group_sequence_ids
 from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
 from embershard.sharding.torchrec.modes.rows_exchange import group_rows
 from embershard.sharding.torchrec.modules import (

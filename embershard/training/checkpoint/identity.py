@@ -13,11 +13,11 @@ from typing import Any, get_args
 from embershard.data import Schema
 from embershard.data.config import DataKind
 from embershard.data.sources.input_file import FileIdentity, identify_files
-from embershard.decoding import toml
 from embershard.errors import ConfigError
 from embershard.models import model_tables, table_name
 from embershard.models.own_model import source_digest
-from embershard.resume_rules import rules_of
+from embershard.settings.decoding import toml
+from embershard.settings.resume_rules import rules_of
 from embershard.training.config import RunConfig
 
 #: The rule of every setting, by `section.key`.

@@ -30,9 +30,9 @@ from embershard.sharding.torchrec.checkpoints import RowStates, restore_contents
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison, compare
 from embershard.training.config import RunConfig
-from embershard.training.hot_cold import HotSet
 from embershard.training.optimizers import Optimizers
-from embershard.training.quality.best import EvaluationProgress
+from embershard.training.parts.best import EvaluationProgress
+from embershard.training.parts.hot_cold import HotSet
 
 #: Groups of a checkpoint's tensors: states of the embedding rows, and the cached rows.
 _STATES, _CACHE = "embedding_optimizer", "cache"

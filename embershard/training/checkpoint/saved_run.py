@@ -16,10 +16,10 @@ import torch
 from embershard.data import Source, StreamState
 from embershard.data.sources.followed import FollowedSource
 from embershard.data.time_config import TimeConfig
-from embershard.decoding import decode, field_types
 from embershard.distributed import damaged_scalars, read_scalars, step_of
 from embershard.errors import CheckpointError, DataError
 from embershard.models.config import EARLIER_DEEPFM
+from embershard.settings.decoding import decode, field_types
 from embershard.training.checkpoint.identity import (
     BATCH,
     ORDER,
@@ -32,7 +32,7 @@ from embershard.training.checkpoint.identity import (
     tables_of,
 )
 from embershard.training.config import RunConfig
-from embershard.training.quality.best import EvaluationProgress
+from embershard.training.parts.best import EvaluationProgress
 
 #: Of checkpoints of earlier versions, which had no other order.
 _EARLIER = {

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from embershard.data.sources.input_file import FileIdentity, identify_files
-from embershard.decoding import flat
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, EmbershardError, naming_file, os_problem
+from embershard.settings.decoding import flat
 from embershard.training.checkpoint.identity import changes
 from embershard.training.config import RunConfig
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import mode_runs, modes
-from embershard.launch.config import load_config
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
 OPTIONS = argparse.Namespace(

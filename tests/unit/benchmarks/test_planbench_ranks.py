@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planbench import RIVALS
 from benchmarks.planbench_ranks import OURS, TORCHREC, profiled, summary, write_task
-from embershard.decoding import decode
+from embershard.settings.decoding import decode
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
 

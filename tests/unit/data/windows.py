@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embershard.decoding import read_toml
-from embershard.launch import cli
+from embershard.commands import cli
+from embershard.settings.decoding import read_toml
 
 
 def make_windows(folder: Path, *, users: int, items: int, history: int) -> Path:

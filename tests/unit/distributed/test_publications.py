@@ -20,7 +20,7 @@ from embershard.distributed.publish.published import (
     verify,
 )
 from embershard.errors import ConfigError
-from embershard.launch.export.serving_model import read_tensors
+from embershard.serving.serving_model import read_tensors
 from tests.unit.distributed.publications import TABLES, Run, chain
 
 

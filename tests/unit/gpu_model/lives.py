@@ -15,7 +15,7 @@ from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.config import RunConfig
-from embershard.training.quality.reports import TrainReport
+from embershard.training.reports import TrainReport
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import snapshot

@@ -12,11 +12,11 @@ import pytest
 
 from embershard.cache import CacheConfig
 from embershard.cache.config import Policy
+from embershard.commands import score
+from embershard.commands.train.run import train_run
 from embershard.data import DataConfig, ParquetConfig
 from embershard.distributed import Supervision, process_group
-from embershard.launch import rank, score
-from embershard.launch.ranks import launcher
-from embershard.launch.train.run import train_run
+from embershard.launch import launcher, rank
 from embershard.models import ModelConfig
 from embershard.training.config import RunConfig, TrainConfig
 

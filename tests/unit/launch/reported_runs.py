@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embershard.decoding import to_toml
-from embershard.launch.config import load_config
-from embershard.launch.sweep.outcomes import Outcome, Status, run_folder
+from embershard.settings.decoding import to_toml
+from embershard.settings.files import load_config
 from embershard.sharding.plan import Plan
+from embershard.sweeps.outcomes import Outcome, Status, run_folder
 from embershard.training.config import RunConfig
 from tests.unit.planning.runs import predicted_plan, result_of
 

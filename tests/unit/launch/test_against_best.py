@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embershard.launch.sweep import against_best as module
-from embershard.launch.sweep.against_best import AgainstBest, against_best
+from embershard.sweeps import against_best as module
+from embershard.sweeps.against_best import AgainstBest, against_best
 
 
 @pytest.fixture(autouse=True)

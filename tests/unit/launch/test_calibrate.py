@@ -10,14 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from embershard.decoding import decode
+from embershard.commands.plan import calibrate
+from embershard.commands.plan.calibrate import REFERENCE, reference_setting, run_calibration, summarize
+from embershard.commands.plan.reference_steps import Segment, Segments, measure, simple_plan
 from embershard.distributed import process_group
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.plan import calibrate
-from embershard.launch.plan.calibrate import REFERENCE, reference_setting, run_calibration, summarize
-from embershard.launch.plan.reference_steps import Segment, Segments, measure, simple_plan
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.topology import load_topology
+from embershard.settings.decoding import decode
 from embershard.sharding.plan import check_plan
 from embershard.training.config import RunConfig
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from embershard.commands import ckpt, cli
 from embershard.distributed import Ranks, process_group, save_checkpoint
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import ConfigError, InvalidCheckpointError
-from embershard.launch import ckpt, cli
 from tests.unit.distributed.checkpoints import flip_bit
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from embershard.decoding import tomllib
+from embershard.commands import cli
+from embershard.commands.train.command import TrainJob, resume_step
 from embershard.errors import ConfigError
-from embershard.launch import cli
+from embershard.launch import launcher
 from embershard.launch.arguments import NEWEST
-from embershard.launch.config import load_config
-from embershard.launch.ranks import launcher
 from embershard.launch.run_dir import default_run_dir, note_resume
-from embershard.launch.train.command import TrainJob, resume_step
+from embershard.settings.decoding import tomllib
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
 QUICK = "examples/quickstart.toml"
@@ -162,7 +162,7 @@ def test_ranks_trace_the_steps_that_were_asked_for(started, tmp_path, capsys):
 
 
 def test_a_tracker_that_is_not_installed_stops_before_ranks_start(started, monkeypatch, capsys):
-    monkeypatch.setattr("embershard.launch.tracking.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("embershard.reports.tracking.trackers.find_spec", lambda name: None)
     assert cli.main(["train", QUICK, "--set", "tracking.trackers=wandb"]) == 2
     assert 'Try: pip install "wandb>=' in capsys.readouterr().err
     assert started == []

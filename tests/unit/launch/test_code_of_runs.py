@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from embershard.commands import cli
 from embershard.errors import ConfigError
-from embershard.launch import cli
-from embershard.launch.config import load_config
-from embershard.launch.ranks.rank_group import _environment
+from embershard.launch.rank_group import _environment
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from tests.conftest import PROJECT
 

@@ -14,10 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from embershard.commands import cli
+from embershard.commands.plan.view import table_called
 from embershard.errors import ConfigError
-from embershard.launch import arguments, cli
+from embershard.launch import arguments
 from embershard.launch.arguments import add_config_word, add_settings, make_parser
-from embershard.launch.plan.view import table_called
 from tests.covering import matrix
 
 COMMANDS = [name for name, _, _ in cli._COMMANDS]
@@ -45,7 +46,7 @@ LIGHT_COMMANDS = [
 HEAVY = ["torch", "torchrec", "fbgemm_gpu", "pandas", "pyarrow", "numba", "scipy", "matplotlib", "plotly"]
 _RUN_ALL = """
 import contextlib, io, sys
-from embershard.launch.cli import main
+from embershard.commands.cli import main
 for arguments in {commands!r}:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         with contextlib.suppress(SystemExit):
@@ -83,7 +84,7 @@ def test_a_plan_that_is_close_to_the_best_needs_no_torchrec(num_ranks, tmp_path)
     profile = [sys.executable, "-m", "embershard", "profile", "run.toml", "-o", "profile.npz"]
     subprocess.run(profile, cwd=tmp_path, capture_output=True, check=True)
     words = f"plan run.toml --profile profile.npz --set train.batch_size=10 --ranks {num_ranks}".split()
-    code = f"import sys; from embershard.launch.cli import main; print(main({words}), 'torchrec' in sys.modules)"
+    code = f"import sys; from embershard.commands.cli import main; print(main({words}), 'torchrec' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert ran.stdout.splitlines()[-1:] == ["0 False"], ran.stdout + ran.stderr
 

@@ -13,19 +13,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from embershard.commands import score
+from embershard.commands.cli import main as embershard
+from embershard.commands.report.compare import main
+from embershard.commands.report.compared import ComparedModel
+from embershard.commands.score import ScoresFile
 from embershard.data import Target
 from embershard.errors import ConfigError
-from embershard.launch import score
-from embershard.launch.cli import main as embershard
-from embershard.launch.report.compare import main
-from embershard.launch.report.compared import ComparedModel
-from embershard.launch.score import ScoresFile
-from embershard.launch.sweep.outcomes import Outcome, keep_outcome
+from embershard.metrics.config import MetricsConfig
+from embershard.metrics.evaluation import judge_with, value_numbers
+from embershard.metrics.figures import quality_values
+from embershard.metrics.predictions import Predicted
 from embershard.models.loss import class_logits
-from embershard.training.quality.config import MetricsConfig
-from embershard.training.quality.evaluation import judge_with, value_numbers
-from embershard.training.quality.metrics import Predicted
-from embershard.training.quality.quality import quality_values
+from embershard.sweeps.outcomes import Outcome, keep_outcome
 from tests.unit.launch.conftest import start_here
 
 

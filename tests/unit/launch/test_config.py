@@ -12,9 +12,9 @@ from typing import Literal
 
 import pytest
 
-from embershard.decoding import to_toml
 from embershard.errors import ConfigError
-from embershard.launch.config import describe, json_schema, load_config
+from embershard.settings.decoding import to_toml
+from embershard.settings.files import describe, json_schema, load_config
 from embershard.training.config import RunConfig
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.launch import cli
+from embershard.commands import cli
 
 LINE = "\t".join(["1", *["3"] * 13, *["a"] * 26])
 

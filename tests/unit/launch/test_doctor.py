@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from embershard.launch.doctor import checks, gpu
-from embershard.launch.doctor import command as doctor
-from embershard.launch.doctor.checks import FAIL, PASS, SKIP, WARN, CheckResult
-from embershard.launch.doctor.gpu import Gpu
+from embershard.commands.doctor import checks, gpu
+from embershard.commands.doctor import command as doctor
+from embershard.commands.doctor.checks import FAIL, PASS, SKIP, WARN, CheckResult
+from embershard.commands.doctor.gpu import Gpu
 from embershard.launch.versions import CPU_FBGEMM, CUDA_FBGEMM
 from embershard.machine import HostMemory
 
@@ -246,7 +246,7 @@ def test_it_speaks_when_torchrec_cannot_be_imported(tmp_path: Path, project_dir:
     """The whole doctor, with a torchrec in front of the real one that does not import."""
     (tmp_path / "torchrec.py").write_text("raise OSError('libtorch_cuda.so: cannot open shared object file')\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{project_dir}"}
-    command = [sys.executable, "-m", "embershard.launch.doctor.command", "--json"]
+    command = [sys.executable, "-m", "embershard.commands.doctor.command", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=180)
     assert run.returncode == 1, run.stderr
     report = {check["name"]: check for check in json.loads(run.stdout)["checks"]}

@@ -15,17 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embershard.commands import cli
+from embershard.commands.export import command
 from embershard.data import DataConfig, ParquetConfig, Schema, SparseFeature, Target, open_source
 from embershard.data.hashing import map_ids
 from embershard.data.sources.kinds import serving_inputs
 from embershard.distributed.checkpoint.load import load_group
 from embershard.errors import ConfigError
-from embershard.launch import cli
-from embershard.launch.export import command, serving_model, serving_values
-from embershard.launch.export.dense_program import DenseLayers, dense_program
-from embershard.launch.export.write import stored
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import FACTORIZED
+from embershard.serving import serving_model, serving_values
+from embershard.serving.dense_program import DenseLayers, dense_program
+from embershard.serving.write import stored
 from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores
 from tests.unit.test_docs import blocks

@@ -17,24 +17,25 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
+from embershard.commands import cli
+from embershard.commands.data import command as data_command
+from embershard.commands.data import start_ids
+from embershard.commands.export import command, publish, serve
+from embershard.commands.train.run import train_run
 from embershard.data import DataConfig
 from embershard.data.config import TableConfig, TableFeature
-from embershard.decoding import to_toml
 from embershard.distributed import CheckpointConfig, PublishConfig, Supervision, complete_checkpoints, process_group
 from embershard.distributed.checkpoint.load import load_group
 from embershard.distributed.publish import published, write
 from embershard.distributed.publish.published_ids import NO_ID
 from embershard.errors import CheckpointError, ConfigError
-from embershard.launch import cli
 from embershard.launch.arguments import NEWEST
-from embershard.launch.config import load_config
-from embershard.launch.data import command as data_command
-from embershard.launch.data import start_ids
-from embershard.launch.export import command, publish, serve, serving_model
-from embershard.launch.export.serving_replica import Replica
-from embershard.launch.train.run import train_run
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
+from embershard.serving import serving_model
+from embershard.serving.serving_replica import Replica
+from embershard.settings.decoding import to_toml
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig, TrainConfig
 from tests.covering import keep
 from tests.unit.launch.conftest import score_here

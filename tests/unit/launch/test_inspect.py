@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.launch import cli
-from embershard.launch.config import load_config
+from embershard.commands import cli
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
 ROWS = 40

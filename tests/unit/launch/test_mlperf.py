@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from embershard.decoding import flat
 from embershard.errors import ConfigError
-from embershard.launch.config import load_config
-from embershard.launch.tracking.mlperf import MLPERF_LOG
-from embershard.launch.tracking.run import TrackedRun
-from embershard.launch.tracking.trackers import Trackers
+from embershard.reports.tracking.mlperf import MLPERF_LOG
+from embershard.reports.tracking.run import TrackedRun
+from embershard.reports.tracking.trackers import Trackers
+from embershard.settings.decoding import flat
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig, TrackingConfig
 
 DLRM_V4 = Path(__file__).parents[3] / "examples" / "dlrm_v4.toml"

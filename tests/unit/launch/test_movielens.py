@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from embershard.launch import cli
-from embershard.launch.sweep.spread import read_configurations
-from embershard.launch.sweep.view import spread_tables
+from embershard.commands import cli
+from embershard.reports.sweep_tables import spread_tables
+from embershard.sweeps.spread import read_configurations
 from tests.unit.test_docs import blocks, commands
 
 NUM_RATINGS = 3000

@@ -15,14 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv
 
+from embershard.commands import cli
+from embershard.commands.data.suggest import suggest_features, suggest_label
+from embershard.commands.train.command import rank_job
 from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
 from embershard.data.sources.table.survey import DistinctCount, survey
 from embershard.errors import CheckpointError, DataError
-from embershard.launch import cli, rank
-from embershard.launch.config import load_config
-from embershard.launch.data.suggest import suggest_features, suggest_label
-from embershard.launch.train.command import rank_job
+from embershard.launch import rank
+from embershard.settings.files import load_config
 from embershard.training.checkpoint.identity import FEATURES, changes, identity_of, refusal
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
@@ -92,7 +93,7 @@ def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder, one_rank
     assert cli.main(["predict", "run", "--data", "clicks.parquet", "-o", "scores.parquet"]) == 0
     assert len(pq.read_table("scores.parquet")) == 600
     assert cli.main(["export", "run", "-o", "exported"]) == 0
-    from embershard.launch.export import serving_model
+    from embershard.serving import serving_model
 
     model = serving_model.load("exported")
     samples = pq.read_table("clicks.parquet", columns=model.columns).to_pylist()[:32]

@@ -16,21 +16,21 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from embershard.commands import cli
+from embershard.commands.data import command as data_command
+from embershard.commands.export import command as export
+from embershard.commands.profile.data_pass import PartReader, PassOptions, profile_data
+from embershard.commands.train.run import train_run
 from embershard.data import open_source
 from embershard.data.order.stream import SampleReader
-from embershard.decoding import read_toml, tomllib
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import CheckpointError, ConfigError
-from embershard.launch import cli
-from embershard.launch.config import load_config
-from embershard.launch.data import command as data_command
-from embershard.launch.export import command as export
-from embershard.launch.export import serving_model
-from embershard.launch.profile.data_pass import PartReader, PassOptions, profile_data
-from embershard.launch.train.run import train_run
+from embershard.serving import serving_model
+from embershard.settings.decoding import read_toml, tomllib
+from embershard.settings.files import load_config
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.hot_cold import find_hot_rows
+from embershard.training.parts.hot_cold import find_hot_rows
 from embershard.training.trainer import Trainer
 from tests.unit.data.windows import hstu_overrides, make_windows
 from tests.unit.launch.conftest import score_here

@@ -12,10 +12,10 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 
+from embershard.commands import cli
+from embershard.commands.plan import picture, what_if
 from embershard.errors import DataError
 from embershard.frequency import FrequencyProfile
-from embershard.launch import cli
-from embershard.launch.plan import picture, what_if
 from embershard.models import table_name
 from embershard.planning.cost.topology import load_topology, save_topology
 from embershard.planning.simulate_scaling import SimulatedRun

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from embershard.commands import cli
+from embershard.commands.plan.tables_file import read_tables
 from embershard.errors import ConfigError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
-from embershard.launch import cli
-from embershard.launch.plan.tables_file import read_tables
 from embershard.sharding.plan import Plan
 
 pytestmark = pytest.mark.slow

@@ -15,20 +15,20 @@ from embershard.cache import CacheConfig
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.cache.loops import buckets_of_ids
+from embershard.commands import cli
+from embershard.commands.profile import data_pass as profile_pass
+from embershard.commands.profile.command import main, run_config
+from embershard.commands.profile.data_pass import PartReader, PassOptions, part_ranges, profile_data, rows_of_ids
+from embershard.commands.profile.view import make_figure
 from embershard.data import BatchStream, DataConfig, SyntheticConfig, TableConfig, TableFeature, open_source
 from embershard.data.sources.table import source
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
 from embershard.frequency.summary import stack_of_all
-from embershard.launch import cli
 from embershard.launch.arguments import examples
-from embershard.launch.config import load_config
-from embershard.launch.profile import data_pass as profile_pass
-from embershard.launch.profile.command import main, run_config
-from embershard.launch.profile.data_pass import PartReader, PassOptions, part_ranges, profile_data, rows_of_ids
-from embershard.launch.profile.view import make_figure
 from embershard.models import table_name
+from embershard.settings.files import load_config
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import buckets_of_run

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from embershard.commands.profile.command import main
+from embershard.commands.profile.data_pass import ClickCounts, hot_sentences
 from embershard.data import CriteoConfig, DataConfig, open_source
 from embershard.data.order.stream import SampleReader
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile, HotRows
-from embershard.launch.profile.command import main
-from embershard.launch.profile.data_pass import ClickCounts, hot_sentences
 
 ROWS = HotRows({"user": np.arange(3), "item": np.arange(2)}, {"user": 3, "item": 9}, threshold=4, num_bytes=2_000_000)
 

@@ -17,16 +17,17 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from embershard.commands import cli
+from embershard.commands.export import publish
+from embershard.commands.train.run import train_run
 from embershard.distributed import PublishConfig, Supervision, process_group
 from embershard.distributed.publish import write
 from embershard.errors import CheckpointError, ConfigError, FailedPublicationError
-from embershard.launch import cli
 from embershard.launch.arguments import NEWEST
-from embershard.launch.export import publish, serving_model
-from embershard.launch.export.serving_replica import Replica
-from embershard.launch.train.run import train_run
 from embershard.models import ModelConfig
 from embershard.run_result import PublishedState, RunResult
+from embershard.serving import serving_model
+from embershard.serving.serving_replica import Replica
 from embershard.training.config import RunConfig
 from tests.unit.launch.conftest import clicks, config_of_clicks
 from tests.unit.launch.test_export import WITHOUT
@@ -157,7 +158,7 @@ def test_the_commands(run_dir, tmp_path, capsys):
 
 
 def test_another_run_does_not_publish_there(run_dir, tmp_path):
-    from embershard.launch.config import RUN_CONFIG, load_config
+    from embershard.settings.files import RUN_CONFIG, load_config
 
     config = load_config(RunConfig, run_dir / RUN_CONFIG)
     with process_group("cpu") as ranks, pytest.raises(ConfigError, match="publications of another run"):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from embershard.commands import cli
+from embershard.commands.score import ScoreJob
+from embershard.commands.train.command import TrainJob
+from embershard.commands.verify import VerifyJob
 from embershard.errors import DataError
-from embershard.launch import cli, rank
-from embershard.launch.config import load_config
-from embershard.launch.ranks import launcher
-from embershard.launch.score import ScoreJob
-from embershard.launch.train.command import TrainJob
-from embershard.launch.verify import VerifyJob
+from embershard.launch import launcher, rank
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from tests.unit.launch.test_code_of_runs import settings, write_module
 
@@ -62,7 +62,7 @@ def test_settings_are_read_once_by_the_launcher(project_dir, tmp_path, monkeypat
     handed: list[rank.Job] = []
     trained: list[dict[str, Any]] = []
     monkeypatch.setattr(launcher, "start_ranks", lambda *_, job, **options: handed.append(job) or 0)
-    monkeypatch.setattr("embershard.launch.train.run.train_run", lambda config, *_, **given: trained.append(given))
+    monkeypatch.setattr("embershard.commands.train.run.train_run", lambda config, *_, **given: trained.append(given))
     file = tmp_path / "run.toml"
     file.write_text((project_dir / "examples" / "quickstart.toml").read_text())
     words = ["train", str(file), "--run-dir", str(tmp_path / "run"), "--nproc", "1", "--set", "train.device=cpu"]

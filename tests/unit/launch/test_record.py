@@ -21,21 +21,21 @@ import torch
 from rich.console import Console
 
 from embershard.cache import TableStats
+from embershard.commands.train.run import _Outputs
 from embershard.data import DataConfig, SyntheticConfig, Target, open_source
 from embershard.data.block import BadRow
 from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
-from embershard.launch.record import RunRecord, make_result, steady_steps
 from embershard.launch.run_dir import check_run_dir, lock_run_dir
-from embershard.launch.train.progress import ProgressDisplay, closing_table, eval_line, train_line
-from embershard.launch.train.run import _Outputs
 from embershard.launch.versions import git_commit, versions
+from embershard.metrics.figures import Quality, RegressionQuality
+from embershard.reports.progress import ProgressDisplay, closing_table, eval_line, train_line
+from embershard.reports.record import RunRecord, make_result, steady_steps
 from embershard.run_result import HotColdTotals, RunResult
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.counters import summed, with_hot_rows
-from embershard.training.quality.quality import Quality, RegressionQuality
-from embershard.training.quality.reports import (
+from embershard.training.parts.counts import summed, with_hot_rows
+from embershard.training.reports import (
     BadRowsReport,
     EvalReport,
     FailedSaveReport,
@@ -223,7 +223,7 @@ def test_damaged_lines_are_kept_aside_and_the_rest_stays(tmp_path: Path):
 
 
 def test_bad_rows_are_listed_once_and_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("embershard.launch.record._MOST_BAD_ROWS", 3)
+    monkeypatch.setattr("embershard.reports.record._MOST_BAD_ROWS", 3)
     rows = [BadRow(Path("a[/x]"), number, "C1", f"C1='\n{number}': needed") for number in range(5)]
     record = RunRecord(tmp_path, RunConfig(), None)
     record.add(BadRowsReport(1, 2, tuple(rows[:2])))

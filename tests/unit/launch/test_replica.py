@@ -20,8 +20,8 @@ from embershard.distributed.publish.published import (
     PublicationError,
     StaleLifeError,
 )
-from embershard.launch.export.serving_model import table_names, weights_of
-from embershard.launch.export.serving_replica import Replica
+from embershard.serving.serving_model import table_names, weights_of
+from embershard.serving.serving_replica import Replica
 from tests.unit.distributed import publications
 from tests.unit.distributed.publications import INPUTS, Run, chain
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from embershard.commands.export import serve
 from embershard.distributed.publish import compact, write
 from embershard.distributed.publish.published import (
     DamagedError,
@@ -19,8 +20,8 @@ from embershard.distributed.publish.published import (
     OtherChainError,
     PublicationError,
 )
-from embershard.launch.export import serve, serving_replica
-from embershard.launch.export.serving_replica import Replica
+from embershard.serving import serving_replica
+from embershard.serving.serving_replica import Replica
 from tests.unit.distributed import publications
 from tests.unit.distributed.publications import Run, chain
 from tests.unit.launch.test_replica import serves

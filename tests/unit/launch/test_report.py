@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from embershard.decoding import to_toml
-from embershard.launch import cli
-from embershard.launch.config import load_config
+from embershard.commands import cli
 from embershard.planning.cost.topology import load_topology
+from embershard.settings.decoding import to_toml
+from embershard.settings.files import load_config
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from tests.unit.launch.reported_runs import write_run, write_sweep

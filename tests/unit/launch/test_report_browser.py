@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
-from embershard.launch import cli
+from embershard.commands import cli
 from tests.unit.launch.browser import CHROMIUM, open_page
 from tests.unit.launch.reported_runs import reports, write_run, write_sweep
 from tests.unit.planning.runs import predicted_plan, result_of

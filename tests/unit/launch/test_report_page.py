@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
-from embershard.launch import cli
-from embershard.launch.report.page import measured, predicted, quality, runs, sweep
-from embershard.launch.report.page.runs import PageFigure, PageTable, Run, Section
-from embershard.launch.report.run_folder import RunFolder
-from embershard.launch.sweep.spread import read_configurations
+from embershard.commands import cli
+from embershard.reports.page import measured, predicted, quality, runs, sweep
+from embershard.reports.page.runs import PageFigure, PageTable, Run, Section
+from embershard.reports.run_folder import RunFolder
 from embershard.sharding.plan import Plan
+from embershard.sweeps.spread import read_configurations
 from tests.unit.launch.reported_runs import reports, write_run, write_sweep
 from tests.unit.planning.runs import changed, predicted_plan, result_of, without_cache
 
@@ -306,10 +306,10 @@ def test_what_is_missing_says_so(
     assert cli.main(["report", str(tmp_path / "s"), "-o", output]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"embershard: {tmp_path / 's' / 'states' / 'bad.json'}: cannot be read ("), "said once"
-    monkeypatch.setitem(sys.modules, "embershard.launch.report.page.write", None)
+    monkeypatch.setitem(sys.modules, "embershard.reports.page.write", None)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.delitem(sys.modules, "embershard.launch.report.page.write")
-    for module in [name for name in sys.modules if name.startswith("embershard.launch.report.page.")]:
+    monkeypatch.delitem(sys.modules, "embershard.reports.page.write")
+    for module in [name for name in sys.modules if name.startswith("embershard.reports.page.")]:
         monkeypatch.delitem(sys.modules, module)
     assert cli.main(["report", str(planned), "-o", output]) == 2
     assert "plotly is not installed. Try: pip install" in capsys.readouterr().err

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from embershard.commands import score
 from embershard.data import DataConfig, open_source
 from embershard.distributed import complete_checkpoints, step_of
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import CheckpointError, ConfigError, DataError
-from embershard.launch import score
-from embershard.launch.ranks import launcher
-from embershard.training.quality.ranking import by_group
+from embershard.launch import launcher
+from embershard.metrics.ranking import by_group
 from tests.unit.distributed.checkpoints import flip_bit
 from tests.unit.launch.conftest import NUM_HELD_OUT, NUM_ROWS, Trained, score_here
 
@@ -116,7 +116,7 @@ def test_hanging_ranks_are_ended_as_in_training(trained, monkeypatch):
 
 
 def test_a_failure_leaves_no_file(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("embershard.launch.score._GROUP_ROWS", 100)
+    monkeypatch.setattr("embershard.commands.score._GROUP_ROWS", 100)
     good = pq.read_table(trained.data)
     bad = good.set_column(3, "click", pa.array([*good["click"].to_pylist()[:-1], 7], pa.int8()))
     pq.write_table(bad, tmp_path / "bad.parquet", row_group_size=200)

@@ -12,7 +12,7 @@ from typing import TextIO
 import pytest
 
 from embershard.cache import CacheGrowthWarning
-from embershard.launch.ranks import launcher
+from embershard.launch import launcher
 from embershard.launch.screen import plain_console, say, silence_libraries
 
 

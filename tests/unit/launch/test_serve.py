@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.launch import cli
-from embershard.launch.export import command, serve
-from embershard.launch.export.prediction_server import Limits, PredictionServer
+from embershard.commands import cli
+from embershard.commands.export import command, serve
+from embershard.serving.prediction_server import Limits, PredictionServer
 from tests.faults.serving import dripping
 from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores

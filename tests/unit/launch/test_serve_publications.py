@@ -15,12 +15,13 @@ from unittest import mock
 import pyarrow.parquet as pq
 import pytest
 
+from embershard.commands.export import serve
 from embershard.distributed import PublishConfig, process_group
 from embershard.distributed.publish.published import published
 from embershard.errors import ConfigError
-from embershard.launch.export import serve, serving_replica
-from embershard.launch.export.serving_replica import Replica
-from embershard.launch.export.write import export_base
+from embershard.serving import serving_replica
+from embershard.serving.serving_replica import Replica
+from embershard.serving.write import export_base
 from embershard.training.trainer import Trainer
 from tests.unit.launch.conftest import clicks, config_of_clicks
 from tests.unit.launch.test_serve import ask, predict, served

@@ -15,14 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv
 
+from embershard.commands.sweep import command
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.arguments import examples
-from embershard.launch.sweep import command, on_ray, run
-from embershard.launch.sweep.experiments import Experiment, Sweep
-from embershard.launch.sweep.outcomes import Outcome, find_outcome, make_outcome, read_outcomes, run_folder
-from embershard.launch.sweep.run import run_experiment
-from embershard.launch.sweep.spread import best_sentence, read_configurations
-from embershard.launch.sweep.view import write_results
+from embershard.reports.sweep_tables import write_results
+from embershard.sweeps import on_ray, run
+from embershard.sweeps.experiments import Experiment, Sweep
+from embershard.sweeps.outcomes import Outcome, find_outcome, make_outcome, read_outcomes, run_folder
+from embershard.sweeps.run import run_experiment
+from embershard.sweeps.spread import best_sentence, read_configurations
 from tests.unit.launch.reported_runs import write_sweep
 from tests.unit.planning.runs import predicted_plan, result_of
 

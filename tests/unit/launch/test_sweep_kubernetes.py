@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
+from embershard.commands.sweep import command
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.sweep import clusters, command, on_kubernetes
-from embershard.launch.sweep.clusters import job_name
-from embershard.launch.sweep.experiments import Experiment, Sweep
-from embershard.launch.sweep.on_kubernetes import manifests, train_job
-from embershard.launch.sweep.outcomes import Outcome, find_outcome, read_outcomes, run_folder
+from embershard.sweeps import clusters, on_kubernetes
+from embershard.sweeps.clusters import job_name
+from embershard.sweeps.experiments import Experiment, Sweep
+from embershard.sweeps.on_kubernetes import manifests, train_job
+from embershard.sweeps.outcomes import Outcome, find_outcome, read_outcomes, run_folder
 from tests.unit.planning.runs import predicted_plan, result_of
 
 FILE = """

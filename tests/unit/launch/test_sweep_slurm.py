@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from embershard.commands.sweep import command
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.sweep import clusters, command, on_slurm
-from embershard.launch.sweep.experiments import Experiment, Sweep
-from embershard.launch.sweep.outcomes import Outcome, keep_outcome, make_outcome
+from embershard.sweeps import clusters, on_slurm
+from embershard.sweeps.experiments import Experiment, Sweep
+from embershard.sweeps.outcomes import Outcome, keep_outcome, make_outcome
 
 FILE = """
 config = "run.toml"

@@ -16,15 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from embershard.commands import cli
 from embershard.data import Schema, SparseFeature, Target
 from embershard.data.config import TableConfig
-from embershard.decoding import to_toml
 from embershard.errors import CheckpointError, ConfigError, DataError
-from embershard.launch import cli
-from embershard.launch.export import serving_model
-from embershard.launch.ranks import launcher
+from embershard.launch import launcher
 from embershard.models import ModelConfig
 from embershard.models.config import FACTORIZED
+from embershard.serving import serving_model
+from embershard.settings.decoding import to_toml
 from embershard.training.config import RunConfig
 from tests.covering import keep
 from tests.unit.data.targets import FEATURES, ROWS, target_config, write_targets
@@ -248,7 +248,7 @@ def test_the_example_of_the_page_trains(folder, capsys, project_dir):
 
 def serves(exported: Path, table: pa.Table, scores: dict[str, np.ndarray], names: list[str]) -> bool:
     """A server answers the scores of all labels; the logit of a predicted number is none."""
-    from embershard.launch.export.serve import Predictor
+    from embershard.commands.export.serve import Predictor
 
     predictor = Predictor(exported)
     answer = predictor.predict(table.select(list(FEATURES)).slice(0, 5).to_pylist())
@@ -278,7 +278,7 @@ def test_files_without_labels_and_weights_are_scored(made, folder, capsys):
 def test_a_sweep_of_regressions_shows_its_error(made, folder):
     Path("samples.parquet").symlink_to(made)
     train(target_config(Path("samples.parquet"), "regression"))
-    from embershard.launch.quality_text import main_names
+    from embershard.metrics.quality_text import main_names
 
     assert main_names([json.loads(Path("run/result.json").read_text())]) == ["rmse"]
 

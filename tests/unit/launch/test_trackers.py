@@ -19,11 +19,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from embershard.decoding import flat
 from embershard.errors import ConfigError, SetupError
-from embershard.launch.tracking import trackers as module
-from embershard.launch.tracking.run import TrackedRun
-from embershard.launch.tracking.trackers import Trackers, check_trackers
+from embershard.reports.tracking import trackers as module
+from embershard.reports.tracking.run import TrackedRun
+from embershard.reports.tracking.trackers import Trackers, check_trackers
+from embershard.settings.decoding import flat
 from embershard.training.config import TrackingConfig
 
 SETTINGS = flat({"train": {"batch_size": 8, "epochs": None}, "data": {"path": "/a b", "bag_sizes": (1, 2)}})

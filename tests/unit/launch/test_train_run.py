@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from embershard.commands.train.run import train_run
 from embershard.distributed import CheckpointConfig, Supervision, process_group
 from embershard.errors import CheckpointError, FailedSaveError
-from embershard.launch.train.run import train_run
 from embershard.training.config import RunConfig, TrainConfig
 from tests.unit.training.test_trainer import make_config
 

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from embershard.commands import cli
 from embershard.data import BatchStream, open_source, schema_of
 from embershard.data.sources.yambda import CROSSES, HISTORY, SPARSE, TARGET
-from embershard.launch import cli
-from embershard.launch.config import load_config
 from embershard.models import model_tables
+from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import table_rows
 

@@ -16,7 +16,7 @@ from embershard.errors import ConfigError
 from embershard.launch.rank import _show_error
 from embershard.models import ModelConfig, build_model, model_tables
 from embershard.models.own_model import OwnModel, source_digest
-from embershard.own_code import message_for_user
+from embershard.settings.own_code import message_for_user
 
 CPU = torch.device("cpu")
 SCHEMA = Schema(dense=("age",), sparse=(SparseFeature("user", 10), SparseFeature("item", 20)))

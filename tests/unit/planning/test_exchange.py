@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.data.sources.synthetic import MLPERF_BAG_SIZES
-from embershard.decoding import decode
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.work import sizes_bytes
 from embershard.planning.exchange import exchange_bytes, exchange_notes, exchange_of, with_exchange
@@ -20,6 +19,7 @@ from embershard.planning.predict import counted_reports
 from embershard.planning.request import Workload
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import replay_pool
+from embershard.settings.decoding import decode
 from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard

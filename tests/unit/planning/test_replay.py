@@ -17,14 +17,14 @@ from embershard import cache_stats
 from embershard.cache import CacheConfig, CacheGrowthWarning
 from embershard.cache.config import CachePolicy
 from embershard.cache.next_use import pinned_tables
+from embershard.commands.plan.inputs import replay_settings
+from embershard.commands.profile.data_pass import PassOptions, profile_data
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, process_group
 from embershard.frequency import FrequencyProfile, SampledTrace
 from embershard.frequency.config import ProfileConfig
 from embershard.frequency.downsampling import downsampled
-from embershard.launch.plan.inputs import replay_settings
-from embershard.launch.profile.data_pass import PassOptions, profile_data
 from embershard.models import ModelConfig
 from embershard.pipeline import look_ahead
 from embershard.pipeline.config import LookAheadConfig

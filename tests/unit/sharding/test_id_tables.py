@@ -23,7 +23,7 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import CacheError, ConfigError, IdOutOfRangeError
-from embershard.sharding.torchrec.id_tables import PoolIdMaps
+from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 from embershard.sharding.torchrec.modules import check_any_ids, check_bounds, mixed_ids
 from tests.oracle.id_dictionary import mix
 from tests.unit.cache.rows.test_initial_weights import weights_of_id

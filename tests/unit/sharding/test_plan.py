@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, CachedEmbeddingCollectionSharder
+from embershard.commands.cli import main
 from embershard.distributed import Ranks, process_group
 from embershard.errors import ConfigError, ShardingError
-from embershard.launch.cli import main
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import Plan, PlanBound, TablePlacement

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from embershard.cache.rows.page_lock import PageLock
-from embershard.launch import cli
+from embershard.commands import cli
 from embershard.pipeline import LookAheadPipeline
 from tests.gpu import first_hour, hour_steps, machine_checks
 from tests.gpu.first_hour import Ended

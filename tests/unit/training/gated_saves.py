@@ -14,7 +14,7 @@ import torch
 from embershard.distributed import Ranks, TensorBlocks
 from embershard.sharding.torchrec import FrozenRows
 from embershard.training.config import RunConfig
-from embershard.training.quality.reports import Report, SaveReport, TrainReport
+from embershard.training.reports import Report, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
 
 STEPS_LATE = 5

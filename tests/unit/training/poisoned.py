@@ -15,7 +15,7 @@ from embershard.distributed import CheckpointConfig, Ranks
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.training.quality.reports import TrainReport
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.test_trainer import make_config
 

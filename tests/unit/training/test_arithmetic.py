@@ -17,24 +17,24 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import CacheConfig
+from embershard.commands.verify import VerifyJob
 from embershard.data import Batch, DataConfig, Schema, open_source
 from embershard.data.config import SyntheticConfig
-from embershard.decoding import decode
 from embershard.distributed import Ranks, Supervision, process_group
 from embershard.errors import CheckpointError, ConfigError, SetupError
 from embershard.launch.rank import do
-from embershard.launch.verify import VerifyJob
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import WITH_TOWERS, Arch
 from embershard.models.table_modules import collections_of
 from embershard.pipeline.config import LookAheadConfig
+from embershard.settings.decoding import decode
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.arithmetic import arithmetic, check_process, prepare_process
 from embershard.training.checkpoint.identity import RULES
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.equivalence import _Runs, compare_with_stock
-from embershard.training.quality.reports import EvalReport, TrainReport
+from embershard.training.equivalence import _Runs, compare_with_stock
+from embershard.training.reports import EvalReport, TrainReport
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
 from tests.covering import keep, matrix

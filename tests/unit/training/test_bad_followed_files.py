@@ -18,10 +18,10 @@ from embershard.data.sources.followed import FollowedSource
 from embershard.data.sources.table.source import TableSource
 from embershard.distributed import CheckpointConfig, Ranks, process_group
 from embershard.errors import DataError
-from embershard.training import following
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.following import FolderFollower
+from embershard.training.parts import following
+from embershard.training.parts.following import FolderFollower
 from embershard.training.trainer import Trainer
 from tests.faults import bad_files
 from tests.ranks.following import make_following, noting

@@ -18,12 +18,12 @@ from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.distributed.checkpoint.best import BEST, BestEvaluation
 from embershard.errors import ConfigError, InvalidCheckpointError
+from embershard.metrics.figures import Judge, Quality
 from embershard.models import ModelConfig
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.best import BestModel
-from embershard.training.quality.quality import Judge, Quality
-from embershard.training.quality.reports import EvalReport, Report, SaveReport, TrainReport
+from embershard.training.parts.best import BestModel
+from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
 from embershard.training.trained_run import open_trained
 from embershard.training.trainer import Trainer
 from tests.covering import matrix

@@ -17,7 +17,7 @@ from embershard.distributed import (
     set_rng_state,
 )
 from embershard.errors import CheckpointError, ConfigError, EmbershardError, NotFiniteError, SetupError
-from embershard.training.quality.loss_monitor import LossMonitor
+from embershard.training.parts.loss_monitor import LossMonitor
 from tests.unit.distributed.checkpoints import save
 
 

@@ -20,8 +20,8 @@ from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.frequency.config import ProfileConfig
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.following import FolderFollower
-from embershard.training.quality.reports import Report, SaveReport, StopReport
+from embershard.training.parts.following import FolderFollower
+from embershard.training.reports import Report, SaveReport, StopReport
 from embershard.training.trainer import Trainer
 from tests.ranks.following import arriving, make_following, noting
 from tests.ranks.time_order import GLOBAL_BATCH, Trained, write_clicks
@@ -203,7 +203,7 @@ def test_another_journal_is_refused(ranks: Ranks, files: list[Path], tmp_path: P
 def test_nobody_waits_longer_than_was_asked(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "followed").mkdir()
     clock = [100.0]
-    monkeypatch.setattr("embershard.training.following.time", SimpleNamespace(
+    monkeypatch.setattr("embershard.training.parts.following.time", SimpleNamespace(
         monotonic=lambda: clock[0], sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds)
     ))  # fmt: skip
     following = FolderFollower(make_config(tmp_path, idle_seconds=3.0).data, None, ranks)

@@ -22,15 +22,15 @@ from embershard.frequency.config import ProfileConfig
 from embershard.models import table_name
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
-from embershard.training import hot_cold
 from embershard.training.build import find_profile
 from embershard.training.checkpoint.identity import ORDER, check_keys
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.fit.model_size import table_rows
-from embershard.training.hot_cold import FILE, find_hot_set
-from embershard.training.quality.counters import CacheReader
-from embershard.training.quality.reports import TrainReport
+from embershard.training.parts import hot_cold
+from embershard.training.parts.counts import CacheReader
+from embershard.training.parts.hot_cold import FILE, find_hot_set
+from embershard.training.reports import TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer
 from tests.unit.training.checkpoint.test_identity import write_clicks

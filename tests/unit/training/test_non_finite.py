@@ -17,15 +17,15 @@ from embershard.data import Target
 from embershard.distributed import Ranks, process_group
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import NotFiniteError
-from embershard.launch.record import RunRecord, make_result
-from embershard.training.quality.loss_monitor import (
+from embershard.reports.record import RunRecord, make_result
+from embershard.training.parts.loss_monitor import (
     MOST_FILES,
     MOST_SKIPPED_IN_A_ROW,
     KeptBatches,
     LossMonitor,
     in_float64,
 )
-from embershard.training.quality.reports import SaveReport, SkippedBatchReport
+from embershard.training.reports import SaveReport, SkippedBatchReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.poisoned import CACHES, Feed, config_of, losses, run, state_of
 

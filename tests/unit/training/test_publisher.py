@@ -16,9 +16,9 @@ from embershard.distributed import PublishConfig
 from embershard.distributed.publish import write
 from embershard.distributed.publish.published import published, read_publication
 from embershard.errors import ConfigError
-from embershard.launch.export.serving_replica import Replica
-from embershard.training import publisher as publisher_module
+from embershard.serving.serving_replica import Replica
 from embershard.training.compared_table import ComparedTable
+from embershard.training.parts import publishing as publisher_module
 from tests.faults import publications
 from tests.faults.publications import Life
 

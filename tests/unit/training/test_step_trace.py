@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from embershard import stages
 from embershard.distributed import Ranks, process_group
 from embershard.pipeline.config import LookAheadConfig
-from embershard.training.quality.reports import TrainReport
-from embershard.training.step_trace import Span, StepTrace, mean_stages
+from embershard.training.parts.step_trace import Span, StepTrace, mean_stages
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.test_trainer import make_config
 

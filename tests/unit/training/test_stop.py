@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 
 from embershard.cache import CacheConfig
+from embershard.commands.train.run import train_run
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, Supervision, complete_checkpoints, process_group
-from embershard.launch.ranks.stop_signals import stop_training_on_signals
-from embershard.launch.train.run import train_run
+from embershard.launch.stop_signals import stop_training_on_signals
 from embershard.models import ModelConfig
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.reports import EvalReport, Report, SaveReport, StopReport, TrainReport
+from embershard.training.reports import EvalReport, Report, SaveReport, StopReport, TrainReport
 from embershard.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -131,7 +131,7 @@ def test_signals_are_noted_in_the_training_and_given_back(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # the same request, sent twice
         assert (supervision.signal, ended) == (signal.SIGTERM, [])
-        monkeypatch.setattr("embershard.launch.ranks.stop_signals._SAME_REQUEST_SECONDS", 0.0)
+        monkeypatch.setattr("embershard.launch.stop_signals._SAME_REQUEST_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [143]
     assert signal.getsignal(signal.SIGTERM) is before

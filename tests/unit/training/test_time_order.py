@@ -15,7 +15,7 @@ import pytest
 from embershard.data.time_config import TimeConfig
 from embershard.distributed import process_group
 from embershard.errors import CheckpointError
-from embershard.training.quality.reports import Report, SaveReport, StopReport, WindowReport
+from embershard.training.reports import Report, SaveReport, StopReport, WindowReport
 from embershard.training.trainer import Trainer
 from tests.ranks.time_order import BORDER, EVERY, make_config, write_clicks
 from tests.unit.distributed.checkpoints import make_manifest_right

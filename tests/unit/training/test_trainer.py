@@ -27,7 +27,7 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
-from embershard.training.quality.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
 from tests.covering import covering, matrix
 from tests.unit.distributed.checkpoints import make_manifest_right

@@ -16,7 +16,7 @@ from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.checkpoint import run_state
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.reports import TrainReport
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
 from tests.unit.training.test_trainer import make_config

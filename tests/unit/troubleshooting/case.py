@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from embershard.launch import cli
+from embershard.commands import cli
 from tests.unit.troubleshooting.privileges import modes_hold
 
 #: The files that a case needs, relative to the folder that it runs in, with their contents.
@@ -73,8 +73,8 @@ def rank(*words: str, files: Files | None = None, prepare: Prepare | None = None
     It is the program of each rank, so an exception is shown as a rank shows it. `embershard train` then ends with exit
     code 1.
     """
+    from embershard.commands.train.command import rank_job
     from embershard.launch import rank as program
-    from embershard.launch.train.command import rank_job
 
     def train() -> int:
         hook = sys.excepthook

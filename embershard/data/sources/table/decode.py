@@ -357,7 +357,7 @@ def scaled(numbers: NDArray[np.float64], feature: TableFeature) -> NDArray[np.fl
     """Return the numbers [n], for "days" of days, as the model gets them; a missing one (NaN) is 0, with "quantile"
     0.5.
 
-    embershard/launch/export/serving_model.py does the same for programs without embershard.
+    embershard/serving/serving_model.py does the same for programs without embershard.
 
     >>> age = TableFeature("dense", scale="quantile", quantiles=(0.0, 10.0, 100.0))
     >>> scaled(np.array([5.0, 55.0, 1000.0, np.nan]), age).tolist()

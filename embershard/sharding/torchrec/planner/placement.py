@@ -31,8 +31,8 @@ from embershard.sharding.plan import Plan
 from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, groups_of, no_rows_problem, shards_of
 from embershard.sharding.torchrec.compat import lookups_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.ids.id_shardings import ID_SHARDINGS
 from embershard.sharding.torchrec.lookups import CachedEmbedding, CachedEmbeddingBag
-from embershard.sharding.torchrec.modes.id_shardings import ID_SHARDINGS
 from embershard.sharding.torchrec.planner.torchrec_planner import shardable_tables
 from embershard.sharding.torchrec.sharders import has_cache, inner_sharder
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL

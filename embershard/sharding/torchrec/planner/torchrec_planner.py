@@ -38,7 +38,7 @@ from embershard.frequency.curves import BatchMisses
 from embershard.machine import host_memory
 from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import rows_problem
-from embershard.sharding.torchrec.modes.id_shardings import ID_SHARDINGS
+from embershard.sharding.torchrec.ids.id_shardings import ID_SHARDINGS
 from embershard.sharding.torchrec.sharders import bags_of, check_groups, has_cache, inner_sharder
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 from embershard.sharding.torchrec.table_arguments import check_row_types

@@ -23,8 +23,8 @@ from embershard.data.order.segments import (
     SegmentSchedule,
     batches_of_epoch,
 )
-from embershard.decoding import decode
 from embershard.errors import ConfigError, DataError
+from embershard.settings.decoding import decode
 
 Emitted = list[tuple[str, int]]
 START = PackedState(digest="d", global_batch=1)

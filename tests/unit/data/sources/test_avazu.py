@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embershard.commands.data.command import main as data_command
 from embershard.data import AvazuConfig, DataConfig, open_source, schema_of
 from embershard.data.hashing import make_key, text_keys
 from embershard.data.sources.avazu import time_rows
 from embershard.data.sources.input_file import identify_files
 from embershard.errors import ConfigError, DataError
-from embershard.launch.data.command import main as data_command
 
 HEADER = (
     "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"

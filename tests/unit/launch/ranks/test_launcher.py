@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from embershard.errors import ConfigError
-from embershard.launch.ranks import rank_group
-from embershard.launch.ranks.launcher import Restarts, loopback_store, start_ranks, warn_of_cores
-from embershard.launch.ranks.rank_group import Ended, RankGroup
-from embershard.launch.ranks.stop_signals import StopAsked, stop_asked
+from embershard.launch import rank_group
+from embershard.launch.launcher import Restarts, loopback_store, start_ranks, warn_of_cores
+from embershard.launch.rank_group import Ended, RankGroup
+from embershard.launch.stop_signals import StopAsked, stop_asked
 from embershard.training.config import RunConfig, TrainConfig
 
 #: A rank that starts at once: without torch, it uses the launcher's memory itself.
@@ -127,7 +127,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path, monkeypatch):
 _LAUNCHER = """
 import signal, sys, time
 from pathlib import Path
-from embershard.launch.ranks.stop_signals import stop_asked
+from embershard.launch.stop_signals import stop_asked
 with stop_asked() as asked:
     print("ready", flush=True)
     while not asked.number:
@@ -232,7 +232,7 @@ import time; time.sleep(60)
 def test_ranks_end_with_their_launcher(tmp_path, project_dir):
     (tmp_path / "program.py").write_text(_PROGRAM)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project_dir), str(tmp_path)])}
-    start = "from embershard.launch.ranks.launcher import start_ranks; start_ranks(2, 'program', [])"
+    start = "from embershard.launch.launcher import start_ranks; start_ranks(2, 'program', [])"
     with subprocess.Popen([sys.executable, "-c", start], env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
@@ -256,7 +256,7 @@ def test_one_rank_needs_no_store_and_its_launcher_no_torch(tmp_path, project_dir
     (tmp_path / "program.py").write_text(_ALONE)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project_dir), str(tmp_path)])}
     environment |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
-    start = "import sys; from embershard.launch.ranks.launcher import start_ranks; code = start_ranks(1, 'program', [])"
+    start = "import sys; from embershard.launch.launcher import start_ranks; code = start_ranks(1, 'program', [])"
     words = [sys.executable, "-c", f"{start}; sys.exit(code or 'torch' in sys.modules)"]
     ran = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "0 1 ['it'] False\n"), ran.stderr
@@ -292,7 +292,7 @@ def test_ranks_of_torchrun_start_no_ranks(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_limit_of_mapped_memory_under_which_libc_would_end_the_ranks_is_refused():
     """In a process of its own: limits that were lowered stay low."""
     lowers = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1_200_000 << 10, -1))"
-    program = f"{lowers}; from embershard.launch.ranks.launcher import start_ranks; start_ranks(1, 'this', [])"
+    program = f"{lowers}; from embershard.launch.launcher import start_ranks; start_ranks(1, 'this', [])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "ConfigError: ulimit -v: got 1200000, needed at least 2441406 KiB" in ended.stderr
 

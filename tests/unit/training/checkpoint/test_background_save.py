@@ -16,8 +16,8 @@ import torch
 from embershard.distributed import CheckpointConfig, Ranks, TensorBlocks, process_group
 from embershard.errors import FailedSaveError
 from embershard.training.checkpoint.run_state import PreparedSave
-from embershard.training.checkpoint.saves import Saves
-from embershard.training.quality.reports import FailedSaveReport, SaveReport
+from embershard.training.parts.saves import Saves
+from embershard.training.reports import FailedSaveReport, SaveReport
 
 Prepared = list[weakref.ref[TensorBlocks]]
 

@@ -16,13 +16,13 @@ import pytest
 from embershard.cache import CacheConfig
 from embershard.data import CriteoConfig, DataConfig
 from embershard.data.sources.input_file import FileIdentity
-from embershard.decoding import decode
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.errors import CheckpointError, ConfigError
-from embershard.launch.config import apply_override, describe
 from embershard.models import ModelConfig
 from embershard.models.config import FACTORIZED
-from embershard.resume_rules import Free, rules_of
+from embershard.settings.decoding import decode
+from embershard.settings.files import apply_override, describe
+from embershard.settings.resume_rules import Free, rules_of
 from embershard.training.checkpoint.identity import (
     BATCH,
     ORDER,

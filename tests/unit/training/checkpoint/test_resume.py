@@ -12,7 +12,7 @@ import pytest
 from embershard.distributed import CheckpointConfig, Ranks, process_group
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.training.checkpoint.resume import Resumed, resume_run
-from embershard.training.quality.reports import TrainReport
+from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.covering import covering
 from tests.unit.distributed.checkpoints import DAMAGES

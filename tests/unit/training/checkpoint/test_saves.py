@@ -28,11 +28,12 @@ from embershard.distributed import (
 from embershard.errors import CacheError, CheckpointError, ConfigError, FailedSaveError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import FrozenRows, cached_embeddings
-from embershard.training.checkpoint import run_state, saves
-from embershard.training.checkpoint.saves import BackgroundSave, Saves
+from embershard.training.checkpoint import run_state
 from embershard.training.config import TrainConfig
 from embershard.training.optimizers import EmbeddingOptimizerConfig
-from embershard.training.quality.reports import FailedSaveReport, SaveReport
+from embershard.training.parts import saves
+from embershard.training.parts.saves import BackgroundSave, Saves
+from embershard.training.reports import FailedSaveReport, SaveReport
 from embershard.training.trainer import Trainer
 from tests.covering import keep, matrix
 from tests.unit.distributed.test_blocks import stock_loaded

@@ -14,11 +14,11 @@ from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap
 from embershard.data import DataConfig, SyntheticConfig
 from embershard.data.config import TableConfig, TableFeature
-from embershard.decoding import decode, to_toml
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
-from embershard.launch.config import apply_override, load_config
 from embershard.models import ModelConfig
+from embershard.settings.decoding import decode, to_toml
+from embershard.settings.files import apply_override, load_config
 from embershard.sharding.config import ShardingConfig
 from embershard.training.checkpoint.identity import Change, changes, identity_of, refusal
 from embershard.training.config import RunConfig, TrainConfig

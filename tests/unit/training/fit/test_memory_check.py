@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from embershard.decoding import decode
 from embershard.distributed import process_group
 from embershard.errors import ConfigError, ShardingError
-from embershard.launch.config import apply_override
 from embershard.machine import HostMemory
+from embershard.settings.decoding import decode
+from embershard.settings.files import apply_override
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import TablePlacement, pools_of
 from embershard.sharding.torchrec import cache_stats

@@ -11,11 +11,11 @@ import torch
 
 from embershard.data import Target
 from embershard.errors import ConfigError
-from embershard.training.quality import comparison
-from embershard.training.quality.comparison import Samples, compare
-from embershard.training.quality.metrics import Predicted, judge
-from embershard.training.quality.quality import OF_TASK
-from embershard.training.quality.resampling import resampled_auc, resampled_sums
+from embershard.metrics import comparison
+from embershard.metrics.comparison import Samples, compare
+from embershard.metrics.figures import OF_TASK
+from embershard.metrics.predictions import Predicted, judge
+from embershard.metrics.resampling import resampled_auc, resampled_sums
 
 
 def clicks(count: int, seed: int, noise: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

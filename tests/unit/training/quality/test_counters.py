@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, cache_stats, plan_sharding
 from embershard.distributed import Ranks, process_group
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.training.quality.counters import CacheReader
+from embershard.training.parts.counts import CacheReader
 
 
 @pytest.fixture(scope="module")

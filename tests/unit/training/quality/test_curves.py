@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torchmetrics.functional.classification import binary_precision_recall_curve, binary_roc
 
 from embershard.data import Target
-from embershard.training.quality.curves import MOST_POINTS, curves_of
-from embershard.training.quality.metrics import Predicted, judge
+from embershard.metrics.curves import MOST_POINTS, curves_of
+from embershard.metrics.predictions import Predicted, judge
 
 
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 1)), min_size=2, max_size=40))

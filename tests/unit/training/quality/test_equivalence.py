@@ -13,19 +13,19 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.cache.planner import CachePlan
 from embershard.cache.rows.copies import RowCopies
+from embershard.commands.verify import lines
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import Ranks, process_group
 from embershard.errors import ConfigError
-from embershard.launch.verify import lines
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import TablePlacement
 from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.equivalence import CachedRun, Difference, Equivalence, _differences, compare_with_stock
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig
-from embershard.training.quality.equivalence import CachedRun, Difference, Equivalence, _differences, compare_with_stock
 from embershard.training.trainer import Trainer
 from tests.unit.cache.faults import FAULTS
 from tests.unit.gpu_model.device import CUDA, Gpu

@@ -22,12 +22,12 @@ from torchrec.metrics.ne_with_recalibration import RecalibratedNEMetricComputati
 from embershard.data import DataConfig, TableConfig, TableFeature, Target, open_source
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
-from embershard.launch.quality_text import slice_rows
+from embershard.metrics.config import MetricsConfig
+from embershard.metrics.evaluation import MISSING, OTHERS, Evaluation, Evaluator, ValueNumbers, value_numbers
+from embershard.metrics.figures import OF_TASK, metric_names, metric_of, quality_values
+from embershard.metrics.predictions import Predicted, judge
+from embershard.metrics.quality_text import slice_rows
 from embershard.models.loss import class_logits
-from embershard.training.quality.config import MetricsConfig
-from embershard.training.quality.evaluation import MISSING, OTHERS, Evaluation, Evaluator, ValueNumbers, value_numbers
-from embershard.training.quality.metrics import Predicted, judge
-from embershard.training.quality.quality import OF_TASK, metric_names, metric_of, quality_values
 from tests.unit.training.quality.columns import Columns
 
 CPU = torch.device("cpu")

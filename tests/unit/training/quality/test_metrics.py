@@ -17,8 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, Target
 from embershard.distributed import Ranks
 from embershard.errors import DataError
-from embershard.training.quality.metrics import WINDOW_SAMPLES, Predicted, PredictionWindow, judge, predicted_of
-from embershard.training.quality.quality import main_values, quality_values
+from embershard.metrics.figures import main_values, quality_values
+from embershard.metrics.predictions import WINDOW_SAMPLES, Predicted, PredictionWindow, judge, predicted_of
 
 CLICKS = Target()
 

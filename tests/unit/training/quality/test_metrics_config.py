@@ -10,9 +10,9 @@ import pytest
 from embershard.data import DataConfig
 from embershard.data.config import TableConfig
 from embershard.errors import ConfigError
+from embershard.metrics.config import MetricsConfig
+from embershard.metrics.figures import Judge, Target, metric_names
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.quality.config import MetricsConfig
-from embershard.training.quality.quality import Judge, Target, metric_names
 from tests.unit.data.targets import FEATURES
 
 NUMBERS = TableConfig(FEATURES, label="stars", task="regression")

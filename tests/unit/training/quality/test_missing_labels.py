@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from embershard.data import Target
+from embershard.metrics.figures import Judge, LabelQualities, metric_names, metric_of, quality_values
+from embershard.metrics.predictions import Predicted, judge
 from embershard.models.loss import loss_of
-from embershard.training.quality.loss_monitor import label_sums
-from embershard.training.quality.metrics import Predicted, judge
-from embershard.training.quality.quality import Judge, LabelQualities, metric_names, metric_of, quality_values
+from embershard.training.parts.loss_monitor import label_sums
 
 TARGET = Target(("click", "buy", "stars"), ("binary", "binary", "regression"), may_be_missing=True)
 

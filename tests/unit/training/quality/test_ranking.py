@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieval_precision, retrieval_recall
 
-from embershard.training.quality.ranking import by_group, weighted_mean
+from embershard.metrics.ranking import by_group, weighted_mean
 
 PLACES = (1, 3, 10)
 

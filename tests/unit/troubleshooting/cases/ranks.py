@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from embershard.launch.ranks import launcher, rank_group
+from embershard.launch import launcher, rank_group
 from tests.unit.troubleshooting.case import Case, Outcome, Provoke, outcome_of, rank
 
 TITLE = "Ranks"

@@ -1,0 +1,220 @@
+"""`embershard ckpt`: lists, verifies, prunes and compares checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from embershard.distributed import complete_checkpoints, step_of
+from embershard.distributed.checkpoint.folder import ASIDE, best_checkpoint, folder_bytes, leftovers, remove
+from embershard.errors import ConfigError, InvalidCheckpointError
+from embershard.launch.arguments import help_parts, make_parser, positive
+from embershard.launch.screen import make_table, say, wide_console
+from embershard.settings.decoding import flat
+from embershard.units import size
+
+_HELP = """The checkpoints of a run, without training. Exit codes: 0; 1 for damage or a difference; 2 for wrong usage.
+
+  embershard ckpt ls runs/mine
+  embershard ckpt verify runs/mine
+  embershard ckpt prune runs/mine --keep 1
+  embershard ckpt diff runs/mine/checkpoints/step_100 runs/mine/checkpoints/step_200
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `embershard ckpt`; return the exit code.
+
+    Raises:
+        EmbershardError: a folder holds no checkpoints, or cannot be read or changed.
+    """
+    arguments = _parser().parse_args(argv)
+    return {"ls": _ls, "verify": _verify, "prune": _prune, "diff": _diff}[arguments.action](arguments)
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    folder = _checkpoints(arguments.run_dir)
+    table = make_table(str(folder), ["name", "run", "state"], ["size", "files", "written"])
+    for row in listing(folder):
+        table.add_row(*row)
+    wide_console().print(table)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from embershard.distributed.checkpoint.load import verify_alone
+
+    folder, console = _checkpoints(arguments.run_dir), wide_console()
+    found = [path for path in complete_checkpoints(folder) if arguments.step in (None, step_of(path))]
+    if not found:
+        of = "" if arguments.step is None else f" of step {arguments.step}"
+        raise ConfigError(f"{folder} has no complete checkpoint{of}.")
+    invalid = 0
+    for path in found:
+        started = time.perf_counter()
+        try:
+            manifest = verify_alone(path)
+        except InvalidCheckpointError as error:
+            invalid += 1
+            say(console, f"INVALID  {error}")
+            continue
+        seconds = time.perf_counter() - started
+        speed = f"{size(manifest.num_bytes)} in {seconds:.1f} s, {size(manifest.num_bytes / seconds)}/s"
+        say(console, f"valid    {path}: {len(manifest.files)} files, {speed}")
+    return 1 if invalid else 0
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    from embershard.launch.run_dir import lock_run_dir
+
+    folder, console = _checkpoints(arguments.run_dir), wide_console()
+    if not arguments.dry_run:
+        lock_run_dir(folder.parent)  # a run that trains is not disturbed
+    kept, going = to_prune(folder, arguments.keep)
+    for path in going:
+        if not arguments.dry_run:
+            remove(path)
+        say(console, f"{'would remove' if arguments.dry_run else 'removed'} {path}")
+    say(console, f"kept: {', '.join(path.name for path in kept) or 'nothing'}")
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    table = make_table(f"{arguments.first} and {arguments.second}", ["what", "first", "second"], [])
+    for row in differences(arguments.first, arguments.second):
+        table.add_row(*row)
+    if table.row_count:
+        wide_console().print(table)
+    else:
+        say(wide_console(), "The checkpoints are equal.")
+    return 1 if table.row_count else 0
+
+
+def _checkpoints(run_dir: Path) -> Path:
+    """Return the folder of the checkpoints, given the run's or itself."""
+    from embershard.settings.files import CHECKPOINTS
+
+    folder = run_dir / CHECKPOINTS if (run_dir / CHECKPOINTS).is_dir() else run_dir
+    if not any(folder.glob("step_*")):
+        raise ConfigError(f"{run_dir}: no checkpoints there; give the --run-dir of a run that saved some.")
+    return folder
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("ckpt", _HELP)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, more, text in (
+        ("ls", "", "list checkpoints; contents are not read"),
+        ("verify", "", "compare every byte with the checksums"),
+        (
+            "prune",
+            " --keep 1",
+            "remove old checkpoints, and what runs left that died; the newest valid ones and the best stay",
+        ),
+    ):
+        example = f"  embershard ckpt {name} runs/mine{more}\n"
+        action = actions.add_parser(name, help=text, **help_parts(f"{text}\n\n{example}"))
+        action.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
+        if name == "verify":
+            action.add_argument("step", type=int, nargs="?", metavar="STEP", help="only the checkpoint of this step")
+        if name == "prune":
+            action.add_argument("--keep", type=positive, required=True, metavar="N", help="valid checkpoints to keep")
+            action.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    text = "compare two checkpoints: position, settings, and the values of all tensors"
+    example = "  embershard ckpt diff runs/mine/checkpoints/step_100 runs/mine/checkpoints/step_200\n"
+    diff = actions.add_parser("diff", help=text, **help_parts(f"{text}\n\n{example}"))
+    diff.add_argument("first", type=Path, metavar="CHECKPOINT", help="folder step_N")
+    diff.add_argument("second", type=Path, metavar="CHECKPOINT", help="folder step_N")
+    return parser
+
+
+def listing(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yield name, run, state, size, number of files and time of every checkpoint; files are not read."""
+    from embershard.distributed import Manifest  # it loads torch, and --help must answer at once
+
+    found = [path for path in folder.glob("step_*") if path.is_dir()]
+    best, _ = best_checkpoint(folder)
+    for path in sorted(found, key=lambda path: (step_of(path) is None, step_of(path) or 0, path.name)):
+        run, state = "", "unfinished" if path.suffix == ".tmp" else "set aside"
+        if step_of(path) is not None:
+            state = "complete"
+            try:
+                manifest = Manifest.read(path)
+                run, problem = manifest.run_id[:8], manifest.wrong_size(path)
+                state = problem or (f"{state}, the best" if path == best else state)
+            except InvalidCheckpointError as error:
+                state = str(error).partition(": ")[2]
+        files = [file for file in path.iterdir() if file.is_file()]
+        written = datetime.fromtimestamp(path.stat().st_mtime)
+        yield path.name, run, state, size(folder_bytes(path)), str(len(files)), f"{written:%Y-%m-%d %H:%M}"
+
+
+def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
+    """Return the newest `keep` valid checkpoints with that of the best evaluation, if it is valid, and all else that
+    may go, invalid ones among it.
+
+    Raises:
+        InvalidCheckpointError: no checkpoint is valid: then none goes.
+    """
+    from embershard.distributed.checkpoint.load import verify_alone  # loads torch, and a list needs it not
+
+    kept: list[Path] = []
+    best, _ = best_checkpoint(folder)
+    for path in reversed(complete_checkpoints(folder)):
+        try:
+            if (len(kept) < keep or path == best) and verify_alone(path):
+                kept.append(path)
+        except InvalidCheckpointError:
+            continue
+    if not kept:
+        raise InvalidCheckpointError(f"{folder} has no valid checkpoint, so none is removed. Remove folders by hand.")
+    others = [path for path in complete_checkpoints(folder) if path not in kept]
+    return kept, [*others, *leftovers(folder), *sorted(folder.glob(f"step_*{ASIDE}*"))]
+
+
+def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield how two valid checkpoints differ: name, in the first, in the second. Reads one tensor at a time."""
+    from embershard.distributed import read_scalars
+    from embershard.distributed.checkpoint.load import verify_alone
+    from embershard.distributed.checkpoint.metadata import read_metadata
+
+    manifests = [verify_alone(path) for path in (first, second)]
+    if manifests[0].run_id != manifests[1].run_id:
+        yield "run", manifests[0].run_id, manifests[1].run_id
+    values = [flat(read_scalars(path)) for path in (first, second)]
+    for name in sorted(values[0].keys() | values[1].keys()):
+        pair = [repr(found[name])[:40] if name in found else "" for found in values]
+        if values[0].get(name) != values[1].get(name):
+            yield name, pair[0], pair[1]
+    entries = [read_metadata(path).state_dict_metadata for path in (first, second)]
+    for name in sorted(entries[0].keys() | entries[1].keys()):
+        kinds = [_kind(found.get(name)) for found in entries]
+        if kinds[0] != kinds[1]:
+            yield name, kinds[0], kinds[1]
+        elif (changed := _changed(name, entries[0][name], first, second)) is not None:
+            yield name, kinds[0], changed
+
+
+def _changed(name: str, entry: Any, first: Path, second: Path) -> str | None:
+    import torch
+
+    from embershard.distributed import load_tensors
+
+    tensors = []
+    for path in (first, second):
+        tensors.append(torch.empty(entry.size, dtype=entry.properties.dtype))
+        load_tensors(path, {name: tensors[-1]})
+    different = tensors[0] != tensors[1]
+    count = int(different.sum())
+    if not count:
+        return None
+    largest = (tensors[0].double() - tensors[1].double()).abs().max()
+    return f"{count:,} of {different.numel():,} values differ, by {largest:.3g} at most"
+
+
+def _kind(entry: Any) -> str:
+    return "" if entry is None else f"{str(entry.properties.dtype).removeprefix('torch.')} {list(entry.size)}"

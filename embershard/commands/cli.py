@@ -1,0 +1,178 @@
+"""The command `embershard`: finds the subcommand, reports its errors; and the small commands settings, completion."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from embershard import __version__
+from embershard.errors import ConfigError, EmbershardError, SetupError, os_problem, printable
+
+if TYPE_CHECKING:
+    from embershard.settings.files import Setting
+
+#: Name of each command; below `embershard.commands` its module, and, where it is not `main`, its function of the words
+#: behind the name, which returns the exit code; and its help.
+_COMMANDS = (
+    ("train", "train.command", "train a model"),
+    ("settings", "cli:settings", "list all settings of a run, with their meanings"),
+    ("profile", "profile.command", "count how often every row of a data set is looked up, or show such a profile"),
+    ("plan", "plan.command", "place tables and size caches, without a GPU at hand; predict memory and speed"),
+    ("data", "data.command", "look at files of data, convert them, check them, or make samples of a log of events"),
+    ("verify", "verify", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
+    ("predict", "score:predict", "score samples with a trained model, into a Parquet file"),
+    ("eval", "score:evaluate", "measure a trained model on held-out or other samples"),
+    (
+        "export",
+        "export.command",
+        "write tables, a plain torch module and the mapping of ids, to serve without embershard",
+    ),
+    ("publish", "export.publish", "list and verify what a run publishes for replicas, or make a base of deltas"),
+    ("serve", "export.serve", "serve an exported model over HTTP: JSON in, scores out"),
+    ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
+    ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
+    ("compare", "report.compare", "is one model better than another on the same samples, or is it chance?"),
+    ("ckpt", "ckpt", "list, verify, prune or compare the checkpoints of a run"),
+    ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),
+    ("completion", "cli:completion", "print what makes Tab complete commands in bash, zsh or fish"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code: 0 done, 1 failed, 2 wrong usage, settings or data, 130 Ctrl-C."""
+    arguments = _words() if argv is None else list(argv)
+    for name, place, _ in _COMMANDS:
+        if arguments[:1] == [name]:
+            module, _, function = place.partition(":")
+            # Imported here: most commands load torch and TorchRec, the others answer at once.
+            try:
+                _check_encoding(arguments)
+                command = getattr(import_module(f"embershard.commands.{module}"), function or "main")
+                code: int = command(arguments[1:])
+                return code
+            except EmbershardError as error:
+                print(f"embershard: {error}", file=sys.stderr)
+                return 2
+            except BrokenPipeError:  # the reader of the output has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 1
+            except OSError as error:
+                print(f"embershard: {os_problem(error)}", file=sys.stderr)
+                return 2
+            except KeyboardInterrupt:
+                print("embershard: stopped.", file=sys.stderr)
+                return 130
+    from embershard.launch.arguments import Parser
+
+    parser = Parser(
+        prog="embershard",
+        description="Train recommendation models whose embedding tables are larger than device memory.",
+        epilog="For instance:  embershard train quickstart",
+    )
+    parser.add_argument("--version", action="version", version=f"embershard {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, _, text in _COMMANDS:
+        commands.add_parser(name, help=text)
+    parser.parse_args(arguments)  # shows the help or the version, or refuses the command
+    return 2
+
+
+def _check_encoding(words: Sequence[str]) -> None:
+    """Raise `ConfigError` where a word is no UTF-8: settings, reports and the libraries that read files need that."""
+    for word in words:
+        if printable(word) != word:
+            raise ConfigError(
+                f"got {printable(word)}, whose bytes are no UTF-8; needed UTF-8. Rename the file or folder, or start "
+                "in it and give a path from there."
+            )
+
+
+def _words() -> list[str]:
+    """Return the words behind the program: those of the command line, or those before the cursor where argcomplete asks
+    for completions."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return sys.argv[1:]
+    before = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
+    words = before.split()
+    return words[1:] if len(words) > 2 or before.endswith(" ") else []  # the command itself may be unfinished
+
+
+_SETTINGS = """List the settings of a run, for its TOML file and for --set: type, default and meaning.
+
+  embershard settings
+  embershard settings cache
+  embershard settings train.batch_size look_ahead
+  embershard settings --json-schema > embershard.schema.json    # for editors: "#:schema ./embershard.schema.json"
+"""
+_COMPLETION = """Print the lines that make Tab complete embershard's commands, options, settings and files in a shell.
+
+  eval "$(embershard completion bash)"          # in ~/.bashrc; zsh: in ~/.zshrc, behind compinit
+  embershard completion fish > ~/.config/fish/completions/embershard.fish
+"""
+
+
+def settings(argv: Sequence[str]) -> int:
+    """Run `embershard settings`; return 0.
+
+    Raises:
+        ConfigError: no setting has a name like those that were given.
+    """
+    from embershard.launch.arguments import make_parser
+    from embershard.settings.files import describe, json_schema
+    from embershard.training.config import RunConfig
+
+    found = describe(RunConfig())
+    parser = make_parser("settings", _SETTINGS)
+    names = parser.add_argument("names", nargs="*", metavar="NAME", help="section, setting, or a part of its name")
+    names.completer = lambda **_: [setting.key for setting in found]  # type: ignore[attr-defined]
+    parser.add_argument("--json-schema", action="store_true", help="print the JSON Schema of the TOML file")
+    arguments = parser.parse_args(argv)
+    if arguments.json_schema:
+        if arguments.names:
+            raise ConfigError("--json-schema has all settings: give no name with it.")
+        print(json.dumps(json_schema(RunConfig), indent=2))
+        return 0
+    for setting in _named(found, arguments.names) if arguments.names else found:
+        print(f"{setting.key}    {setting.type}    (default: {setting.default})")
+        print(textwrap.fill(setting.doc, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return 0
+
+
+def _named(settings: Sequence[Setting], names: Sequence[str]) -> list[Setting]:
+    """Return the settings that are named, or are in a section that is; else those with a name as a part of theirs."""
+    found = [each for each in settings if any(f"{each.key}.".startswith(f"{name}.") for name in names)]
+    found = found or [each for each in settings if any(name in each.key for name in names)]
+    if not found:
+        near = difflib.get_close_matches(names[0], [setting.key for setting in settings], n=3, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(near)}?" if near else "embershard settings lists all."
+        raise ConfigError(f"no setting is called like {names[0]!r}. {hint}")
+    return found
+
+
+def completion(argv: Sequence[str]) -> int:
+    """Run `embershard completion`, with which Tab completes by argcomplete; return 0.
+
+    Raises:
+        SetupError: argcomplete is not installed.
+    """
+    from embershard.launch.arguments import make_parser
+
+    parser = make_parser("completion", _COMPLETION)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+    arguments = parser.parse_args(argv)
+    try:
+        import argcomplete
+    except ModuleNotFoundError as error:
+        raise SetupError('completion needs argcomplete. Try: pip install "argcomplete>=3.1"') from error
+    print(argcomplete.shellcode(["embershard"], shell=arguments.shell))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""Plans on the screen; simulated scaling, also as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from embershard.commands.plan.what_if import PlannedCase, efficiency
+from embershard.errors import ConfigError, naming_file
+from embershard.launch.screen import make_table, say
+from embershard.planning.cost.topology import Topology
+from embershard.planning.exchange import exchange_reason
+from embershard.planning.make_plan import alternatives, sentences
+from embershard.planning.request import PlanRequest
+from embershard.planning.simulate_scaling import MOST_SEARCHED_RANKS, SimulatedRun
+from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
+from embershard.sharding.shards import shards_of
+from embershard.units import size
+
+_MOST_RANKS = 16
+_MOST_PARTS = 4
+_HITS = ("hits", "first\ntouches", "long run")
+_HITS_LEGEND = (
+    "hits: lookups whose row is on the device, over the predicted steps. first touches: share of the misses that are "
+    "of rows which the cache never had before; no size avoids them, and a longer run has fewer. long run: hits on new "
+    "data after a long training, estimated (docs/planning.md)."
+)
+
+
+def show(plan: Plan, console: Console, top: int) -> None:
+    """Print the whole plan: its prediction, the ranks, the `top` largest tables, the notes."""
+    prediction = plan.prediction
+    assert prediction is not None, "a new plan has a prediction"
+    say(console, _headline(plan, prediction))
+    slowest = sorted(prediction.ranks, key=lambda rank: -rank.step_seconds)[:_MOST_RANKS]
+    shown = sorted(slowest, key=lambda rank: rank.rank)
+    for table in (
+        _ranks_table(plan, prediction, shown),
+        _memory_table(plan, shown),
+        _seconds_table(shown),
+        _tables_table(plan, prediction, top),
+    ):
+        console.print(table)
+    say(console, _HITS_LEGEND, *_state(plan, prediction), *_bound(plan), *(f"Note: {note}" for note in plan.notes))
+
+
+def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
+    """Print why each of these tables is where it is."""
+    workload = request.workload
+    placements = {placed.table: placed for placed in plan.tables}
+    for called in tables:
+        name = table_called(called, list(placements))
+        chosen = placements[name]
+        if chosen.kernel == "replicated":
+            parts = [part for part in ([] if plan.prediction is None else plan.prediction.tables) if part.table == name]
+            each = f" of {size(max(part.device_bytes for part in parts))}" if parts else ""
+            say(
+                console,
+                f"{name} ({chosen.rows:,} rows) is replicated: each of {plan.world_size} ranks has a copy{each}, since "
+                f"--replicate-rows {request.replicate_rows} asks for it. Its lookups send nothing, and its gradients "
+                "go to all ranks. With a smaller number it is sharded like the others.",
+            )
+            continue
+        say(console, *sentences(chosen, alternatives(request, name, chosen)))
+        if workload.shape.world_size > 1 and chosen.sharding != "data_parallel":
+            say(console, f"Between ranks, bytes of all ranks in a step: {exchange_reason(workload, chosen)}.")
+
+
+def table_called(name: str, tables: Sequence[str]) -> str:
+    """Return the table with this name, or that of the feature with this name, in capitals or not.
+
+    Raises:
+        ConfigError: there is none.
+
+    >>> table_called("C3", ["t_C3", "t_C30"])
+    't_C3'
+    """
+    known = {table.lower().removeprefix("t_"): table for table in tables}
+    found = name if name in tables else known.get(name.lower().removeprefix("t_"))
+    if found is None:
+        near = [known[each] for each in difflib.get_close_matches(name.lower(), known, n=3)]
+        some = ", ".join(tables[:8]) + (", ..." if len(tables) > 8 else ".")
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Tables are {some}"
+        raise ConfigError(f"no table is called {name!r}. {hint}")
+    return found
+
+
+def show_what_if(outcomes: Sequence[PlannedCase], console: Console) -> None:
+    """Print one line per case."""
+    speed = ("samples/s", "efficiency", "step", "waits for")
+    memory = ("caches/rank", "device/rank", "host/node", "fills/step")
+    table = make_table("What if", (), ("ranks", "ratio", *speed, *_HITS, *memory))
+    for outcome in outcomes:
+        table.add_row(*_what_if_row(outcome, outcomes))
+    console.print(table)
+    legend = (
+        "efficiency: samples/s per rank, over that of the fewest ranks. caches, device: memory of the fullest rank, "
+        "its caches (slots and maps), and all of it (dense layers, activations, buffers, a reserve)."
+    )
+    problems = [f"{each.name}: {each.problem}" for each in outcomes if each.problem]
+    say(console, _HITS_LEGEND, legend, *problems, *_notes(outcomes))
+
+
+def _notes(outcomes: Sequence[PlannedCase]) -> list[str]:
+    """Return the notes of all plans; one that is not of all of them names those that it is of."""
+    planned = [(each.name, each.plan) for each in outcomes if each.plan is not None]
+    names: dict[str, list[str]] = {}
+    for name, plan in planned:
+        for note in plan.notes:
+            names.setdefault(note, []).append(name)
+    return [
+        f"Note: {note}" if len(of) == len(planned) else f"Note on {'; '.join(of)}: {note}" for note, of in names.items()
+    ]
+
+
+def _what_if_row(outcome: PlannedCase, outcomes: Sequence[PlannedCase]) -> list[str]:
+    ratio = "" if outcome.ratio is None else f"{outcome.ratio:g}"
+    prediction = outcome.prediction
+    if outcome.plan is None or prediction is None:
+        return [str(outcome.num_ranks), ratio, "does not fit"]
+    share = efficiency(outcome, outcomes)
+    return [
+        str(outcome.num_ranks),
+        ratio,
+        f"{prediction.samples_per_second:,.0f}",
+        "" if share is None else f"{share:.0%}",
+        f"{prediction.step_seconds * 1e3:.2f} ms",
+        prediction.bottleneck,
+        *_hits_cells(prediction.tables),
+        size(max(rank.cache_device_bytes for rank in prediction.ranks)),
+        size(prediction.most_device_bytes),
+        size(prediction.most_host_bytes(outcome.plan.ranks_per_node)),
+        f"{sum(table.fills for table in prediction.tables):,.0f}",
+    ]
+
+
+def _headline(plan: Plan, prediction: Prediction) -> str:
+    source = "a replay of the profile's trace" if prediction.method == "replay" else "row counts"
+    hits, first_touches, long_run = _hits_cells(prediction.tables)
+    return (
+        f"{len(plan.tables)} tables with {sum(t.rows for t in plan.tables):,} rows on {plan.world_size} ranks: "
+        f"{prediction.step_seconds * 1e3:.2f} ms a step, {prediction.samples_per_second:,.0f} samples/s; a step waits "
+        f"for {prediction.bottleneck}; {hits or '0.00%'} of lookups hit (from {source}"
+        + (f"; first touches are {first_touches} of the misses" if first_touches else "")
+        + (f"; in the long run about {long_run}, estimated)" if long_run else ")")
+    )
+
+
+def _ranks_table(plan: Plan, prediction: Prediction, shown: Sequence[RankPrediction]) -> Table:
+    names = ("rank", "slots", *_HITS, "fills", "to device", "to host", "all-to-all")
+    table = make_table("Ranks: what moves in a step", (), names)
+    for rank in shown:
+        table.add_row(
+            str(rank.rank),
+            f"{sum(pool.slots for pool in plan.pools if pool.rank == rank.rank):,}",
+            *_hits_cells([table for table in prediction.tables if table.rank == rank.rank]),
+            f"{rank.work['fills']:,.0f}",
+            *(size(rank.work[name]) for name in ("bytes_to_device", "bytes_to_host")),
+            size(sum(rank.work[f"sent_{kind}_bytes"] for kind in ("id", "embedding", "gradient"))),
+        )
+    if len(shown) < plan.world_size:
+        table.caption = f"the {len(shown)} slowest of {plan.world_size} ranks"
+    return table
+
+
+def _memory_table(plan: Plan, shown: Sequence[RankPrediction]) -> Table:
+    """Return the memory of each rank by use. The uses of a device add up to `all`."""
+    others = [use for use in shown[0].device_bytes if use not in ("slots", "maps", "hot_rows")]
+    uses = [use for use in others if any(rank.device_bytes.get(use) for rank in shown)]
+    names = ("rank", "caches", *(use.replace("_", " ") for use in uses), "all", "budget", "host: rows")
+    table = make_table("Ranks: device memory by use", (), names)
+    for rank in shown:
+        table.add_row(
+            str(rank.rank),
+            size(rank.cache_device_bytes),
+            *(size(rank.device_bytes.get(use, 0)) for use in uses),
+            size(rank.total_device_bytes),
+            "" if plan.device_memory_bytes is None else size(plan.device_memory_bytes),
+            size(rank.total_host_bytes),
+        )
+    table.caption = "caches: slots and maps, as result.json and the report count them; all: with everything else"
+    return table
+
+
+def _state(plan: Plan, prediction: Prediction) -> list[str]:
+    """Return what a cached row takes beside its weights and optimizer states, as a sentence, if there is one."""
+    cached = [table for table in plan.tables if table.kernel == "cached"]
+    rows = sum(shard.rows for table in cached for shard in shards_of(table, plan.ranks_per_node))
+    if not rows:
+        return []
+    payload, scores = (sum(rank.host_bytes[name] for rank in prediction.ranks) / rows for name in ("rows", "scores"))
+    maps = sum(rank.device_bytes["maps"] for rank in prediction.ranks) / rows
+    return [
+        f"Host memory has {rows:,} cached rows of {payload:.1f} bytes (weights and optimizer states). A row's state "
+        f"beside them takes {maps + scores:.1f} bytes: {maps:.1f} in the map to slots (device), {scores:.1f} for its "
+        "score (host)."
+    ]
+
+
+def _bound(plan: Plan) -> list[str]:
+    """Return how far the plan can be from the best, what its steps wait for, and what would help, as a sentence."""
+    if plan.bound is None:
+        return []
+    binds = f" Steps wait for rank {plan.bound.rank}, most of all for {plan.bound.stage}."
+    change = f" The smallest change that makes a step 5 % shorter: {plan.bound.change}." if plan.bound.change else ""
+    return [plan.bound.sentence + binds + change]
+
+
+def _seconds_table(shown: Sequence[RankPrediction]) -> Table:
+    parts = [name for name in shown[0].seconds if any(rank.seconds[name] for rank in shown)]
+    names = ("rank", "step", *(name.replace("_", " ") for name in parts))
+    table = make_table("Ranks: milliseconds of a step", (), names)
+    for rank in shown:
+        seconds = (rank.step_seconds, *(rank.seconds[name] for name in parts))
+        table.add_row(str(rank.rank), *(f"{each * 1e3:.2f}" for each in seconds))
+    return table
+
+
+def _tables_table(plan: Plan, prediction: Prediction, top: int) -> Table:
+    table = Table(title="Tables", title_justify="left", pad_edge=False)
+    texts = ("sharding", "kernel", "exchange", "ranks")
+    for name in ("table", "rows", *texts, "lookups/step", "unique/step", *_HITS, "unique hits"):
+        table.add_column(name, justify="left" if name in ("table", *texts) else "right")
+    for placed in sorted(plan.tables, key=lambda each: -each.rows)[:top]:
+        parts = [each for each in prediction.tables if each.table == placed.table]
+        ranks = ",".join(map(str, placed.ranks[:6])) + (",..." if len(placed.ranks) > 6 else "")
+        unique_ids = sum(part.unique_ids for part in parts)
+        unique_hits = sum(part.unique_ids * (part.hit_rate_unique or 0.0) for part in parts)
+        table.add_row(
+            placed.table,
+            f"{placed.rows:,}",
+            placed.sharding,
+            placed.kernel,
+            placed.exchange if placed.kernel != "replicated" else "",
+            ranks or "all",
+            f"{sum(part.lookups for part in parts):,.0f}",
+            f"{unique_ids:,.0f}",
+            *_hits_cells(parts),
+            f"{unique_hits / unique_ids:.2%}" if unique_ids else "",
+        )
+    if len(plan.tables) > top:
+        table.caption = f"the {top} largest of {len(plan.tables)} tables (--top N for more)"
+    return table
+
+
+def _hits_cells(tables: Sequence[TablePrediction]) -> tuple[str, str, str]:
+    """Return the cells of `_HITS` over all of these: share of lookups that hit, share of first touches among the
+    misses, and hits in the long run. Empty where there are no lookups, no misses, or no estimate."""
+    lookups, misses = sum(table.lookups for table in tables), sum(table.misses for table in tables)
+    if not lookups:
+        return "", "", ""
+    hits = sum(table.lookups * (table.hit_rate_lookups or 0.0) for table in tables) / lookups
+    first = min(1.0, sum(table.first_touches for table in tables) / misses) if misses > 1e-9 * lookups else None
+    looked_up = [table for table in tables if table.lookups]
+    is_known = all(table.long_run_hit_rate is not None for table in looked_up)
+    later = sum(table.lookups * (table.long_run_hit_rate or 0.0) for table in looked_up) / lookups
+    return f"{hits:.2%}", "" if first is None else f"{first:.0%}", f"{later:.1%}" if is_known else ""
+
+
+def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: Console) -> None:
+    """Print one line per number of ranks, and the reservations."""
+    table = make_table(
+        "Simulated training (estimate)",
+        (),
+        ("ranks", "batch", "samples/s", "efficiency", "step ms", "limited by", "where a step's time goes"),
+    )
+    for run in runs:
+        table.add_row(*_simulation_row(run, runs))
+    console.print(table)
+    say(
+        console,
+        *(f"{run.num_ranks} ranks: {run.problem}" for run in runs if run.problem),
+        *_simulation_notes(runs, topology),
+    )
+
+
+def write_simulation(runs: Sequence[SimulatedRun], topology: Topology, path: Path) -> None:
+    """Write the simulated runs as JSON."""
+    values = {
+        "what": "embershard plan --simulate: an estimate",
+        "topology": topology.name,
+        "source": topology.source,
+        "precision": topology.precision,
+        "runs": [{**dataclasses.asdict(run), "efficiency": run.efficiency(runs)} for run in runs],
+    }
+    with naming_file(path):
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _simulation_row(run: SimulatedRun, runs: Sequence[SimulatedRun]) -> list[str]:
+    share = run.efficiency(runs)
+    if share is None or run.parts is None:
+        return [str(run.num_ranks), f"{run.global_batch_size:,}", "does not fit"]
+    largest = sorted(run.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+    return [
+        str(run.num_ranks),
+        f"{run.global_batch_size:,}",
+        f"{run.samples_per_second:,.0f}",
+        f"{share:.0%}",
+        f"{run.step_seconds * 1e3:.2f}",
+        run.limit,
+        ", ".join(f"{name} {seconds / run.step_seconds:.0%}" for name, seconds in largest),
+    ]
+
+
+def _simulation_notes(runs: Sequence[SimulatedRun], topology: Topology) -> list[str]:
+    limits = dict.fromkeys(run.limit for run in runs if not run.problem)
+    notes = [topology.note(runs[-1].num_ranks), *map(topology.error_note, limits)]
+    if any(not run.is_searched for run in runs):
+        notes.append(
+            f"Beyond {MOST_SEARCHED_RANKS} ranks placements are not searched: the best of four plain ones is simulated."
+        )
+    notes.append("Hit rates are from the profile's counts, in the long run. docs/planning.md has the errors.")
+    return [f"Note: {note}" for note in notes if note is not None]

@@ -1,0 +1,282 @@
+"""`embershard compare`: does one model rank better than another, or is it chance?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embershard.commands.report.compared import ComparedModel, Scores, read_pairs, seeds_text
+from embershard.errors import ConfigError
+from embershard.launch.arguments import add_trust, make_parser, positive
+from embershard.launch.screen import make_table, say, wide_console
+from embershard.metrics.quality_text import form_of, title_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from embershard.metrics.comparison import PairedDifference, Samples
+
+    _Floats = NDArray[np.float64]
+    _Found = tuple[int, list[PairedDifference]]
+
+_HELP = """Compare two models on the same samples, by a paired bootstrap: the difference of each figure, the interval in
+which it is, and whether chance alone explains it. A and B are runs, which score what they hold out, files of embershard
+predict with labels, or configurations of sweeps, whose runs are paired by their seeds: the interval then says what
+other seeds could change, too. With --group, all samples of a group (a user, a session) are drawn together: use it where
+they are alike, or the interval is too narrow. Samples count by the weights of the runs' data, as in the runs' own
+figures; --weight and --no-weight say otherwise. See docs/training.md.
+
+  embershard compare runs/mine runs/other
+  embershard compare runs/mine runs/other --group user_id --metrics auc,gauc,ndcg@10
+  embershard compare a.parquet b.parquet --group user_id --json
+  embershard compare sweeps/models:model.arch=dlrm sweeps/models:model.arch=din
+"""
+_LEVEL = 0.95
+_Pairs = Sequence[tuple[Scores, Scores]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `embershard compare`; return 0.
+
+    Raises:
+        ConfigError: the two have not the same samples, or no labels.
+    """
+    arguments = _parser().parse_args(argv)
+    keep = [*filter(None, (arguments.group, arguments.weight))]
+    models = ComparedModel.of(arguments.a), ComparedModel.of(arguments.b)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = read_pairs(models, Path(folder), keep, trust_code=arguments.trust_code)
+    if not arguments.weight and not arguments.no_weight and _have_weights(models, pairs):
+        arguments.weight = "weight"
+        keep.append("weight")
+    labels = _labels_of(keep, pairs)
+    found = {label.removeprefix("/"): _compared(arguments, label, pairs) for label in labels}
+    for label, own in _classes(labels, pairs).items():
+        if (of_classes := _with_classes(arguments, own, pairs))[1]:
+            found[label] = of_classes
+    if arguments.json:
+        values = {
+            label: [{**dataclasses.asdict(each), "better": each.better} for each in differences]
+            for label, (_, differences) in found.items()
+        }
+        of: dict[str, Any] = {"samples": len(pairs[0][0].table), "seeds": len(pairs), "level": _LEVEL}
+        of["samples_of"] = {label: count for label, (count, _) in found.items()}
+        print(json.dumps({**of, "labels": values}, indent=2, allow_nan=False))
+        return 0
+    _show(arguments, models, pairs, found)
+    return 0
+
+
+def _show(
+    arguments: argparse.Namespace, models: tuple[ComparedModel, ComparedModel], pairs: _Pairs, found: dict[str, _Found]
+) -> None:
+    console, count = wide_console(), len(pairs[0][0].table)
+    of = f", by {arguments.group}" if arguments.group else ""
+    of += f", weighted by {arguments.weight}" if arguments.weight else ""
+    say(console, f"A: {arguments.a}. B: {arguments.b}. {count:,} samples{of}.", *seeds_text(models, len(pairs)))
+    for label, (own, differences) in found.items():
+        title = f"{label}: {own:,} samples have it" if own != count else label
+        table = make_table(title, ["figure"], ["A", "B", "B - A", "95 % of it", "p", "better"])
+        for each in differences:
+            form = form_of(each.metric)
+            low, high = format(each.low, f"+{form}"), format(each.high, f"+{form}")
+            row = (format(each.a, form), format(each.b, form), format(each.b - each.a, f"+{form}"), f"{low} to {high}")
+            verdict = (each.better or "they differ") if each.is_different else "no difference"
+            table.add_row(title_of(each.metric), *row, f"{each.p_value:.3g}", verdict)
+        console.print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("compare", _HELP)
+    for name in "ab":
+        parser.add_argument(
+            name,
+            metavar=name.upper(),
+            help="folder of a run, a Parquet file of scores, or SWEEP:SETTING=VALUE, a configuration of a sweep",
+        )
+    parser.add_argument(
+        "--metrics",
+        type=lambda text: text.split(","),
+        metavar="NAME,...",
+        help="auc, ne, logloss, accuracy, calibration; rmse, mae, r2; with --group also gauc, ndcg@10, precision@10, "
+        "recall@10, with any number (default: those of the scores, gauc with a group)",
+    )
+    parser.add_argument("--group", metavar="COLUMN", help="column of the data with the user or session of a sample")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
+        "--weight",
+        metavar="COLUMN",
+        help="column of the data with the weight of a sample (default: the weights of the runs' data)",
+    )
+    weights.add_argument("--no-weight", action="store_true", help="let every sample count once")
+    parser.add_argument(
+        "--replicates", type=positive, default=1000, metavar="R", help="of the bootstrap (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_trust(parser)
+    return parser
+
+
+def _have_weights(models: tuple[ComparedModel, ComparedModel], pairs: _Pairs) -> bool:
+    """Return whether the samples of both models have weights.
+
+    Raises:
+        ConfigError: those of one model have.
+    """
+    of_models = [all("weight" in each.table.column_names for each in model) for model in zip(*pairs, strict=True)]
+    if any(of_models) and not all(of_models):
+        with_weights, without = (models[of_models.index(has)].given for has in (True, False))
+        raise ConfigError(
+            f"{with_weights} has weights of its samples, and {without} has none. Say what counts for both: --weight "
+            "COLUMN, or --no-weight."
+        )
+    return all(of_models)
+
+
+def _labels_of(keep: Sequence[str], pairs: _Pairs) -> list[str]:
+    """Return the ends of the names of the columns of each label that all scores have, as "" or "/click"."""
+    first, *others = [each for pair in pairs for each in pair]
+    names = [name[len("score") :] for name in first.table.column_names if name.startswith("score")]
+    columns = [{*each.table.column_names} for each in (first, *others)]
+    common = [name for name in names if all({f"score{name}", f"label{name}"} <= own for own in columns)]
+    if not common:
+        wanted = [f"{kind}{name}" for name in names or [""] for kind in ("score", "label")]
+        lacking = (
+            (each, name)
+            for each, own in zip((first, *others), columns, strict=True)
+            for name in wanted
+            if name not in own
+        )
+        each, name = next(lacking)
+        raise ConfigError(f"{each.name} has no column {name!r}: needed scores of samples with labels.")
+    for each in others:
+        if len(first.table) != len(each.table):
+            raise ConfigError(
+                f"{first.name} has {len(first.table):,} samples and {each.name} {len(each.table):,}: needed the same "
+                "ones. Score both on the same file (embershard predict RUN --data FILE -o SCORES)."
+            )
+        for name in [*(f"label{name}" for name in common), *keep]:
+            _check_same(name, first, each)
+    return common
+
+
+def _classes(labels: Sequence[str], pairs: _Pairs) -> dict[str, list[str]]:
+    """Return the labels that are classes of one, as "/stars=4", by its name: a sample that has it has one of them."""
+    import numpy as np
+
+    found: dict[str, list[str]] = {}
+    for label in labels:
+        found.setdefault(label.removeprefix("/").rpartition("=")[0], []).append(label)
+    for name in [*found]:
+        numbers = [_numbers(pairs[0][0].table, f"label{label}") for label in found[name]]
+        total = np.sum(numbers, axis=0)
+        if not name or len(numbers) < 2 or not (np.isnan(total) | (total == 1)).all():
+            del found[name]
+    return found
+
+
+def _check_same(name: str, first: Scores, other: Scores) -> None:
+    if first.table[name].equals(other.table[name]):
+        return
+    a, b = (each.table[name].to_pylist() for each in (first, other))
+    for row, (x, y) in enumerate(zip(a, b, strict=True)):
+        both_are_missing = isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y)
+        if x != y and not both_are_missing:
+            raise ConfigError(
+                f"{first.name} and {other.name} are not of the same samples: {name} of row {row} is {x!r} and {y!r}."
+            )
+
+
+def _compared(arguments: argparse.Namespace, label: str, pairs: _Pairs) -> _Found:
+    import numpy as np
+
+    from embershard.metrics.figures import OF_TASK
+
+    first = pairs[0][0].table
+    labels = _numbers(first, f"label{label}")
+    there = ~np.isnan(labels)  # the samples that have the label
+    is_binary = f"logit{label}" in first.column_names
+    metrics = arguments.metrics
+    if metrics is None:
+        metrics = [*OF_TASK["binary" if is_binary else "regression"]]
+        metrics += ["gauc"] if is_binary and arguments.group else []
+    a, b = (
+        np.stack([_numbers(each.table, f"score{label}")[there] for each in model]) for model in zip(*pairs, strict=True)
+    )
+    return int(there.sum()), _differences(arguments, _samples(arguments, first, labels[there], there), a, b, metrics)
+
+
+def _with_classes(arguments: argparse.Namespace, labels: Sequence[str], pairs: _Pairs) -> _Found:
+    """Compare the accuracy and the log loss of a label with classes, whose own labels these are."""
+    import numpy as np
+
+    from embershard.metrics.figures import OF_TASK
+
+    table = pairs[0][0].table
+    own = np.stack([_numbers(table, f"label{label}") for label in labels], axis=1)
+    there = ~np.isnan(own[:, 0])
+    own = own[there]
+    samples = _samples(arguments, table, np.ones(len(own)), there)
+    of_models = [[_right(each.table, labels, own, there) for each in model] for model in zip(*pairs, strict=True)]
+    found = []
+    for metric in OF_TASK["multiclass"]:
+        if arguments.metrics is None or metric in arguments.metrics:
+            a, b = (np.stack([right[metric] for right in model]) for model in of_models)
+            found += _differences(arguments, samples, a, b, [metric])
+    return len(own), found
+
+
+def _right(table: pa.Table, labels: Sequence[str], own: _Floats, there: NDArray[np.bool_]) -> dict[str, _Floats]:
+    """Return for each sample, of the class that it has, the probability ("logloss"), and 1 if that is the largest
+    ("accuracy")."""
+    import numpy as np
+
+    scores = np.stack([_numbers(table, f"score{label}")[there] for label in labels], axis=1)
+    is_largest = scores.argmax(axis=1) == own.argmax(axis=1)
+    return {"logloss": (scores * own).sum(axis=1), "accuracy": is_largest.astype(np.float64)}
+
+
+def _differences(
+    arguments: argparse.Namespace, samples: Samples, a: _Floats, b: _Floats, metrics: Sequence[str]
+) -> list[PairedDifference]:
+    from embershard.metrics import comparison
+
+    options: dict[str, Any] = {"num_replicates": arguments.replicates, "seed": arguments.seed}
+    return comparison.compare(samples, a, b, metrics, confidence=_LEVEL, **options)
+
+
+def _samples(arguments: argparse.Namespace, table: pa.Table, labels: _Floats, there: NDArray[np.bool_]) -> Samples:
+    import numpy as np
+    import pyarrow as pa
+
+    from embershard.metrics.comparison import Samples
+    from embershard.metrics.evaluation import value_numbers
+
+    weights = _numbers(table, arguments.weight)[there] if arguments.weight else None
+    if weights is not None and not (weights >= 0).all():
+        row = np.flatnonzero(there)[np.argmin(weights >= 0)]
+        raise ConfigError(f"{arguments.weight} of row {row} is {weights.min()}: needed a weight of at least 0.")
+    groups = None
+    if arguments.group:
+        own = table.select([arguments.group]).filter(pa.array(there))
+        groups = value_numbers([own], [arguments.group])[arguments.group].numbers
+    return Samples(labels, weights, groups)
+
+
+def _numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
+    import pyarrow as pa
+
+    try:
+        values: NDArray[np.float64] = table[name].cast(pa.float64()).to_numpy()
+    except pa.ArrowException as error:
+        raise ConfigError(f"column {name!r}: needed numbers: {error}") from None
+    return values

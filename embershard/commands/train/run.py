@@ -1,0 +1,305 @@
+"""A whole training on one rank: from the run's folder to its result, with what the first rank shows and records."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from embershard.distributed import Ranks, Supervision
+from embershard.errors import FailedPublicationError, FailedSaveError
+from embershard.launch.arguments import NEWEST, program_words
+from embershard.launch.run_dir import (
+    check_run_dir,
+    lock_run_dir,
+    note_resume,
+)
+from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
+from embershard.reports.progress import ProgressDisplay, closing_table
+from embershard.reports.record import RunRecord, flat_report, make_result, report_line
+from embershard.reports.tracking.run import TrackedRun
+from embershard.reports.tracking.trackers import Trackers
+from embershard.run_result import RunResult
+from embershard.settings.decoding import flat
+from embershard.settings.files import CHECKPOINTS
+from embershard.sharding.plan import Plan
+from embershard.stages import TRACES
+from embershard.training.checkpoint.identity import global_batch
+from embershard.training.checkpoint.resume import checkpoints_for, resume_run
+from embershard.training.config import RunConfig
+from embershard.training.fit.model_size import tables_of_run
+from embershard.training.parts.counts import look_ahead_totals
+from embershard.training.parts.step_trace import StepTrace
+from embershard.training.reports import EvalReport, Report, TrainReport
+from embershard.training.trainer import Trainer
+
+
+def train_run(
+    config: RunConfig,
+    ranks: Ranks,
+    run_dir: Path,
+    *,
+    resume: int | None,
+    unverified: bool,
+    changes: Sequence[str],
+    same_run: str,
+    go_on: str,
+    supervision: Supervision,
+    profile_steps: tuple[int, int] | None = None,
+    log_format: LogFormat = "text",
+) -> None:
+    """Train a whole run on this rank; the first rank shows and records it.
+
+    Args:
+        resume: the step of a checkpoint, `NEWEST`, or None for a new run.
+        unverified: resume from a checkpoint without a manifest, too.
+        changes: settings that may have other values than in the checkpoint.
+        same_run, go_on: the commands of this run, and of its resume.
+        supervision: by which the training may be asked to stop.
+        profile_steps: the first and the last step that are traced.
+    """
+    wanted = None if resume == NEWEST else resume
+    ranks.from_first(lambda: _take_run_dir(run_dir, is_resumed=resume is not None, step=wanted))
+    console = (JsonLines if log_format == "json" else plain_console)(quiet=not ranks.is_first)
+    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision, export=partial(_export, config))
+    resumed_at = None if resume is None else _resume(trainer, console, wanted, unverified, changes)
+    if resume is not None:
+        ranks.from_first(lambda: note_resume(run_dir))
+    if resumed_at is not None and trainer.is_over and ranks.from_first(lambda: _has_result(run_dir, trainer.steps)):
+        trainer.close()
+        say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
+        return
+    _announce(trainer, console, run_dir)
+    if profile_steps is not None:
+        trainer.upcoming.trace = StepTrace(*profile_steps, trainer.steps, run_dir / TRACES, ranks.rank)
+    with closing(_Outputs(trainer, run_dir, resumed_at, console)) if ranks.is_first else nullcontext() as outputs:
+        if ranks.is_first and not supervision.has_launcher:
+            supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
+        failed_save = _train_and_report(trainer, outputs)
+        _close(trainer, console)
+        if not supervision.must_stop:
+            _finish(trainer, outputs, same_run)
+        elif not supervision.notice:
+            say(console, f"Go on with:    {go_on}")
+    if failed_save is not None:
+        raise failed_save
+    _check_published(trainer, go_on)
+
+
+def _check_published(trainer: Trainer, go_on: str) -> None:
+    """Raise if the last state of a run that publishes was not published."""
+    if trainer.publisher is not None and trainer.publisher.failure:
+        have = trainer.publisher.published
+        raise FailedPublicationError(
+            f"step {trainer.steps} is not published: {trainer.publisher.failure.rstrip('.')}. Replicas have "
+            f"{have.name}, of step {have.step}. Publish it with:    {go_on}"
+        )
+
+
+def _export(config: RunConfig, *given: Any) -> None:
+    """Write the base of publications."""
+    from embershard.serving.write import export_base
+
+    export_base(config, *given)
+
+
+def _has_result(run_dir: Path, step: int) -> bool:
+    """Return whether the run finished at `step`: its last evaluation, its result and its publication are there."""
+    result = RunResult.find(run_dir)
+    is_published = result is None or result.published is None or not result.published.problem
+    return result is not None and result.steps == step and is_published
+
+
+def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
+    """Lock the folder of a run. The checkpoint of `step` must be there: looked for before a folder is made."""
+    check_run_dir(run_dir, resume=is_resumed)
+    checkpoints_for(run_dir / CHECKPOINTS, step)
+    lock_run_dir(run_dir)
+
+
+def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
+    """Record the totals of a run that is over. Collective."""
+    end = trainer.metrics.end(trainer.steps)
+    ratio = None if trainer.plan else trainer.config.cache.slot_ratio
+    totals = {
+        "cache": trainer.metrics.cache_reader.totals(ratio),
+        "ids": {table: dataclasses.asdict(found) for table, found in trainer.metrics.id_reader.totals().items()},
+        "look_ahead": look_ahead_totals(trainer.upcoming.stats(), trainer.ranks),
+        "sent_bytes": trainer.metrics.traffic_reader.totals(),
+    }
+    if outputs is not None:
+        outputs.add(end)
+        outputs.finish(totals, same_run)
+
+
+def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveError | None:
+    """Train; return the failure of the save at the end, where the settings say that the result is not lost with it."""
+    trainer.ranks.barrier()  # the first one made its files: a signal finds all ranks before the training, or all in it
+    trainer.supervision.is_training = True
+    try:
+        for report in trainer.train():
+            if outputs is not None:
+                outputs.add(report)
+    except FailedSaveError as error:
+        if trainer.config.checkpoint.on_failed_save == "stop" or trainer.supervision.must_stop:
+            raise
+        return error
+    return None
+
+
+def _close(trainer: Trainer, console: Console) -> None:
+    """Write what is left to be written, and say where traces are."""
+    trainer.close()
+    if (trace := trainer.upcoming.trace) is not None:
+        trace.close()
+        say(console, trace.describe())
+
+
+class _Outputs:
+    def __init__(self, trainer: Trainer, run_dir: Path, resumed_at: int | None, console: Console) -> None:
+        self._trainer, self._folder, self._console = trainer, run_dir, console
+        self._record = RunRecord(run_dir, trainer.config, resumed_at, trainer.plan)
+        settings = flat(dataclasses.asdict(trainer.config))
+        ranks = trainer.ranks
+        device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+        run = TrackedRun(
+            run_dir,
+            settings,
+            trainer.config.tracking,
+            resumed_at,
+            ranks.world_size,
+            global_batch(trainer.config, ranks.world_size),
+            trainer.source.chunks("train").num_samples,
+            f"{ranks.world_size} x {device}",
+        )
+        self._trackers = Trackers(run, partial(say, console))
+        if trainer.following is not None and not isinstance(console, JsonLines):
+            say(console, trainer.following.outlook)
+        self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
+        self._last: TrainReport | None = None
+        self._evaluation: EvalReport | None = None
+
+    def add(self, report: Report) -> None:
+        if self._record.add(report):  # what stands there from before a resume, trackers have, too
+            self._trackers.add(*flat_report(report))
+        if isinstance(self._console, JsonLines):
+            self._console.show(report_line(report))
+        else:
+            self._display.show(report)
+        if isinstance(report, TrainReport):
+            self._last = report
+        elif isinstance(report, EvalReport):
+            self._evaluation = report
+
+    def finish(self, totals: Mapping[str, Any], same_run: str) -> None:
+        self._display.close()
+        result = make_result(self._trainer, self._last, self._evaluation, totals, self._record.windows())
+        result.write(self._folder)
+        self._trackers.finish(result.to_dict())
+        if isinstance(self._console, JsonLines):
+            self._console.show({"kind": "result", "time": time_now(), **result.to_dict()})
+            return
+        config = self._trainer.config
+        self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
+        other, change = _next_run(config, is_cached=result.cache is not None)
+        if config.publish.folder is not None:  # it is that of one run
+            change += f" --set publish.folder={shlex.quote(f'{config.publish.folder}_2')}"
+        report = f"{program_words('embershard', 'embershard')} report {shlex.quote(str(self._folder))}"
+        lines = {"Look at it as a page, with curves:": f"{report} -o report.html"}
+        if "tensorboard" in config.tracking.trackers:
+            board = program_words("tensorboard", "tensorboard.main")
+            lines["Or in TensorBoard:"] = f"{board} --logdir {shlex.quote(str(self._folder))}"
+        lines[f"Next, the same run {other}:"] = f"{same_run} {change}"
+        following = self._trainer.following
+        ended_by = [self._trainer.best.stop_reason, following.summary if following is not None else None]
+        say(
+            self._console,
+            *(reason for reason in ended_by if reason),
+            f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
+            *(line for what, command in lines.items() for line in (what, f"    {command}")),
+        )
+
+    def close(self) -> None:
+        self._display.close()
+        self._trackers.close()
+        self._record.close()
+
+
+def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:
+    """Return what to compare a run with, and the arguments for that."""
+    mode = config.sharding.mode
+    if config.data.has_ids:
+        other = "lfu" if config.cache.policy == "lru" else "lru"
+        return f"with another policy of the cache, {other} (same losses)", f"--set cache.policy={other}"
+    if mode == "hot_cold":
+        change = "--set sharding.mode=sharded --set sharding.hot_bytes=none"
+        return "without copies of hot rows (another order of the samples)", change
+    if mode == "data_parallel":
+        return "with sharded tables (losses differ by rounding)", "--set sharding.mode=sharded"
+    other = "with all rows on the device" if is_cached else "with a cache"
+    change = f"--set cache.enabled={str(not is_cached).lower()}"
+    return f"{other} (same losses; compare speed and memory)", change
+
+
+def _resume(trainer: Trainer, console: Console, step: int | None, unverified: bool, changes: Sequence[str]) -> int:
+    resumed = resume_run(trainer, step=step, allow_unverified=unverified, allow_changes=changes)
+    say(console, *(f"Not used: {reason}." for reason in resumed.skipped))
+    if resumed.checkpoint is None:
+        say(console, f"No complete checkpoint in {trainer.checkpoints}; starting from the beginning.")
+        return 0
+    if not resumed.is_verified:
+        say(console, f"{resumed.checkpoint} has no manifest: nothing of it was verified.")
+    if resumed.comparison is not None:
+        say(console, *resumed.comparison.notes)
+    if resumed.set_aside:
+        say(console, f"Set aside in {trainer.checkpoints}: {', '.join(resumed.set_aside)}.")
+    say(console, f"Continuing from {resumed.checkpoint} at step {trainer.steps}.")
+    return trainer.steps
+
+
+def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
+    config, ranks, tables = trainer.config, trainer.ranks, tables_of_run(trainer.config)
+    kind = "GPU" if ranks.device.type == "cuda" else "CPU"
+    dims = " and ".join(map(str, sorted({table.dim for table in tables})))
+    num_ranks = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
+    steps = "" if trainer.total_steps is None else f"{trainer.total_steps:,} "
+    notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
+    if trainer.hot is not None:
+        notes.append(trainer.hot.describe())
+    if trainer.memory_warning:
+        notes.append(trainer.memory_warning)
+    if config.cache.enabled and (trainer.steps or config.cache.policy_for(config.has_profile).warmup):
+        rows = (
+            "the rows that they held at the checkpoint"
+            if trainer.steps
+            else "the rows that the profile counted most often"
+        )
+        notes.append(f"The first step takes longer: it fills the caches with {rows}.")
+    say(
+        console,
+        f"{config.model.title}: {len(tables)} tables with {sum(table.num_rows for table in tables):,} rows of "
+        f"dim {dims}; {num_ranks} on {kind}; {steps}steps of "
+        f"{global_batch(config, ranks.world_size):,} samples; run folder {run_dir}",
+        *trainer.source.notes,
+        *notes,
+    )
+
+
+def _plan_notes(plan: Plan, config: RunConfig, ranks: Ranks) -> list[str]:
+    """Return what the reader should know of the plan that this run obeys."""
+    notes = [f"Tables and caches are placed by {config.sharding.plan} ({plan.digest})."]
+    if not config.cache.enabled:
+        return [*notes, "Without a cache: the tables that it caches are whole on the device, at the same places."]
+    size = [name for name in ("ratio", "device_bytes") if getattr(config.cache, name) is not None]
+    if size:
+        notes.append(f"cache.{size[0]} was for planning: the plan's slots apply.")
+    if plan.prediction is None:
+        return [*notes, "The plan has no prediction to compare this run with."]
+    return [*notes, *plan.other_settings(config.predicted_from(ranks.device.type, ranks.world_size))]

@@ -1,0 +1,302 @@
+"""The ranks of a run on this machine: one attempt, from their start to the end of the last one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from embershard.distributed.supervision import (
+    BEATS,
+    FAILED_AT_NANOSECONDS,
+    IS_FINAL,
+    LAUNCHER_VARIABLE,
+    STACKS_SIGNAL,
+    WRITES_STACKS,
+    pulses,
+)
+from embershard.launch.hang_watch import HangWatch, Look, hanging_ranks
+from embershard.launch.rank import hand_over
+from embershard.launch.stop_signals import StopAsked, stop_code
+from embershard.settings.files import run_folder_of
+
+_POLL_SECONDS = 0.1
+_LOOK_SECONDS = 1.0
+_STACKS_SECONDS = 2.0  # for ranks to write them
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_GRACE_SECONDS = 5.0  # after a rank failed, the others end by themselves: their collectives fail
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks ended.
+
+    Attributes:
+        code: exit code of the command.
+        message: what the user should know besides what the ranks said; may be empty.
+        may_restart: a new start may help.
+    """
+
+    code: int
+    message: str = ""
+    may_restart: bool = False
+
+
+class RankGroup:
+    """Ranks that were started together.
+
+    Args:
+        num_ranks: all of them on this machine.
+        command: the program of each and its arguments.
+        address: host and port of their store; None for one rank, which has its own.
+        asked: the user's requests to stop.
+        hang_seconds: see `HangWatch`; None: ranks may hang.
+        stacks: file for the stacks of ranks that hang.
+        job: what each rank is to do.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        command: Sequence[str],
+        address: tuple[str, int] | None,
+        asked: StopAsked,
+        hang_seconds: float | None,
+        stacks: Path | None,
+        job: object = None,
+    ) -> None:
+        self._asked, self._stacks_file = asked, stacks
+        self._watch = None if hang_seconds is None else HangWatch(hang_seconds)
+        self._pulses = os.memfd_create("pulses")
+        board = pulses(self._pulses, num_ranks)
+        self._job, job_variables = hand_over(job)
+        self._ranks: list[RankProcess] = []
+        for rank in range(num_ranks):
+            environment = {**_environment(rank, num_ranks, address), **job_variables}
+            self._ranks.append(RankProcess(command, environment, self._pulses, self._job, board[rank]))
+
+    @property
+    def has_trained(self) -> bool:
+        """True after the first step."""
+        return any(rank.has_trained for rank in self._ranks)
+
+    def run(self) -> Ended:
+        """Wait for the end of all ranks; end them where one failed, or where they hang. Called once."""
+        try:
+            return self._run()
+        finally:
+            for rank in self._ranks:
+                rank.kill()
+                rank.close()
+            os.close(self._pulses)
+            os.close(self._job)
+
+    def _run(self) -> Ended:
+        looked_at, failed_at, is_told = time.monotonic(), None, False
+        while any(rank.code is None for rank in self._ranks):
+            now = time.monotonic()
+            if self._asked.is_at_once:
+                return Ended(128 + self._asked.number, "stopped at once. Steps that are in no checkpoint are lost.")
+            if self._asked.number and not is_told:
+                is_told = True
+                for rank in self._ranks:
+                    rank.ask_to_stop()
+            if failed_at is None and self._first_failed() is not None:
+                failed_at = now
+            if failed_at is not None and now - failed_at > _GRACE_SECONDS:
+                break
+            if now - looked_at > _LOOK_SECONDS:
+                # A pause of this process is not one of the ranks.
+                if why := self._hang(min(now - looked_at, 2 * _LOOK_SECONDS)):
+                    return Ended(1, self._explain_hang(why), may_restart=not self._asked.number)
+                looked_at = now
+            time.sleep(_POLL_SECONDS)
+        first = self._first_failed()  # only now: a cause may be seen after what it caused
+        if first is not None and not self._lost_those_that_stopped(first):
+            return self._failure(first)
+        if self._asked.number:
+            message = "" if self.has_trained else "stopped before the first step. Nothing was trained."
+            return Ended(stop_code(self._asked.number), message)
+        return Ended(max(rank.code or 0 for rank in self._ranks))  # 130 after a signal to a rank itself
+
+    def _first_failed(self) -> int | None:
+        """Return the rank whose failure ended the others: one that was killed, else the one that failed first."""
+        fine = {None, 0, 130} | ({-signal.SIGTERM} if self._asked.number else set())
+        failed = [number for number, rank in enumerate(self._ranks) if rank.code not in fine]
+
+        def order(number: int) -> tuple[bool, float]:
+            rank = self._ranks[number]
+            assert rank.code is not None
+            is_killed = rank.code < 0 and rank.code != -signal.SIGABRT  # libraries abort when others have gone
+            return not is_killed, rank.failed_at_nanoseconds or float("inf")
+
+        return min(failed, key=order, default=None)
+
+    def _lost_those_that_stopped(self, first: int) -> bool:
+        """Return whether the first to fail lost the connection: before the first step, ranks that are asked to stop end
+        one after another."""
+        rank = self._ranks[first]
+        is_lost = rank.failed_at_nanoseconds is None and rank.code in (1, -signal.SIGABRT)
+        return is_lost and bool(self._asked.number) and not self.has_trained
+
+    def _failure(self, number: int) -> Ended:
+        rank = self._ranks[number]
+        assert rank.code is not None
+        how = f"exit code {rank.code}"
+        if rank.code < 0:
+            how = f"killed by {signal.Signals(-rank.code).name}"
+            if rank.code == -signal.SIGKILL:
+                how += ", as the system does when memory runs out"
+        may_restart = not rank.is_final and not self._asked.number
+        return Ended(1, f"rank {number} failed first ({how}).", may_restart)
+
+    def _hang(self, seconds: float) -> str:
+        if self._watch is None:
+            return ""
+        looks = {number: look for number, rank in enumerate(self._ranks) if (look := rank.look()) is not None}
+        return self._watch.add(seconds, looks) if looks else ""
+
+    def _explain_hang(self, why: str) -> str:
+        """Return which ranks hang and why they are taken to, and write all stacks to the file."""
+        living = {number: rank for number, rank in enumerate(self._ranks) if rank.code is None}
+        looks = {number: look for number, rank in living.items() if (look := rank.look()) is not None}
+        stopped = {number for number, look in looks.items() if look.state == "stopped"}
+        for numbers in (living.keys() - stopped, stopped):  # a stopped rank goes on for a moment to write its own
+            _collect_stacks([living[number] for number in numbers])
+        stacks = {number: rank.stacks() for number, rank in living.items()}
+        where = self._write_stacks(stacks)
+        hanging = hanging_ranks(looks, stacks) if looks else []
+        if not hanging:
+            what = "all ranks wait for each other" if len(living) > 1 else "rank 0 hangs"
+        else:
+            names = " and ".join(map(str, hanging))
+            what = f"rank {names} hangs" if len(hanging) == 1 else f"ranks {names} hang"
+            if stopped:
+                what += " (stopped by a signal)"
+        return f"{what}: {why}, so all were ended.{where}"
+
+    def _write_stacks(self, stacks: Mapping[int, str]) -> str:
+        text = "".join(f"rank {number}\n{text or 'It wrote no stacks.'}\n\n" for number, text in stacks.items())
+        if self._stacks_file is None:
+            return ""
+        try:
+            self._stacks_file.parent.mkdir(parents=True, exist_ok=True)  # ranks that hang early made none
+            self._stacks_file.write_text(text)
+        except OSError as error:
+            return f" Their stacks could not be written to {self._stacks_file} ({error.strerror})."
+        return f" Their stacks are in {self._stacks_file}."
+
+
+def _collect_stacks(ranks: Sequence[RankProcess]) -> None:
+    """Have ranks write their stacks, thread after thread, and wait until all wrote and none writes more."""
+    for rank in ranks:
+        rank.ask_for_stacks()
+    ends_at = time.monotonic() + _STACKS_SECONDS
+    before, now = [""], [rank.stacks() for rank in ranks]
+    while time.monotonic() < ends_at and not (all(now) and now == before):
+        time.sleep(_POLL_SECONDS)
+        before, now = now, [rank.stacks() for rank in ranks]
+
+
+def _environment(rank: int, num_ranks: int, address: tuple[str, int] | None) -> dict[str, str]:
+    """Return a rank's variables, those that torchrun sets. A rank that is alone gets no address.
+
+    Inside of a run's folder, which others may have written, Python imports nothing from the folder that it is started
+    in (Python 3.10 knows no such option).
+    """
+    place = {}
+    if address is not None:  # no rank makes the store: this process has it
+        place = dict(zip(_ADDRESS, (address[0], str(address[1]), "True"), strict=True))
+    is_safe = {"PYTHONSAFEPATH": "1"} if run_folder_of(Path.cwd()) else {}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in _ADDRESS},
+        **is_safe,
+        **place,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
+
+
+class RankProcess:
+    """One rank: started by the constructor, in a process group of its own, so that Ctrl-C reaches the launcher alone.
+
+    Args:
+        command: the program and its arguments.
+        environment: its variables, LOCAL_RANK included.
+        pulses, job: descriptors of the files in memory with the ranks' `pulses` and their job.
+        pulse: this rank's row of the pulses.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], pulses: int, job: int, pulse: Any
+    ) -> None:
+        self._pulse = pulse
+        self._stacks = os.memfd_create("stacks")
+        variables = {**environment, LAUNCHER_VARIABLE: f"{os.getpid()} {pulses} {self._stacks}"}
+        self._process = subprocess.Popen(
+            command, env=variables, pass_fds=(pulses, job, self._stacks), start_new_session=True
+        )
+        self._seen = psutil.Process(self._process.pid)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code: None while the rank runs, negative after a signal."""
+        return self._process.poll()
+
+    @property
+    def has_trained(self) -> bool:
+        """True after the first step."""
+        return bool(self._pulse[BEATS])
+
+    @property
+    def failed_at_nanoseconds(self) -> int | None:
+        """When an error ended the rank; None: it did not say."""
+        return int(self._pulse[FAILED_AT_NANOSECONDS]) or None
+
+    @property
+    def is_final(self) -> bool:
+        """True if the rank would fail by the same error again."""
+        return bool(self._pulse[IS_FINAL])
+
+    def look(self) -> Look | None:
+        """Return what the process does; None when it has ended."""
+        try:
+            with self._seen.oneshot():
+                times, disk, state = self._seen.cpu_times(), self._seen.io_counters(), self._seen.status()
+        except psutil.Error:
+            return None
+        beats = int(self._pulse[BEATS])
+        return Look(beats, times.user + times.system, disk.read_bytes + disk.write_bytes, state)
+
+    def ask_to_stop(self) -> None:
+        """Ask for the end of the training after its step."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def ask_for_stacks(self) -> None:
+        """Have the rank write the stacks of its threads, even if it is stopped or waits in C++."""
+        if self._pulse[WRITES_STACKS]:
+            self._process.send_signal(STACKS_SIGNAL)
+            self._process.send_signal(signal.SIGCONT)
+
+    def stacks(self) -> str:
+        """Return the stacks that the rank wrote."""
+        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
+
+    def kill(self) -> None:
+        """End the rank and all processes that it started, at once; wait for its end."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def close(self) -> None:
+        """Free what the launcher holds for the rank, after its end."""
+        os.close(self._stacks)

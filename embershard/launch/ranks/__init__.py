@@ -1,1 +1,0 @@
-"""Starts ranks on this machine, watches them, and starts them again."""

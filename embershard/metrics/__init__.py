@@ -1,0 +1,1 @@
+"""How good predictions are: figures of samples, comparisons of runs, curves and rankings."""

@@ -1,0 +1,1 @@
+"""What a run tells: tables, pages, records and trackers."""

@@ -1,0 +1,138 @@
+"""A sweep's results: every configuration with the spread over its repeats, scaling, and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+from embershard.reports.page.runs import PageFigure, PageTable, Section, colour, look, new_figure, text
+from embershard.sweeps.against_best import against_best
+from embershard.sweeps.experiments import shown
+from embershard.sweeps.outcomes import Outcome
+from embershard.sweeps.spread import Configuration, Spread, best_sentence, main_figures, spread_text
+from embershard.units import size
+
+_SPEED = "samples_per_second"
+_RANKS = "ranks"
+
+
+def sweep_section(path: Path, configurations: Sequence[Configuration]) -> Section:
+    """Return the section of a sweep."""
+    parts: list[PageFigure | PageTable] = [_comparison(configurations)]
+    finished = [each for each in configurations if each.spread(_SPEED)]
+    best = best_sentence(configurations)
+    said = [f"{best}."] if best else []
+    if finished:
+        parts.append(_spread(finished))
+    lines = [line for line in _by_rest(finished).values() if len(line) > 1]
+    if lines:
+        parts.append(_scaling(lines))
+    else:
+        said.append("No two finished runs differ in their number of ranks alone: no scaling curve.")
+    failed = [outcome for each in configurations for outcome in each.outcomes if outcome.status != "finished"]
+    if failed:
+        parts.append(_failures(failed))
+    else:
+        said.append("No run failed.")
+    return Section(f"Sweep {path}", parts, said)
+
+
+def _comparison(configurations: Sequence[Configuration]) -> PageTable:
+    names = configurations[0].differing if configurations else ()
+    figures = main_figures(result for each in configurations for result in each.results)
+    rows, (beside, verdicts) = [], against_best(configurations)
+    for each, verdict in zip(configurations, verdicts, strict=True):
+        caches = [result.cache for result in each.results if result.cache is not None]
+        rows.append(
+            (
+                *(str(each.varied.get(name, "")) for name in names),
+                f"{len(each.folders)} of {len(each.outcomes)}",
+                *(spread_text(each.results, name, form).replace(" (", "\n(") for name, (_, form) in figures.items()),
+                verdict.replace(" (", "\n("),
+                size(caches[0].device_bytes) if caches else "",
+            )
+        )
+    note = (
+        "Means over the repeats that finished; runs that differ in their seeds alone are repeats. ±: half of the "
+        "mean's 95 % confidence interval, by Student's t; sd: standard deviation. finished: of the repeats that ended. "
+        "beside the best: whether runs with the same seeds differ by more than chance explains, and the interval in "
+        "which their difference is; all of these hold together in 95 of 100 cases. "
+        "hits: share of lookups. device: bytes of the caches' slots and maps on all ranks."
+    )
+    titles = [title for title, _ in figures.values()]
+    return PageTable("Comparison", (*names, "finished", *titles, beside, "device"), rows, note)
+
+
+def _spread(configurations: Sequence[Configuration]) -> PageFigure:
+    figure = new_figure(height=200 + 26 * len(configurations))
+    speeds = [(text(each.name), each.spread(_SPEED) or Spread(())) for each in configurations]
+    dot = {"color": colour(0), "size": 9, "opacity": 0.7}
+    bar = {"color": "black", "symbol": "line-ns-open", "size": 16, "line": {"width": 2}}
+    repeats = [(name, value) for name, spread in speeds for value in spread.values]
+    means = [(name, spread.mean) for name, spread in speeds]
+    for label, points, marker in (("a run", repeats, dot), ("mean", means, bar)):
+        x, y = [value for _, value in points], [name for name, _ in points]
+        figure.add_trace(
+            go.Scatter(x=x, y=y, mode="markers", name=label, marker=marker, hovertemplate="%{y}: %{x:,.0f}")
+        )
+    figure.update_xaxes(title="samples/s", rangemode="tozero")
+    figure.update_yaxes(type="category", autorange="reversed", automargin=True)
+    return PageFigure("Throughput, every run", figure, "Distance of the dots in a row: the spread over repeats.")
+
+
+def _by_rest(configurations: Sequence[Configuration]) -> dict[str, list[Configuration]]:
+    """Return configurations that differ in their number of ranks alone, in the order of that number."""
+    found: dict[str, list[Configuration]] = {}
+    for each in sorted(configurations, key=lambda each: each.outcomes[0].ranks):
+        found.setdefault(each.without(_RANKS), []).append(each)
+    return found
+
+
+def _scaling(lines: Sequence[Sequence[Configuration]]) -> PageFigure:
+    figure = new_figure("samples/s", "efficiency")
+    for number, line in enumerate(lines):
+        ranks = [each.outcomes[0].ranks for each in line]
+        spreads = [each.spread(_SPEED) or Spread(()) for each in line]
+        means = [each.mean for each in spreads]
+        ideal = [means[0] * each / ranks[0] for each in ranks]
+        bars = {
+            "array": [max(each.values) - each.mean for each in spreads],
+            "arrayminus": [each.mean - min(each.values) for each in spreads],
+        }
+        name, style = text(line[0].without(_RANKS)), {"color": colour(number)}
+        group = {"legendgroup": name, "x": ranks}
+        speed = go.Scatter(y=means, error_y=bars, mode="lines+markers", name=name, line=look(number), **group)
+        dotted = {**style, "dash": "dot", "width": 1}
+        perfect = go.Scatter(y=ideal, mode="lines", name=f"{name}: ideal", line=dotted, showlegend=False, **group)
+        share = [mean / best for mean, best in zip(means, ideal, strict=True)]
+        efficiency = go.Scatter(y=share, mode="lines+markers", name=name, line=look(number), showlegend=False, **group)
+        figure.add_traces([speed, perfect, efficiency], rows=[1, 1, 1], cols=[1, 1, 2])
+    figure.add_hline(y=1, line={"color": "#888888", "dash": "dot", "width": 1}, row=1, col=2)
+    figure.update_xaxes(title="ranks", tickvals=sorted({each.outcomes[0].ranks for line in lines for each in line}))
+    figure.update_yaxes(rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(tickformat=".0%", rangemode="tozero", row=1, col=2)
+    note = (
+        "Means over repeats; bars: the least and the greatest. Dotted: the speed of the fewest ranks times the ranks. "
+        "Efficiency: samples/s over that."
+    )
+    return PageFigure("Scaling", figure, note)
+
+
+def _failures(outcomes: Sequence[Outcome]) -> PageTable:
+    rows = [
+        (
+            shown(outcome.varied),
+            str(outcome.repeat + 1),
+            str(outcome.attempt),
+            outcome.status,
+            f"{outcome.seconds:.1f}",
+            outcome.reason,
+            f"outputs/{outcome.name}.txt",
+        )
+        for outcome in outcomes
+    ]
+    return PageTable(
+        "Runs that did not finish", ("run", "repeat", "attempt", "ended", "seconds", "reason", "its output"), rows
+    )

@@ -1,0 +1,76 @@
+"""Writes a page: all sections, Plotly's code and every number in one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from plotly.offline import get_plotlyjs
+
+from embershard import __version__
+from embershard.reports.page.measured import caches, moved, published, step_time, training, windows
+from embershard.reports.page.predicted import predicted
+from embershard.reports.page.quality import by_slice, curves
+from embershard.reports.page.runs import Run, Section, settings, summary
+from embershard.reports.page.sweep import sweep_section
+from embershard.reports.run_folder import RunFolder, is_sweep
+from embershard.sweeps.spread import read_configurations
+from embershard.whole_file import whole_file
+
+#: Runs of sweeps that are drawn one by one; more lines could not be told apart.
+_MOST_RUNS_OF_SWEEPS = 8
+
+
+def write_page(folders: Sequence[Path], output: Path) -> None:
+    """Write the page of runs and sweeps, given by their folders.
+
+    Raises:
+        ConfigError: a folder is neither, or one of its files cannot be read.
+    """
+    sections, runs, text = [], [], []
+    for folder in folders:
+        if not is_sweep(folder):
+            runs.append((folder.name if _is_alone(folder, folders) else str(folder), RunFolder.read_begun(folder)))
+            continue
+        configurations = read_configurations(folder)
+        sections.append(sweep_section(folder, configurations))
+        finished = [each for each in configurations if each.folders]
+        prefix = f"{folder.name}: " if len(folders) > 1 else ""
+        runs += [(prefix + each.name, RunFolder.read(each.folders[0])) for each in finished[:_MOST_RUNS_OF_SWEEPS]]
+        text.append(
+            f"Of {folder}, the first finished repeat of {min(len(finished), _MOST_RUNS_OF_SWEEPS)} of {len(finished)} "
+            "configurations is drawn below. Give the folders of runs to see others."
+        )
+    sections += _run_sections([Run(name, number, folder) for number, (name, folder) in enumerate(runs)])
+    names = ", ".join(map(str, folders))
+    environment = Environment(
+        loader=PackageLoader("embershard.reports", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("page.html.jinja").render(
+        title=f"embershard: {names}",
+        made_at=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        version=__version__,
+        text=text,
+        sections=[section for section in sections if section.parts or section.text],
+        plotly=get_plotlyjs(),
+    )
+    with whole_file(output) as partial:
+        partial.write_text(page, encoding="utf-8")
+
+
+def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
+    if not runs:
+        return
+    quality = (training, by_slice, curves, windows)
+    for make in (summary, settings, *quality, published, moved, caches, step_time, predicted):
+        yield make(runs)
+
+
+def _is_alone(folder: Path, folders: Sequence[Path]) -> bool:
+    return [other.name for other in folders].count(folder.name) == 1

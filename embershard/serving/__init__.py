@@ -1,0 +1,1 @@
+"""Exports of a model, and the servers and replicas that answer with them."""

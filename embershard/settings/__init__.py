@@ -1,0 +1,1 @@
+"""Settings: TOML as dataclasses, what a resume may change, and code that a setting names."""

@@ -1,0 +1,1 @@
+"""Tables whose rows are found by ids without a bound."""

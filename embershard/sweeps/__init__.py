@@ -1,0 +1,1 @@
+"""Many runs of one experiment, on this machine or on a cluster."""

@@ -1,0 +1,160 @@
+"""The runs of a sweep, from its TOML file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from embershard.errors import ConfigError
+from embershard.launch.arguments import config_file, set_words, trust_words
+from embershard.launch.launcher import planned_ranks
+from embershard.settings.decoding import decode, flat, read_toml, to_toml, toml
+from embershard.settings.files import load_config
+from embershard.sweeps.clusters import KubernetesJobs, SlurmJobs
+from embershard.training.config import RunConfig
+
+#: Runs that differ in these alone are repeats of each other.
+SEEDS = ("train.seed", "data.seed")
+_RANKS = "ranks"  # not a setting of a run: how many are started
+_DEFAULT_RANKS = 2
+
+
+@dataclass(frozen=True)
+class _SweepFile:
+    """A sweep's file.
+
+    Attributes:
+        config: the settings that the runs have in common, a TOML file; relative to this one.
+        set: settings of all runs.
+        grid: by setting, the values to combine with each other.
+        runs: settings of single runs, each combined with the grid.
+        repeats: of every run.
+        time_limit_seconds: of a run.
+        slurm, kubernetes: what the runs ask a cluster for.
+    """
+
+    config: str
+    set: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, Any] = field(default_factory=dict)
+    runs: tuple[dict[str, Any], ...] = ({},)
+    repeats: int = 1
+    time_limit_seconds: float | None = None
+    slurm: SlurmJobs = field(default_factory=SlurmJobs)
+    kubernetes: KubernetesJobs | None = None
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ConfigError(f"repeats: got {self.repeats}, needed at least 1.")
+        if self.time_limit_seconds is not None and self.time_limit_seconds <= 0:
+            raise ConfigError(f"time_limit_seconds: got {self.time_limit_seconds}, needed more than 0.")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run of a sweep.
+
+    Attributes:
+        name: digest and repeat: what is trained, whatever else the sweep varies.
+        varied: the settings that the sweep varies, `ranks` among them.
+        ranks: number of ranks.
+        settings: arguments of the program of each rank.
+        digest: of all settings and the number of ranks, hexadecimal.
+        repeat: 0 for the first run of these settings.
+        group: digest of all but the seeds.
+    """
+
+    name: str
+    varied: Mapping[str, Any]
+    ranks: int
+    settings: tuple[str, ...]
+    digest: str
+    repeat: int
+    group: str
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of `embershard train`."""
+        return (*self.settings, "--nproc", str(self.ranks))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The experiments in the order of their execution, the time that each may take, and what it asks a cluster for."""
+
+    experiments: tuple[Experiment, ...]
+    time_limit_seconds: float | None
+    slurm: SlurmJobs = field(default_factory=SlurmJobs)
+    kubernetes: KubernetesJobs | None = None
+
+    @classmethod
+    def read(cls, path: Path, *, trust_code: bool = False) -> Sweep:
+        """Read a sweep's file. All settings of all runs are checked, with `trust_code` as of `load_config`.
+
+        Repeats are interleaved: every run once, then again in reverse order, so that a machine that becomes slower
+        favours none.
+
+        Raises:
+            ConfigError: a key is unknown, a value is refused, or two runs are the same.
+        """
+        file = decode(_SweepFile, read_toml(path))
+        config = path.parent / file.config
+        config = config if config.exists() else config_file(file.config)
+        try:
+            runs = [_experiment(config, file.set, varied, trust_code=trust_code) for varied in _combinations(file)]
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        seen: dict[str, Experiment] = {}
+        for run in runs:
+            if run.digest in seen:
+                raise ConfigError(
+                    f"{path}: two runs have the same settings: {shown(seen[run.digest].varied)}, and "
+                    f"{shown(run.varied)}. Remove one; `repeats` repeats all."
+                )
+            seen[run.digest] = run
+        experiments = [
+            replace(run, name=f"{run.digest}-{repeat}", repeat=repeat)
+            for repeat in range(file.repeats)
+            for run in (runs[::-1] if repeat % 2 else runs)
+        ]
+        return cls(tuple(experiments), file.time_limit_seconds, file.slurm, file.kubernetes)
+
+
+def _combinations(file: _SweepFile) -> Iterator[dict[str, Any]]:
+    grid = dict(sorted(flat(file.grid).items(), key=lambda item: item[0] not in SEEDS))  # every run once, then again
+    for name, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"grid.{name}: got {values!r}, needed a list of values.")
+    for run in file.runs:
+        given = flat(run)
+        for values in itertools.product(*grid.values()):
+            yield {**given, **dict(zip(grid, values, strict=True))}
+
+
+def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, Any], *, trust_code: bool) -> Experiment:
+    settings = {**flat(common), **varied}
+    ranks = settings.pop(_RANKS, None)
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise ConfigError(f"ranks: got {ranks!r}, needed a whole number, 1 or more.")
+    overrides = [f"{key}={value if isinstance(value, str) else toml(value)}" for key, value in settings.items()]
+    resolved = load_config(RunConfig, config, overrides, trust_code=trust_code)
+    ranks = planned_ranks(resolved, ranks) or _DEFAULT_RANKS
+    resolved.train.rank_batch_size(ranks)
+    seedless = replace(resolved, train=replace(resolved.train, seed=0), data=replace(resolved.data, seed=0))
+    digest, group = (
+        hashlib.sha256(f"{ranks}\n{to_toml(each)}".encode()).hexdigest()[:12] for each in (resolved, seedless)
+    )
+    words = ("--config", str(config), *set_words(overrides), *trust_words(trust_code))
+    return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0, group)
+
+
+def shown(varied: Mapping[str, Any]) -> str:
+    """Return what a sweep varies, for people.
+
+    >>> shown({"ranks": 2, "cache.ratio": 0.1})
+    'ranks=2, cache.ratio=0.1'
+    """
+    return ", ".join(f"{key}={value}" for key, value in varied.items())

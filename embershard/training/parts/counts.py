@@ -1,0 +1,299 @@
+"""What all ranks did, their caches and links among it: between two reports, and the totals of a run."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, fields, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from embershard.cache.ids.id_map import IdCounts
+from embershard.cache.statistics import CacheReport, TableStats
+from embershard.data import Target
+from embershard.distributed import Ranks
+from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, sent_bytes
+from embershard.metrics.predictions import Predicted, PredictionWindow
+from embershard.pipeline import LookAheadStats
+from embershard.run_result import CacheTotals, IdTotals
+from embershard.sharding.torchrec import cache_stats, id_counts, pools_by_module
+from embershard.sharding.torchrec.modes.hot_cold import hot_totals
+from embershard.training.reports import EndReport, TrainReport
+
+#: Numbers of `CacheTotals` that add up over tables.
+_SUMMED = [each.name for each in fields(CacheTotals) if not each.name.startswith("hit_rate")]
+_Pool = tuple[str, dict[str, Any]]
+
+
+class CacheReader:
+    """Reads the counters of all ranks' caches. Its methods are collective.
+
+    In the mode "hot_cold" the rows that every rank has count, too: each lookup of one is a hit.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self._last = CacheReport.total(())
+
+    def since_last(self) -> CacheReport:
+        """Report what all ranks' caches did since the last call."""
+        found = CacheReport.total(cache_stats(self._model))
+        hot = hot_totals(self._model)[1]
+        mine = astuple(replace(found, lookups=found.lookups + hot, hits_lookups=found.hits_lookups + hot))
+        counts = self._ranks.all_gather(torch.tensor(mine, device=self._ranks.device)).sum(dim=0)
+        last, self._last = self._last, CacheReport(*counts.tolist())
+        return self._last - last
+
+    def totals(self, ratio: float | None) -> dict[str, Any] | None:
+        """Return the run's cache block: totals, also per table and per rank, and there per table and pool.
+        Bytes and lookups of hot rows are in the totals and in those of ranks, not in those of tables and pools.
+
+        None without a cached table. Where modules have tables of one name, they are called `module.table`.
+
+        Args:
+            ratio: the configured ratio; None when a byte budget or a plan gives the size.
+        """
+        mine = (cache_stats(self._model), _pools(self._model), hot_totals(self._model))
+        gathered: list[tuple[list[TableStats], list[_Pool], tuple[int, int]]] = self._ranks.all_gather_objects(mine)
+        tables = [table for on_rank, _, _ in gathered for table in on_rank]
+        hot_bytes, hot_lookups = (sum(of_ranks) for of_ranks in zip(*(hot for _, _, hot in gathered), strict=True))
+        if not tables:
+            return None
+        namesakes = {table for table, modules in _modules_by_table(tables).items() if len(modules) > 1}
+
+        def name_of(module: str, table: str) -> str:
+            return f"{module}.{table}" if table in namesakes else table
+
+        by_name: dict[str, list[TableStats]] = {}
+        for table in tables:
+            by_name.setdefault(name_of(table.module, table.table), []).append(table)
+        return {
+            "ratio": ratio,
+            **with_hot_rows(summed(tables), hot_bytes, hot_lookups),
+            "tables": {name: summed(shards) for name, shards in sorted(by_name.items())},
+            "ranks": [
+                {
+                    "rank": rank,
+                    **with_hot_rows(summed(shards), *hot),
+                    "tables": {name_of(shard.module, shard.table): summed([shard]) for shard in shards},
+                    "pools": [
+                        {**pool, "tables": sorted(name_of(module, table) for table in pool["tables"])}
+                        for module, pool in pools
+                    ],
+                }
+                for rank, (shards, pools, hot) in enumerate(gathered)
+            ],
+        }
+
+
+def _pools(model: nn.Module) -> list[_Pool]:
+    """Return the module of every cache of this rank, and its slots and bytes on the device and in host memory."""
+    return [
+        (
+            module,
+            {
+                "tables": set(pool.cache.tables),
+                "slots": pool.cache.num_slots,
+                "device_bytes": pool.cache.device_bytes,
+                "host_bytes": pool.cache.host_bytes,
+            },
+        )
+        for module, pool in pools_by_module(model)
+    ]
+
+
+def _modules_by_table(tables: list[TableStats]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for table in tables:
+        found.setdefault(table.table, set()).add(table.module)
+    return found
+
+
+def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, Any] | None:
+    """Return what look-ahead did: depths over all ranks, the most memory of a rank, the seconds of all ranks.
+
+    None without look-ahead. Collective.
+    """
+    found: list[LookAheadStats | None] = ranks.all_gather_objects(stats)
+    per_rank = [each for each in found if each is not None]
+    if not per_rank:
+        return None
+
+    def over_ranks(name: str, merge: Callable[[list[Any]], Any]) -> Any:
+        values = [value for each in per_rank if (value := getattr(each, name)) is not None]
+        return merge(values) if values else None
+
+    return {
+        "steps": per_rank[0].steps,
+        "lookahead_min": over_ranks("lookahead_min", min),
+        "lookahead_mean": over_ranks("lookahead_mean", fmean),
+        "prefetch_min": over_ranks("prefetch_min", min),
+        "prefetch_mean": over_ranks("prefetch_mean", fmean),
+        "prefetch_depth": per_rank[0].prefetch_depth,
+        "max_known_bytes": over_ranks("max_known_bytes", max),
+        "stall_seconds": over_ranks("stall_seconds", sum),
+        "uses_worker": per_rank[0].uses_worker,
+    }
+
+
+def summed(tables: Sequence[TableStats]) -> dict[str, Any]:
+    """Return the entries of `CacheTotals` of some tables together."""
+    total = CacheReport.total(tables)
+    sums = {name: sum(getattr(table, name) for table in tables) for name in _SUMMED}
+    return {**sums, "hit_rate_unique": total.hit_rate_unique, "hit_rate_lookups": total.hit_rate_lookups}
+
+
+def with_hot_rows(totals: dict[str, Any], hot_bytes: int, hot_lookups: int) -> dict[str, Any]:
+    """Return totals of `summed` with the bytes and the lookups, all hits, of rows that every rank has."""
+    lookups, hits = totals["lookups"] + hot_lookups, totals["hits_lookups"] + hot_lookups
+    return {
+        **totals,
+        "device_bytes": totals["device_bytes"] + hot_bytes,
+        "lookups": lookups,
+        "hits_lookups": hits,
+        "hit_rate_lookups": hits / lookups if lookups else None,
+        "hot_rows_bytes": hot_bytes,
+        "hot_lookups": hot_lookups,
+    }
+
+
+class TrafficReader:
+    """Reads what all ranks have sent since it was made. Its methods are collective, and their own messages count as
+    `other`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        if ranks.world_size > 1:  # one rank sends nothing, and need not pay for the counting
+            count_sent_bytes()
+        self._ranks = ranks
+        self._first = self._last = sent_bytes()
+
+    def since_last(self) -> SentBytes:
+        """Return what all ranks sent since the last call, together."""
+        now = sent_bytes()
+        mine = torch.tensor(astuple(now - self._last), dtype=torch.float64, device=self._ranks.device)
+        self._last = now
+        return SentBytes(*self._ranks.all_gather(mine).sum(dim=0).tolist())
+
+    def totals(self) -> dict[str, Any]:
+        """Return the bytes of the run's record: of all ranks by kind, and of each rank."""
+        per_rank: list[SentBytes] = self._ranks.all_gather_objects(sent_bytes() - self._first)
+        total = SentBytes(*map(sum, zip(*map(astuple, per_rank), strict=True)))
+        return {**asdict(total), "ranks": [{"rank": rank, **asdict(sent)} for rank, sent in enumerate(per_rank)]}
+
+
+class IdReader:
+    """Reads what became of the ids of tables that take any, on all ranks. Its methods are collective."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        self._has_ids = any(ranks.all_gather_objects(bool(id_counts(model))))
+        self._last = self._counts()
+
+    def since_last(self) -> dict[str, IdTotals]:
+        """Return what happened since the last call, or since this was made, by table."""
+        last, self._last = self._last, self._counts()
+        return {table: _id_totals(counts, last[table]) for table, counts in self._last.items()}
+
+    def totals(self) -> dict[str, IdTotals]:
+        """Return what happened since the model was built, or a state was loaded."""
+        return {table: _id_totals(counts, IdCounts()) for table, counts in self._counts().items()}
+
+    def _counts(self) -> dict[str, IdCounts]:
+        if not self._has_ids:
+            return {}
+        mine = {table: astuple(counts) for table, counts in id_counts(self._model).items()}
+        by_table: dict[str, list[tuple[int, ...]]] = {}
+        for of_rank in self._ranks.all_gather_objects(mine):
+            for table, counts in of_rank.items():
+                by_table.setdefault(table, []).append(counts)
+        return {table: IdCounts(*map(sum, zip(*by_table[table], strict=True))) for table in sorted(by_table)}
+
+
+def _id_totals(counts: IdCounts, last: IdCounts) -> IdTotals:
+    evicted = counts.evicted - last.evicted
+    return IdTotals(
+        live=counts.live,
+        admitted=counts.admitted - last.admitted,
+        evicted=evicted,
+        refused=counts.refused - last.refused,
+        evicted_age=(counts.evicted_age - last.evicted_age) / evicted if evicted else None,
+    )
+
+
+class StepMetrics:
+    """Figures of the steps that this process trains: quality, speed, what caches and links move. All ranks call its
+    methods in the same order.
+
+    Attributes:
+        cache_reader, traffic_reader, id_reader: of all ranks.
+        step_seconds: of each step.
+    """
+
+    def __init__(self, model: nn.Module, target: Target, ranks: Ranks) -> None:
+        self._model, self._target, self._ranks = model, target, ranks
+        self.cache_reader, self.traffic_reader = CacheReader(model, ranks), TrafficReader(ranks)
+        self.step_seconds = array("d")
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, behind a resume: forget predictions, and steps that were not reported. Collective."""
+        self.id_reader = IdReader(self._model, self._ranks)
+        self._newest = PredictionWindow(self._target, self._ranks.world_size)
+        self._num_reported = len(self.step_seconds)
+
+    @property
+    def has_unreported(self) -> bool:
+        """True if steps were trained since the last report."""
+        return len(self.step_seconds) > self._num_reported
+
+    def add_predicted(self, predicted: Predicted) -> None:
+        """Add what the model says of this rank's batch, or of some of its samples, without a copy to the host."""
+        self._newest.add(predicted)
+
+    def add_seconds(self, seconds: float) -> None:
+        """Add the time of a step."""
+        self.step_seconds.append(seconds)
+
+    def report(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        samples: int,
+        global_batch: int,
+        loss: float,
+        label_losses: dict[str, float | None],
+        batches: dict[str, int] | None,
+        learning_rate_factor: float,
+    ) -> TrainReport:
+        """Report on the steps since the last report. Collective."""
+        seconds = self.step_seconds[self._num_reported :]
+        self._num_reported = len(self.step_seconds)
+        rank_steps = len(seconds) * self._ranks.world_size
+        cached = self.cache_reader.since_last()
+        return TrainReport(
+            step=step,
+            epoch=epoch,
+            samples=samples,
+            loss=loss,
+            label_losses=label_losses,
+            batches=batches,
+            quality=self._newest.quality(self._ranks),
+            samples_per_second=len(seconds) * global_batch / sum(seconds),
+            hit_rate_unique=cached.hit_rate_unique,
+            hit_rate_lookups=cached.hit_rate_lookups,
+            fills=cached.fills / rank_steps,
+            write_backs=cached.write_backs / rank_steps,
+            learning_rate_factor=learning_rate_factor,
+            sent_bytes=self.traffic_reader.since_last().over(rank_steps),
+            ids=self.id_reader.since_last(),
+        )
+
+    def end(self, step: int) -> EndReport:
+        """Report on what came behind the last report. Collective."""
+        cached = self.cache_reader.since_last()
+        return EndReport(step, int(cached.fills), int(cached.write_backs), self.traffic_reader.since_last())

@@ -1,1 +1,0 @@
-"""How good predictions are, and what a run reports while it trains."""
