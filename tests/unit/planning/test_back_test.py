@@ -30,8 +30,8 @@ def test_published_figures_are_those_of_the_benchmark() -> None:
     ]
 
 
-def test_the_page_shows_them() -> None:
-    page = (ROOT / "docs" / "planning.md").read_text()
+def test_the_log_shows_them() -> None:
+    page = (ROOT / "docs" / "log" / "planning.md").read_text()
     for each in PUBLISHED:
         assert f"| {each.published:,} | {each.simulated:,} | {each.error:+.0%} |" in page, each
 
