@@ -290,7 +290,7 @@ def test_the_links_lead_somewhere(page: Path):
 
 
 def test_a_wrong_link_is_noticed():
-    right = ["docs/README.md", "#where-to-start", "docs/training.md#a-model-of-your-own", "https://none.example/none"]
+    right = ["docs/README.md", "#where-to-start", "docs/models.md#a-model-of-your-own", "https://none.example/none"]
     wrong = ["docs/none.md", "#none", "docs/training.md#none"]
     assert wrong_links(PROJECT / "README.md", " ".join(f"[x]({target})" for target in right + wrong)) == wrong
 
