@@ -168,7 +168,7 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
     shape = request.workload.shape
     bound = None
     if candidate.bound is not None:
-        from embershard.planning.certificate import certificate
+        from embershard.planning.bound import certificate
 
         bound = certificate(candidate.quick, candidate.bound, request.rates, shape)
     exact = predict(request.workload, candidate.tables, candidate.pools, request.rates, progress=progress)

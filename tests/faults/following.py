@@ -34,8 +34,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
 
-from embershard.data.sources.followed import FollowedSource
-from embershard.data.sources.journal import Journal
+from embershard.data.sources.followed import FollowedSource, Journal
 from embershard.distributed import Supervision, process_group
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig

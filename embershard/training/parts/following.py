@@ -9,10 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from embershard.data.config import DataConfig
-from embershard.data.sources.followed import Examined, FollowedSource
+from embershard.data.sources.followed import Examined, FollowedSource, Journal, JournalFile
 from embershard.data.sources.held_out import HeldOut
 from embershard.data.sources.input_file import Stamp, stamp_of
-from embershard.data.sources.journal import Journal, JournalFile
 from embershard.data.sources.source import WindowAhead
 from embershard.distributed import Ranks
 from embershard.errors import DataError

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from embershard.data.sources.journal import Journal, JournalFile
+from embershard.data.sources.followed import Journal, JournalFile
 from embershard.errors import DataError
 
 FILE = JournalFile("part_0.csv", 120, 7, "5f", rows=9, windows=1, first_window=7, last_window=7)
