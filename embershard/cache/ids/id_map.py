@@ -23,8 +23,6 @@ from embershard.errors import CacheError
 #: The id that no data may have: missing values are none.
 RESERVED_ID = -(2**63)
 _SAME_RULES = "Give the table the rows, the buckets and the rules that it was saved with"
-_STEP = 0x9E3779B97F4A7C15
-_WORD = 2**64
 
 
 def mixed(ids: loops.Int64s) -> loops.Int64s:
@@ -50,6 +48,9 @@ def unmixed(ids: loops.Int64s) -> loops.Int64s:
     return z.view(np.int64)
 
 
+_NOTHING = np.empty((0, 3), np.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class ResolvedIds:
     """Rows of a batch's ids.
@@ -72,25 +73,36 @@ class ResolvedIds:
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """What a batch changed: rows and what their records were before, in the order of the changes."""
+    """What a batch changed, in the order of the changes.
+
+    Attributes:
+        used: [U, 2], rows that were used, and their uses before.
+        born: [K, 3], rows that were given to ids, their uses before, and the ids.
+        evicted: [E, 3], rows that were taken from ids, these, and their uses.
+        candidates: [C, 3], places of candidates, and ids and uses before.
+        refused: ids that got no row because none was free.
+        evicted_age: batches since the last use of the evicted ids, in all.
+    """
 
     used: loops.Int64s
-    used_before: loops.Int64s
     born: loops.Int64s
-    born_before: loops.Int64s
     evicted: loops.Int64s
-    evicted_before: loops.Int64s
     candidates: loops.Int64s
     refused: int
+    evicted_age: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, in bytes."""
+        return self.used.nbytes + self.born.nbytes + self.evicted.nbytes + self.candidates.nbytes
 
     def undo(self, records: loops.Int64s, candidates: loops.Int64s) -> None:
-        """Restore the records [2 * R] before the batch, and the candidates."""
-        records[2 * self.evicted], records[2 * self.evicted + 1] = self.evicted_before[::2], self.evicted_before[1::2]
-        records[2 * self.born], records[2 * self.born + 1] = 0, self.born_before
-        records[2 * self.used + 1] = self.used_before
-        places, firsts = np.unique(self.candidates[::3], return_index=True)  # what was there before the first change
-        candidates[2 * places] = self.candidates[1::3][firsts]
-        candidates[2 * places + 1] = self.candidates[2::3][firsts]
+        """Restore the records [R, 2] before the batch, and the candidates [C, 2]."""
+        records[self.evicted[:, 0]] = self.evicted[:, 1:]
+        records[self.born[:, 0], 0], records[self.born[:, 0], 1] = 0, self.born[:, 1]
+        records[self.used[:, 0], 1] = self.used[:, 1]
+        places, firsts = np.unique(self.candidates[:, 0], return_index=True)  # what was there before the first change
+        candidates[places] = self.candidates[firsts, 1:]
 
 
 @dataclass
@@ -159,7 +171,7 @@ class IdMap:
         self._num = buckets.num_buckets if num_buckets is None else num_buckets
         self.num_rows = self._num * buckets.rows
         digest = hashlib.blake2b(f"{seed} {table} admission".encode(), digest_size=8).digest()
-        self._coin_key = int.from_bytes(digest, "little")
+        coin_key = int.from_bytes(digest, "little", signed=True)
         self._records = np.zeros(2 * self.num_rows, np.int64)
         self._records[1::2] = -1
         self._candidates = np.zeros(2 * config.candidates_of(buckets) * self._num, np.int64)
@@ -167,6 +179,17 @@ class IdMap:
         self._ring = np.empty(self.num_rows, np.int32)
         self._heads, self._num_free = np.empty(self._num, np.int64), np.empty(self._num, np.int64)
         self._index = (self._cells, self._records, self._ring, self._heads, self._num_free)
+        self._rules = (
+            config.admit_after,
+            coin_key,
+            config.coin_bound,
+            buckets.num_buckets,
+            first_bucket,
+            buckets.rows,
+            config.candidates_of(buckets) // 8,
+            buckets.least_free,
+            config.unadmitted == "shared",
+        )
         self._guard = IdGuard(f"ids of table {table}")
         self.changed: ChangedIds | None = None
         self._reset(0, IdCounts())
@@ -190,84 +213,56 @@ class IdMap:
             return self._resolve(ids)
 
     def _resolve(self, ids: loops.Int64s) -> ResolvedIds:
-        clock, decay = self.head + 1, self.config.decay
-        rows = np.empty(len(ids), np.int64)
-        used, before = (
-            np.empty(min(len(ids), self.num_rows), np.int64),
-            np.empty(min(len(ids), self.num_rows), np.int64),
+        clock, most = self.head + 1, min(len(ids), self.num_rows)
+        rows, missing, used = (np.empty(size, np.int64) for size in (len(ids), len(ids), 2 * most))
+        num_used, num_missing = loops.use_ids(
+            ids, clock, self.config.decay, self._cells, self._records, rows, used, missing
         )
-        num_missing = loops.find_ids(ids, self._cells, self._records, rows)
-        num_used = loops.count_ids(rows, clock, decay, self._records, used, before)
-        born, born_before = np.empty(0, np.int64), np.empty(0, np.int64)
-        changes, refused, touched = np.empty(0, np.int64), 0, np.empty(0, np.int64)
+        born, changes, refused, due = _NOTHING, _NOTHING, 0, _NOTHING[:, 0]
         if num_missing:
-            missing = np.flatnonzero(rows < 0)
-            distinct, inverse, counts = np.unique(ids[missing], return_inverse=True, return_counts=True)
-            buckets = self._buckets(distinct)
-            given, born, born_before, changes, refused = self._admit(distinct, counts, buckets, clock)
-            given = np.where(given >= 0, given, self._of_others(buckets))
-            rows[missing] = given[inverse]
-            touched = born // self._all.rows
-        evicted, evicted_before = self._evict(touched, clock)
-        used, before = used[:num_used].copy(), before[:num_used].copy()
-        log = (used, before, born, born_before, evicted, evicted_before, changes)
-        self._log.append(_Change(*log, refused))
+            born, changes, refused, due = self._admit(ids, missing[:num_missing], clock, rows)
+        evicted, age = self._evict(due, clock)
+        change = _Change(used[: 2 * num_used].reshape(-1, 2).copy(), born, evicted, changes, refused, age)
+        self._log.append(change)
         self.head, self._committed = clock, None
-        releases = -1 - born_before
-        evicted_in = max(0, int(releases.max(initial=0)) - self.config.quarantine)
-        return ResolvedIds(rows, born, self._records[2 * born], evicted_in, sum(part.nbytes for part in log))
-
-    def _buckets(self, ids: loops.Int64s) -> loops.Int64s:
-        """Return the buckets of ids, counted from the first one here."""
-        buckets = np.empty(len(ids), np.int64)
-        loops.buckets_of_ids(ids, self._all.num_buckets, buckets)
-        buckets -= self._first
-        assert len(ids) == 0 or 0 <= buckets.min() <= buckets.max() < self._num, "ids of another rank's buckets"
-        return buckets
-
-    def _of_others(self, buckets: loops.Int64s) -> loops.Int64s:
-        """Return the rows of ids without one of their own."""
-        return buckets * self._all.rows if self.config.unadmitted == "shared" else np.full(len(buckets), -1)
+        evicted_in = max(0, -1 - int(born[:, 1].min()) - self.config.quarantine) if len(born) else 0
+        return ResolvedIds(rows, born[:, 0], born[:, 2], evicted_in, change.num_bytes)
 
     def _admit(
-        self, ids: loops.Int64s, counts: loops.Int64s, buckets: loops.Int64s, clock: int
-    ) -> tuple[loops.Int64s, loops.Int64s, loops.Int64s, loops.Int64s, int]:
-        num = len(ids)
-        rows, born, before = np.empty(num, np.int64), np.empty(num, np.int64), np.empty(num, np.int64)
-        changes = np.empty(3 * num, np.int64)
-        coin_key = mixed(np.array([(self._coin_key + clock * _STEP) % _WORD], np.uint64).view(np.int64))[0]
+        self, ids: loops.Int64s, missing: loops.Int64s, clock: int, rows: loops.Int64s
+    ) -> tuple[loops.Int64s, loops.Int64s, int, loops.Int64s]:
+        """Give rows to ids at positions `missing`; return births, changed candidates and ids refused, as `_Change` has
+        them, and the buckets in which ids are to be evicted."""
+        ids, num = ids[missing], len(missing)
+        counts_candidates = self.config.admit_after > 1 and not self.config.coin_bound
+        born, changes = np.empty(3 * min(num, self.num_rows), np.int64), np.empty(3 * num * counts_candidates, np.int64)
+        is_due = np.zeros(self._num, np.bool_)
         num_born, num_changes, refused = loops.admit_ids(
             ids,
-            counts,
-            buckets,
+            ids.argsort(),
+            missing,
             clock,
-            self.config.admit_after,
-            coin_key,
-            self.config.coin_bound,
-            self._all.rows,
-            self.config.candidates_of(self._all) // 8,
+            *self._rules,
             *self._index,
             self._candidates,
             rows,
             born,
-            before,
             changes,
+            is_due,
         )
-        return rows, born[:num_born].copy(), before[:num_born].copy(), changes[: 3 * num_changes].copy(), refused
+        assert num_born >= 0, "ids of another rank's buckets"
+        born, changes = born.reshape(-1, 3)[:num_born].copy(), changes.reshape(-1, 3)[:num_changes].copy()
+        return born, changes, refused, np.flatnonzero(is_due)
 
-    def _evict(self, buckets: loops.Int64s, clock: int) -> tuple[loops.Int64s, loops.Int64s]:
-        """Evict ids of buckets that gave rows, and, one bucket of the table in each batch, those that expired."""
+    def _evict(self, due: loops.Int64s, clock: int) -> tuple[loops.Int64s, int]:
+        """Evict ids of the buckets `due`, and, one bucket of the table in each batch, those that expired. Return what
+        `_Change` has."""
         ttl, turn = self.config.ttl_steps, clock % self._all.num_buckets - self._first
-        due = buckets[self._num_free[buckets] < self._all.least_free]
         if ttl is not None and 0 <= turn < self._num:
-            due = np.append(due, turn)
+            due = np.union1d(due, turn)
         if not len(due):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        due = np.unique(due)
-        evicted, before = (
-            np.empty(len(due) * self._all.rows, np.int64),
-            np.empty(2 * len(due) * self._all.rows, np.int64),
-        )
+            return _NOTHING, 0
+        evicted = np.empty(3 * len(due) * self._all.rows, np.int64)
         num = loops.evict_ids(
             due,
             clock,
@@ -279,9 +274,9 @@ class IdMap:
             self._all.least_free,
             *self._index,
             evicted,
-            before,
         )
-        return evicted[:num].copy(), before[: 2 * num].copy()
+        found = evicted.reshape(-1, 3)[:num].copy()
+        return found, int((clock - (found[:, 2] & (2**32 - 1))).sum())
 
     def commit(self) -> None:
         """Note that the oldest batch that was resolved and not committed has trained."""
@@ -293,10 +288,10 @@ class IdMap:
         counts.evicted += len(change.evicted)
         counts.live += len(change.born) - len(change.evicted)
         counts.refused += change.refused
-        counts.evicted_age += int((self.committed - (change.evicted_before[1::2] & (2**32 - 1))).sum())
+        counts.evicted_age += change.evicted_age
         if self.changed is not None:
-            self.changed.add(change.born, np.full(len(change.born), RESERVED_ID))
-            self.changed.add(change.evicted, unmixed(change.evicted_before[::2]))
+            self.changed.add(change.born[:, 0].copy(), np.full(len(change.born), RESERVED_ID))
+            self.changed.add(change.evicted[:, 0].copy(), unmixed(change.evicted[:, 1]))
 
     def undo(self) -> None:
         """Take back all batches that were not committed."""
@@ -304,7 +299,7 @@ class IdMap:
             return
         with self._guard.change("taking back resolved batches"):
             for change in reversed(self._log):
-                change.undo(self._records, self._candidates)
+                change.undo(self._records.reshape(-1, 2), self._candidates.reshape(-1, 2))
             self._reset(self.committed, self.counts)
 
     # -- the state of the newest batch that trained
@@ -321,7 +316,12 @@ class IdMap:
                 places = np.minimum(np.searchsorted(left, ids), len(left) - 1)
                 rows = np.where(left[places] == ids, left_rows[places], rows)
         missing = np.flatnonzero(rows < 0)
-        rows[missing] = self._of_others(self._buckets(ids[missing]))
+        if self.config.unadmitted == "shared" and len(missing):
+            buckets = np.empty(len(missing), np.int64)
+            loops.buckets_of_ids(ids[missing], self._all.num_buckets, buckets)
+            buckets -= self._first
+            assert 0 <= buckets.min() <= buckets.max() < self._num, "ids of another rank's buckets"
+            rows[missing] = buckets * self._all.rows
         return rows
 
     def owners(self, rows: loops.Int64s) -> loops.Int64s:
@@ -349,10 +349,10 @@ class IdMap:
         if self._committed is None:
             born, left, rows = set[int](), [np.empty(0, np.int64)], [np.empty(0, np.int64)]
             for change in self._log:
-                had_ids = ~np.isin(change.evicted, np.fromiter(born, np.int64, len(born)))
-                left.append(change.evicted_before[::2][had_ids])
-                rows.append(change.evicted[had_ids])
-                born.update(change.born.tolist())
+                had_ids = ~np.isin(change.evicted[:, 0], np.fromiter(born, np.int64, len(born)))
+                left.append(change.evicted[had_ids, 1])
+                rows.append(change.evicted[had_ids, 0])
+                born.update(change.born[:, 0].tolist())
             ids = np.concatenate(left)
             order = np.argsort(ids)
             self._committed = (np.array(sorted(born), np.int64), ids[order], np.concatenate(rows)[order])
@@ -364,11 +364,11 @@ class IdMap:
         In place of an id, the first row of each bucket has the number of that batch.
         """
         self._guard.check()
-        records, candidates = self._records.copy(), self._candidates.copy()
+        records, candidates = self._records.reshape(-1, 2).copy(), self._candidates.reshape(-1, 2).copy()
         for change in reversed(self._log):
             change.undo(records, candidates)
-        records[:: 2 * self._all.rows] = self.committed
-        return {"records": records.reshape(-1, 2), "candidates": candidates.reshape(-1, 2)}
+        records[:: self._all.rows, 0] = self.committed
+        return {"records": records, "candidates": candidates}
 
     def load(self, tensors: Mapping[str, loops.Int64s]) -> None:
         """Take a state over, in place of this one: what `tensors` returned, of these buckets. Counts begin anew.

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from embershard.cache.loops.compiled import Int64s as Int64s
     from embershard.cache.loops.ids import admit_ids as admit_ids
     from embershard.cache.loops.ids import buckets_of_ids as buckets_of_ids
-    from embershard.cache.loops.ids import count_ids as count_ids
     from embershard.cache.loops.ids import evict_ids as evict_ids
     from embershard.cache.loops.ids import find_ids as find_ids
     from embershard.cache.loops.ids import mix_ids as mix_ids
     from embershard.cache.loops.ids import rebuild_ids as rebuild_ids
+    from embershard.cache.loops.ids import use_ids as use_ids
     from embershard.cache.loops.initial_rows import make_blocks as make_blocks
     from embershard.cache.loops.initial_rows import make_blocks_of as make_blocks_of
     from embershard.cache.loops.initial_rows import read_blocks as read_blocks

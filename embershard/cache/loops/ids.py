@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embershard.cache.loops.compiled import Int32s, Int64s, compiled
+from embershard.cache.loops.compiled import Bools, Int32s, Int64s, compiled
 
 _BLOCK = 256  # ids whose state is fetched from memory together
 _SPREAD = -7046029254386353131  # 2^64 over the golden ratio
@@ -40,10 +40,15 @@ def mix_ids(ids: Int64s, mixed: Int64s) -> None:
 
 
 @compiled
+def _bucket(x: int, num_buckets: int) -> int:
+    return np.int64(np.uint64(x) % np.uint64(num_buckets))  # type: ignore[return-value]
+
+
+@compiled
 def buckets_of_ids(mixed: Int64s, num_buckets: int, buckets: Int64s) -> None:
     """Write each id's bucket."""
     for position in range(mixed.size):
-        buckets[position] = np.int64(np.uint64(mixed[position]) % np.uint64(num_buckets))
+        buckets[position] = _bucket(mixed[position], num_buckets)
 
 
 @compiled
@@ -69,13 +74,13 @@ def _decayed(count: int, age: int, decay: int) -> int:
 
 
 @compiled
-def find_ids(mixed: Int64s, cells: Int32s, records: Int64s, rows: Int64s) -> int:
-    """Look ids [N] up: their rows [N], -1 where an id has none. Return how many have none.
+def find_ids(mixed: Int64s, cells: Int32s, records: Int64s, rows: Int64s) -> None:
+    """Look ids [N] up: their rows [N], -1 where an id has none.
 
     Args:
         cells: a hash table with linear probing: rows plus 1, 0 where a cell is free.
     """
-    places, missing = np.empty(_BLOCK, np.int64), 0
+    places = np.empty(_BLOCK, np.int64)
     for start in range(0, mixed.size, _BLOCK):
         num = min(_BLOCK, mixed.size - start)
         for i in range(num):
@@ -87,29 +92,35 @@ def find_ids(mixed: Int64s, cells: Int32s, records: Int64s, rows: Int64s) -> int
             if row >= 0 and records[2 * row] != mixed[start + i]:
                 row = cells[_probe(mixed[start + i], cells, records)] - 1
                 rows[start + i] = row
-            missing += row < 0
-    return missing
 
 
 @compiled
-def count_ids(rows: Int64s, clock: int, decay: int, records: Int64s, used: Int64s, old: Int64s) -> int:
-    """Count the uses of rows [N] in batch `clock`, -1 for ids without one. Return how many distinct rows.
+def use_ids(
+    mixed: Int64s, clock: int, decay: int, cells: Int32s, records: Int64s, rows: Int64s, used: Int64s, missing: Int64s
+) -> tuple[int, int]:
+    """Look ids [N] of batch `clock` up, as `find_ids` does, and count the uses of their rows. Return how many distinct
+    rows, and how many ids without one.
 
     Args:
-        used, old: [N], written: the distinct rows and their uses before.
+        rows, missing: [N], written: the row of each id, and the positions of those without one.
+        used: [2 * N] or [2 * R], written: the distinct rows, each with its uses before.
     """
-    num_used = 0
-    for row in rows:
+    find_ids(mixed, cells, records, rows)
+    num_used, num_missing = 0, 0
+    for position in range(rows.size):
+        row = rows[position]
         if row < 0:
+            missing[num_missing] = position
+            num_missing += 1
             continue
         uses = records[2 * row + 1]
         count, last = uses >> _WORD, uses & _LOW
         if last != clock:
-            used[num_used], old[num_used] = row, uses
+            used[2 * num_used], used[2 * num_used + 1] = row, uses
             num_used += 1
             count = _decayed(count, clock - last, decay)
         records[2 * row + 1] = (min(count + 1, _MOST_USES) << _WORD) | clock
-    return num_used
+    return num_used, num_missing
 
 
 @compiled
@@ -160,14 +171,18 @@ def _take_free(
 @compiled
 def admit_ids(
     mixed: Int64s,
-    counts: Int64s,
-    buckets: Int64s,
+    order: Int64s,
+    positions: Int64s,
     clock: int,
     admit_after: int,
     coin_key: int,
     coin_bound: int,
+    num_buckets: int,
+    first_bucket: int,
     size: int,
     sets: int,
+    least_free: int,
+    is_shared: bool,
     cells: Int32s,
     records: Int64s,
     ring: Int32s,
@@ -176,37 +191,56 @@ def admit_ids(
     candidates: Int64s,
     rows: Int64s,
     born: Int64s,
-    old: Int64s,
     changes: Int64s,
+    is_due: Bools,
 ) -> tuple[int, int, int]:
-    """Give rows to distinct `mixed` ids [M] without one, ascending, that may have one; return their number, that of
-    changed `candidates` [2 * B * sets * 8], and how many ids got none because none was free.
+    """Give rows to `mixed` ids [M] without one that may have one, by ascending id; return how many got one, the number
+    of changed `candidates` [2 * B * sets * 8], and how many distinct ids got none because none was free. -1, and nothing
+    else holds, if an id's bucket is not among those here.
 
     Coins of 53 bits below `coin_bound` win; if it is 0, `admit_after` decides. `ring` [R] has each bucket's rows that
-    are not live, in the order in which they may be used. Written are `rows` [M], -1 for none; `born` and `old` [M], the
-    rows given and their uses before; `changes` [3 * M]: places of candidates, ids and uses before.
+    are not live, in the order in which they may be used.
+
+    Args:
+        order: [M], by which ids ascend.
+        positions: [M] of the ids in the batch.
+        is_shared: ids without a row share their bucket's first one; if not, they have -1.
+        rows: [N], written at `positions`.
+        born: [3 * M] or [3 * R], written: the rows given, their uses before, and the ids.
+        changes: [3 * M], written if `admit_after` needs it: places of candidates, ids and uses before.
+        is_due: [B], set for buckets that gave rows and have fewer than `least_free` left.
     """
-    num_born, num_changes, refused = 0, 0, 0
-    for i in range(mixed.size):
-        x, bucket, count, place, rows[i] = mixed[i], buckets[i], counts[i], -1, -1
+    num_born, num_changes, refused, coins = 0, 0, 0, _mix(coin_key + clock * _SPREAD)
+    stop = 0
+    while stop < order.size:
+        start, x = stop, mixed[order[stop]]
+        while stop < order.size and mixed[order[stop]] == x:
+            stop += 1
+        bucket = _bucket(x, num_buckets) - first_bucket
+        if not 0 <= bucket < heads.size:
+            return -1, 0, 0
+        count, place, row, is_chosen = stop - start, -1, -1, True
         if coin_bound > 0:
-            if ((_mix(x ^ coin_key) >> 11) & (2**53 - 1)) >= coin_bound:
-                continue
+            is_chosen = ((_mix(x ^ coins) >> 11) & (2**53 - 1)) < coin_bound
         elif admit_after > 1:
             first = _WAYS * (bucket * sets + ((x >> 8) & _LOW) % sets)
             place, count = _count_candidate(x, count, first, clock, candidates, changes, num_changes)
             num_changes += place >= 0
-            if count < admit_after:
-                continue
-        row = _take_free(bucket, clock, size, records, ring, heads, num_free)
-        if row < 0:
-            refused += 1
-            continue
-        if place >= 0:
-            candidates[2 * place], candidates[2 * place + 1] = 0, 0
-        rows[i], born[num_born], old[num_born] = row, row, records[2 * row + 1]
-        num_born, cells[_probe(x, cells, records)] = num_born + 1, row + 1
-        records[2 * row], records[2 * row + 1] = x, (min(counts[i], _MOST_USES) << _WORD) | clock
+            is_chosen = count >= admit_after
+        if is_chosen:
+            row = _take_free(bucket, clock, size, records, ring, heads, num_free)
+            refused += row < 0
+        if row >= 0:
+            if place >= 0:
+                candidates[2 * place], candidates[2 * place + 1] = 0, 0
+            born[3 * num_born], born[3 * num_born + 1], born[3 * num_born + 2] = row, records[2 * row + 1], x
+            num_born, cells[_probe(x, cells, records)] = num_born + 1, row + 1
+            records[2 * row], records[2 * row + 1] = x, (min(stop - start, _MOST_USES) << _WORD) | clock
+            is_due[bucket] = num_free[bucket] < least_free
+        elif is_shared:
+            row = bucket * size
+        for i in range(start, stop):
+            rows[positions[order[i]]] = row
     return num_born, num_changes, refused
 
 
@@ -284,10 +318,9 @@ def evict_ids(
     heads: Int64s,
     num_free: Int64s,
     evicted: Int64s,
-    old: Int64s,
 ) -> int:
     """Evict ids of `buckets`: those not used since batch `oldest`, and the lowest until the reserve is free. Return
-    how many; write the rows to `evicted`, and their ids and uses to `old`. Batch `release` may use them again.
+    how many; write the rows, their ids and their uses to `evicted`. Batch `release` may use them again.
     """
     keys, total = np.empty(size, np.int64), 0
     for bucket in buckets:
@@ -310,7 +343,7 @@ def evict_ids(
                 continue
             rank = _rank(uses, clock, decay)
             if (uses & _LOW) < oldest or rank < bound or (rank == bound and x <= last_x):
-                evicted[total], old[2 * total], old[2 * total + 1] = row, x, uses
+                evicted[3 * total], evicted[3 * total + 1], evicted[3 * total + 2] = row, x, uses
                 total += 1
                 _remove(row, cells, records)
                 records[2 * row], records[2 * row + 1] = 0, -1 - release
