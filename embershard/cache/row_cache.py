@@ -216,12 +216,14 @@ class RowCache:
             CacheError: a batch in flight uses such a row, or the host tier draws no weights.
         """
         self._check()
-        emptied = self._planner.removal(births.slots_to_empty(self.state, self._in_flight, self.name))
+        slots = births.slots_to_empty(self.state, self._in_flight, self.name)
         self._copies.finish()  # no earlier content lands later
         self.host.begin_anew(births.keys, births.ids)
-        with self._guard.change("emptying the slots of rows that begin anew"):
-            self._planner.remove(emptied)
-            self.counters.add_rows(Counter.EVICTIONS, emptied.evicted_keys)
+        if slots.numel():
+            emptied = self._planner.removal(slots)
+            with self._guard.change("emptying the slots of rows that begin anew"):
+                self._planner.remove(emptied)
+                self.counters.add_rows(Counter.EVICTIONS, emptied.evicted_keys)
         self._scores.restore(births.keys, torch.zeros(births.keys.numel()))
 
     def wait(self, ticket: Ticket) -> None:

@@ -66,6 +66,8 @@ class Births:
             )
         slots = state.map.lookup(self.keys)
         slots = slots[slots > 0]
+        if not slots.numel():
+            return slots
         assert not bool((slots <= state.num_pinned).any()), "a pinned row has its slot for good"
         oldest = in_flight.oldest
         if oldest is None or not bool((state.map.last_batch(slots) >= oldest).any()):

@@ -179,17 +179,9 @@ class IdMap:
         self._ring = np.empty(self.num_rows, np.int32)
         self._heads, self._num_free = np.empty(self._num, np.int64), np.empty(self._num, np.int64)
         self._index = (self._cells, self._records, self._ring, self._heads, self._num_free)
-        self._rules = (
-            config.admit_after,
-            coin_key,
-            config.coin_bound,
-            buckets.num_buckets,
-            first_bucket,
-            buckets.rows,
-            config.candidates_of(buckets) // 8,
-            buckets.least_free,
-            config.unadmitted == "shared",
-        )
+        of_buckets = (buckets.num_buckets, first_bucket, buckets.rows, config.candidates_of(buckets) // 8)
+        others = (buckets.least_free, config.unadmitted == "shared")
+        self._rules = np.array([config.admit_after, coin_key, config.coin_bound, *of_buckets, *others], np.int64)
         self._guard = IdGuard(f"ids of table {table}")
         self.changed: ChangedIds | None = None
         self._reset(0, IdCounts())
@@ -234,15 +226,15 @@ class IdMap:
         """Give rows to ids at positions `missing`; return births, changed candidates and ids refused, as `_Change` has
         them, and the buckets in which ids are to be evicted."""
         ids, num = ids[missing], len(missing)
+        order = ids.argsort()
         counts_candidates = self.config.admit_after > 1 and not self.config.coin_bound
         born, changes = np.empty(3 * min(num, self.num_rows), np.int64), np.empty(3 * num * counts_candidates, np.int64)
         is_due = np.zeros(self._num, np.bool_)
         num_born, num_changes, refused = loops.admit_ids(
-            ids,
-            ids.argsort(),
-            missing,
+            ids[order],
+            missing[order],
             clock,
-            *self._rules,
+            self._rules,
             *self._index,
             self._candidates,
             rows,

@@ -156,33 +156,55 @@ def _count_candidate(
 
 
 @compiled
-def _take_free(
-    bucket: int, clock: int, size: int, records: Int64s, ring: Int32s, heads: Int64s, num_free: Int64s
+def _may_have_row(
+    x: int, count: int, bucket: int, clock: int, rules: Int64s, candidates: Int64s, changes: Int64s, num_changes: int
+) -> tuple[bool, int]:
+    """Return whether x may have a row at `count` occurrences in batch `clock`, and its place among the candidates,
+    whose change is noted; -1 if it has none. Coins of 53 bits below a bound win; where that is 0, counts decide."""
+    admit_after, coin_key, coin_bound, sets = rules[0], rules[1], rules[2], rules[6]
+    if coin_bound > 0:
+        return ((_mix(x ^ _mix(coin_key + clock * _SPREAD)) >> 11) & (2**53 - 1)) < coin_bound, -1
+    if admit_after <= 1:
+        return True, -1
+    first = _WAYS * (bucket * sets + ((x >> 8) & _LOW) % sets)
+    place, count = _count_candidate(x, count, first, clock, candidates, changes, num_changes)
+    return count >= admit_after, place
+
+
+@compiled
+def _give_row(
+    x: int,
+    count: int,
+    bucket: int,
+    clock: int,
+    size: int,
+    cells: Int32s,
+    records: Int64s,
+    ring: Int32s,
+    heads: Int64s,
+    num_free: Int64s,
+    born: Int64s,
+    num_born: int,
 ) -> int:
-    """Take the free row that has waited for longest out of its ring; -1 if none may be used yet."""
+    """Give x the free row of its bucket that has waited for longest; note it in `born`. Return it, -1 if no row may be
+    used yet."""
     row = ring[bucket * size + heads[bucket]]
     if num_free[bucket] == 0 or -1 - records[2 * row + 1] > clock:
         return -1
     heads[bucket] = (heads[bucket] + 1) % size
     num_free[bucket] -= 1
+    born[3 * num_born], born[3 * num_born + 1], born[3 * num_born + 2] = row, records[2 * row + 1], x
+    cells[_probe(x, cells, records)] = row + 1
+    records[2 * row], records[2 * row + 1] = x, (min(count, _MOST_USES) << _WORD) | clock
     return row
 
 
 @compiled
 def admit_ids(
     mixed: Int64s,
-    order: Int64s,
     positions: Int64s,
     clock: int,
-    admit_after: int,
-    coin_key: int,
-    coin_bound: int,
-    num_buckets: int,
-    first_bucket: int,
-    size: int,
-    sets: int,
-    least_free: int,
-    is_shared: bool,
+    rules: Int64s,
     cells: Int32s,
     records: Int64s,
     ring: Int32s,
@@ -194,53 +216,32 @@ def admit_ids(
     changes: Int64s,
     is_due: Bools,
 ) -> tuple[int, int, int]:
-    """Give rows to `mixed` ids [M] without one that may have one, by ascending id; return how many got one, the number
-    of changed `candidates` [2 * B * sets * 8], and how many distinct ids got none because none was free. -1, and nothing
-    else holds, if an id's bucket is not among those here.
-
-    Coins of 53 bits below `coin_bound` win; if it is 0, `admit_after` decides. `ring` [R] has each bucket's rows that
-    are not live, in the order in which they may be used.
-
-    Args:
-        order: [M], by which ids ascend.
-        positions: [M] of the ids in the batch.
-        is_shared: ids without a row share their bucket's first one; if not, they have -1.
-        rows: [N], written at `positions`.
-        born: [3 * M] or [3 * R], written: the rows given, their uses before, and the ids.
-        changes: [3 * M], written if `admit_after` needs it: places of candidates, ids and uses before.
-        is_due: [B], set for buckets that gave rows and have fewer than `least_free` left.
-    """
-    num_born, num_changes, refused, coins = 0, 0, 0, _mix(coin_key + clock * _SPREAD)
-    stop = 0
-    while stop < order.size:
-        start, x = stop, mixed[order[stop]]
-        while stop < order.size and mixed[order[stop]] == x:
+    """Give rows to those of `mixed` ids [M] without one, ascending, that may have one. Return how many got one, how
+    many `candidates` [2 * B * sets * 8] changed, and how many distinct ids found no row free; -1, and nothing else
+    holds, if an id's bucket is not here. `ring` [R] has each bucket's rows that are not live, in the order in which
+    they may be used. Written are `rows` [N] at the ids' `positions` [M]; `born` [3 * M], the rows given, their uses
+    before, the ids; `changes` [3 * M], places of candidates, ids and uses before; `is_due` [B], where to evict."""
+    num_buckets, first_bucket, size, least_free, is_shared = rules[3], rules[4], rules[5], rules[7], rules[8]
+    num_born, num_changes, refused, stop = 0, 0, 0, 0
+    while stop < mixed.size:
+        start, x, row = stop, mixed[stop], -1
+        while stop < mixed.size and mixed[stop] == x:
             stop += 1
-        bucket = _bucket(x, num_buckets) - first_bucket
+        count, bucket = stop - start, _bucket(x, num_buckets) - first_bucket
         if not 0 <= bucket < heads.size:
             return -1, 0, 0
-        count, place, row, is_chosen = stop - start, -1, -1, True
-        if coin_bound > 0:
-            is_chosen = ((_mix(x ^ coins) >> 11) & (2**53 - 1)) < coin_bound
-        elif admit_after > 1:
-            first = _WAYS * (bucket * sets + ((x >> 8) & _LOW) % sets)
-            place, count = _count_candidate(x, count, first, clock, candidates, changes, num_changes)
-            num_changes += place >= 0
-            is_chosen = count >= admit_after
-        if is_chosen:
-            row = _take_free(bucket, clock, size, records, ring, heads, num_free)
-            refused += row < 0
-        if row >= 0:
-            if place >= 0:
+        may, place = _may_have_row(x, count, bucket, clock, rules, candidates, changes, num_changes)
+        num_changes += place >= 0
+        if may:
+            row = _give_row(x, count, bucket, clock, size, cells, records, ring, heads, num_free, born, num_born)
+            num_born, refused = num_born + (row >= 0), refused + (row < 0)
+            is_due[bucket] |= row >= 0 and num_free[bucket] < least_free
+            if row >= 0 and place >= 0:
                 candidates[2 * place], candidates[2 * place + 1] = 0, 0
-            born[3 * num_born], born[3 * num_born + 1], born[3 * num_born + 2] = row, records[2 * row + 1], x
-            num_born, cells[_probe(x, cells, records)] = num_born + 1, row + 1
-            records[2 * row], records[2 * row + 1] = x, (min(stop - start, _MOST_USES) << _WORD) | clock
-            is_due[bucket] = num_free[bucket] < least_free
-        elif is_shared:
+        if row < 0 and is_shared:
             row = bucket * size
         for i in range(start, stop):
-            rows[positions[order[i]]] = row
+            rows[positions[i]] = row
     return num_born, num_changes, refused
 
 

@@ -7,7 +7,6 @@ as some row.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -26,7 +25,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
-from embershard.cache.ids.id_map import RESERVED_ID, mixed
+from embershard.cache.ids.id_map import RESERVED_ID
 from embershard.errors import ConfigError, IdOutOfRangeError
 from embershard.known_bounds import ANY_ID, bounds_of
 from embershard.sharding.torchrec.compat import as_keyed_jagged, lookups_of, supported
@@ -123,8 +122,6 @@ class CachedModule:
         """Check the ids, then run TorchRec's input all-to-all."""
         if not self._ids_are_checked:
             self.check_ids(features)
-        if self._table_of_ids:
-            features = mixed_ids(as_keyed_jagged(features), self._table_of_ids)
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
     def check_ids(self, features: Any) -> None:
@@ -440,18 +437,6 @@ def check_any_ids(features: KeyedJaggedTensor, tables: Mapping[str, str]) -> Non
                 "id is reserved for missing values. Leave it out of the sample, or map missing values to another id"
             )
         start += length
-
-
-def mixed_ids(features: KeyedJaggedTensor, tables: Mapping[str, str]) -> KeyedJaggedTensor:
-    """Return features whose ids are mixed where their table takes any id (`tables` by feature)."""
-    values, start = features.values().long().clone(), 0
-    for key, length in zip(features.keys(), features.length_per_key(), strict=True):
-        if key in tables:
-            values[start : start + length] = torch.from_numpy(mixed(values[start : start + length].numpy()))
-        start += length
-    found = copy.copy(features)
-    found._values, found._jt_dict = values, None
-    return found
 
 
 def new_sharded_module(cls: type, module: Any, params: Any, env: Any, device: Any, **arguments: Any) -> Any:

@@ -24,7 +24,8 @@ from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import CacheError, ConfigError, IdOutOfRangeError
 from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
-from embershard.sharding.torchrec.modules import check_any_ids, check_bounds, mixed_ids
+from embershard.sharding.torchrec.ids.id_shardings import mixed_ids
+from embershard.sharding.torchrec.modules import check_any_ids, check_bounds
 from tests.oracle.id_dictionary import mix
 from tests.unit.cache.rows.test_initial_weights import weights_of_id
 
@@ -91,14 +92,14 @@ def test_any_id_passes_and_rows_are_checked_as_ever() -> None:
     check_any_ids(reserved, {"item": "items"})
 
 
-def test_ids_are_mixed_and_rows_are_not() -> None:
+def test_ids_are_mixed_in_a_copy_of_their_features() -> None:
     before = FEATURES.values().clone()
-    found = mixed_ids(FEATURES, {"user": "users"})
-    assert found.values().tolist() == [mix(2**63 - 1), mix(-7), 3]
+    found = mixed_ids(FEATURES)
+    assert found.values().tolist() == [mix(2**63 - 1), mix(-7), mix(3)]
     assert found["user"].values().tolist() == [mix(2**63 - 1), mix(-7)]
     assert torch.equal(FEATURES.values(), before)
     narrow = KeyedJaggedTensor(["user"], torch.tensor([4], dtype=torch.int32), lengths=torch.tensor([1]))
-    assert mixed_ids(narrow, {"user": "users"}).values().tolist() == [mix(4)]
+    assert mixed_ids(narrow).values().tolist() == [mix(4)]
 
 
 def make_maps(quarantine: int, look_ahead: bool = False) -> tuple[PoolIdMaps, RowCache]:

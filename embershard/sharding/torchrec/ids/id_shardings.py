@@ -1,28 +1,57 @@
 """Shardings of tables of ids without a bound: a rank has whole buckets, and gets the ids of these.
 
-Table-wise tables are exchanged as ever. Of row-wise ones, TorchRec's input all-to-all takes the bucket of an id in
-place of its row, and keeps the id.
+Ids are mixed in front of the input all-to-all. Table-wise tables are exchanged as ever then. Of row-wise ones,
+TorchRec's input all-to-all takes the bucket of an id in place of its row, and keeps the id.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import ShardingType
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache.ids.id_map import mixed
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS, OwnShardingInfo
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, CacheSpec
 
+_TABLE_WISE, _ROW_WISE = ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value
 #: TorchRec's types that give a rank whole buckets.
-ID_SHARDINGS = (ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
+ID_SHARDINGS = (_TABLE_WISE, _ROW_WISE)
+
+
+def mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return features whose ids are mixed."""
+    found = copy.copy(features)
+    found._values, found._jt_dict = torch.from_numpy(mixed(features.values().numpy())), None
+    return found
+
+
+class _MixedWhole(TwSparseFeaturesDist):
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
+        return super().forward(mixed_ids(sparse_features))
+
+
+class _MixedByBuckets(RwSparseFeaturesDist):
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
+        return super().forward(mixed_ids(sparse_features))
+
+
+class _Whole:
+    """Override of TorchRec's table-wise shardings: ids are mixed."""
+
+    def create_input_dist(self, device: torch.device | None = None) -> TwSparseFeaturesDist:
+        return _MixedWhole(self._pg, self.features_per_rank())  # type: ignore[attr-defined]
 
 
 class _ByBuckets:
-    """Override of TorchRec's row-wise shardings: ids go to the ranks of their buckets."""
+    """Override of TorchRec's row-wise shardings: ids are mixed, and go to the ranks of their buckets."""
 
     _is_sequence = False
 
@@ -33,7 +62,7 @@ class _ByBuckets:
             for table in self.embedding_tables()  # type: ignore[attr-defined]
             for _ in table.feature_names
         ]
-        return RwSparseFeaturesDist(
+        return _MixedByBuckets(
             pg=self._pg,  # type: ignore[attr-defined]
             num_features=len(buckets),
             feature_hash_sizes=[0] * len(buckets),  # a block of 0 rows: any id
@@ -46,12 +75,14 @@ class _ByBuckets:
         )
 
 
-def _by_buckets(cls: type, is_sequence: bool) -> type:
-    return type(f"{cls.__name__.lstrip('_')}ByBuckets", (_ByBuckets, cls), {"_is_sequence": is_sequence})
-
-
-_ROW_WISE = _by_buckets(POOLED_SHARDINGS[ShardingType.ROW_WISE.value], is_sequence=False)
-_ROW_WISE_SEQUENCE = _by_buckets(SEQUENCE_SHARDINGS[ShardingType.ROW_WISE.value], is_sequence=True)
+#: Shardings of pooled tables, and of sequences.
+_SHARDINGS: dict[bool, dict[str, type]] = {
+    is_sequence: {
+        _TABLE_WISE: type("IdsWhole", (_Whole, shardings[_TABLE_WISE]), {}),
+        _ROW_WISE: type("IdsByBuckets", (_ByBuckets, shardings[_ROW_WISE]), {"_is_sequence": is_sequence}),
+    }
+    for is_sequence, shardings in ((False, POOLED_SHARDINGS), (True, SEQUENCE_SHARDINGS))
+}
 
 
 class IdShardingInfo(OwnShardingInfo):
@@ -67,11 +98,7 @@ class IdShardingInfo(OwnShardingInfo):
         """Return the sharding of one of the groups that :func:`group_ids` made."""
         info = infos[0]
         assert isinstance(info, IdShardingInfo)
-        kind = info.param_sharding.sharding_type
-        shardings = SEQUENCE_SHARDINGS if info.is_sequence else POOLED_SHARDINGS
-        cls = shardings[kind]
-        if kind == ShardingType.ROW_WISE.value:
-            cls = _ROW_WISE_SEQUENCE if info.is_sequence else _ROW_WISE
+        cls = _SHARDINGS[info.is_sequence][info.param_sharding.sharding_type]
         sharding = cls(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs)
         sharding._spec = info.spec
         return sharding  # type: ignore[no-any-return]
@@ -121,7 +148,7 @@ def _check(info: EmbeddingShardingInfo, spec: CacheSpec) -> None:
     buckets = spec.ids[name].buckets_of(name, info.embedding_config.num_embeddings)
     sharding_spec: Any = param.sharding_spec
     starts = [shard.shard_offsets[0] for shard in sharding_spec.shards]
-    if param.sharding_type == ShardingType.ROW_WISE.value and (
+    if param.sharding_type == _ROW_WISE and (
         buckets.num_buckets % len(starts) or any(start % buckets.rows for start in starts)
     ):
         fitting = [ranks for ranks in range(1, buckets.num_buckets + 1) if buckets.num_buckets % ranks == 0]

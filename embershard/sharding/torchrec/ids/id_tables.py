@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ class KnownIds:
         evicted_in: the newest batch that evicted one of them from another id.
         generation: of the maps that resolved it: they were not taken back since.
         log_bytes: memory of what the maps note to take it back.
+        is_row: bool [N], where `keys` are not -1; None if they never are.
         known: the batch in the index of next uses, if there is one; None once it is prepared.
         has_begun: its births were given to the cache.
         ticket: number of the cache's batch that it was last prepared as.
@@ -50,14 +51,10 @@ class KnownIds:
     evicted_in: int
     generation: int
     log_bytes: int
+    is_row: Tensor | None = None
     known: KnownBatch | None = None
     has_begun: bool = False
     ticket: int = -1
-    is_row: Tensor | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        is_row = self.keys >= 0
-        self.is_row = None if bool(is_row.all()) else is_row
 
     @property
     def num_bytes(self) -> int:
@@ -89,6 +86,7 @@ class PoolIdMaps:
         self._offsets, self._cache = list(row_offsets), cache
         self._features = np.bincount(table_of_feature, minlength=len(self._maps)).tolist()
         self._ahead: deque[KnownIds] = deque()
+        self._has_zeros = any(ids_map.config.unadmitted == "zero" for ids_map in self._maps)
         self._generation = 0
         self._lock = threading.RLock()  # a worker prepares batches while the next one's forward begins
 
@@ -131,19 +129,26 @@ class PoolIdMaps:
             return known
 
     def _resolve(self, ids: Tensor, lengths: Tensor) -> KnownIds:
-        keys, born, born_ids = np.empty(ids.numel(), np.int64), list[np.ndarray](), list[np.ndarray]()
-        evicted_in, log_bytes = 0, 0
+        words, keys, born = ids.numpy(), np.empty(ids.numel(), np.int64), list[tuple[np.ndarray, np.ndarray]]()
+        evicted_in = log_bytes = 0
         for ids_map, offset, start, stop in self._parts(lengths):
-            found = ids_map.resolve(ids[start:stop].numpy())
-            keys[start:stop] = np.where(found.rows >= 0, found.rows + offset, -1)
-            born.append(found.born + offset)
-            born_ids.append(found.ids)
+            found = ids_map.resolve(words[start:stop])
+            keys[start:stop] = self._keys(found.rows, ids_map, offset)
+            if len(found.born):
+                born.append((found.born + offset, found.ids))
             evicted_in, log_bytes = max(evicted_in, found.evicted_in), log_bytes + found.log_bytes
-        rows = np.concatenate(born)
-        births = Births(torch.from_numpy(rows), torch.from_numpy(np.concatenate(born_ids))) if len(rows) else None
-        known = KnownIds(torch.from_numpy(keys), lengths, births, evicted_in, self._generation, log_bytes)
+        births = Births(*(torch.from_numpy(np.concatenate(part)) for part in zip(*born, strict=True))) if born else None
+        is_row = None
+        if self._has_zeros and bool((keys < 0).any()):
+            is_row = torch.from_numpy(keys >= 0)
+        known = KnownIds(torch.from_numpy(keys), lengths, births, evicted_in, self._generation, log_bytes, is_row)
         self._ahead.append(known)
         return known
+
+    @staticmethod
+    def _keys(rows: np.ndarray, ids_map: IdMap, offset: int) -> np.ndarray:
+        """Return the pool's keys of a map's rows."""
+        return rows + offset if ids_map.config.unadmitted == "shared" else np.where(rows >= 0, rows + offset, -1)
 
     def _parts(self, lengths: Tensor) -> list[tuple[IdMap, int, int, int]]:
         """Return each table's map, first key, and the bounds of its ids among those of a batch."""
@@ -161,8 +166,7 @@ class PoolIdMaps:
         with self._lock:
             self._guard.check()
             for ids_map, offset, start, stop in self._parts(lengths):
-                rows = ids_map.find(ids[start:stop].numpy())
-                keys[start:stop] = np.where(rows >= 0, rows + offset, -1)
+                keys[start:stop] = self._keys(ids_map.find(ids[start:stop].numpy()), ids_map, offset)
         return torch.from_numpy(keys)
 
     def prepare(
