@@ -243,9 +243,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
         self._announcer: object = None
         if spec.has_ids(tables):
-            assert spec.counter_init is not None, "rows that begin anew draw from a counter"
-            seed, feature_tables = spec.counter_init.seed, self._table_of_feature
-            self.ids = PoolIdMaps.of_tables(spec.ids, seed, tables, self.host.row_offsets, feature_tables, self.cache)
+            self.ids = PoolIdMaps.of_tables(spec, tables, self.host.row_offsets, self._table_of_feature, self.cache)
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows

@@ -39,6 +39,8 @@ WholeTables = Callable[
 ]
 
 SPEC_KEY = "_embershard_cache"
+#: Of tables that get any ids as they are: TorchRec groups tables by it. Those without get row numbers, or mixed ids.
+RAW_IDS_KEY = "_embershard_raw_ids"
 
 # Cached tables carry TorchRec's label for them: so its planner, state dicts, optimizer states and prefetch hooks apply.
 # CUSTOMIZED_KERNEL would leave them out of the state dict.
@@ -191,8 +193,9 @@ def first_column(table: ShardedEmbeddingTable) -> int:
 
 
 def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]]:
-    """Return the spec in a group's `fused_params`, and the rest of them."""
+    """Return the spec in a group's `fused_params`, and FBGEMM's part of them."""
     fused_params = dict(config.fused_params or {})
+    fused_params.pop(RAW_IDS_KEY, None)
     return fused_params.pop(SPEC_KEY), fused_params
 
 

@@ -1,7 +1,7 @@
 """Shardings of tables of ids without a bound: a rank has whole buckets, and gets the ids of these.
 
-Ids are mixed in front of the input all-to-all. Table-wise tables are exchanged as ever then. Of row-wise ones,
-TorchRec's input all-to-all takes the bucket of an id in place of its row, and keeps the id.
+Table-wise tables are exchanged as ever, with others, and looked up apart. Of row-wise ones, TorchRec's input all-to-all
+takes the bucket of a mixed id in place of its row, and keeps the id.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import torch
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import ShardingType
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
-from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.ids.id_map import mixed
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS, OwnShardingInfo
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, CacheSpec
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, RAW_IDS_KEY, CacheSpec
 
 _TABLE_WISE, _ROW_WISE = ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value
 #: TorchRec's types that give a rank whole buckets.
@@ -33,21 +32,9 @@ def mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return found
 
 
-class _MixedWhole(TwSparseFeaturesDist):
-    def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
-        return super().forward(mixed_ids(sparse_features))
-
-
 class _MixedByBuckets(RwSparseFeaturesDist):
     def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
         return super().forward(mixed_ids(sparse_features))
-
-
-class _Whole:
-    """Override of TorchRec's table-wise shardings: ids are mixed."""
-
-    def create_input_dist(self, device: torch.device | None = None) -> TwSparseFeaturesDist:
-        return _MixedWhole(self._pg, self.features_per_rank())  # type: ignore[attr-defined]
 
 
 class _ByBuckets:
@@ -75,18 +62,16 @@ class _ByBuckets:
         )
 
 
-#: Shardings of pooled tables, and of sequences.
-_SHARDINGS: dict[bool, dict[str, type]] = {
-    is_sequence: {
-        _TABLE_WISE: type("IdsWhole", (_Whole, shardings[_TABLE_WISE]), {}),
-        _ROW_WISE: type("IdsByBuckets", (_ByBuckets, shardings[_ROW_WISE]), {"_is_sequence": is_sequence}),
-    }
-    for is_sequence, shardings in ((False, POOLED_SHARDINGS), (True, SEQUENCE_SHARDINGS))
-}
+def _by_buckets(cls: type, is_sequence: bool) -> type:
+    return type(f"{cls.__name__.lstrip('_')}ByBuckets", (_ByBuckets, cls), {"_is_sequence": is_sequence})
+
+
+_POOLED = _by_buckets(POOLED_SHARDINGS[_ROW_WISE], is_sequence=False)
+_SEQUENCE = _by_buckets(SEQUENCE_SHARDINGS[_ROW_WISE], is_sequence=True)
 
 
 class IdShardingInfo(OwnShardingInfo):
-    """A table of ids without a bound."""
+    """A row-wise table of ids without a bound."""
 
     spec: CacheSpec
     is_sequence: bool
@@ -98,7 +83,7 @@ class IdShardingInfo(OwnShardingInfo):
         """Return the sharding of one of the groups that :func:`group_ids` made."""
         info = infos[0]
         assert isinstance(info, IdShardingInfo)
-        cls = _SHARDINGS[info.is_sequence][info.param_sharding.sharding_type]
+        cls = _SEQUENCE if info.is_sequence else _POOLED
         sharding = cls(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs)
         sharding._spec = info.spec
         return sharding  # type: ignore[no-any-return]
@@ -114,7 +99,8 @@ def group_sequence_ids(
 def group_ids(
     infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec, is_sequence: bool = False
 ) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Take the tables of `spec.ids` out of the groups by sharding type, into groups of their own.
+    """Take the row-wise tables of `spec.ids` out of the groups by sharding type, into groups of their own. Table-wise
+    ones stay in theirs, where an entry in `fused_params` gives them a pool of their own.
 
     Raises:
         ConfigError: a table is sharded in another way, has no cache, or shares a feature with a table of rows.
@@ -127,6 +113,10 @@ def group_ids(
                 grouped.setdefault(kind, []).append(info)
                 continue
             _check(info, spec)
+            if kind == _TABLE_WISE:
+                info.fused_params = {**(info.fused_params or {}), RAW_IDS_KEY: True}
+                grouped.setdefault(kind, []).append(info)
+                continue
             own = IdShardingInfo(**vars(info))
             own.spec, own.is_sequence = spec, is_sequence
             grouped.setdefault(f"{kind}, ids", []).append(own)

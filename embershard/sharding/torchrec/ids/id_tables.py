@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +18,13 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
 from embershard.cache.ids.births import Births
 from embershard.cache.ids.changed_ids import ChangedIds
-from embershard.cache.ids.config import IdTable
-from embershard.cache.ids.id_map import IdGuard, IdMap
+from embershard.cache.ids.id_map import IdGuard, IdMap, mixed
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import Ticket
 from embershard.distributed.publish.published_ids import ChangedRows
 from embershard.errors import CacheError
-from embershard.sharding.torchrec.spec import first_row
+from embershard.sharding.torchrec.spec import RAW_IDS_KEY, CacheSpec, first_row
 
 
 @dataclass(eq=False)
@@ -77,13 +76,19 @@ class PoolIdMaps:
         row_offsets: first key of each table.
         table_of_feature: number of each feature's table, ascending.
         cache: of the pool.
+        are_raw: batches have ids as data have them; False: mixed.
     """
 
     def __init__(
-        self, maps: Sequence[IdMap], row_offsets: Sequence[int], table_of_feature: Sequence[int], cache: RowCache
+        self,
+        maps: Sequence[IdMap],
+        row_offsets: Sequence[int],
+        table_of_feature: Sequence[int],
+        cache: RowCache,
+        are_raw: bool = False,
     ) -> None:
         self._maps, self._guard = list(maps), IdGuard(cache.name)  # all maps are at the same batch
-        self._offsets, self._cache = list(row_offsets), cache
+        self._offsets, self._cache, self._are_raw = list(row_offsets), cache, are_raw
         self._features = np.bincount(table_of_feature, minlength=len(self._maps)).tolist()
         self._ahead: deque[KnownIds] = deque()
         self._has_zeros = any(ids_map.config.unadmitted == "zero" for ids_map in self._maps)
@@ -93,20 +98,21 @@ class PoolIdMaps:
     @classmethod
     def of_tables(
         cls,
-        rules: Mapping[str, IdTable],
-        seed: int,
+        spec: CacheSpec,
         tables: Sequence[ShardedEmbeddingTable],
         row_offsets: Sequence[int],
         table_of_feature: Sequence[int],
         cache: RowCache,
     ) -> PoolIdMaps:
-        """Make the maps of table shards, whose rules are `rules` by name."""
+        """Make the maps of table shards, by the rules of a module's spec."""
+        assert spec.counter_init is not None, "rows that begin anew draw from a counter"
         maps = []
         for table in tables:
-            buckets = rules[table.name].buckets_of(table.name, table.num_embeddings)
+            rules = spec.ids[table.name]
+            buckets = rules.buckets_of(table.name, table.num_embeddings)
             first, number = first_row(table) // buckets.rows, table.local_rows // buckets.rows
-            maps.append(IdMap(table.name, rules[table.name], buckets, seed, first, number))
-        return cls(maps, row_offsets, table_of_feature, cache)
+            maps.append(IdMap(table.name, rules, buckets, spec.counter_init.seed, first, number))
+        return cls(maps, row_offsets, table_of_feature, cache, RAW_IDS_KEY in (tables[0].fused_params or {}))
 
     @property
     def maps(self) -> list[IdMap]:
@@ -118,7 +124,7 @@ class PoolIdMaps:
         """Resolve a batch that trains after all batches resolved so far.
 
         Args:
-            ids: int64 [N], mixed.
+            ids: [N].
             lengths: int64 [F], ids per feature.
         """
         with self._lock:
@@ -129,7 +135,7 @@ class PoolIdMaps:
             return known
 
     def _resolve(self, ids: Tensor, lengths: Tensor) -> KnownIds:
-        words, keys, born = ids.numpy(), np.empty(ids.numel(), np.int64), list[tuple[np.ndarray, np.ndarray]]()
+        words, keys, born = self._mixed(ids), np.empty(ids.numel(), np.int64), list[tuple[np.ndarray, np.ndarray]]()
         evicted_in = log_bytes = 0
         for ids_map, offset, start, stop in self._parts(lengths):
             found = ids_map.resolve(words[start:stop])
@@ -144,6 +150,9 @@ class PoolIdMaps:
         known = KnownIds(torch.from_numpy(keys), lengths, births, evicted_in, self._generation, log_bytes, is_row)
         self._ahead.append(known)
         return known
+
+    def _mixed(self, ids: Tensor) -> np.ndarray:
+        return mixed(ids.numpy()) if self._are_raw else ids.numpy()
 
     @staticmethod
     def _keys(rows: np.ndarray, ids_map: IdMap, offset: int) -> np.ndarray:
@@ -162,11 +171,11 @@ class PoolIdMaps:
 
     def find(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the keys [N] of ids after the newest batch that trained; -1 for zeros. Nothing is counted."""
-        keys = np.empty(ids.numel(), np.int64)
+        words, keys = self._mixed(ids), np.empty(ids.numel(), np.int64)
         with self._lock:
             self._guard.check()
             for ids_map, offset, start, stop in self._parts(lengths):
-                keys[start:stop] = self._keys(ids_map.find(ids[start:stop].numpy()), ids_map, offset)
+                keys[start:stop] = self._keys(ids_map.find(words[start:stop]), ids_map, offset)
         return torch.from_numpy(keys)
 
     def prepare(
