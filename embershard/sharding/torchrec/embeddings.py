@@ -289,7 +289,8 @@ class CachedTableBatchedEmbeddings(HostTables):
     def know(self, features: KeyedJaggedTensor) -> KnownBatch | KnownIds | None:
         """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`."""
         if self.ids is not None:
-            return self.ids.know(*self._ids_and_lengths(PoolIds.of(features)))
+            ids = PoolIds.of(features)
+            return self.ids.know(ids.indices, self.feature_keys.lengths(ids))
         return self.cache.know(*self.feature_keys.of(PoolIds.of(features))) if self.cache.next_use_index else None
 
     def prefetch_if_it_fits(
@@ -371,7 +372,8 @@ class CachedTableBatchedEmbeddings(HostTables):
     ) -> Ticket | None:
         if self.ids is not None:
             assert known is None or isinstance(known, KnownIds)
-            return self.ids.prepare(*self._ids_and_lengths(ids), critical_path, known, if_it_fits)
+            lengths = self.feature_keys.lengths(ids) if known is None else known.lengths
+            return self.ids.prepare(ids.indices, lengths, critical_path, known, if_it_fits)
         assert not isinstance(known, KnownIds)
         keys, lengths = self.feature_keys.of(ids)
         return self._in_pinned_slots(self.cache.prepare(keys, lengths, critical_path, known, if_it_fits), lengths)
@@ -380,9 +382,6 @@ class CachedTableBatchedEmbeddings(HostTables):
         if ticket is not None and self._pinned_of_feature is not None:
             ticket.slots = add_per_feature(ticket.slots, -self._pinned_of_feature, lengths)
         return ticket
-
-    def _ids_and_lengths(self, ids: PoolIds) -> tuple[Tensor, Tensor]:
-        return ids.indices, self.feature_keys.of(ids)[1]
 
     # -- the step
 
@@ -422,7 +421,10 @@ class CachedTableBatchedEmbeddings(HostTables):
         return output
 
     def _read(self, ids: PoolIds, offsets: Tensor, arguments: dict[str, Any]) -> Tensor:
-        keys = self.feature_keys.of(ids)[0] if self.ids is None else self.ids.find(*self._ids_and_lengths(ids))
+        if self.ids is None:
+            keys = self.feature_keys.of(ids)[0]
+        else:
+            keys = self.ids.find(ids.indices, self.feature_keys.lengths(ids))
         unique, inverse = keys.unique(return_inverse=True)
         rows = self.cache.read(unique.clamp(min=0))
         if self.ids is not None:

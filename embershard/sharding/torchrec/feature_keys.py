@@ -65,9 +65,15 @@ class FeatureKeys:
             from embershard.cache.gpu.feature_keys import keys_of_ids
 
             return keys_of_ids(ids.indices, ids.offsets, self._first_keys)
-        sizes = accumulate((sum(per_rank) for per_rank in ids.batch_sizes), initial=0)
-        lengths = ids.offsets[memory.on_device(list(sizes), ids.offsets.device)].diff().long()
+        lengths = self.lengths(ids)
         return add_per_feature(ids.indices, self._first_keys, lengths), lengths
+
+    def lengths(self, ids: PoolIds) -> Tensor:
+        """Return the number of ids per feature int64 [F]."""
+        if ids.batch_sizes is None:
+            return feature_lengths(ids.offsets, self._first_key_array.size)
+        sizes = accumulate((sum(per_rank) for per_rank in ids.batch_sizes), initial=0)
+        return ids.offsets[memory.on_device(list(sizes), ids.offsets.device)].diff().long()
 
     def _of_in_loop(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         keys, lengths = np.empty(ids.numel(), np.int64), np.empty_like(self._first_key_array)
