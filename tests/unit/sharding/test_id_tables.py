@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -17,15 +20,16 @@ from embershard import (
     IdTable,
     plan_sharding,
 )
-from embershard.cache.config import CachePolicy
+from embershard.cache.config import CacheConfig, CachePolicy
 from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import CacheError, ConfigError, IdOutOfRangeError
 from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
-from embershard.sharding.torchrec.ids.id_shardings import mixed_ids
+from embershard.sharding.torchrec.ids.id_shardings import group_ids, mixed_ids
 from embershard.sharding.torchrec.modules import check_any_ids, check_bounds
+from embershard.sharding.torchrec.spec import RAW_IDS_KEY, CacheSpec
 from tests.oracle.id_dictionary import mix
 from tests.unit.cache.rows.test_initial_weights import weights_of_id
 
@@ -102,13 +106,60 @@ def test_ids_are_mixed_in_a_copy_of_their_features() -> None:
     assert mixed_ids(narrow).values().tolist() == [mix(4)]
 
 
-def make_maps(quarantine: int, look_ahead: bool = False) -> tuple[PoolIdMaps, RowCache]:
+@pytest.mark.parametrize("place", ["table_wise", "row_wise"])
+def test_whole_tables_share_the_exchange_of_the_others(place: str) -> None:
+    """In one group by sharding type, and not in one pool. Row-wise ones have an exchange that takes buckets."""
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=240 * 8, feature_names=[name])
+        for name in ("pages", "users")
+    ]
+    bags = EmbeddingBagCollection(tables, device=torch.device("meta"))
+    sharder = CachedEmbeddingBagCollectionSharder(init_seed=1, ids=IDS)
+    places = {name: ParameterConstraints(sharding_types=[place]) for name in ("pages", "users")}
+    plan = plan_sharding(
+        torch.nn.ModuleDict({"bags": bags}),
+        [sharder],
+        world_size=2,
+        local_world_size=2,
+        device="cpu",
+        constraints=places,
+    )
+    params: Any = plan.plan["bags"]
+    infos = [
+        EmbeddingShardingInfo(table, params[table.name], bags.embedding_bags[table.name].weight) for table in tables
+    ]
+    spec = CacheSpec.make(CacheConfig(), None, params, rank=0, ids=IDS)
+    grouped = group_ids({place: infos}, spec)
+    names = {kind: [info.embedding_config.name for info in group] for kind, group in grouped.items()}
+    if place == "table_wise":
+        assert names == {place: ["pages", "users"]}
+        assert [RAW_IDS_KEY in (info.fused_params or {}) for info in grouped[place]] == [False, True]
+    else:
+        assert names == {place: ["pages"], "row_wise, ids": ["users"]}
+
+
+def test_a_pool_mixes_raw_ids_and_no_others() -> None:
+    numbers = np.array([7, -5, 7, 2**62])
+    found = []
+    for are_raw in (True, False):
+        maps, _ = make_maps(quarantine=4, are_raw=are_raw)
+        batch = torch.from_numpy(numbers if are_raw else mixed(numbers)), torch.tensor([4])
+        ticket = maps.prepare(*batch, True, maps.know(*batch), False)
+        assert ticket is not None
+        maps.begin(ticket)
+        found.append((maps.find(*batch).tolist(), maps.maps[0].owners(np.arange(1, 4)).tolist()))
+    assert found[0] == found[1]
+    assert sorted(found[0][1]) == [-5, 7, 2**62]
+
+
+def make_maps(quarantine: int, look_ahead: bool = False, are_raw: bool = False) -> tuple[PoolIdMaps, RowCache]:
     """A pool of one table: a bucket of 8 rows, of which evictions keep 4 free."""
     rules = IdTable(buckets=1, quarantine=quarantine, reserve=0.5)
     host = HostStore([8], 4, torch.float32, [], initial=[ShardWeights("users", 1, 4, -1.0, 1.0)])
     policy = CachePolicy("lru", by_next_use=look_ahead)
     cache = RowCache(["users"], host, lambda count: [torch.zeros(count + 1, 4)], 8, [0], policy, torch.device("cpu"))
-    return PoolIdMaps([IdMap("users", rules, rules.buckets_of("users", 8), 1)], [0], [0], cache), cache
+    ids_map = IdMap("users", rules, rules.buckets_of("users", 8), 1)
+    return PoolIdMaps([ids_map], [0], [0], cache, are_raw), cache
 
 
 def ids(*numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
