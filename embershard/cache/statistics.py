@@ -68,7 +68,9 @@ class CacheReport:
     @staticmethod
     def total(reports: Iterable[CacheReport]) -> CacheReport:
         """Add up the counts of any reports."""
-        return sum((report.counts for report in reports), CacheReport(0, 0, 0, 0, 0, 0))
+        found = list(reports)
+        names = [field.name for field in dataclasses.fields(CacheReport)]
+        return CacheReport(*(sum(getattr(report, name) for report in found) for name in names))
 
     @property
     def counts(self) -> CacheReport:
