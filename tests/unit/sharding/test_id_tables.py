@@ -26,8 +26,8 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import CacheError, ConfigError, IdOutOfRangeError
-from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 from embershard.sharding.torchrec.ids.id_shardings import group_ids, mixed_ids
+from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 from embershard.sharding.torchrec.modules import check_any_ids, check_bounds
 from embershard.sharding.torchrec.spec import RAW_IDS_KEY, CacheSpec
 from tests.oracle.id_dictionary import mix
