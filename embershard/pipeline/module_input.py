@@ -87,10 +87,14 @@ class ModuleInput:
         return sum(features.values().numel() for features in self._received)
 
     @property
-    def known_bytes(self) -> int:
-        """Memory of the ids and of their known uses, in bytes. Walks through all tensors: ask once."""
-        known_bytes = sum(batch.num_bytes for batch in self._known.values() if batch is not None)
-        return known_bytes + tensor_bytes((self._received, self._context))
+    def kept(self) -> Any:
+        """What it keeps of the batch until the batch trains: the ids, and what the module notes of them."""
+        return self._received, self._context
+
+    @property
+    def known_uses_bytes(self) -> int:
+        """Memory of the known uses of the batch's rows, in bytes."""
+        return sum(batch.num_bytes for batch in self._known.values() if batch is not None)
 
     def make_resident(self, critical_path: bool) -> bool:
         """Bring the batch's rows to the device, as far as they fit beside those in use; return True when all are."""
@@ -288,6 +292,14 @@ def _slots(cls: type) -> list[str]:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Return the memory of all tensors in `value`, each counted once, in bytes."""
-    by_place = {tensor.data_ptr(): tensor for tensor in tensors_of(value)}
-    return sum(tensor.nbytes for tensor in by_place.values())
+    """Return the memory of all tensors in `value`, in bytes. What several views share is counted once.
+
+    >>> ids = torch.arange(4)
+    >>> tensor_bytes([ids, ids[:2], ids[2:], torch.arange(8)[:2]])
+    48
+    """
+    views: dict[torch.UntypedStorage, dict[int, int]] = {}
+    for tensor in tensors_of(value):
+        of_storage = views.setdefault(tensor.untyped_storage(), {})
+        of_storage[tensor.data_ptr()] = max(tensor.nbytes, of_storage.get(tensor.data_ptr(), 0))
+    return sum(min(storage.nbytes(), sum(sizes.values())) for storage, sizes in views.items())

@@ -13,7 +13,7 @@ import torch
 from embershard.cache.gpu.readback import ReadTogether
 from embershard.errors import CacheError, DataError
 from embershard.pipeline.left_steps import collectives_begun
-from embershard.pipeline.module_input import ModuleInput, tensors_of
+from embershard.pipeline.module_input import ModuleInput, tensor_bytes, tensors_of
 from embershard.pipeline.pipelined_forward import PipelinedForward
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
@@ -59,8 +59,10 @@ class StagedBatch:
 
     @property
     def known_bytes(self) -> int:
-        """Memory of its inputs, beside the batch itself, in bytes."""
-        return sum(part.known_bytes for part in self.inputs.values())
+        """Memory that it takes beside the batch as the iterator gave it, in bytes: its copy on a GPU, its inputs, which
+        may be views of that, and their known uses. Walks through all tensors: ask once."""
+        parts, copy = list(self.inputs.values()), self.on_device if self._device.type == "cuda" else None
+        return tensor_bytes([copy, *(part.kept for part in parts)]) + sum(part.known_uses_bytes for part in parts)
 
     def send(self) -> None:
         """Send the ids. A second call does nothing."""
@@ -77,8 +79,6 @@ class StagedBatch:
         with self._streams.distributing():
             for part in self.inputs.values():
                 part.receive()
-        if self._device.type == "cuda":
-            self.on_device = None  # copied again before it trains: until then only its ids stay on the device
 
     def know(self) -> None:
         """Tell the caches when its rows are used."""
@@ -100,7 +100,6 @@ class StagedBatch:
 
     def begin_resident(self, critical_path: bool) -> ReadTogether[bool]:
         """Begin `make_resident`, up to where the host needs the plans' numbers; `end_resident` does the rest."""
-        self._copy_to_device()
         with self._streams.preparing():
             parts = [part.becoming_resident(critical_path) for part in self.inputs.values()]
             return ReadTogether([work for works in parts for work in works])
@@ -122,7 +121,6 @@ class StagedBatch:
                 "lookahead + 6 steps. Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the "
                 "loader)"
             )
-        self._copy_to_device()
         self._streams.give(self.on_device, self.inputs)
         for forward in self._forwards:
             forward.install()
@@ -134,11 +132,6 @@ class StagedBatch:
         with self._streams.preparing():
             for part in self.inputs.values():
                 part.close()
-
-    def _copy_to_device(self) -> None:
-        if self.on_device is None:
-            with self._streams.copying():
-                self.on_device = self.batch.to(self._device, non_blocking=True)
 
 
 class IdExchange:

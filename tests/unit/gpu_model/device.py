@@ -213,6 +213,7 @@ class Gpu:
         waits: how often the host waited for a stream, by (stream, operation), or with ``HOST`` for an event.
         waits_at: the same but for events, by whose code waits, operation and lines of the package.
         launches: kernels, by (stream, operation).
+        sent_bytes: copied from host memory to the device, by the address of the tensor's storage.
     """
 
     _active: Gpu | None = None
@@ -223,6 +224,7 @@ class Gpu:
         self.waits: Counter[tuple[int, str]] = Counter()
         self.waits_at: Counter[str] = Counter()
         self.launches: Counter[tuple[int, str]] = Counter()
+        self.sent_bytes: Counter[int] = Counter()
         self._memory: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._host: dict[int, Memory] = {}  # by the address of its storage: page-locked, or written by kernels
         self._locked: set[int] = set()  # addresses of storages
@@ -505,6 +507,7 @@ class _Functions(TorchFunctionMode):
             gpu.launch("copy to the host", [tensor], [])
             gpu.wait_for_stream("copy to the host")
             return moved
+        gpu.sent_bytes[tensor.untyped_storage().data_ptr()] += moved.nbytes
         made, is_locked = gpu.wrap(moved), gpu.host_memory(tensor) is not None
         gpu.launch("copy to the device", [tensor] if is_locked else [], [made])
         if not (is_locked and non_blocking):
@@ -578,6 +581,8 @@ class _Operations(TorchDispatchMode):
         if to_host:
             gpu.launch("copy to the host", [source], locked)
         else:
+            if host:
+                gpu.sent_bytes[source.untyped_storage().data_ptr()] += _inner(target).nbytes
             gpu.launch("copy", locked if host else [source], [target])
         if host and not (locked and non_blocking):
             gpu.wait_for_stream("copy to the host" if to_host else "copy to the device")

@@ -26,7 +26,8 @@ from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.staged_batch import Streams
 from tests.covering import covering, keep, matrix
-from tests.unit.gpu_model.training import Setting, expected, initial_rows, modelled, train
+from tests.unit.gpu_model import training
+from tests.unit.gpu_model.training import Setting, batches, expected, initial_rows, modelled, train
 
 pytestmark = pytest.mark.slow
 
@@ -231,6 +232,17 @@ def test_the_settings_meet_what_they_are_for() -> None:
     with mock.patch.object(key_entries.HashedKeyMap, "_grow", autospec=True, side_effect=grow) as growths:
         problems_of(SETTINGS["hashed map that grows"])
     assert growths.call_count >= 1
+
+
+def test_a_batch_goes_to_the_device_once() -> None:
+    """Also one that is only evaluated."""
+    setting = Setting(evaluated=(4, 9))
+    with modelled(setting) as (gpu, model, may_lock):
+        data = batches(setting)
+        with mock.patch.object(training, "batches", lambda _: data):
+            train(setting, model, may_lock)
+        tensors = [each for batch in data for each in (batch.values(), batch.lengths())]
+        assert [gpu.sent_bytes[each.untyped_storage().data_ptr()] for each in tensors] == [t.nbytes for t in tensors]
 
 
 def test_ids_are_received_a_step_after_they_were_sent() -> None:
