@@ -24,7 +24,7 @@ from embershard.errors import CacheError
 from embershard.sharding.torchrec.compat import batch_sizes
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.ids.id_tables import KnownIds
-from embershard.sharding.torchrec.inspection import pools_with_features
+from embershard.sharding.torchrec.inspection import narrowed, pools_with_features
 from embershard.stages import is_stage
 
 
@@ -40,6 +40,7 @@ class ModuleInput:
         self._module = module
         self._context = module.create_context()
         args, kwargs = module.preprocess_input(args, kwargs)
+        self._given = features_among(args, kwargs)  # until it has arrived
         self._waiting = module.input_dist(self._context, *args, **kwargs)
         self._is_sent = False
         self._received: Any = None
@@ -59,7 +60,10 @@ class ModuleInput:
     def receive(self) -> None:
         """Wait for the ids of this rank's tables. A second call does nothing."""
         if self._waiting is not None:
-            self._received, self._waiting = self._waiting.wait(), None
+            received, self._waiting = self._waiting.wait(), None
+            if self._given is not None and len(received):  # a batch of hot rows sends no ids
+                received = narrowed(self._module, received, self._given.values())
+            self._received, self._given = received, None
 
     @property
     def _pools(self) -> list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]]:

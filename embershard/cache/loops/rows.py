@@ -32,8 +32,8 @@ def are_rows(ids: Int64s, lengths: Int64s, limits: Int64s) -> bool:
     return signs >= 0
 
 
-@compiled
-def keys_of_ids(ids: Int64s, offsets: Int64s, first_keys: Int64s, keys: Int64s, lengths: Int64s) -> None:
+@compiled_for([(ids[::1], *4 * (numba.int64[::1],)) for ids in (numba.int32, numba.int64)])
+def keys_of_ids(ids: NDArray[Any], offsets: Int64s, first_keys: Int64s, keys: Int64s, lengths: Int64s) -> None:
     """Write to `keys` [N] the `ids` [N], each with the first key of its feature's table; to `lengths` [F] the number
     of ids per feature, by the `offsets` [F * B + 1] of the bags."""
     num_samples = (offsets.size - 1) // first_keys.size

@@ -30,6 +30,24 @@ def batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:
     return features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
 
 
+def with_int32_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return the features with their ids as int32.
+
+    >>> with_int32_ids(KeyedJaggedTensor(["user"], torch.tensor([7, 5]), lengths=torch.tensor([2, 0]))).values()
+    tensor([7, 5], dtype=torch.int32)
+    """
+    strides = batch_sizes(features)
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().int(),
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        stride=features.stride() if strides is None else None,
+        stride_per_key_per_rank=strides,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
 def lookups_of(module: Any) -> Iterator[Any]:
     """Yield the lookups of a sharded module, one for each of its shardings, without the wrappers of data-parallel ones;
     none for any other module."""

@@ -13,15 +13,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
 from embershard.cache.rows import memory
-from embershard.sharding.torchrec.compat import batch_sizes
 
 
 class PoolIds(NamedTuple):
     """Ids that the features of a pool look up in one batch.
 
     Attributes:
-        indices: [N] row numbers in each feature's table shard.
-        offsets: [F * B + 1] bounds of the bags, feature after feature.
+        indices: int32 or int64 [N] row numbers in each feature's table shard.
+        offsets: [F * B + 1] bounds of the bags, feature after feature; or [F + 1], of the features.
         batch_sizes: samples per feature and rank where features differ in them; else None.
     """
 
@@ -31,8 +30,10 @@ class PoolIds(NamedTuple):
 
     @staticmethod
     def of(features: KeyedJaggedTensor) -> PoolIds:
-        """Return the ids of a pool's features."""
-        return PoolIds(features.values(), features.offsets(), batch_sizes(features))
+        """Return the ids of a pool's features, which were split from a module's: the host knows how many each has. The
+        bounds of the bags, which would stay with the features, are not asked for."""
+        bounds = list(accumulate(features.length_per_key(), initial=0))
+        return PoolIds(features.values(), memory.on_device(bounds, features.device()))
 
 
 class FeatureKeys:
@@ -77,7 +78,8 @@ class FeatureKeys:
 
     def _of_in_loop(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         keys, lengths = np.empty(ids.numel(), np.int64), np.empty_like(self._first_key_array)
-        loops.keys_of_ids(_int64s(ids), _int64s(offsets), self._first_key_array, keys, lengths)
+        array = ids.numpy() if ids.dtype == torch.int32 and ids.is_contiguous() else _int64s(ids)
+        loops.keys_of_ids(array, _int64s(offsets), self._first_key_array, keys, lengths)
         return torch.from_numpy(keys), torch.from_numpy(lengths)
 
 

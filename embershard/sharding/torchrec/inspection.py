@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -17,7 +18,7 @@ from embershard.cache.ids.id_map import IdCounts
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
-from embershard.sharding.torchrec.compat import lookups_of
+from embershard.sharding.torchrec.compat import lookups_of, with_int32_ids
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modules import CachedModule
@@ -68,6 +69,19 @@ def pools_with_features(
             for pool, group in zip(pools, features.split(lookup._feature_splits), strict=True):
                 if isinstance(pool, CachedTableBatchedEmbeddings):
                     yield pool, group
+
+
+def narrowed(module: ShardedModule, received: KJTList, given: Tensor) -> KJTList:
+    """Return what a module received of a batch, with int32 ids where all tables that they are of are cached: such a
+    pool has fewer than 2^31 rows, by which ids were checked. Ids that are views of the batch's own, `given`, stay."""
+    own = given.untyped_storage().data_ptr()
+    found = []
+    for features, lookup in zip(received, lookups_of(module), strict=True):
+        pools = [getattr(kernel, "emb_module", None) for kernel in getattr(lookup, "_emb_modules", ())]
+        has_rows = all(isinstance(pool, CachedTableBatchedEmbeddings) and pool.ids is None for pool in pools)
+        is_own = features.values().untyped_storage().data_ptr() == own
+        found.append(with_int32_ids(features) if pools and has_rows and not is_own else features)
+    return KJTList(found)
 
 
 def _named_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
