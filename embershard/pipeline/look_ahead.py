@@ -19,6 +19,7 @@ backward. Knowing costs a few bytes per id; holding rows costs slots. That is wh
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ from embershard.pipeline.worker import CacheWorker, PrefetchDepth, WorkerTrial
 from embershard.sharding.memory_model import MAX_KNOWN_BYTES, known_together
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.units import size
+
+_log = logging.getLogger(__name__)
 
 #: One batch whose ids were sent in the step before, and one whose ids are sent in this step. Ids are sent behind the
 #: collectives of a step's backward: with a single batch arriving, the next step would begin by waiting for those.
@@ -61,7 +65,7 @@ class LookAheadPipeline:
         prefetch: P, the most batches resident beyond the one in training: fewer where they do not fit and, on a CPU,
             as few as keep steps from waiting.
         features: gives each sharded module's input, by name, from a batch; None: the model is traced.
-        max_known_bytes: memory for known batches; fewer are known where they would take more.
+        max_known_bytes: memory for known batches; fewer are known, with a warning, where they would take more.
         worker: plan and copy rows in a thread beside the training, or not. Default: on a CPU the faster of the two, as
             measured during the training; on a GPU not (there are streams).
 
@@ -116,7 +120,7 @@ class LookAheadPipeline:
         self._num_resident = 0
         self._begun: tuple[ReadTogether[bool], Sequence[StagedBatch]] | None = None  # a plan, and its batch first
         self._failure: Exception | None = None  # of that plan
-        self._is_full = False  # the known batches take all the memory that they may
+        self._is_full = self._is_told_full = False  # the known batches take all the memory that they may
         self._is_in_debt = False  # to the other ranks, by a step that was interrupted
         self._token = object()  # by which the caches know who announces batches to them
         weakref.finalize(self, _end_ahead, self._pools, self._token).atexit = False
@@ -359,6 +363,13 @@ class LookAheadPipeline:
         known_bytes = self._known_bytes
         self._is_full = known_bytes >= self._max_known_bytes and len(self._window) > self._prefetch + 1
         self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
+        if self._is_full and not self._is_told_full and len(self._window) < self._lookahead:
+            self._is_told_full = True
+            _log.warning(
+                "%d of lookahead=%d batches are known ahead: they take %s, and max_known_bytes is %s. Smaller batches, "
+                "more ranks or a larger max_known_bytes let more be known; a smaller lookahead asks for no more",
+                *(len(self._window), self._lookahead, size(known_bytes), size(self._max_known_bytes)),
+            )
 
     @property
     def _known_bytes(self) -> int:

@@ -126,8 +126,8 @@ def lower_bound(costs: CostArrays) -> Bound:
 
 
 def _add_memory(program: _Program, costs: CostArrays, shares: list[NDArray[np.int64]]) -> None:
-    """All ranks together have the sum of their limits. An id takes at least as much of it as if all ids came to one
-    rank, which keeps the fewest batches."""
+    """All ranks together have the sum of their limits. A part of a batch takes at least as much of it as if all parts
+    came to one rank, which keeps the fewest batches."""
     nodes, world_size = -(-costs.world_size // costs.ranks_per_node), costs.world_size
     if costs.host_limit is not None:
         pairs = zip(shares, costs.options, strict=True)
@@ -136,12 +136,12 @@ def _add_memory(program: _Program, costs: CostArrays, shares: list[NDArray[np.in
         )
     if costs.device_limit is None:
         return
-    ids = MEMORY.index("ids")
-    most = sum(max(float(o.memory[:, ids].sum()) for o in options) for options in costs.options)
-    most += costs.base_memory[ids]
-    per_id = float(costs.window.bytes_of(np.array(most))) / most if most else 0.0
+    batch = MEMORY.index("batch")
+    most = sum(max(float(o.memory[:, batch].sum()) for o in options) for options in costs.options)
+    most += costs.base_memory[batch]
+    times = float(costs.window.bytes_of(np.array(most))) / most if most else 0.0
     for cache in ("needed", "held"):
-        weights = np.array([{"fixed": 1.0, "ids": per_id, cache: 1.0}.get(name, 0.0) for name in MEMORY])
+        weights = np.array([{"fixed": 1.0, "batch": times, cache: 1.0}.get(name, 0.0) for name in MEMORY])
         left = (costs.device_limit - float(costs.base_memory @ weights)) * world_size
         pairs = zip(shares, costs.options, strict=True)
         program.at_most(

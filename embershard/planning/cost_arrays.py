@@ -37,9 +37,9 @@ _OF_STAGE = {"copies": ("write_backs", "fills")}
 #: Of `StepFormula.columns` on a CPU, those that need a core; the others need the link.
 _ON_CORES = [0, 3, 5]
 #: Columns of the device memory of shards and ranks: what is there whatever the caches' sizes, and of pooled rows
-#: without the ids; caches as large as a batch needs; caches as large as the seconds are of; ids that arrive in a step;
-#: shards that exchange rows.
-MEMORY = ("fixed", "needed", "held", "ids", "by_rows")
+#: without the ids; caches as large as a batch needs; caches as large as the seconds are of; what is kept of each known
+#: batch; shards that exchange rows.
+MEMORY = ("fixed", "needed", "held", "batch", "by_rows")
 #: Share of the memory that caches fill when tables are priced: shards have to be placed, too.
 _FILLED = 0.93
 #: Shares of a table's slots in one cache over all ranks.
@@ -85,7 +85,7 @@ class CostArrays:
         options: of each table, at least one.
         base_seconds: [stages] of a rank without a sharded table.
         base_memory: [columns] of such a rank.
-        window: bytes of ids from the ids of a step, and of a rank with a table that exchanges rows.
+        window: bytes of the known batches from those of one, and of a rank with a table that exchanges rows.
         world_size, ranks_per_node: R, and those of a node.
         device_limit: bytes of a rank; None: not limited.
         host_limit: bytes of a node.
@@ -96,7 +96,7 @@ class CostArrays:
     options: tuple[tuple[Option, ...], ...]
     base_seconds: Floats
     base_memory: Floats
-    window: IdWindow
+    window: BatchWindow
     world_size: int
     ranks_per_node: int
     device_limit: float | None
@@ -124,16 +124,16 @@ class CostArrays:
 
     def device_bytes(self, memory: Floats) -> Floats:
         """Return the bytes [...] of ranks with so much in memory, [..., columns]."""
-        fixed, needed, held, ids, by_rows = np.moveaxis(memory, -1, 0)
-        return fixed + np.maximum(needed, held) + self.window.bytes_of(ids) + (by_rows > 0) * self.window.by_rows
+        fixed, needed, held, batch, by_rows = np.moveaxis(memory, -1, 0)
+        return fixed + np.maximum(needed, held) + self.window.bytes_of(batch) + (by_rows > 0) * self.window.by_rows
 
     @property
     def by_memory(self) -> CostArrays:
         """The same options, whose seconds are the bytes that a rank needs at least: the fastest placement of them is
         the one whose fullest rank needs the least."""
-        ids = sum(option[0].memory[:, MEMORY.index("ids")].sum() for option in self.options) / self.world_size
-        per_id = float(self.window.bytes_of(np.array(ids))) / ids if ids else 0.0
-        weights = {"fixed": 1.0, "needed": 1.0, "ids": per_id, "by_rows": self.window.by_rows / len(self.options)}
+        batch = sum(option[0].memory[:, MEMORY.index("batch")].sum() for option in self.options) / self.world_size
+        times = float(self.window.bytes_of(np.array(batch))) / batch if batch else 0.0
+        weights = {"fixed": 1.0, "needed": 1.0, "batch": times, "by_rows": self.window.by_rows / len(self.options)}
         as_seconds = np.zeros((len(MEMORY), len(STAGES)))
         as_seconds[:, STAGES.index("copies")] = [weights.get(name, 0.0) for name in MEMORY]
         gpu = Pipeline("cuda", self.ranks_per_node)
@@ -164,36 +164,33 @@ class CostArrays:
 
 
 @dataclass(frozen=True)
-class IdWindow:
-    """Bytes of the ids that a rank keeps: of a step's id for all batches that it may know, but no more in all than a
-    limit, or the batches that it cannot do without.
+class BatchWindow:
+    """Bytes of the batches that a rank keeps: of all that it may know, but no more in all than a limit, or the batches
+    that it cannot do without.
 
     Attributes:
-        most, least: bytes per id of a step.
-        limit: of all ids.
+        most, least: numbers of batches.
+        limit: bytes of all of them.
         by_rows: of a rank with tables that exchange rows.
     """
 
-    most: float
-    least: float
+    most: int
+    least: int
     limit: float
     by_rows: float
 
-    def bytes_of(self, ids: Floats) -> Floats:
-        """Return the bytes of so many ids."""
-        return np.minimum(self.most * ids, np.maximum(self.limit, self.least * ids))
+    def bytes_of(self, batch: Floats) -> Floats:
+        """Return the bytes of batches of so many bytes each."""
+        return np.minimum(self.most * batch, np.maximum(self.limit, self.least * batch))
 
     @classmethod
-    def of(cls, workload: Workload, counted: bool) -> IdWindow:
+    def of(cls, workload: Workload, counted: bool) -> BatchWindow:
         """Return the window of a run; nothing where it is not `counted`."""
         if not counted:
-            return cls(0.0, 0.0, 0.0, 0.0)
+            return cls(0, 0, 0.0, 0.0)
         known, waiting = memory_model.known_batches(workload.shape)
         own_ids = sum(workload.lookups_per_sample.values()) * workload.shape.batch_size
-        each = float(memory_model.KEPT_ID_BYTES)
-        return cls(
-            known * each, waiting * each, float(memory_model.MAX_KNOWN_BYTES), known * own_ids * memory_model.ID_BYTES
-        )
+        return cls(known, waiting, float(memory_model.MAX_KNOWN_BYTES), known * own_ids * memory_model.ID_BYTES)
 
 
 @dataclass(frozen=True)
@@ -299,7 +296,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     base = rank_work(workload, copies, [resident_report(workload, shard) for shard in copies], num_groups=0)
     stages = {name: float(seconds[0]) for name, seconds in stage_seconds([base], request.rates).items()}
     slots_only = at_best and request.budget.ratio is not None  # of all pools together, a share of the rows
-    window = IdWindow.of(workload, counted=request.budget.cache_bytes is None and not slots_only)
+    window = BatchWindow.of(workload, counted=request.budget.cache_bytes is None and not slots_only)
     base_memory, limit = _base_memory(workload, copies, window), request.budget.rank_bytes
     if at_best and request.budget.ratio is not None:
         limit = math.ceil(request.budget.ratio * sum(t.rows for t in sized) / shape.world_size) + LEAST_SLOTS * len(
@@ -329,12 +326,14 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     )
 
 
-def _base_memory(workload: Workload, copies: Sequence[PlacedShard], window: IdWindow) -> Floats:
+def _base_memory(workload: Workload, copies: Sequence[PlacedShard], window: BatchWindow) -> Floats:
     if not window.least:  # the budget is for caches alone
         return np.zeros(len(MEMORY))
-    ids = float(sum(map(workload.lookups_per_step, copies)))
+    model, shape, per_sample = workload.model, workload.shape, sum(workload.lookups_per_sample.values())
+    batch = memory_model.own_batch_bytes(model, shape, per_sample)
+    batch += sum(memory_model.known_batch_bytes(copy, shape, workload.lookups_per_step(copy)) for copy in copies)
     taken = float(sum(workload.memory(copies, {}).device.values()))
-    return np.array([taken - float(window.bytes_of(np.array(ids))), 0.0, 0.0, ids, 0.0])
+    return np.array([taken - float(window.bytes_of(np.array(batch))), 0.0, 0.0, batch, 0.0])
 
 
 def _formula(request: PlanRequest, stages: Mapping[str, float], parameter_bytes: float) -> StepFormula:
@@ -357,7 +356,7 @@ def _formula(request: PlanRequest, stages: Mapping[str, float], parameter_bytes:
 class _Options:
     """Makes options."""
 
-    def __init__(self, request: PlanRequest, base_memory: Floats, window: IdWindow, at_best: bool) -> None:
+    def __init__(self, request: PlanRequest, base_memory: Floats, window: BatchWindow, at_best: bool) -> None:
         self._request, self._workload, self._shape = request, request.workload, request.workload.shape
         self._base_memory, self._window, self._at_best = base_memory, window, at_best
 
@@ -377,13 +376,13 @@ class _Options:
 
     def _taken(self, tables: Sequence[TableSize], slots: int) -> float:
         """Return a rank's mean bytes with all tables in one cache of so many slots, and all ids on one rank: it keeps
-        fewer batches of them."""
+        fewer batches."""
         memory = self._base_memory.copy()
         for table, report in zip(tables, self.reports(tables, slots), strict=True):
             whole = PlacedShard(table, 0, 0, table.rows, table.dim, "table_wise", "cached")
             memory += self._memory(whole, report, report, np.ones(1), np.ones(1))[0] / self._shape.world_size
-        fixed, needed, held, ids, _ = memory
-        window = self._window.bytes_of(ids * self._shape.world_size) / self._shape.world_size
+        fixed, needed, held, batch, _ = memory
+        window = self._window.bytes_of(batch * self._shape.world_size) / self._shape.world_size
         return float(fixed + max(needed, held) + window)
 
     def reports(self, tables: Sequence[TableSize], slots: int) -> tuple[ShardReport, ...]:
@@ -462,11 +461,13 @@ class _Options:
         workload, shape, budget = self._workload, self._shape, self._request.budget
         lookups = workload.lookups_per_step(whole)
         ends = [memory_model.vector_bytes(whole, shape.global_batch_size, part) for part in (0.0, lookups)]
+        kept = [memory_model.known_batch_bytes(whole, shape, part) for part in (0.0, lookups)]
         found = np.zeros((len(parts), len(MEMORY)))
         in_slots = self._at_best and budget.ratio is not None
         if budget.cache_bytes is None and not in_slots:
             found[:, 0] = ends[0] + shares * (ends[1] - ends[0])
-            found[:, 3:] = np.stack([shares * lookups, np.full(len(parts), float(whole.exchange == "rows"))], axis=-1)
+            found[:, 3] = kept[0] + shares * (kept[1] - kept[0])
+            found[:, 4] = float(whole.exchange == "rows")
         if whole.kernel == "device":
             found[:, 0] += parts * sum(memory_model.resident_bytes([whole]).values())
             return found

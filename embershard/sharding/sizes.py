@@ -63,6 +63,7 @@ class ModelSize:
         dense_flops_per_sample: floating-point operations of forward and backward.
         dense_state_bytes: gradients and optimizer states of the dense parameters.
         activation_bytes_per_sample: kept by the dense forward for the backward.
+        input_bytes_per_sample: of dense features and labels.
     """
 
     tables: tuple[TableSize, ...]
@@ -70,6 +71,7 @@ class ModelSize:
     dense_parameter_bytes: int
     dense_state_bytes: int
     activation_bytes_per_sample: float
+    input_bytes_per_sample: float = 0.0
 
     @property
     def num_rows(self) -> int:

@@ -119,7 +119,7 @@ def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[Tab
     )
     schema = schema_of(config.data)
     flops, parameters, activations = dense_part_over_bags(config, schema.num_dense, len(tables))
-    dense = flops, parameters, parameters * config.dense_optimizer.num_states, activations
+    dense = flops, parameters, parameters * config.dense_optimizer.num_states, activations, 4 * (schema.num_dense + 1)
     return config, config.statistics(rows), ModelSize(tables, *dense)
 
 

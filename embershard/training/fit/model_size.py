@@ -51,6 +51,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     337648
     """
     tables, groups = {table.name: table for table in tables_of_run(config)}, table_groups(config)
+    schema = schema_of(config.data)
     flops, parameters, activations = _dense_part(config)
     ids = id_rules(config)
     return ModelSize(
@@ -73,6 +74,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
         dense_parameter_bytes=parameters,
         dense_state_bytes=parameters * config.dense_optimizer.num_states,
         activation_bytes_per_sample=activations,
+        input_bytes_per_sample=_FLOAT_BYTES * (schema.num_dense + len(schema.target.labels)),
     )
 
 

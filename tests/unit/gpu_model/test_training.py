@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from embershard.cache.rows import memory, transfer
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.transfer import StagedTransfer, _Buffer
 from embershard.cache.rows.uva_transfer import UvaTransfer
+from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.staged_batch import Streams
 from tests.covering import covering, keep, matrix
@@ -239,10 +241,20 @@ def test_a_batch_goes_to_the_device_once() -> None:
     setting = Setting(evaluated=(4, 9))
     with modelled(setting) as (gpu, model, may_lock):
         data = batches(setting)
-        with mock.patch.object(training, "batches", lambda _: data):
+        with mock.patch.object(training, "batches", return_value=data):
             train(setting, model, may_lock)
         tensors = [each for batch in data for each in (batch.values(), batch.lengths())]
         assert [gpu.sent_bytes[each.untyped_storage().data_ptr()] for each in tensors] == [t.nbytes for t in tensors]
+
+
+@pytest.mark.parametrize(("most", "is_cut"), [(5_000, True), (10**6, False)])
+def test_a_window_that_memory_cuts_says_so_once(most: int, is_cut: bool, caplog: pytest.LogCaptureFixture) -> None:
+    setting = Setting(lookahead=10, steps=20)
+    pipeline = functools.partial(LookAheadPipeline, max_known_bytes=most)
+    with mock.patch.object(training, "LookAheadPipeline", pipeline), modelled(setting) as (_, model, may_lock):
+        train(setting, model, may_lock)
+    told = [record.message for record in caplog.records if "of lookahead=10 batches are known" in record.message]
+    assert len(told) == is_cut
 
 
 def test_ids_are_received_a_step_after_they_were_sent() -> None:

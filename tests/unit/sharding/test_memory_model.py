@@ -16,6 +16,7 @@ from embershard.sharding.memory_model import (
     host_bytes,
     pool_memory,
     resident_bytes,
+    step_bytes,
 )
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import PlacedShard, TableSize
@@ -128,9 +129,8 @@ def step(kernel: str, world_size: int, **changes: Any) -> dict[str, int]:
 def test_buffers_grow_with_ranks_where_one_rank_serves_all():
     """A replicated table sees its own rank's samples, whatever the number of ranks."""
     assert step("replicated", 8) == step("replicated", 1)
-    seven = 7 * 100  # samples of the other ranks
-    ids, pooled = (4 + 3) * 3 * seven * 20, 2 * 64 * 4 * seven
-    assert step("cached", 8)["input_buffers"] - step("cached", 1)["input_buffers"] == ids + pooled
+    eight, alone, pooled = 800 * (3 * 13 + 4), 100 * 3 * 9, 2 * 64 * 4 * 700  # alone, ids are views of the batch
+    assert step("cached", 8)["input_buffers"] - step("cached", 1)["input_buffers"] == (4 + 3) * (eight - alone) + pooled
     assert step("cached", 8)["dense"] == 120_000
     assert step("cached", 8)["activations"] == 200_000
 
@@ -158,7 +158,7 @@ def test_a_block_of_hot_rows_buffers_their_ids():
     share = (data.trace.tables["t0"].rows < 500).mean()
     assert share > 0.8
     difference = hot["input_buffers"] - cold["input_buffers"]
-    assert difference == pytest.approx((2 * share - 1) * 200 * 20, abs=2)
+    assert difference == pytest.approx((2 * share - 1) * 200 * 13, abs=2)
 
 
 def test_the_window_is_no_longer_than_the_pipeline_keeps_it(monkeypatch):
@@ -166,7 +166,32 @@ def test_the_window_is_no_longer_than_the_pipeline_keeps_it(monkeypatch):
     long = step("cached", 8)["input_buffers"]
     monkeypatch.setattr("embershard.sharding.memory_model.MAX_KNOWN_BYTES", 1)
     short = step("cached", 8)["input_buffers"]
-    assert long - short == (7 - 4) * 3 * 800 * 20  # prefetch + 2 batches stay
+    assert long - short == (7 - 4) * (800 * (3 * 13 + 4) + 100 * (3 * 8 + 4))  # prefetch + 2 stay
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_long_window_of_large_batches_is_not_cut(world_size, monkeypatch):
+    """128 known batches of 65,536 samples per rank, with 26 ids, in tables that all ranks cut by rows."""
+    shape = RunShape(world_size, world_size, 65_536, "cuda", ReplaySettings(lookahead=128))
+    model = dataclasses.replace(make_workload((1000,) * 26).model, input_bytes_per_sample=14 * 4)
+    shards = [dataclasses.replace(shard_of(table), row_stop=1000 // world_size) for table in model.tables]
+    of_run = (model, shards, [65_536.0] * 26, shape, 26.0)
+    cut = step_bytes(*of_run)["input_buffers"]
+    monkeypatch.setattr("embershard.sharding.memory_model.MAX_KNOWN_BYTES", 2**60)
+    assert cut == step_bytes(*of_run)["input_buffers"]
+
+
+def test_a_gpu_keeps_the_copy_of_its_own_batch():
+    """Of 100 samples, with 3 ids and 12 bytes of dense features and labels. On a rank alone, ids are views of it."""
+    model = dataclasses.replace(make_workload((100,)).model, input_bytes_per_sample=12.0)
+    for world_size, of_others in ((1, 3 * 9), (2, 2 * (3 * 13 + 4))):
+        shape = RunShape(world_size, 2, 100, "cuda", ReplaySettings(lookahead=4))
+        lookups, shard = [300.0 * world_size], shard_of(model.tables[0])
+        long, short = (
+            step_bytes(model, [shard], lookups, dataclasses.replace(shape, cache=ReplaySettings(lookahead=ahead)), 3.0)
+            for ahead in (5, 4)
+        )
+        assert long["input_buffers"] - short["input_buffers"] == 100 * (3 * 8 + 4 + 12 + of_others)
 
 
 def test_large_pools_on_a_gpu_are_hashed():
@@ -198,6 +223,6 @@ def test_tables_that_exchange_rows_buffer_distinct_rows():
     distinct = 2 * of.distinct_per_rank("t0")  # of each of the two ranks
     assert 100 < distinct < 2 * 300
     known = 4 + 3
-    more = known * 300 * 8 + known * (distinct - 2 * 300) * 20 + 2 * 64 * 4 * (2 * distinct - 200)
+    more = known * (300 * 8 - 200 * 4) + known * (distinct - 2 * 300) * 13 + 2 * 64 * 4 * (2 * distinct - 200)
     difference = step_bytes_of(of, [rows])["input_buffers"] - step_bytes_of(of, [pooled])["input_buffers"]
     assert difference == pytest.approx(more, abs=2)
