@@ -1,8 +1,9 @@
-"""Files that get their names when they are complete, and names that outlast a crash."""
+"""Files and folders that get their names when they are complete, and names that outlast a crash."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,25 @@ def whole_file(path: Path) -> Iterator[Path]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Return a context with another folder to write into. At its end it gets the name `path`; after an exception it is
+    removed.
+
+    Raises:
+        OSError: with the folder's name, where it cannot be made.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with naming_file(partial):
+            partial.mkdir(exist_ok=True)
+        yield partial
+        with naming_file(path):
+            partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:

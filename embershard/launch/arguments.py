@@ -67,6 +67,19 @@ def help_parts(text: str) -> dict[str, Any]:
     return {**parts, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
+def add_action(actions: Any, name: str, text: str, page: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Add an action to a command's `add_subparsers`; return its parser.
+
+    Args:
+        text: of the command's help.
+        page: of the action's own, as for `help_parts`.
+        defaults: more attributes of the parsed arguments.
+    """
+    action: argparse.ArgumentParser = actions.add_parser(name, help=text, **help_parts(page))
+    action.set_defaults(**defaults)
+    return action
+
+
 class _OneConfig(argparse.Action):
     """Stores the settings' file, and refuses a second one."""
 

@@ -1,4 +1,4 @@
-"""`embershard data inspect` and `convert`: the columns of files of any form.
+"""What `embershard data inspect` and `convert` do with the columns of files of any form.
 
 The first looks at them and writes the settings of a run on them; the second writes them as Parquet, with the columns of
 other files joined to the rows.
@@ -7,77 +7,47 @@ other files joined to the rows.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import suppress
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, floor, log10
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from embershard.data.config import TableFeature
-from embershard.errors import ConfigError, DataError
-from embershard.launch.arguments import check_new_output, help_parts, positive
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from embershard.commands.data.suggest import (
+    LabelSuggestion,
+    Suggestion,
+    day_of,
+    distinct_values,
+    num_bad_labels,
+    others_of,
+    suggest_features,
+    suggest_label,
+)
+from embershard.data.block import BadRow, short
+from embershard.data.config import TableConfig, TableFeature
+from embershard.data.sources.input_file import files_at
+from embershard.data.sources.table.cells import read_cells
+from embershard.data.sources.table.raw import is_text, is_time
+from embershard.data.sources.table.survey import FORMS, SECONDS_PER_DAY, ColumnSurvey, survey
+from embershard.data.sources.table.whole_columns import WholeColumns, without_types
+from embershard.errors import ConfigError, DataError, naming_file
+from embershard.launch.arguments import check_new_output
 from embershard.launch.screen import make_table, plain_console, say, wide_console
 from embershard.settings.decoding import toml, toml_key
 from embershard.whole_file import whole_file
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from embershard.commands.data.skipped import SkippedRows
-    from embershard.commands.data.suggest import LabelSuggestion, Suggestion
-    from embershard.data.sources.table.survey import ColumnSurvey
-    from embershard.data.sources.table.whole_columns import WholeColumns
-
-
-INSPECT_HELP = """Look at the columns of CSV, TSV or Parquet files, and write a run's settings for them.
-
-  embershard data inspect clicks.parquet -o run.toml
-  embershard train --config run.toml
-  embershard data inspect ratings.txt --columns user,item,rating,time --label rating
-"""
 _HELD_OUT, _MOST_BAD = 0.1, 0.9
 _BATCHES_IN_FLIGHT = 3  # look_ahead.prefetch batches, and the one that trains
 _LEAST_RATIO = 0.05  # the default of cache.ratio
 _LEAST_BATCH, _MOST_BATCH, _STEPS_OF_AN_EPOCH = 16, 1024, 64
-
-
-def add_inspect(actions: Any) -> None:
-    """Add the action to `embershard data`."""
-    action = actions.add_parser(
-        "inspect",
-        help="look at the columns of files, and write a run's settings for them",
-        **help_parts(INSPECT_HELP),
-    )
-    action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
-    action.add_argument("-o", dest="output", type=Path, metavar="FILE", help="TOML file for the settings")
-    action.add_argument(
-        "--label", action=_OneLabel, metavar="NAME", help="column to predict (default: the one that looks like it)"
-    )
-    action.add_argument(
-        "--feature",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a column of 0 and 1 that is known before the label: others may be results, and are left out; may be "
-        "repeated",
-    )
-    add_form(action)
-    action.set_defaults(run=inspect)
-
-
-class _OneLabel(argparse.Action):
-    """Stores the label, and refuses a second one, which would become a feature."""
-
-    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
-        before = getattr(namespace, self.dest)
-        if before is not None:
-            parser.error(
-                f"got --label {before} and --label {values}; give one. For several, write label = "
-                f'["{before}", "{values}"] in the TOML file, and leave {values} out of its features'
-            )
-        setattr(namespace, self.dest, values)
+_MOST_LISTED = 10_000
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -87,8 +57,6 @@ def inspect(arguments: argparse.Namespace) -> int:
         DataError: a file cannot be read, or files have other columns than the first.
         ConfigError: no column looks like a label, and a file is to be written.
     """
-    from embershard.commands.data.suggest import suggest_features, suggest_label
-
     output: Path | None = arguments.output
     if output is not None:
         check_new_output(output)
@@ -128,8 +96,6 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], li
     Raises:
         DataError: a file cannot be read, or has other columns than the first; or no file has a row.
     """
-    from embershard.data.sources.table.survey import survey
-
     schema = files[0].schema()
     for file in files:
         if (other := file.schema()) != schema:
@@ -155,10 +121,6 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], li
 
 
 def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:
-    from embershard.commands.data.suggest import day_of, distinct_values, others_of
-    from embershard.data.sources.table.raw import is_text, is_time
-    from embershard.data.sources.table.survey import SECONDS_PER_DAY
-
     first = next(iter(columns.values()))
     table = make_table(
         f"{first.rows:,} rows", ["column", "type"], ["distinct", "missing", "most", "least", "largest", "mean", "std"]
@@ -188,8 +150,6 @@ def _settings(
     columns: dict[str, ColumnSurvey],
     num_bad: int,
 ) -> str:
-    from embershard.commands.data.suggest import num_bad_labels
-
     num_rows, used = columns[label.column].rows, [each for each in suggested if not each.may_be_result]
     read = [columns[each.column] for each in used if each.features]
     num_bad += sum(each.num_bad for each in read) + num_bad_labels(columns[label.column])
@@ -277,58 +237,6 @@ def _of_the_model(suggested: list[Suggestion], num_rows: int) -> list[str]:
     ]
 
 
-CONVERT_HELP = """Write text or Parquet files as one Parquet file, with the columns of other files joined to each row.
-
-A joined file must have one column in common with what is there before it, with each value once in it. All rows of the
-first file stay, in their order; the columns of a row without a partner are missing. Joined files are held in memory.
-
-  embershard data convert clicks.csv -o clicks.parquet
-  embershard data convert ratings.csv --join users.csv --join items.csv -o all.parquet
-  embershard data convert u.data --columns user,item,rating,time --join u.user:user,age,job -o all.parquet
-"""
-_GROUP_ROWS = 16_384
-
-
-def add_convert(actions: Any) -> None:
-    """Add the action to `embershard data`."""
-    action = actions.add_parser(
-        "convert",
-        help="write text files as Parquet, with other files joined to them",
-        **help_parts(CONVERT_HELP),
-    )
-    action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
-    action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the new Parquet file")
-    action.add_argument(
-        "--join",
-        action="append",
-        default=[],
-        metavar="FILE[:NAME,...]",
-        help="a file to join, with the names of its columns if it has no header; may be repeated",
-    )
-    action.add_argument(
-        "--rows", type=positive, default=_GROUP_ROWS, metavar="N", help="rows of a row group (default: %(default)s)"
-    )
-    action.add_argument(
-        "--bad-rows",
-        type=_stop_or_share,
-        default="stop",
-        metavar="stop|SHARE",
-        help="leave rows out, up to this share, that are none or have a cell of another type, and list them in "
-        "FILE.bad_rows.jsonl (default: %(default)s)",
-    )
-    add_form(action)
-    action.set_defaults(run=convert)
-
-
-def _stop_or_share(text: str) -> str | float:
-    if text == "stop":
-        return text
-    with suppress(ValueError):
-        if 0 < float(text) < 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f'got {text}; needed "stop", or a share in (0, 1), for instance 0.001')
-
-
 def convert(arguments: argparse.Namespace) -> int:
     """Run the action; return 0.
 
@@ -336,10 +244,6 @@ def convert(arguments: argparse.Namespace) -> int:
         DataError: a file cannot be read, or cannot be joined.
         ConfigError: the output cannot be written.
     """
-    import pyarrow.parquet as pq
-
-    from embershard.commands.data.skipped import SkippedRows
-
     output: Path = arguments.output
     check_new_output(output)
     files = columns_of_files(arguments.data, arguments)
@@ -366,6 +270,70 @@ def convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+class SkippedRows:
+    """Reads the rows of text files, but for those that are none, or have a cell that is not of its column's type.
+
+    Attributes:
+        num_bad: rows left out; of all `num_rows`.
+        path: the list, one JSON object to a line with the keys file, row, column and problem; made with the first.
+    """
+
+    def __init__(self, path: Path, allowed: float) -> None:
+        self.path, self.num_bad, self.num_rows, self._allowed = path, 0, 0, allowed
+        self._listed: list[BadRow] = []
+
+    def batches(self, file: WholeColumns, types: Mapping[str, pa.DataType]) -> Iterator[pa.RecordBatch]:
+        """Yield the good rows of a file."""
+        no_rows: list[int] = []
+
+        def skip(row: Any) -> str:
+            no_rows.append(row.number)
+            self._add(file, row.number, "", f"has {row.actual_columns} columns; needed {row.expected_columns}")
+            return "skip"
+
+        first = 1 + (not file.form.columns)
+        for batch in file.batches(on_bad=skip):
+            cuts = np.asarray(no_rows, np.int64) - np.arange(len(no_rows))
+            numbers = np.arange(first, first + len(batch))
+            numbers += np.searchsorted(cuts, numbers, "right")
+            is_good, columns = np.ones(len(batch), np.bool_), []
+            for name, texts in zip(batch.schema.names, batch.columns, strict=True):
+                form = FORMS.get(types[name])
+                values, is_wrong = (texts, ~is_good & False) if form is None else read_cells(texts, [form])
+                for row in np.flatnonzero(is_wrong & is_good).tolist():
+                    problem = f"{name}={short(texts[row].as_py())}: needed {types[name]}, or nothing"
+                    self._add(file, int(numbers[row]), name, problem)
+                is_good &= ~is_wrong
+                columns.append(values)
+            first += len(batch)
+            self.num_rows += len(batch)
+            yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names).filter(pa.array(is_good))
+        self.num_rows += len(no_rows)
+
+    def _add(self, file: WholeColumns, row: int, column: str, problem: str) -> None:
+        self.num_bad += 1
+        if len(self._listed) < _MOST_LISTED:
+            self._listed.append(BadRow(file.file.path, row, column, problem))
+
+    def finish(self) -> None:
+        """Write the list.
+
+        Raises:
+            DataError: more rows are bad than the share that is allowed.
+        """
+        if not self._listed:
+            return
+        with naming_file(self.path), self.path.open("w", encoding="utf-8") as list_file:
+            for row in self._listed:
+                found = {"file": str(row.path), "row": row.row, "column": row.column, "problem": row.problem}
+                list_file.write(f"{json.dumps(found)}\n")
+        if self.num_bad > self._allowed * self.num_rows:
+            raise DataError(
+                f"{self.num_bad:,} of {self.num_rows:,} rows are bad, --bad-rows {self._allowed:g} allows "
+                f"{self._allowed:.3%}: {self._listed[0]}. They are listed in {self.path}"
+            )
+
+
 @dataclass
 class Joined:
     """A file whose columns are joined to rows by the values of one column.
@@ -385,10 +353,6 @@ class Joined:
     @staticmethod
     def read(text: str, arguments: argparse.Namespace) -> Joined:
         """Read the file of `--join FILE[:NAME,...]`."""
-        import pyarrow as pa
-
-        from embershard.data.sources.table.whole_columns import without_types
-
         path, colon, names = text.rpartition(":")
         if not colon or Path(text).exists():
             path, names = text, ""
@@ -403,8 +367,6 @@ class Joined:
         Raises:
             DataError: there is not one column in common, or a value of it is in the file twice.
         """
-        import pyarrow.compute as pc
-
         if not self.key:
             self._find_key(rows)
         there = self.table.column(self.key).combine_chunks()
@@ -419,8 +381,6 @@ class Joined:
         return rows
 
     def _find_key(self, rows: pa.Table) -> None:
-        import pyarrow.compute as pc
-
         common = [name for name in rows.column_names if name in self.table.column_names]
         if len(common) != 1:
             found = f"has {', '.join(common)}" if common else "has none"
@@ -444,8 +404,6 @@ def _types_of(files: list[WholeColumns], *, stops: bool = True) -> dict[str, pa.
     Raises:
         DataError: a line has not as many cells as there are columns, and bad rows stop.
     """
-    import pyarrow as pa
-
     if not files[0].is_text:
         return {}
     columns, bad_lines = survey_files(files)
@@ -460,10 +418,6 @@ def _types_of(files: list[WholeColumns], *, stops: bool = True) -> dict[str, pa.
 def _joined_batches(
     files: list[WholeColumns], types: dict[str, pa.DataType], joined: list[Joined], skipped: SkippedRows | None
 ) -> Iterator[pa.Table]:
-    import pyarrow as pa
-
-    from embershard.data.sources.table.whole_columns import without_types
-
     for file in files:
         for batch in file.batches(types) if skipped is None or not file.is_text else skipped.batches(file, types):
             table = without_types(pa.Table.from_batches([batch]))
@@ -474,8 +428,6 @@ def _joined_batches(
 
 def _groups(tables: Iterator[pa.Table], num_rows: int) -> Iterator[pa.Table]:
     """Yield the same rows in tables of a multiple of `num_rows`; the last one may have others."""
-    import pyarrow as pa
-
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)
@@ -487,19 +439,6 @@ def _groups(tables: Iterator[pa.Table], num_rows: int) -> Iterator[pa.Table]:
     rest = pa.concat_tables(waiting) if waiting else None
     if rest is not None and rest.num_rows:
         yield rest
-
-
-def add_form(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument("--columns", metavar="NAME,...", help="names of the columns of text files without a header")
-    parser.add_argument(
-        "--separator", metavar="CHAR", help="between the cells of a line (default: the first line shows it)"
-    )
-    parser.add_argument("--encoding", default="utf-8", help="of text files (default: %(default)s)")
-    parser.add_argument(
-        "--null", action="append", default=[], metavar="TEXT", help="a cell that is a missing value; may be repeated"
-    )
-    parser.add_argument("--no-quotes", action="store_true", help="quotes in text files are text")
 
 
 def columns_of_files(
@@ -515,10 +454,6 @@ def columns_of_files(
         DataError: there is no such file, or one is empty.
         ConfigError: an argument cannot be used.
     """
-    from embershard.data.config import TableConfig
-    from embershard.data.sources.input_file import files_at
-    from embershard.data.sources.table.whole_columns import WholeColumns
-
     given = names if is_joined else arguments.columns
     separator = None if is_joined else arguments.separator
     separator = "\t" if separator == "\\t" else separator

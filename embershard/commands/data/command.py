@@ -1,31 +1,17 @@
-"""`embershard data`: its actions.
-
-Here are `validate`, which says what training would do with a data set; `events`, which makes windows to train on of a
-log of events; and `sessions`, which generates such a log. `ids` is in start_ids.py, `yambda` in yambda.py.
-"""
+"""`embershard data`: the arguments of its actions. `run` of the arguments names the function that does one, which loads
+torch or pyarrow: --help must answer at once."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import Any
 
-from embershard.commands.data.columns import add_convert, add_inspect
-from embershard.commands.data.start_ids import add_ids
-from embershard.commands.data.yambda import add_yambda, new_folder
-from embershard.errors import ConfigError, naming_file
-from embershard.launch.arguments import add_settings, help_parts, make_parser, positive, whole
-from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
-from embershard.settings.decoding import to_toml
-from embershard.whole_file import whole_file
-
-if TYPE_CHECKING:  # it loads torch, and --help must answer at once
-    from embershard.commands.data.scan import DataScan
-    from embershard.data.sources.events import Windows
-
+from embershard.commands.data.yambda import add_yambda
+from embershard.launch.arguments import add_action, add_settings, make_parser, positive, step_or_last, whole
 
 _HELP = """Look at data, convert them, and check them before training.
 
@@ -34,96 +20,27 @@ _HELP = """Look at data, convert them, and check them before training.
   embershard data events UserBehavior.csv -o windows
   embershard data validate --config run.toml
 """
+_INSPECT_HELP = """Look at the columns of CSV, TSV or Parquet files, and write a run's settings for them.
+
+  embershard data inspect clicks.parquet -o run.toml
+  embershard train --config run.toml
+  embershard data inspect ratings.txt --columns user,item,rating,time --label rating
+"""
+_CONVERT_HELP = """Write text or Parquet files as one Parquet file, with the columns of other files joined to each row.
+
+A joined file must have one column in common with what is there before it, with each value once in it. All rows of the
+first file stay, in their order; the columns of a row without a partner are missing. Joined files are held in memory.
+
+  embershard data convert clicks.csv -o clicks.parquet
+  embershard data convert ratings.csv --join users.csv --join items.csv -o all.parquet
+  embershard data convert u.data --columns user,item,rating,time --join u.user:user,age,job -o all.parquet
+"""
 _VALIDATE_HELP = """Read every row of a data set, without training: count bad rows by reason, show what columns hold.
 
 Exit codes: 0 when training would read all of it, 1 when it would stop, 2 for wrong usage, settings or files.
   embershard data validate --config run.toml
   embershard data validate /data/criteo --set data.bad_rows=0.001
 """
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run `embershard data`; return the exit code.
-
-    Raises:
-        EmbershardError: the settings are wrong, or a file cannot be opened.
-    """
-    arguments = _parser().parse_args(argv)
-    code: int = arguments.run(arguments)
-    return code
-
-
-def validate(arguments: argparse.Namespace) -> int:
-    """Run `embershard data validate`; return the exit code.
-
-    Raises:
-        ConfigError: there is nothing to validate.
-    """
-    if arguments.data is None and arguments.config is None:
-        raise ConfigError("what is to be validated? Give DATA (a file or a folder), or --config.")
-    from embershard.commands.data.scan import scan_data, verdict
-    from embershard.commands.profile.command import run_config
-    from embershard.data import open_source
-    from embershard.data.sources.source import FileSource
-
-    config = run_config(
-        arguments.data, arguments.config, arguments.overrides, trust_code=True
-    ).data  # no model is built
-    source, began = open_source(config), time.monotonic()
-    if not isinstance(source, FileSource):
-        raise ConfigError(f'data.kind = "{config.kind}" reads no file: there is nothing to validate.')
-    console = plain_console()
-    with progress_bar(console, "chunks") as on_progress:
-        found = scan_data(source, arguments.workers or len(os.sched_getaffinity(0)), on_progress)
-    seconds, num_rows = time.monotonic() - began, found.num_train + found.num_held_out
-    say(
-        console,
-        f"{num_rows:,} rows in {seconds:.1f} s: {found.num_train:,} to train on, {found.num_held_out:,} held out; "
-        f"{found.num_bad:,} bad.",
-        *source.notes,
-    )
-    _show(found)
-    say(console, *(f"damaged: {each}" for each in found.damage[:10]))
-    goes_on, sentence = verdict(found, config.bad_rows)
-    say(console, sentence)
-    return 0 if goes_on else 1
-
-
-def _show(found: DataScan) -> None:
-    from embershard.commands.data.scan import reasons_of
-
-    columns = make_table("columns, as the model gets them", ["column"], ["values", "zeros", "least", "largest", "most"])
-    for name, column in found.columns.items():
-        zeros = f"{column.zeros / column.count:.2%}" if column.count else "n/a"
-        columns.add_row(
-            name, f"{column.count:,}", zeros, f"{column.least:g}", f"{column.largest:g}", f"{column.most:,}"
-        )
-    if found.columns:
-        wide_console().print(columns)
-    if found.num_bad:
-        reasons = make_table("bad rows", ["column", "needed", "first"], ["rows"])
-        for name, reason, rows, first in reasons_of(found)[:20]:
-            reasons.add_row(name, reason, first, f"{rows:,}")
-        wide_console().print(reasons)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("data", _HELP)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    add_inspect(actions)
-    add_convert(actions)
-    text = "read all rows, and say what training would do with them"
-    action = actions.add_parser("validate", help=text, **help_parts(_VALIDATE_HELP))
-    action.add_argument("data", nargs="?", metavar="DATA", help="file or folder; default: that of the settings")
-    add_settings(action)
-    action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")
-    action.set_defaults(run=validate)
-    add_events(actions)
-    add_yambda(actions)
-    add_ids(actions)
-    return parser
-
-
 _EVENTS_HELP = """Make samples of a log of events: a window of a user's history, and the item that came next (label 1)
 or one of a random event (label 0). Each user's last event is held out.
 
@@ -139,100 +56,128 @@ sessions of one interest each.
   embershard data sessions -o log.csv --users 20000
   embershard data events log.csv -o windows
 """
-_EVENTS_NOTE = """# Samples that `embershard data events` made of {log}: {train:,} to train on, {eval:,} held out.
-# model.arch = "tbsm" is the other model with attention over the history; "dlrm" takes it as bags (then without target
-# and history). `embershard train --help` explains every setting.
+_IDS_HELP = """Start a run with tables of ids from one whose tables have hashed rows.
 
+Each id of the new run's samples, the most frequent ones first, gets a row, with the weights and optimizer states of the
+row that it was hashed onto. Rows that ids without one share begin with the mean of the old table. The rest of the model
+is copied. See docs/ids.md.
+
+  embershard data ids runs/hashed --config ids.toml -o runs/ids
+  embershard train --config ids.toml --run-dir runs/ids --resume
 """
 
 
-def add_events(actions: Any) -> None:
-    """Add both actions to `embershard data`."""
+def main(argv: Sequence[str]) -> int:
+    """Run `embershard data`; return the exit code.
+
+    Raises:
+        EmbershardError: the settings are wrong, or a file cannot be opened, read or written.
+    """
+    arguments = _parser().parse_args(argv)
+    code: int = resolve_name(f"{__package__}.{arguments.run}")(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("data", _HELP)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _add_inspect(actions)
+    _add_convert(actions)
+    text = "read all rows, and say what training would do with them"
+    action = add_action(actions, "validate", text, _VALIDATE_HELP, run="scan:validate")
+    action.add_argument("data", nargs="?", metavar="DATA", help="file or folder; default: that of the settings")
+    add_settings(action)
+    action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")
+    _add_events(actions)
+    add_yambda(actions)
+    text = "start a run with tables of ids from one with hashed rows"
+    action = add_action(actions, "ids", text, _IDS_HELP, run="start_ids:start_ids")
+    action.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run with hashed rows")
+    add_settings(action)
+    action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="folder of the new run")
+    action.add_argument("--step", type=step_or_last, metavar="N|last", help="as `embershard export` takes it")
+    return parser
+
+
+def _add_inspect(actions: Any) -> None:
+    text = "look at the columns of files, and write a run's settings for them"
+    action = add_action(actions, "inspect", text, _INSPECT_HELP, run="columns:inspect")
+    action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
+    action.add_argument("-o", dest="output", type=Path, metavar="FILE", help="TOML file for the settings")
+    text = "column to predict (default: the one that looks like it)"
+    action.add_argument("--label", action=_OneLabel, metavar="NAME", help=text)
+    text = "a column of 0 and 1 known before the label: others may be results, and are left out; may be repeated"
+    action.add_argument("--feature", action="append", default=[], metavar="NAME", help=text)
+    _add_form(action)
+
+
+class _OneLabel(argparse.Action):
+    """Stores the label, and refuses a second one, which would become a feature."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            parser.error(
+                f"got --label {before} and --label {values}; give one. For several, write label = "
+                f'["{before}", "{values}"] in the TOML file, and leave {values} out of its features'
+            )
+        setattr(namespace, self.dest, values)
+
+
+def _add_convert(actions: Any) -> None:
+    text = "write text files as Parquet, with other files joined to them"
+    action = add_action(actions, "convert", text, _CONVERT_HELP, run="columns:convert")
+    action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
+    action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the new Parquet file")
+    text = "a file to join, with the names of its columns if it has no header; may be repeated"
+    action.add_argument("--join", action="append", default=[], metavar="FILE[:NAME,...]", help=text)
+    text = "rows of a row group (default: %(default)s)"
+    action.add_argument("--rows", type=positive, default=16_384, metavar="N", help=text)
+    action.add_argument(
+        "--bad-rows",
+        type=_stop_or_share,
+        default="stop",
+        metavar="stop|SHARE",
+        help="leave rows out, up to this share, that are none or have a cell of another type, and list them in "
+        "FILE.bad_rows.jsonl (default: %(default)s)",
+    )
+    _add_form(action)
+
+
+def _stop_or_share(text: str) -> str | float:
+    if text == "stop":
+        return text
+    with suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f'got {text}; needed "stop", or a share in (0, 1), for instance 0.001')
+
+
+def _add_form(action: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how text files are to be read."""
+    action.add_argument("--columns", metavar="NAME,...", help="names of the columns of text files without a header")
+    text = "between the cells of a line (default: the first line shows it)"
+    action.add_argument("--separator", metavar="CHAR", help=text)
+    action.add_argument("--encoding", default="utf-8", help="of text files (default: %(default)s)")
+    text = "a cell that is a missing value; may be repeated"
+    action.add_argument("--null", action="append", default=[], metavar="TEXT", help=text)
+    action.add_argument("--no-quotes", action="store_true", help="quotes in text files are text")
+
+
+def _add_events(actions: Any) -> None:
     text = "make samples of a log of events: histories, and what came next"
-    action = actions.add_parser("events", help=text, **help_parts(_EVENTS_HELP))
+    action = add_action(actions, "events", text, _EVENTS_HELP, run="events:events")
     action.add_argument("log", type=Path, metavar="FILE", help="the log, plain or gzip")
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
     action.add_argument("--history", type=positive, default=50, metavar="N", help="most events of a history (50)")
     action.add_argument("--negatives", type=whole, default=1, metavar="N", help="samples with another item, each (1)")
     action.add_argument("--seed", type=whole, default=0, metavar="N", help="of the other items (0)")
-    action.set_defaults(run=events)
 
-    action = actions.add_parser("sessions", help="generate a log of events", **help_parts(_SESSIONS_HELP))
+    action = add_action(actions, "sessions", "generate a log of events", _SESSIONS_HELP, run="events:sessions")
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the log to write")
     action.add_argument("--users", type=positive, default=10_000, metavar="N", help="users (10000)")
     action.add_argument("--items", type=positive, default=5_000, metavar="N", help="items (5000)")
     action.add_argument("--categories", type=positive, default=50, metavar="N", help="categories (50)")
-    action.add_argument(
-        "--drift", type=float, default=0.1, metavar="SHARE", help="of the sessions begin with a new favourite (0.1)"
-    )
+    text = "of the sessions begin with a new favourite (0.1)"
+    action.add_argument("--drift", type=float, default=0.1, metavar="SHARE", help=text)
     action.add_argument("--seed", type=whole, default=0, metavar="N", help="of everything (0)")
-    action.set_defaults(run=sessions)
-
-
-def events(arguments: argparse.Namespace) -> int:
-    """Run `embershard data events`; return 0.
-
-    Raises:
-        EmbershardError: a file cannot be read or written, or the log is none of events.
-    """
-    from embershard.data.sources.events import WindowOptions, write_windows
-
-    folder: Path = arguments.output
-    options = WindowOptions(arguments.history, arguments.negatives, arguments.seed)
-    with new_folder(folder) as partial:
-        windows = write_windows(arguments.log, partial, options)
-        with naming_file(folder):
-            (partial / "run.toml").write_text(_settings(arguments.log, folder.absolute(), windows), encoding="utf-8")
-    say(
-        plain_console(),
-        f"{windows.num_events:,} events of {windows.num_users:,} users: {windows.num_train:,} samples to train on, "
-        f"{windows.num_eval:,} held out, in {folder}.",
-        f"Train on them: embershard train --config {folder / 'run.toml'}",
-    )
-    return 0
-
-
-def _settings(log: Path, folder: Path, windows: Windows) -> str:
-    from embershard.data.sources.events import DENSE, SPARSE
-
-    sparse = list(SPARSE)
-    data = {
-        "kind": "parquet",
-        "path": str(folder / "train.parquet"),
-        "eval_path": str(folder / "eval.parquet"),
-        "parquet": {
-            "dense": list(DENSE),
-            "sparse": sparse,
-            "num_rows": [windows.num_rows[name] for name in sparse],
-            "id_mapping": windows.id_mapping,
-            "dense_transform": "log1p",
-        },
-    }
-    model = {
-        "arch": "din",
-        "embedding_dim": 16,
-        "dense_arch_layer_sizes": [16],
-        "over_arch_layer_sizes": [64, 32, 1],
-        "target": ["item", "category"],
-        "history": ["hist_item", "hist_category"],
-    }
-    rest = {"cache": {"ratio": 0.2}, "train": {"batch_size": 256, "epochs": 1}}
-    note = _EVENTS_NOTE.format(log=log.name, train=windows.num_train, eval=windows.num_eval)
-    return note + to_toml({"data": data, "model": model, **rest})
-
-
-def sessions(arguments: argparse.Namespace) -> int:
-    """Run `embershard data sessions`; return 0.
-
-    Raises:
-        EmbershardError: an option is out of its range, or the file cannot be written.
-    """
-    from embershard.data.sources.sessions import SessionOptions, session_log
-
-    options = SessionOptions(
-        arguments.users, arguments.items, arguments.categories, drift=arguments.drift, seed=arguments.seed
-    )
-    with whole_file(arguments.output) as partial, partial.open("w", encoding="utf-8") as file:
-        file.writelines(session_log(options))
-    say(plain_console(), f"{arguments.output}: the events of {arguments.users:,} users.")
-    return 0

@@ -1,20 +1,25 @@
-"""One pass over all rows of a data set: which are samples, and what their columns hold."""
+"""`embershard data validate`: one pass over all rows of a data set: which are samples, and what their columns hold."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.data import Schema
+from embershard.commands.profile.command import run_config
+from embershard.data import Schema, open_source
 from embershard.data.block import BadRow, ParsedChunk
 from embershard.data.hashing import MISSING_ID
 from embershard.data.sources.source import FileSource
-from embershard.errors import DataError
+from embershard.errors import ConfigError, DataError
+from embershard.launch.screen import make_table, plain_console, progress_bar, say, wide_console
 
 
 @dataclass
@@ -129,16 +134,55 @@ def verdict(found: DataScan, allowed: str | float) -> tuple[bool, str]:
         return False, f"train would stop at {first}. To go on without such rows: --set data.bad_rows={enough:g}"
     for part, of_part in (("training", share), ("held-out", held_out)):
         if of_part > allowed:
-            return (
-                False,
-                f"train would stop: {of_part:.3%} of the {part} rows are bad, data.bad_rows allows {allowed:.3%}.",
-            )
+            said = f"{of_part:.3%} of the {part} rows are bad, data.bad_rows allows {allowed:.3%}"
+            return False, f"train would stop: {said}."
     return True, (
         f"train would go on: {found.bad_train:,} rows would be replaced ({share:.3%} of the training rows; "
         f"data.bad_rows allows {allowed:.3%}), and {others:,} held-out rows left out."
     )
 
 
-def reasons_of(found: DataScan) -> Sequence[tuple[str, str, int, str]]:
-    """Return column, reason, rows and the first row of every reason, the most frequent first."""
-    return [(*reason, rows, str(found.first[reason])) for reason, rows in found.reasons.most_common()]
+def validate(arguments: argparse.Namespace) -> int:
+    """Run `embershard data validate`; return the exit code.
+
+    Raises:
+        ConfigError: there is nothing to validate.
+    """
+    if arguments.data is None and arguments.config is None:
+        raise ConfigError("what is to be validated? Give DATA (a file or a folder), or --config.")
+    given = arguments.data, arguments.config, arguments.overrides
+    config = run_config(*given, trust_code=True).data  # no model is built
+    source, began = open_source(config), time.monotonic()
+    if not isinstance(source, FileSource):
+        raise ConfigError(f'data.kind = "{config.kind}" reads no file: there is nothing to validate.')
+    console = plain_console()
+    with progress_bar(console, "chunks") as on_progress:
+        found = scan_data(source, arguments.workers or len(os.sched_getaffinity(0)), on_progress)
+    seconds, num_rows = time.monotonic() - began, found.num_train + found.num_held_out
+    say(
+        console,
+        f"{num_rows:,} rows in {seconds:.1f} s: {found.num_train:,} to train on, {found.num_held_out:,} held out; "
+        f"{found.num_bad:,} bad.",
+        *source.notes,
+    )
+    _show(found)
+    say(console, *(f"damaged: {each}" for each in found.damage[:10]))
+    goes_on, sentence = verdict(found, config.bad_rows)
+    say(console, sentence)
+    return 0 if goes_on else 1
+
+
+def _show(found: DataScan) -> None:
+    columns = make_table("columns, as the model gets them", ["column"], ["values", "zeros", "least", "largest", "most"])
+    for name, column in found.columns.items():
+        zeros = f"{column.zeros / column.count:.2%}" if column.count else "n/a"
+        columns.add_row(
+            name, f"{column.count:,}", zeros, f"{column.least:g}", f"{column.largest:g}", f"{column.most:,}"
+        )
+    if found.columns:
+        wide_console().print(columns)
+    if found.num_bad:
+        reasons = make_table("bad rows", ["column", "needed", "first"], ["rows"])
+        for (name, reason), rows in found.reasons.most_common(20):
+            reasons.add_row(name, reason, str(found.first[name, reason]), f"{rows:,}")
+        wide_console().print(reasons)

@@ -5,47 +5,36 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from embershard.cache import loops
+from embershard.cache.ids.config import IdTable
+from embershard.cache.ids.id_map import mixed
+from embershard.data import open_source
+from embershard.data.hashing import MISSING_ID, Ids, map_ids
+from embershard.data.order.stream import SampleReader
+from embershard.data.sources.kinds import serving_inputs
+from embershard.distributed import load_tensors, process_group, saved_sizes, without_empty
+from embershard.distributed.checkpoint.load import saved_rows
 from embershard.errors import ConfigError, naming_file
-from embershard.launch.arguments import add_settings, help_parts, step_or_last
+from embershard.launch.run_dir import check_run_dir
+from embershard.launch.screen import plain_console, say, silence_libraries
 from embershard.settings.decoding import to_toml
+from embershard.settings.files import CHECKPOINTS, RUN_CONFIG, load_config
+from embershard.sharding.torchrec.checkpoints import RowStates
+from embershard.training.config import RunConfig
+from embershard.training.fit.id_rules import id_rules
+from embershard.training.fit.model_size import tables_of_run
+from embershard.training.trained_run import open_trained
+from embershard.training.trainer import Trainer
 
-if TYPE_CHECKING:  # they load torch, and --help must answer at once: functions import what they need
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import Tensor
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
-
-    from embershard.cache.ids.config import IdTable
-    from embershard.training.config import RunConfig
-    from embershard.training.trainer import Trainer
-
-    Ids = NDArray[np.int64]
-
-_HELP = """Start a run with tables of ids from one whose tables have hashed rows.
-
-Each id of the new run's samples, the most frequent ones first, gets a row, with the weights and optimizer states of the
-row that it was hashed onto. Rows that ids without one share begin with the mean of the old table. The rest of the model
-is copied. See docs/ids.md.
-
-  embershard data ids runs/hashed --config ids.toml -o runs/ids
-  embershard train --config ids.toml --run-dir runs/ids --resume
-"""
 _BLOCK = 1 << 16
 _STATES = "embedding_optimizer"
 _MOST_COUNT = 2**31 - 1
-
-
-def add_ids(actions: Any) -> None:
-    """Add the action to `embershard data`."""
-    text = "start a run with tables of ids from one with hashed rows"
-    action = actions.add_parser("ids", help=text, **help_parts(_HELP))
-    action.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run with hashed rows")
-    add_settings(action)
-    action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="folder of the new run")
-    action.add_argument("--step", type=step_or_last, metavar="N|last", help="as `embershard export` takes it")
-    action.set_defaults(run=start_ids)
 
 
 def start_ids(arguments: argparse.Namespace) -> int:
@@ -54,14 +43,6 @@ def start_ids(arguments: argparse.Namespace) -> int:
     Raises:
         EmbershardError: the runs do not fit, or something cannot be read or written.
     """
-    from embershard.distributed import process_group
-    from embershard.launch.run_dir import check_run_dir
-    from embershard.launch.screen import plain_console, say, silence_libraries
-    from embershard.settings.files import CHECKPOINTS, RUN_CONFIG, load_config
-    from embershard.training.config import RunConfig
-    from embershard.training.trained_run import open_trained
-    from embershard.training.trainer import Trainer
-
     if arguments.config is None:
         raise ConfigError("what are the new run's settings? Give --config.")
     check_run_dir(arguments.output, resume=False)
@@ -86,10 +67,6 @@ def start_ids(arguments: argparse.Namespace) -> int:
 
 def _mappings(old: RunConfig, config: RunConfig) -> dict[str, tuple[str, int]]:
     """Return of each table of ids the mapping of its ids onto rows in the old run, and the number of these."""
-    from embershard.data.sources.kinds import serving_inputs
-    from embershard.training.fit.id_rules import id_rules
-    from embershard.training.fit.model_size import tables_of_run
-
     was = {feature["name"]: feature for feature in serving_inputs(old.data)["sparse"]}
     now = {feature["name"]: feature["mapping"] for feature in serving_inputs(config.data)["sparse"]}
     found, rules = {}, id_rules(config)
@@ -110,11 +87,6 @@ def _mappings(old: RunConfig, config: RunConfig) -> dict[str, tuple[str, int]]:
 
 def _fill(trainer: Trainer, checkpoint: Path, mappings: Mapping[str, tuple[str, int]]) -> dict[str, str]:
     """Give a run that has not begun the model in a checkpoint; return of each table of ids what it got, as text."""
-    from embershard.distributed import load_tensors, saved_sizes, without_empty
-    from embershard.sharding.torchrec.checkpoints import RowStates
-    from embershard.training.fit.id_rules import id_rules
-    from embershard.training.fit.model_size import tables_of_run
-
     config, dense = trainer.config, trainer.optimizers.dense
     dense.init_state()  # its tensors must exist to be loaded into
     dense.zero_grad()
@@ -152,10 +124,6 @@ def whole(value: ShardedTensor) -> Tensor:
 
 def _copy_rows(checkpoint: Path, name: str, num_rows: int, old: Ids, rows: Ids, into: Tensor) -> None:
     """Copy rows `old` of a saved tensor to the `rows` of a new one; the others get the mean of all, or a state of 0."""
-    import torch
-
-    from embershard.distributed.checkpoint.load import saved_rows
-
     saved = torch.cat(list(saved_rows(checkpoint, name)))
     if saved.dim() == 1:
         saved = saved.view(-1, num_rows).mean(0)  # one per row and shard of its columns
@@ -165,11 +133,6 @@ def _copy_rows(checkpoint: Path, name: str, num_rows: int, old: Ids, rows: Ids, 
 
 def _count(config: RunConfig, tables: Sequence[Sequence[str]]) -> list[tuple[Ids, Ids]]:
     """Return the ids that features of each table have in the samples to train on, ascending, and how often."""
-    import numpy as np
-
-    from embershard.data import open_source
-    from embershard.data.order.stream import SampleReader
-
     source = open_source(config.data)
     keys, found = source.schema.keys, [(np.empty(0, np.int64), np.empty(0, np.int64)) for _ in tables]
     for block in SampleReader(source, "train", config.data).blocks(source.chunks("train").num_samples, _BLOCK):
@@ -189,10 +152,6 @@ def hashed_rows(ids: Ids, mapping: str, num_rows: int) -> Ids:
     >>> hashed_rows(np.array([-(2**63) + 1, 5, 25]), "modulo", 11)  # a missing value; two ids of one row
     array([0, 6, 6])
     """
-    import numpy as np
-
-    from embershard.data.hashing import MISSING_ID, map_ids
-
     rows = map_ids(ids, num_rows, "hash" if mapping == "hash" else "modulo")
     return np.where(ids == MISSING_ID, 0, rows)
 
@@ -200,12 +159,6 @@ def hashed_rows(ids: Ids, mapping: str, num_rows: int) -> Ids:
 def _records(table: str, num_rows: int, rules: IdTable, ids: Ids, counts: Ids) -> tuple[Tensor, Ids, Ids]:
     """Return a table's ids as a state dict has them before the first batch, and the rows that were given, with their
     ids: of each bucket the most frequent ones, as far as there is room."""
-    import numpy as np
-    import torch
-
-    from embershard.cache import loops
-    from embershard.cache.ids.id_map import mixed
-
     layout, words, buckets = rules.buckets_of(table, num_rows), mixed(ids), np.empty(len(ids), np.int64)
     loops.buckets_of_ids(words, layout.num_buckets, buckets)
     order = np.lexsort((words, -counts, buckets))

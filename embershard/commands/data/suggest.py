@@ -141,7 +141,7 @@ def others_of(column: ColumnSurvey) -> str:
 def suggest_features(column: ColumnSurvey, taken: Container[str], wanted: Container[str] = ()) -> Suggestion:
     """Return how to use a column; `taken` are names that its features must not have, `wanted` columns that are no
     results although they hold 0 and 1."""
-    plain = _feature_name(typed_name(column.name)[0])
+    plain = re.sub(r"[^\w-]+", "_", typed_name(column.name)[0]).strip("_") or "feature"
     found, why, lookups = _features(plain, column)
     endings = {each.removeprefix(plain): settings for each, settings in found.items()}
     names = (plain if number == 1 else f"{plain}_{number}" for number in count(1))
@@ -153,18 +153,13 @@ def suggest_features(column: ColumnSurvey, taken: Container[str], wanted: Contai
     said = f"{column.title}; {distinct_values(column)} distinct, {column.missing:,} missing"
     for more in (others_of(column), ", ".join(f"{n:,} say {word}" for word, n in column.null_cells.items())):
         said += f"; {more}" if more else ""
-    may_be_result = (
-        column.name not in wanted and _is_flag(column) and all(v["kind"] == "dense" for v in features.values())
-    )
+    numbers = column.numbers
+    is_flag = bool(numbers.count) and numbers.least >= 0 and numbers.largest <= 1 and numbers.are_whole
+    may_be_result = column.name not in wanted and is_flag and all(v["kind"] == "dense" for v in features.values())
     if features and may_be_result:
         why = "left out: 0 and 1 only, as a result has. If it is known before the label: take the # away"
         return Suggestion(column.name, features, f"{said}; {why}", 0, may_be_result=True)
     return Suggestion(column.name, features, f"{said}; {why if features else f'left out: {why}'}", lookups)
-
-
-def _is_flag(column: ColumnSurvey) -> bool:
-    numbers = column.numbers
-    return bool(numbers.count) and numbers.least >= 0 and numbers.largest <= 1 and numbers.are_whole
 
 
 def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
@@ -331,7 +326,7 @@ def _category(mapping: str, distinct: DistinctCount, span: tuple[float, float] |
     each = _ROWS_PER_VALUE if count <= _MANY_VALUES else _ROWS_PER_ONE_OF_MANY
     num_rows = max(each * count, _LEAST_ROWS)
     if not distinct.is_exact:
-        num_rows = _two_digits(num_rows)
+        num_rows = int(float(f"{num_rows:.1e}"))  # two digits
         why = f"about {1 - exp(-count / num_rows):.0%} of them share a row with another"
     else:
         num_rows, sharing = _fewest_collisions(distinct, num_rows)
@@ -360,13 +355,5 @@ def _parts(column: ColumnSurvey) -> tuple[str, DistinctCount, int] | None:
     return None
 
 
-def _feature_name(column: str) -> str:
-    return re.sub(r"[^\w-]+", "_", column).strip("_") or "feature"
-
-
 def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
-
-
-def _two_digits(count: int) -> int:
-    return int(float(f"{count:.1e}"))

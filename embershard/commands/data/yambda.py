@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +10,7 @@ from embershard.errors import naming_file
 from embershard.launch.arguments import check_new_folder, help_parts, positive, whole
 from embershard.launch.screen import plain_console, say
 from embershard.settings.decoding import to_toml
+from embershard.whole_file import whole_folder
 
 if TYPE_CHECKING:
     from embershard.data.sources.yambda import Listens
@@ -54,7 +52,7 @@ def add_yambda(actions: Any) -> None:
     action.add_argument("--days", type=positive, metavar="N", help="so many days with samples (all)")
     text = "rows of the crossed features' tables, relative to the reference's (1)"
     action.add_argument("--cross-scale", type=float, default=1.0, metavar="SHARE", help=text)
-    action.set_defaults(run=make_samples)
+    action.set_defaults(run="yambda:make_samples")
 
     action = actions.add_parser("yambda-like", help="generate a log like Yambda's", **help_parts(_LIKE_HELP))
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
@@ -63,7 +61,7 @@ def add_yambda(actions: Any) -> None:
     action.add_argument("--events", type=positive, default=4763, metavar="N", help="of a user, on average (4763)")
     action.add_argument("--days", type=positive, default=300, metavar="N", help="of the log (300)")
     action.add_argument("--seed", type=whole, default=0, metavar="N", help="of everything (0)")
-    action.set_defaults(run=generate)
+    action.set_defaults(run="yambda:generate")
 
 
 def make_samples(arguments: argparse.Namespace) -> int:
@@ -78,7 +76,8 @@ def make_samples(arguments: argparse.Namespace) -> int:
         arguments.history, arguments.min_history, arguments.first_day, arguments.days, arguments.cross_scale
     )
     folder: Path = arguments.output
-    with new_folder(folder) as partial:
+    check_new_folder(folder)
+    with whole_folder(folder) as partial:
         listens = write_listens(arguments.files, arguments.metadata or arguments.files[0].parent, partial, options)
         with naming_file(folder):
             text = _settings(folder.absolute(), listens, options.history)
@@ -102,29 +101,11 @@ def generate(arguments: argparse.Namespace) -> int:
     from embershard.data.sources.yambda_like import LogOptions, write_log
 
     options = LogOptions(arguments.scale, arguments.events, arguments.days, arguments.seed)
-    with new_folder(arguments.output) as partial:
+    check_new_folder(arguments.output)
+    with whole_folder(arguments.output) as partial:
         num_events = write_log(partial, options)
     say(plain_console(), f"{num_events:,} events in {arguments.output}.")
     return 0
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder that gets its name when it is complete.
-
-    Raises:
-        EmbershardError: the folder exists, or cannot be made.
-    """
-    check_new_folder(folder)
-    partial = folder.with_name(folder.name + ".partial")
-    try:
-        with naming_file(partial):
-            partial.mkdir(exist_ok=True)
-        yield partial
-        with naming_file(folder):
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _settings(folder: Path, listens: Listens, history: int) -> str:
