@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.commands.profile.command import run_config
+from embershard.commands.profile.run import run_config
 from embershard.data import Schema, open_source
 from embershard.data.block import BadRow, ParsedChunk
 from embershard.data.hashing import MISSING_ID

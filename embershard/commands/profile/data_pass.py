@@ -211,10 +211,8 @@ def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
     return np.concatenate([np.broadcast_to(size, block.num_samples) for size, block in pairs])
 
 
-def _make_counter(
-    config: DataConfig, model: ModelConfig, held_out: HeldOut, ids: Mapping[str, Buckets]
-) -> Callable[[int, int, Following], Part]:
-    return PartReader(config, model, held_out, ids).count
+def _make_counter(*given: Any) -> Callable[[int, int, Following], Part]:
+    return PartReader(*given).count
 
 
 _work: Callable[..., Any] | None = None

@@ -17,8 +17,9 @@ from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.cache.loops import buckets_of_ids
 from embershard.commands import cli
 from embershard.commands.profile import data_pass as profile_pass
-from embershard.commands.profile.command import main, run_config
+from embershard.commands.profile.command import main
 from embershard.commands.profile.data_pass import PartReader, PassOptions, part_ranges, profile_data, rows_of_ids
+from embershard.commands.profile.run import run_config
 from embershard.commands.profile.view import make_figure
 from embershard.data import BatchStream, DataConfig, SyntheticConfig, TableConfig, TableFeature, open_source
 from embershard.data.sources.table import source
