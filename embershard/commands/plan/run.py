@@ -1,0 +1,216 @@
+"""What `embershard plan` does: reads settings and a profile, makes one plan or compares several, and shows them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+
+from embershard.commands.plan import view
+from embershard.commands.plan.inputs import budget, check_tables, make_workload
+from embershard.commands.plan.tables_file import read_lookups, read_tables
+from embershard.commands.plan.what_if import PlannedCase, try_all
+from embershard.errors import ConfigError
+from embershard.frequency import DataStatistics, FrequencyProfile
+from embershard.launch.arguments import set_words
+from embershard.launch.screen import progress_bar, say, wide_console
+from embershard.planning.cost.topology import Topology, load_topology
+from embershard.planning.make_plan import make_plan
+from embershard.planning.request import PlanRequest
+from embershard.planning.simulate_scaling import simulate_scaling
+from embershard.settings.files import load_config
+from embershard.sharding.sizes import ModelSize
+from embershard.training.config import RunConfig
+
+_MOST_RANKS = 4096
+#: Settings without effect beside `--plan`, which gives them.
+_OF_PLANNING = ("cache.ratio", "cache.device_bytes", "sharding.exchange", "sharding.plan")
+_HOT_COLD_NOTE = (
+    'Hit rates, bytes and times are predicted for sharding.mode="sharded", without hot rows: with them, hot batches '
+    "send no embeddings, and the caches see lookups of cold rows only. Memory has room for the hot rows."
+)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """The command line and its files, read."""
+
+    config: RunConfig
+    data: DataStatistics
+    topology: Topology
+    arguments: argparse.Namespace
+    command: str
+    model: ModelSize | None = None
+    note: str | None = None
+
+    def request(self, num_ranks: int, ratio: float | None = None) -> PlanRequest:
+        """Return the request for so many ranks; `ratio` overrides the config's share of rows on the device."""
+        config, arguments = self.config, self.arguments
+        topology = self.shaped(num_ranks)
+        given = arguments.device_memory, arguments.host_memory
+        device_bytes = topology.device_memory_bytes if given[0] is None else given[0]
+        host_bytes = topology.host_memory_bytes if given[1] is None else given[1]
+        hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
+        of_machine = (
+            topology.cores_note,
+            topology.note(num_ranks),
+            topology.reserve_note(device_bytes),
+            topology.precision_note(config.train.precision),
+        )
+        files = [each for each in ("config", "profile", "tables", "topology") if getattr(arguments, each) is not None]
+        most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
+        return PlanRequest(
+            workload=make_workload(
+                config,
+                self.data,
+                num_ranks,
+                ranks_per_node=topology.ranks_per_node,
+                device=topology.device,
+                cores_per_node=topology.cores_per_node,
+                reserve_bytes=topology.reserve_within(device_bytes),
+                model=self.model,
+            ),
+            rates=topology.rates_for(num_ranks),
+            budget=budget(config, device_bytes, host_bytes, ratio),
+            types=arguments.types,
+            replicate_rows=arguments.replicate_rows,
+            most_ranks_per_node=arguments.ranks_per_node or most_ranks,
+            settings=config.predicted_from(topology.device, num_ranks),
+            made_from={**{name: str(getattr(arguments, name)) for name in files}, "command": self.command},
+            notes=[note for note in (self.note, *of_machine, hot_cold) if note is not None],
+            on_ranks=lambda other: self.request(other, ratio),
+            topology=topology,
+            effort=arguments.effort,
+        )
+
+    def shaped(self, num_ranks: int) -> Topology:
+        """Return the machine with so many ranks. A CPU's ranks are all on one node, unless they are simulated."""
+        topology, per_node = self.topology, self.arguments.ranks_per_node
+        if per_node is None:
+            on_one_node = topology.device == "cpu" and not self.arguments.simulate
+            per_node = num_ranks if on_one_node else min(num_ranks, topology.ranks_per_node)
+        if num_ranks % per_node:
+            raise ConfigError(f"--ranks {num_ranks}: needed a multiple of {per_node}, the ranks per node.")
+        try:
+            return topology.shaped(per_node, num_ranks // per_node)
+        except ConfigError as error:
+            raise ConfigError(f"--topology {self.arguments.topology}, {num_ranks} ranks: {error}") from error
+
+
+def plan(arguments: argparse.Namespace, command: str) -> int:
+    """Run `embershard plan`, which this `command` asked for; return the exit code."""
+    console = wide_console()
+    with console.status("reading settings and profile"):
+        setup = _read(arguments, command)
+    ranks, ratios = arguments.ranks or [setup.topology.world_size], arguments.ratios or [None]
+    if max(ranks) > _MOST_RANKS:
+        raise ConfigError(f"--ranks {max(ranks)}: needed at most {_MOST_RANKS}.")
+    if any(ratio > 1 for ratio in arguments.ratios or ()):
+        raise ConfigError(f"--ratios {max(arguments.ratios):g}: needed shares of the rows, in (0, 1].")
+    if arguments.simulate:
+        return _simulate(setup, ranks, ratios, console)
+    if len(ranks) > 1 or len(ratios) > 1:
+        return _what_if(setup, ranks, ratios, console)
+    request = setup.request(ranks[0], ratios[0])
+    with progress_bar(console, "pools replayed") as on_progress:
+        made = make_plan(request, on_progress)
+    if arguments.explain:
+        view.show_explanations(request, made, arguments.explain, console)
+    else:
+        view.show(made, console, top=arguments.top)
+    case = PlannedCase(ranks[0], ratios[0], made)
+    _draw(arguments.png, lambda picture: picture.plan_figure(case, setup.topology), console)
+    if arguments.output is not None:
+        made.save(arguments.output)
+        kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in _OF_PLANNING]
+        words = ["--config", str(arguments.config), *set_words(kept)]
+        words += ["--plan", str(arguments.output), "--nproc", str(ranks[0])]
+        train = "" if setup.model is not None else f" Train with it:  embershard train {shlex.join(words)}"
+        say(console, f"Written to {arguments.output}.{train}")
+    return 0
+
+
+def _draw(path: Path | None, make: Callable[[ModuleType], Any], console: Console) -> None:
+    """Draw what `make` returns, given the module of pictures, if a file was asked for."""
+    if path is not None:
+        from embershard.commands.plan import picture  # it loads matplotlib
+
+        picture.save(make(picture), path)
+        say(console, f"Drawn to {path}.")
+
+
+def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
+    arguments = setup.arguments
+    if arguments.output is not None or arguments.explain:
+        raise ConfigError("-o and --explain are for one plan; give one number of --ranks and at most one of --ratios.")
+    outcomes = try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
+    console.print()
+    view.show_what_if(outcomes, console)
+    _draw(arguments.png, lambda picture: picture.what_if_figure(outcomes, setup.topology), console)
+    return 0 if any(outcome.plan is not None for outcome in outcomes) else 2
+
+
+def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
+    arguments = setup.arguments
+    if arguments.explain or len(ratios) > 1:
+        raise ConfigError("--simulate takes -o FILE.json and --png, and neither --explain nor several --ratios.")
+    with console.status("") as status:
+        runs = simulate_scaling(
+            sorted(set(ranks)),
+            lambda num_ranks: (setup.request(num_ranks, ratios[0]), setup.shaped(num_ranks)),
+            lambda num_ranks: status.update(f"{num_ranks} ranks"),
+        )
+    topology = setup.shaped(max(ranks))
+    view.show_simulation(runs, topology, console)
+    if arguments.output is not None:
+        view.write_simulation(runs, topology, arguments.output)
+        say(console, f"Written to {arguments.output}.")
+    if all(run.problem for run in runs):
+        return 2
+    _draw(arguments.png, lambda picture: picture.simulation_figure(runs, topology), console)
+    return 0
+
+
+def _read(arguments: argparse.Namespace, command: str) -> _Setup:
+    if arguments.tables is not None:
+        return _of_tables(arguments, command)
+    config = load_config(RunConfig, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
+    statistics = FrequencyProfile.load(arguments.profile).statistics
+    if statistics is None:
+        raise ConfigError(
+            f"{arguments.profile} has row counts only; make it with embershard profile, which also finds out what "
+            "planning needs."
+        )
+    check_tables(config, statistics)
+    return _Setup(config, statistics, _topology(config, arguments), arguments, command)
+
+
+def _of_tables(arguments: argparse.Namespace, command: str) -> _Setup:
+    """Read tables that are given as numbers."""
+    if arguments.config is None:
+        config, statistics, model = read_tables(arguments.tables, arguments.overrides, arguments.trust_code)
+        return _Setup(config, statistics, _topology(config, arguments), arguments, command, model, config.note)
+    run = load_config(RunConfig, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
+    tables, statistics, model = read_lookups(arguments.tables, run)
+    return _Setup(run, statistics, _topology(run, arguments), arguments, command, model, tables.note)
+
+
+def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:
+    topology = load_topology(arguments.topology)
+    if config.train.device not in ("auto", topology.device):
+        raise ConfigError(
+            f"train.device is {config.train.device!r}, and topology {topology.name} is of kind {topology.device!r}; "
+            "choose another --topology, or --set train.device=auto."
+        )
+    if topology.device == "cuda" and config.data.has_ids:
+        raise ConfigError(
+            f"--topology {topology.name}: got a machine with GPUs, and tables of this run take any id, which are on a "
+            "CPU only so far. Plan for --topology cpu, or let ids share rows (docs/ids.md)."
+        )
+    return topology.at(config.train.precision)
