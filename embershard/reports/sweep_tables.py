@@ -21,10 +21,9 @@ from embershard.metrics.figures import MORE_IS_BETTER, metric_of
 from embershard.metrics.quality_text import form_of, main_names, steady_mark, title_of
 from embershard.run_result import RunResult
 from embershard.settings.decoding import flat, toml
-from embershard.sweeps.against_best import against_best
 from embershard.sweeps.experiments import Experiment, shown
 from embershard.sweeps.outcomes import Outcome, read_outcomes, run_folder
-from embershard.sweeps.spread import Configuration, main_figures, result_rows, spread_text
+from embershard.sweeps.spread import Configuration, against_best, main_figures, result_rows, spread_text
 from embershard.units import number
 from embershard.whole_file import whole_file
 

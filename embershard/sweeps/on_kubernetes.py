@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from embershard.errors import ConfigError, SetupError
 from embershard.sweeps.clusters import KubernetesJobs, job_name, jobs_outlive_errors
 from embershard.sweeps.experiments import Experiment, Sweep
 from embershard.sweeps.outcomes import (
+    Begin,
+    End,
     Outcome,
     begin_attempt,
     find_outcome,
@@ -34,22 +36,11 @@ GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
 _CONTAINER = "node"  # and the replicated job: in Kubeflow's runtimes for torch
 
 
-def run_on_kubernetes(
-    sweep: Sweep,
-    experiments: Sequence[Experiment],
-    folder: Path,
-    begin: Callable[[Experiment], None],
-    end: Callable[[Outcome], None],
-) -> None:
-    """Run experiments of a sweep as TrainJobs.
+def run_on_kubernetes(sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Begin, end: End) -> None:
+    """Run experiments of a sweep, whose folder is on the volume that all pods mount, as TrainJobs.
 
     Ctrl-C deletes the jobs. When this ends in another way they go on, and the next sweep waits for them: a run's job
     always has the same name.
-
-    Args:
-        folder: of the sweep, on the volume that all pods mount.
-        begin: called when an experiment is handed to Kubernetes.
-        end: called with each outcome.
 
     Raises:
         SetupError: the client is not installed, has no cluster, or the cluster has not answered for 15 minutes.

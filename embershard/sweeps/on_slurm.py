@@ -7,14 +7,14 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError, SetupError
 from embershard.sweeps.clusters import job_name, jobs_outlive_errors
 from embershard.sweeps.experiments import Experiment, Sweep
-from embershard.sweeps.outcomes import Outcome, find_outcome, make_outcome
+from embershard.sweeps.outcomes import Begin, End, Outcome, find_outcome, make_outcome
 from embershard.sweeps.run import run_once
 
 _POLL_SECONDS = 2.0
@@ -24,24 +24,13 @@ _SETTLE_SECONDS = 30.0
 _EXTRA_MINUTES = 5
 
 
-def run_on_slurm(
-    sweep: Sweep,
-    experiments: Sequence[Experiment],
-    folder: Path,
-    begin: Callable[[Experiment], None],
-    end: Callable[[Outcome], None],
-) -> None:
+def run_on_slurm(sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Begin, end: End) -> None:
     """Run experiments of a sweep as Slurm jobs, a job each.
 
     A run takes `slurm.cpus_per_rank` CPUs and `slurm.gpus_per_rank` GPUs for each of its ranks, all on one machine. The
     sweep's folder, the settings and the data must be at the same paths on all machines. Ctrl-C cancels the jobs; when
     this ends in another way they go on, and those of the next sweep wait for them: they have the same names, and Slurm
     runs one job of a name at a time. A job that Slurm requeues starts its run again.
-
-    Args:
-        folder: of the sweep.
-        begin: called when an experiment is handed to Slurm.
-        end: called with each outcome.
 
     Raises:
         SetupError: submitit is not installed, or there is no Slurm.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -44,6 +44,10 @@ class Outcome:
     started_at: str
     attempt: int
     group: str = ""
+
+
+#: What an engine of a sweep calls when it starts an experiment or hands it over, and with each outcome.
+Begin, End = Callable[[Experiment], None], Callable[[Outcome], None]
 
 
 def run_folder(sweep: Path, name: str) -> Path:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from embershard.distributed.supervision import end_with_parent
@@ -15,6 +15,8 @@ from embershard.launch.stop_signals import STOP_SIGNALS
 from embershard.run_result import RunResult
 from embershard.sweeps.experiments import Experiment, Sweep
 from embershard.sweeps.outcomes import (
+    Begin,
+    End,
     Outcome,
     Status,
     begin_attempt,
@@ -51,9 +53,13 @@ def run_experiment(experiment: Experiment, sweep: Path, time_limit_seconds: floa
             code = None
         finally:
             _end(process)
-    status, reason = _status(code, RunResult.find(folder) is not None), ""
-    if status != "finished":
-        reason = f"took longer than {time_limit_seconds:g} s" if code is None else _reason(output, code)
+    status: Status = "finished"
+    reason = ""
+    if RunResult.find(folder) is None:
+        if code is None:
+            status, reason = "timed out", f"took longer than {time_limit_seconds:g} s"
+        else:
+            status, reason = "interrupted" if code in _STOPPED else "failed", _reason(output, code)
     seconds = time.monotonic() - started
     outcome = make_outcome(experiment, status, reason, started_at=started_at, seconds=seconds, attempt=attempt)
     keep_outcome(outcome, sweep)
@@ -90,15 +96,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _status(code: int | None, has_result: bool) -> Status:
-    """Return how a run ended, from its exit code; None: it took too long."""
-    if has_result:
-        return "finished"
-    if code is None:
-        return "timed out"
-    return "interrupted" if code in _STOPPED else "failed"
-
-
 def _reason(output: Path, code: int) -> str:
     """Return the line of the output that says why the run did not finish."""
     if code < 0:
@@ -108,20 +105,8 @@ def _reason(output: Path, code: int) -> str:
     return errors[0] if errors else lines[-1] if lines else f"exit code {code}"
 
 
-def run_here(
-    sweep: Sweep,
-    experiments: Sequence[Experiment],
-    folder: Path,
-    begin: Callable[[Experiment], None],
-    end: Callable[[Outcome], None],
-) -> None:
-    """Run experiments of a sweep one after another on this machine.
-
-    Args:
-        folder: of the sweep.
-        begin: called before each experiment.
-        end: called with each outcome.
-    """
+def run_here(sweep: Sweep, experiments: Sequence[Experiment], folder: Path, begin: Begin, end: End) -> None:
+    """Run experiments of a sweep one after another on this machine."""
     for experiment in experiments:
         begin(experiment)
         end(run_experiment(experiment, folder, sweep.time_limit_seconds))

@@ -250,7 +250,7 @@ def in_parts(
         SetupError: a process ended by itself.
     """
     if options.on_ray:
-        from embershard.sweeps.ray_cluster import in_parts_on_ray
+        from embershard.sweeps.on_ray import in_parts_on_ray
 
         yield from in_parts_on_ray(ranges, make, others)
         return

@@ -8,10 +8,9 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from embershard.reports.page.runs import PageFigure, PageTable, Section, colour, look, new_figure, text
-from embershard.sweeps.against_best import against_best
 from embershard.sweeps.experiments import shown
 from embershard.sweeps.outcomes import Outcome
-from embershard.sweeps.spread import Configuration, Spread, best_sentence, main_figures, spread_text
+from embershard.sweeps.spread import Configuration, Spread, against_best, best_sentence, main_figures, spread_text
 from embershard.units import size
 
 _SPEED = "samples_per_second"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embershard.sweeps import against_best as module
-from embershard.sweeps.against_best import AgainstBest, against_best
+from embershard.sweeps import spread as module
+from embershard.sweeps.spread import AgainstBest, against_best
 
 
 @pytest.fixture(autouse=True)
