@@ -1,4 +1,5 @@
-"""Predictions over HTTP, by Python's own server: JSON in, scores out, and limits for what clients may take.
+"""Predictions over HTTP, of a model on a CPU by Python's own server: JSON in, scores out, and limits for what clients
+may take.
 
 A connection has one request. A thread answers it; the thread that accepts connections cuts off those that are late.
 """
@@ -12,12 +13,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from embershard.distributed.publish.published import PublicationError, published
+from embershard.errors import ConfigError
+from embershard.serving.serving_model import Model, load
+from embershard.serving.serving_replica import Replica
 
 _METHODS = {"/predict": "POST", "/health": "GET"}
 _FORM = 'needed {"rows": [{...}, ...]}, an object per sample'
@@ -351,3 +362,113 @@ def _response(status: HTTPStatus, content: dict[str, Any], headers: dict[str, st
     own = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
     lines = [f"{name}: {value}" for name, value in {**own, **(headers or {})}.items()]
     return "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""]).encode() + body
+
+
+_HEALTH = ("run", "step", "arch", "task", "labels", "dtype", "problem", "failures", "failures_in_row", "age_seconds")
+
+
+class Predictor:
+    """An exported model, as the scores of samples. Several threads may ask; the model computes for one at a time.
+
+    Args:
+        folder: that `embershard export` wrote; or of publications, whose newest state is served.
+        every_seconds: to look for new publications.
+
+    Raises:
+        ConfigError: it is none, or has no module.
+    """
+
+    def __init__(self, folder: Path, every_seconds: float = 1.0) -> None:
+        bases = published(folder, "base")
+        self._about = _read_about(bases[-1][1] if bases else folder)
+        self._replica: Replica | None = None
+        if bases:
+            try:
+                self._replica = Replica(folder)
+            except PublicationError as error:
+                raise ConfigError(f"{error}. `embershard publish verify {folder}` tells what is whole.") from None
+            self._replica.follow(every_seconds)
+        self._model: Model | None = None if bases else load(folder)
+        # One thread has one team of torch's threads, however many clients there are.
+        self._pool = ThreadPoolExecutor(1, "embershard-serve")
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What is served now; of publications also how old it is, and what prevents that it is the newest."""
+        if (replica := self._replica) is None:
+            return self._about
+        names = ("problem", "failures", "failures_in_row")
+        now = {"step": replica.have.step, "age_seconds": round(replica.age_seconds, 3)}
+        return self._about | now | {name: getattr(replica, name) for name in names}
+
+    @property
+    def health(self) -> dict[str, Any]:
+        """The answer to GET /health: `status` is "stale" where what is served may not be the newest, else "ok"."""
+        about = {name: value for name, value in self.about.items() if name in _HEALTH}
+        model = self._model or self._replica
+        assert model is not None
+        return {"status": "stale" if about.get("problem") else "ok", "columns": model.columns, **about}
+
+    @contextmanager
+    def _state(self) -> Iterator[tuple[Model, int | None]]:
+        """Return a context in which the model stays as it is, with its step if new ones come."""
+        if self._replica is None:
+            assert self._model is not None
+            yield self._model, None
+        else:
+            with self._replica.state() as (model, have):
+                yield model, have.step
+
+    def predict(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return what an answer has: `scores` and, unless they are predicted numbers, `logits`, of each row; of several
+        labels a list of each row's, in the order of `labels`; the logit of a predicted number is None. Of publications,
+        also the `step` of the state.
+
+        Raises:
+            ValueError: the rows are not what the model needs.
+        """
+        outputs = None
+        encode = (self._model or self._replica).encode  # type: ignore[union-attr]
+        inputs = encode(rows) if rows else None
+        with self._state() as (model, step):
+            if inputs is not None:
+                outputs = self._pool.submit(_forward, model, inputs).result()
+        answer: dict[str, Any] = {} if step is None else {"step": step}
+        answer |= {"labels": self._about["labels"]} if len(self._about["labels"]) > 1 else {}
+        task = self._about["task"]
+        if task == "regression":
+            return answer | {"scores": [] if outputs is None else outputs.tolist()}
+        if outputs is None:
+            return answer | {"scores": [], "logits": []}
+        probabilities, logits = outputs.sigmoid(), outputs.tolist()
+        if isinstance(task, list) and "regression" in task:
+            are_numbers = [each == "regression" for each in task]
+            probabilities[:, are_numbers] = outputs[:, are_numbers]
+            logits = [[None if number else x for number, x in zip(are_numbers, row, strict=True)] for row in logits]
+        return answer | {"scores": probabilities.tolist(), "logits": logits}
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._replica is not None:
+            self._replica.close()
+        self._pool.shutdown()
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    file = folder / "export.json"
+    try:
+        about: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"{file}: not there, or no JSON; give a folder that embershard export wrote, or a publish.folder "
+            "that has its first base (base_0)."
+        ) from None
+    if about.get("format") != "module":
+        raise ConfigError(f"{folder} has tables, and no module; export it with --format module.")
+    return about
+
+
+def _forward(model: Model, inputs: tuple[Tensor, list[Tensor], list[Tensor]]) -> Tensor:
+    with torch.no_grad():
+        outputs: Tensor = model(*inputs)
+    return outputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,11 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from embershard.cache.ids.config import IdTable
+from embershard.cache.ids.id_map import unmixed
 from embershard.data import DataConfig, Target, open_source
 from embershard.data.block import Block
 from embershard.data.order.stream import SampleReader
@@ -32,13 +35,13 @@ from embershard.metrics.predictions import Predicted, judge
 from embershard.models import ModelTable
 from embershard.serving import serving_model, serving_replica, serving_values
 from embershard.serving.dense_program import DenseLayers, dense_layers, dense_program
-from embershard.serving.saved_ids import SavedIds
 from embershard.serving.serving_model import IdPlaces, Model, StoredTable, table_names
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.trained_run import TrainedRun, open_trained
+from embershard.whole_file import whole_folder
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,8 @@ def write_export(request: ExportRequest, folder: Path) -> Iterator[str]:
     with process_group("cpu") as ranks:
         trained = open_trained(request.config, request.checkpoints, ranks, request.step)
     yield from (f"Not used: {reason}." for reason in trained.skipped)
-    partial = folder.with_name(folder.name + ".partial")
-    try:
-        with naming_file(partial):
-            (partial / "tables").mkdir(parents=True)
+    with whole_folder(folder) as partial:
         error = _write(request, trained, partial)
-        with naming_file(folder):
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     yield f"Exported to {folder}: {trained.title}."
     if error is not None:
         yield (
@@ -97,7 +93,6 @@ def export_base(config: RunConfig, checkpoint: Path, dtype: TableDtype, folder: 
         ConfigError: torch.export cannot record the model.
     """
     request = ExportRequest(config, checkpoint.parent, None, is_module=True, dtype=dtype, num_samples=0)
-    (folder / "tables").mkdir(parents=True)
     with torch.random.fork_rng():
         _write(request, TrainedRun(config, checkpoint, SavedRun.read(checkpoint)), folder)
     _ship(published, folder / "published.py")
@@ -124,6 +119,8 @@ def _ship(module: ModuleType, path: Path) -> None:
 
 def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[str, Any] | None:
     """Write all files; return the error of the tables' rounding, None for none."""
+    with naming_file(folder):
+        (folder / "tables").mkdir(parents=True)
     config, schema = request.config, schema_of(request.config.data)
     inputs, tables = serving_inputs(config.data), tables_of_run(config)
     inputs["lookups"] = [
@@ -202,6 +199,70 @@ def _tensor(table: ModelTable) -> str:
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with naming_file(path):
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, eq=False)
+class SavedIds:
+    """Which id has which row of a table.
+
+    Attributes:
+        num_buckets: of the table.
+        ids: int64 [n], ascending, as data have them.
+        rows: int32 [n], of each.
+        is_used: bool [R], rows that an id has, or ids without a row share.
+    """
+
+    num_buckets: int
+    ids: Tensor
+    rows: Tensor
+    is_used: Tensor
+
+    @classmethod
+    def of_records(cls, table: str, rules: IdTable, records: Tensor) -> SavedIds:
+        """Return what the tensor [R, 2] of ids in a state dict says (`IdMap.tensors`)."""
+        buckets = rules.buckets_of(table, len(records))
+        is_used = records[:, 1] >= 0
+        rows = is_used.nonzero().flatten()
+        ids, order = torch.from_numpy(unmixed(records[rows, 0].numpy())).sort()
+        if rules.unadmitted == "shared":
+            is_used[:: buckets.rows] = True
+        return cls(buckets.num_buckets, ids, rows[order].int(), is_used)
+
+    @classmethod
+    def read(cls, checkpoint: Path, tensor: str, table: str, rules: IdTable) -> SavedIds:
+        """Read those of a verified checkpoint.
+
+        Args:
+            tensor: name of the table's weights in it.
+
+        Raises:
+            CheckpointError: it has none.
+        """
+        records = torch.cat(list(saved_rows(checkpoint, f"{tensor.removesuffix('weight')}ids")))
+        return cls.of_records(table, rules, records)
+
+    def cleared(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield blocks of the table's rows, with zeros in those that nobody uses: they hold what an id left, or what
+        one will begin with."""
+        first = 0
+        for block in blocks:
+            is_used = self.is_used[first : first + len(block)]
+            yield block.where(is_used.unsqueeze(1), block.new_zeros(()))
+            first += len(block)
+
+    def places(self) -> IdPlaces:
+        """Return where each id is, as an exported model has it."""
+        return IdPlaces(self.ids, self.rows, len(self.is_used), self.num_buckets)
+
+    def owners(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the ids of rows `first` to `first + count`, and which of them none has."""
+        ids, has_none = np.zeros(len(self.is_used), np.int64), np.ones(len(self.is_used), np.bool_)
+        ids[self.rows], has_none[self.rows] = self.ids, False
+        return ids[first : first + count], has_none[first : first + count]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what an export's file has."""
+        return {"ids": self.ids, "rows": self.rows}
 
 
 _BATCH = 1024

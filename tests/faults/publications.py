@@ -38,9 +38,9 @@ from embershard.distributed import PublishConfig
 from embershard.distributed.publish import write
 from embershard.distributed.publish.published import PublicationError, safetensors, tensors_in
 from embershard.distributed.publish.published_ids import NO_ID, ChangedRows
-from embershard.serving.saved_ids import SavedIds
 from embershard.serving.serving_model import table_names, weights_of
 from embershard.serving.serving_replica import Replica
+from embershard.serving.write import SavedIds
 from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 from embershard.training.parts import publishing as publisher_module
 from embershard.training.parts.publishing import Publisher

@@ -36,11 +36,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
-from embershard.commands.export import serve
 from embershard.distributed.publish import compact, published, published_ids
 from embershard.distributed.publish.published import DamagedError
 from embershard.serving import prediction_server, serving_model, serving_replica, serving_values
-from embershard.serving.prediction_server import Limits, PredictionServer
+from embershard.serving.prediction_server import Limits, PredictionServer, Predictor
 from embershard.serving.serving_replica import Replica
 from tests.faults.injection import Injector, no_collections
 from tests.faults.publications import Life, _differs
@@ -49,7 +48,7 @@ from tests.unit.distributed.publications import program
 States = dict[int, dict[str, Tensor]]
 ERRORS: tuple[type[Exception], ...] = (OSError, MemoryError, RuntimeError, DamagedError)
 _OF_REPLICA = frozenset(str(module.__file__) for module in (serving_replica, published, published_ids, serving_model))
-_OF_REQUEST = frozenset(str(module.__file__) for module in (prediction_server, serve, serving_model, serving_values))
+_OF_REQUEST = frozenset(str(module.__file__) for module in (prediction_server, serving_model, serving_values))
 _ROWS = [{"user": 3, "item": 5}, {"user": None, "item": 17}]
 _MOST_SECONDS = 60.0
 _GIVES_BACK = ("if has_turn", "server.turns.release", "if has_room", "self.server.room.release")
@@ -177,7 +176,7 @@ class Asked:
 
     def __init__(self, folder: Path) -> None:
         self._injector: Injector | None = None
-        self._predictor = serve.Predictor(folder)
+        self._predictor = Predictor(folder)
         with mock.patch.multiple(prediction_server, _LARGE_AT_ONCE=1, _PARSED_AT_ONCE=1):
             self.server = PredictionServer(self._predictor, "127.0.0.1", 0, Limits(requests=1, seconds=20))
         answer = self.server.finish_request

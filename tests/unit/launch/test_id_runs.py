@@ -20,7 +20,7 @@ from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.commands import cli
 from embershard.commands.data import command as data_command
 from embershard.commands.data import start_ids
-from embershard.commands.export import command, publish, serve
+from embershard.commands.export import command, publish
 from embershard.commands.train.run import train_run
 from embershard.data import DataConfig
 from embershard.data.config import TableConfig, TableFeature
@@ -33,6 +33,7 @@ from embershard.launch.arguments import NEWEST
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.serving import serving_model
+from embershard.serving.prediction_server import Predictor
 from embershard.serving.serving_replica import Replica
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
@@ -219,7 +220,7 @@ def test_publications_are_verified_with_their_ids(run_dir, tmp_path, capsys):
 
 
 def test_publications_are_served(run_dir, exported):
-    predictor = serve.Predictor(run_dir.parent / "published")
+    predictor = Predictor(run_dir.parent / "published")
     samples = pq.read_table(run_dir.parent / "new.parquet").slice(0, 20).to_pylist()
     model = serving_model.load(exported)
     with torch.no_grad():

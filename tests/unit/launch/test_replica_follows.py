@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from embershard.commands.export import serve
 from embershard.distributed.publish import compact, write
 from embershard.distributed.publish.published import (
     DamagedError,
@@ -21,6 +20,7 @@ from embershard.distributed.publish.published import (
     PublicationError,
 )
 from embershard.serving import serving_replica
+from embershard.serving.prediction_server import Predictor
 from embershard.serving.serving_replica import Replica
 from tests.unit.distributed import publications
 from tests.unit.distributed.publications import Run, chain
@@ -268,7 +268,7 @@ def test_the_age_is_that_of_what_is_served(replica, run):
 
 
 def test_health_says_that_what_is_served_is_stale_how_old_it_is_and_why(run):
-    predictor = serve.Predictor(run.folder, every_seconds=0.001)
+    predictor = Predictor(run.folder, every_seconds=0.001)
     about = predictor.health
     assert (about["status"], about["step"], about["problem"], about["failures"]) == ("ok", 20, "", 0)
     run.folder.rename(run.folder.with_name("unmounted"))

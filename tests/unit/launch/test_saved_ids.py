@@ -11,8 +11,8 @@ import torch
 from embershard.cache import loops
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
-from embershard.serving.saved_ids import SavedIds
 from embershard.serving.serving_model import IdPlaces
+from embershard.serving.write import SavedIds
 
 
 def test_buckets_are_those_of_the_training():

@@ -21,7 +21,8 @@ import pytest
 
 from embershard.commands import cli
 from embershard.commands.export import command, serve
-from embershard.serving.prediction_server import Limits, PredictionServer
+from embershard.serving import prediction_server
+from embershard.serving.prediction_server import Limits, PredictionServer, Predictor
 from tests.faults.serving import dripping
 from tests.unit.launch.conftest import Trained
 from tests.unit.launch.test_score import scores
@@ -41,7 +42,7 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
 @contextmanager
 def served(folder: Path, every_seconds: float = 1.0) -> Iterator[int]:
     """A server in this process."""
-    predictor = serve.Predictor(folder, every_seconds)
+    predictor = Predictor(folder, every_seconds)
     with PredictionServer(predictor, "127.0.0.1", 0, Limits(MOST_BYTES)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -161,7 +162,7 @@ def test_a_failure_of_the_model_is_an_answer_and_not_the_end(port, monkeypatch, 
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(serve, "_forward", fails)
+        patch.setattr(prediction_server, "_forward", fails)
         assert predict(port, [ROW]) == (500, {"error": "the server failed; its output says at what"})
     assert "RuntimeError: no memory" in capsys.readouterr().err
     assert predict(port, [ROW])[0] == 200

@@ -15,11 +15,11 @@ from unittest import mock
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.commands.export import serve
 from embershard.distributed import PublishConfig, process_group
 from embershard.distributed.publish.published import published
 from embershard.errors import ConfigError
 from embershard.serving import serving_replica
+from embershard.serving.prediction_server import Predictor
 from embershard.serving.serving_replica import Replica
 from embershard.serving.write import export_base
 from embershard.training.trainer import Trainer
@@ -116,4 +116,4 @@ def test_a_folder_without_a_whole_base_is_refused(tmp_path):
     (tmp_path / "base_3").mkdir()
     (tmp_path / "base_3" / "export.json").write_text('{"format": "module", "task": "binary", "labels": ["click"]}')
     with pytest.raises(ConfigError, match="publish verify"):
-        serve.Predictor(tmp_path)
+        Predictor(tmp_path)
