@@ -9,12 +9,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from embershard import distributed  # its names load torch when they are used, and --help must answer at once
 from embershard.distributed import complete_checkpoints, step_of
 from embershard.distributed.checkpoint.folder import ASIDE, best_checkpoint, folder_bytes, leftovers, remove
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.launch.arguments import help_parts, make_parser, positive
+from embershard.launch.run_dir import lock_run_dir
 from embershard.launch.screen import make_table, say, wide_console
 from embershard.settings.decoding import flat
+from embershard.settings.files import CHECKPOINTS
 from embershard.units import size
 
 _HELP = """The checkpoints of a run, without training. Exit codes: 0; 1 for damage or a difference; 2 for wrong usage.
@@ -69,8 +72,6 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from embershard.launch.run_dir import lock_run_dir
-
     folder, console = _checkpoints(arguments.run_dir), wide_console()
     if not arguments.dry_run:
         lock_run_dir(folder.parent)  # a run that trains is not disturbed
@@ -96,8 +97,6 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _checkpoints(run_dir: Path) -> Path:
     """Return the folder of the checkpoints, given the run's or itself."""
-    from embershard.settings.files import CHECKPOINTS
-
     folder = run_dir / CHECKPOINTS if (run_dir / CHECKPOINTS).is_dir() else run_dir
     if not any(folder.glob("step_*")):
         raise ConfigError(f"{run_dir}: no checkpoints there; give the --run-dir of a run that saved some.")
@@ -134,8 +133,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def listing(folder: Path) -> Iterator[tuple[str, ...]]:
     """Yield name, run, state, size, number of files and time of every checkpoint; files are not read."""
-    from embershard.distributed import Manifest  # it loads torch, and --help must answer at once
-
     found = [path for path in folder.glob("step_*") if path.is_dir()]
     best, _ = best_checkpoint(folder)
     for path in sorted(found, key=lambda path: (step_of(path) is None, step_of(path) or 0, path.name)):
@@ -143,7 +140,7 @@ def listing(folder: Path) -> Iterator[tuple[str, ...]]:
         if step_of(path) is not None:
             state = "complete"
             try:
-                manifest = Manifest.read(path)
+                manifest = distributed.Manifest.read(path)
                 run, problem = manifest.run_id[:8], manifest.wrong_size(path)
                 state = problem or (f"{state}, the best" if path == best else state)
             except InvalidCheckpointError as error:
@@ -178,14 +175,13 @@ def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
 
 def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
     """Yield how two valid checkpoints differ: name, in the first, in the second. Reads one tensor at a time."""
-    from embershard.distributed import read_scalars
     from embershard.distributed.checkpoint.load import verify_alone
     from embershard.distributed.checkpoint.metadata import read_metadata
 
     manifests = [verify_alone(path) for path in (first, second)]
     if manifests[0].run_id != manifests[1].run_id:
         yield "run", manifests[0].run_id, manifests[1].run_id
-    values = [flat(read_scalars(path)) for path in (first, second)]
+    values = [flat(distributed.read_scalars(path)) for path in (first, second)]
     for name in sorted(values[0].keys() | values[1].keys()):
         pair = [repr(found[name])[:40] if name in found else "" for found in values]
         if values[0].get(name) != values[1].get(name):
@@ -202,12 +198,10 @@ def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
 def _changed(name: str, entry: Any, first: Path, second: Path) -> str | None:
     import torch
 
-    from embershard.distributed import load_tensors
-
     tensors = []
     for path in (first, second):
         tensors.append(torch.empty(entry.size, dtype=entry.properties.dtype))
-        load_tensors(path, {name: tensors[-1]})
+        distributed.load_tensors(path, {name: tensors[-1]})
     different = tensors[0] != tensors[1]
     count = int(different.sum())
     if not count:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embershard import distributed
 from embershard.launch import launcher
 from embershard.launch.arguments import (
     add_config_word,
@@ -26,7 +27,6 @@ from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once
-    from embershard.distributed import Ranks, Supervision
     from embershard.training.equivalence import Equivalence
 
 _SHOWN = 8  # differences
@@ -62,7 +62,7 @@ class VerifyJob(Job):
         config = replace(config, train=replace(config.train, deterministic=True))  # before CUDA starts
         return VerifyJob(config, None, trust, arguments.steps)
 
-    def run(self, ranks: Ranks, supervision: Supervision) -> int:
+    def run(self, ranks: distributed.Ranks, supervision: distributed.Supervision) -> int:
         """Compare; return 0 for equal, 1 for different. Collective."""
         from embershard.training.equivalence import compare_with_stock
 
@@ -120,7 +120,13 @@ def lines(verdict: Equivalence, num_ranks: int) -> Iterator[str]:
             f"{cache.passed_over:,} times a slot was passed over because a batch pinned it"
         )
     if verdict.is_equal:
-        yield from _weakness(verdict)
+        if not verdict.caches[-1].evictions:
+            yield "No row was evicted, so this says little about the cache."
+        if not verdict.caches[-1].passed_over:
+            yield (
+                "No pin mattered, in no size of the cache that was tried: a cache that evicts rows in use would have "
+                "been equal, too. Compare more steps (--steps), or larger batches (--set train.batch_size=...)."
+            )
         return
     if verdict.loss_step is not None:
         yield f"The first loss that differs is that of step {verdict.loss_step}."
@@ -136,15 +142,3 @@ def lines(verdict: Equivalence, num_ranks: int) -> Iterator[str]:
         )
     if len(verdict.differences) > _SHOWN:
         yield f"  and {len(verdict.differences) - _SHOWN} more"
-
-
-def _weakness(verdict: Equivalence) -> Iterator[str]:
-    """Yield what the comparison of equal runs does not show."""
-    last = verdict.caches[-1]
-    if not last.evictions:
-        yield "No row was evicted, so this says little about the cache."
-    if not last.passed_over:
-        yield (
-            "No pin mattered, in no size of the cache that was tried: a cache that evicts rows in use would have been "
-            "equal, too. Compare more steps (--steps), or larger batches (--set train.batch_size=...)."
-        )

@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from embershard import distributed  # its names load torch when they are used, and a launcher needs it not
 from embershard.errors import EmbershardError, StepError, os_problem
 from embershard.launch.stop_signals import stop_training_on_signals
 from embershard.settings.files import check_config_code
+from embershard.settings.own_code import message_for_user
 from embershard.training.config import RunConfig
-
-if TYPE_CHECKING:  # it loads torch, and a launcher needs it not
-    from embershard.distributed import Ranks, Supervision
 
 #: The module that a launcher starts as a rank.
 PROGRAM = "embershard.launch.rank"
@@ -48,7 +47,7 @@ class Job:
     trust_code: bool
     stops_in_order: ClassVar[bool] = False
 
-    def run(self, ranks: Ranks, supervision: Supervision) -> int:
+    def run(self, ranks: distributed.Ranks, supervision: distributed.Supervision) -> int:
         """Do the job; return the exit code. Collective."""
         raise NotImplementedError
 
@@ -113,36 +112,27 @@ def _leave_gpus() -> None:
 
 def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
     """Do the job that `make` returns, as one rank of a group or alone; return the exit code."""
-    from embershard.distributed import Supervision, process_group
     from embershard.launch.screen import silence_libraries
     from embershard.training.arithmetic import prepare_process
 
     silence_libraries()
-    supervision = Supervision.of_this_process()
-    show_errors_of_rank(supervision)
+    supervision = distributed.Supervision.of_this_process()
+    sys.excepthook = partial(_show_error, supervision)
     with stop_training_on_signals(supervision) if stops_in_order else nullcontext():
         job = make()
         prepare_process(job.config.train)
-        with process_group(job.config.train.device, numa=job.config.train.numa) as ranks:
+        with distributed.process_group(job.config.train.device, numa=job.config.train.numa) as ranks:
             return job.run(ranks, supervision)
 
 
-def show_errors_of_rank(supervision: Supervision) -> None:
-    """Show our own errors without a traceback from now on, and tell the launcher whether a new start may help."""
-    sys.excepthook = partial(_show_error, supervision)
-
-
 def _show_error(
-    supervision: Supervision, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    supervision: distributed.Supervision, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Show our own errors without a traceback, since they say what to do, and once; of errors in a user's own model
-    the lines of that model; others with their traceback."""
-    from embershard.distributed import is_lost_connection
-    from embershard.settings.own_code import message_for_user
-
+    the lines of that model; others with their traceback. Tell the launcher whether a new start may help."""
     if isinstance(error, EmbershardError) and error.is_shown_elsewhere:
         return
-    if is_lost_connection(error):
+    if distributed.is_lost_connection(error):
         if not supervision.has_launcher:  # which names the rank that failed
             print("This rank lost the connection to another one, which has ended or hangs.", file=sys.stderr)
         return

@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from embershard.distributed import Supervision
+from embershard import distributed
 
 #: Requests to stop. SIGHUP comes when a terminal is closed or an ssh session ends.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -78,7 +76,7 @@ def stop_asked(then: Callable[[StopAsked], None] | None = None) -> Iterator[Stop
 
 
 @contextmanager
-def stop_training_on_signals(supervision: Supervision) -> Iterator[None]:
+def stop_training_on_signals(supervision: distributed.Supervision) -> Iterator[None]:
     """Have signals end the training after its step; before the training, and when they repeat, they end the process."""
 
     def then(asked: StopAsked) -> None:

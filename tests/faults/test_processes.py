@@ -10,7 +10,7 @@ import pytest
 
 from embershard.commands.train.run import train_run
 from embershard.distributed import Supervision, process_group
-from embershard.launch.hang_watch import waits_for_others
+from embershard.launch.rank_group import waits_for_others
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from tests.faults.endurance import Usage, endure, growth

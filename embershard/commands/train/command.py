@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from embershard import distributed  # its names load torch, and a launcher needs it not
 from embershard.data.sources.check import check_data
 from embershard.launch import launcher
 from embershard.launch.arguments import (
@@ -35,9 +36,6 @@ from embershard.reports.tracking.trackers import check_trackers
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
-
-if TYPE_CHECKING:  # it loads torch, and a launcher needs it not
-    from embershard.distributed import Ranks, Supervision
 
 _HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 
@@ -98,7 +96,7 @@ class TrainJob(Job):
             arguments.log_format,
         )
 
-    def run(self, ranks: Ranks, supervision: Supervision) -> int:
+    def run(self, ranks: distributed.Ranks, supervision: distributed.Supervision) -> int:
         """Train; return 0, or 130 after Ctrl-C. Collective."""
         from embershard.commands.train.run import train_run
 

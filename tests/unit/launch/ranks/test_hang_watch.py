@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embershard.launch.hang_watch import HangWatch, Look, hanging_ranks, waits_for_others
+from embershard.launch.rank_group import HangWatch, Look, hanging_ranks, waits_for_others
 
 IDLE = Look(beats=7, cpu_seconds=3.0, disk_bytes=100, state="sleeping")
 COLLECTIVE = 'File "/env/torch/distributed/distributed_c10d.py", line 4287 in all_gather'
