@@ -19,6 +19,9 @@ from embershard.launch.arguments import (
     set_words,
     whole,
 )
+from embershard.sharding.plan import Plan
+from embershard.sharding.plan_diff import diff_lines
+from embershard.sharding.sharding_types import Sharding
 from embershard.units import parse_bytes
 
 N = TypeVar("N", int, float)
@@ -82,9 +85,6 @@ def _diff(argv: Sequence[str]) -> int:
     parser.add_argument("before", type=Path, metavar="A", help="a plan")
     parser.add_argument("after", type=Path, metavar="B", help="another one")
     arguments = parser.parse_args(argv)
-    from embershard.sharding.plan import Plan
-    from embershard.sharding.plan_diff import diff_lines
-
     lines = diff_lines(Plan.load(arguments.before), Plan.load(arguments.after))
     print("\n".join(lines) or "The plans are equal.")
     return 0
@@ -160,8 +160,6 @@ def _ranks(text: str) -> list[int]:
 
 
 def _sharding_types(text: str) -> list[str]:
-    from embershard.sharding.sharding_types import Sharding
-
     known = [name for name in get_args(Sharding) if name != "data_parallel"]
     types = text.split(",")
     unknown = [name for name in types if name not in known]

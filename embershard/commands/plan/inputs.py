@@ -1,16 +1,23 @@
-"""From a run's settings and a profile of its data to the workload and the budget of a plan."""
+"""What a plan is made from: a run's settings, with a profile of its data, or with tables as numbers (`--tables`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from embershard.data import schema_of
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from embershard.models.config import WITH_TOWERS
 from embershard.planning.request import Budget, Workload
+from embershard.settings.files import load_config
 from embershard.sharding.run_shape import ReplaySettings, RunShape
-from embershard.sharding.sizes import ModelSize
+from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import model_size, table_rows
+from embershard.training.fit.model_size import dense_part_over_bags, model_size, table_rows
 
 
 def make_workload(
@@ -111,3 +118,126 @@ def _num_steps(config: RunConfig, data: DataStatistics, global_batch_size: int) 
     if config.train.num_epochs is not None:
         limits.append(config.train.num_epochs * max(1, _training_samples(data) // global_batch_size))
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+@dataclass(frozen=True)
+class TableNumbers:
+    """One table, or several equal ones."""
+
+    rows: int | None = None
+    """Rows of the table; those of the run's settings, where they are given."""
+    dim: int | None = None
+    """Columns; `model.embedding_dim` if it is not given."""
+    lookups: int = 1
+    """Lookups of a sample."""
+    zipf: float = 1.0
+    """The j-th most popular row gets lookups in proportion to `j ** -zipf`; 0: all rows get equally many."""
+    count: int = 1
+    """So many tables of this kind."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what cannot be; rows, lookups and exponents are checked where they are assumed."""
+        if self.count < 1 or (self.dim is not None and (self.dim < 4 or self.dim % 4)):
+            raise ConfigError(
+                f"got count = {self.count} and dim = {self.dim}; needed at least 1 table, and a multiple of 4 columns."
+            )
+
+
+@dataclass(frozen=True)
+class AssumedTables:
+    """Tables as numbers, for a plan without data."""
+
+    samples: int = 1_000_000_000
+    """Samples of an epoch."""
+    tables: dict[str, TableNumbers] = field(default_factory=dict)
+    """The tables, by name."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` without tables."""
+        if not self.tables or self.samples < 1:
+            raise ConfigError(
+                f"got {len(self.tables)} tables and samples = {self.samples}; needed at least one of each: "
+                "[tables.item] with rows = 400_000_000, for instance."
+            )
+        if len(self.named) < sum(each.count for each in self.tables.values()):
+            raise ConfigError(
+                f"tables: got {', '.join(self.tables)}, of which two come to the same name once `count` numbers them "
+                "(item with count = 2 is item_0 and item_1); needed other names."
+            )
+
+    @property
+    def named(self) -> dict[str, TableNumbers]:
+        """All tables by name: of several equal ones, the names have numbers."""
+        return {
+            name if each.count == 1 else f"{name}_{number}": each
+            for name, each in self.tables.items()
+            for number in range(each.count)
+        }
+
+    def statistics(self, rows: Mapping[str, int]) -> DataStatistics:
+        """Return the assumed frequencies of the rows of tables that have so many."""
+        assumed = [AssumedTable(name, rows[name], each.zipf, each.lookups) for name, each in self.named.items()]
+        return assumed_statistics(assumed, self.samples)
+
+    @property
+    def note(self) -> str:
+        """What is assumed, as sentences."""
+        return (
+            "No data were read: each table's rows are assumed to be looked up by Zipf's law with the exponent in the "
+            "file, independently of other samples. Hit rates and the time of copies follow from that; the memory does "
+            "not. A profile of the data (embershard profile) replaces the assumption."
+        )
+
+
+@dataclass(frozen=True)
+class TablesFile(AssumedTables, RunConfig):
+    """Settings of a run, and its tables as numbers in place of data."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` without tables, or with a model whose dense part is not known without data."""
+        RunConfig.__post_init__(self)
+        AssumedTables.__post_init__(self)
+        if without := [name for name, each in self.named.items() if each.rows is None]:
+            raise ConfigError(
+                f"tables.{without[0]}.rows is missing: give it, or the run's settings: --config RUN.toml."
+            )
+        if not self.model.has_one_collection or self.model.arch in WITH_TOWERS:
+            raise ConfigError(
+                f"model.arch: got {self.model.title!r}, needed dlrm, dlrm_dcn, fm, deepfm or wide_deep: others' "
+                "dense part is not known without the run's settings of data. Give these, too: --config RUN.toml."
+            )
+
+
+def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[TablesFile, DataStatistics, ModelSize]:
+    """Return the settings in a file of tables, the assumed frequencies of rows, and the size of the model.
+
+    Raises:
+        ConfigError: the file is wrong.
+    """
+    config = load_config(TablesFile, path, overrides, trust_code=trust_code)
+    rows = {name: each.rows or 0 for name, each in config.named.items()}
+    dim, state_bytes = config.model.embedding_dim, config.embedding_optimizer.state_bytes
+    tables = tuple(
+        TableSize(name, rows[name], each.dim or dim, "fp32", *state_bytes) for name, each in config.named.items()
+    )
+    schema = schema_of(config.data)
+    flops, parameters, activations = dense_part_over_bags(config, schema.num_dense, len(tables))
+    dense = flops, parameters, parameters * config.dense_optimizer.num_states, activations, 4 * (schema.num_dense + 1)
+    return config, config.statistics(rows), ModelSize(tables, *dense)
+
+
+def read_lookups(path: Path, config: RunConfig) -> tuple[AssumedTables, DataStatistics, ModelSize]:
+    """Return the tables in a file that has them alone, for a run whose settings say what they are.
+
+    Raises:
+        ConfigError: the file is wrong, or names other tables than the run has.
+    """
+    assumed, rows = load_config(AssumedTables, path, []), table_rows(config)
+    for name in [*rows, *assumed.named]:
+        given = assumed.named.get(name)
+        if given is None or name not in rows:
+            raise ConfigError(f"{path}: table {name!r} is {'not in the file' if name in rows else 'none of the run'}; "
+                              f"needed those of its settings: {', '.join(rows)}.")  # fmt: skip
+        if given.rows not in (None, rows[name]) or given.dim not in (None, config.model.embedding_dim):
+            raise ConfigError(f"{path}: tables.{name} has rows or dim other than the run's settings; leave them out.")
+    return assumed, assumed.statistics(rows), model_size(config, rows)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from embershard.commands.plan.what_if import PlannedCase
+from embershard.commands.plan.view import PlannedCase
 from embershard.errors import DataError, naming_file
 from embershard.planning.cost.topology import Topology
 from embershard.planning.simulate_scaling import SimulatedRun

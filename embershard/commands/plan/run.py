@@ -13,9 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from embershard.commands.plan import view
-from embershard.commands.plan.inputs import budget, check_tables, make_workload
-from embershard.commands.plan.tables_file import read_lookups, read_tables
-from embershard.commands.plan.what_if import PlannedCase, try_all
+from embershard.commands.plan.inputs import budget, check_tables, make_workload, read_lookups, read_tables
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics, FrequencyProfile
 from embershard.launch.arguments import set_words
@@ -124,7 +122,7 @@ def plan(arguments: argparse.Namespace, command: str) -> int:
         view.show_explanations(request, made, arguments.explain, console)
     else:
         view.show(made, console, top=arguments.top)
-    case = PlannedCase(ranks[0], ratios[0], made)
+    case = view.PlannedCase(ranks[0], ratios[0], made)
     _draw(arguments.png, lambda picture: picture.plan_figure(case, setup.topology), console)
     if arguments.output is not None:
         made.save(arguments.output)
@@ -149,7 +147,7 @@ def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None]
     arguments = setup.arguments
     if arguments.output is not None or arguments.explain:
         raise ConfigError("-o and --explain are for one plan; give one number of --ranks and at most one of --ratios.")
-    outcomes = try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
+    outcomes = view.try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
     console.print()
     view.show_what_if(outcomes, console)
     _draw(arguments.png, lambda picture: picture.what_if_figure(outcomes, setup.topology), console)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from embershard.commands import cli
-from embershard.commands.plan.tables_file import read_tables
+from embershard.commands.plan.inputs import read_tables
 from embershard.errors import ConfigError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.sharding.plan import Plan
