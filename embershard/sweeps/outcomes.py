@@ -47,7 +47,8 @@ class Outcome:
 
 
 #: What an engine of a sweep calls when it starts an experiment or hands it over, and with each outcome.
-Begin, End = Callable[[Experiment], None], Callable[[Outcome], None]
+Begin = Callable[[Experiment], None]
+End = Callable[[Outcome], None]
 
 
 def run_folder(sweep: Path, name: str) -> Path:

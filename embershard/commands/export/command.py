@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from embershard.commands.score import add_run, run_config
 from embershard.errors import ConfigError
 from embershard.launch.arguments import check_new_folder, make_parser, positive
-
-if TYPE_CHECKING:
-    from embershard.serving.write import ExportRequest, TableDtype
+from embershard.launch.screen import plain_console, say, silence_libraries
+from embershard.settings.files import CHECKPOINTS
 
 _SAMPLES = 4096
 
@@ -30,16 +29,6 @@ parquet:  tables/NAME.parquet with the columns row and embedding, inputs.json an
 def main(argv: Sequence[str]) -> int:
     """Run `embershard export`; return the exit code."""
     arguments = _parser().parse_args(argv)
-    _check(arguments)
-    from embershard.launch.screen import plain_console, say, silence_libraries
-    from embershard.serving.write import write_export
-
-    silence_libraries()
-    say(plain_console(), *write_export(_request(arguments), arguments.output))
-    return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
     if arguments.format == "parquet" and arguments.dtype is not None:
         raise ConfigError("--dtype has no effect with --format parquet, which has fp32 numbers. Leave it out.")
     is_exact = arguments.dtype in (None, "fp32")
@@ -47,27 +36,25 @@ def _check(arguments: argparse.Namespace) -> None:
         if is_exact and getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} has no effect: without rounding, no error is measured. Leave it out.")
     check_new_folder(arguments.output)
+    from embershard.serving.write import (  # it loads TorchRec, and --help must answer at once
+        ExportRequest,
+        write_export,
+    )
 
-
-def _request(arguments: argparse.Namespace) -> ExportRequest:
-    from embershard.commands.score import run_config
-    from embershard.serving.write import ExportRequest
-    from embershard.settings.files import CHECKPOINTS
-
-    dtype: TableDtype = arguments.dtype or "fp32"
-    return ExportRequest(
-        config=run_config(arguments, needs_samples=dtype != "fp32"),
+    silence_libraries()
+    request = ExportRequest(
+        config=run_config(arguments, needs_samples=not is_exact),
         checkpoints=arguments.run_dir / CHECKPOINTS,
         step=arguments.step,
         is_module=arguments.format == "module",
-        dtype=dtype,
+        dtype=arguments.dtype or "fp32",
         num_samples=arguments.samples or _SAMPLES,
     )
+    say(plain_console(), *write_export(request, arguments.output))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    from embershard.commands.score import add_run
-
     parser = make_parser("export", _HELP)
     add_run(parser)
     parser.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")

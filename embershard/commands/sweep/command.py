@@ -7,15 +7,16 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from embershard.launch.arguments import add_trust, make_parser
+from embershard.launch.run_dir import lock_run_dir
 from embershard.launch.screen import say, wide_console
-
-if TYPE_CHECKING:  # it loads torch, and --help must answer at once
-    from embershard.sweeps.outcomes import Outcome
+from embershard.sweeps.experiments import Sweep, shown
+from embershard.sweeps.on_kubernetes import manifests
+from embershard.sweeps.outcomes import Outcome, begin_attempt, find_outcome
+from embershard.sweeps.spread import JUDGED, best_sentence, is_higher_better, read_configurations
 
 _HELP = """Train all runs that a TOML file describes, each in a folder of its own, and gather their results in
 results.parquet and results.csv. Repeats are interleaved. The same command goes on where an earlier one stopped: runs
@@ -46,16 +47,11 @@ _ENGINES = {
 def main(argv: Sequence[str]) -> int:
     """Run `embershard sweep`; return the exit code."""
     arguments = _parser().parse_args(argv)
-    from embershard.launch.run_dir import lock_run_dir  # these load torch, and --help must answer at once
-    from embershard.reports.sweep_tables import SweepDisplay, write_results
-    from embershard.sweeps.experiments import Sweep
-    from embershard.sweeps.outcomes import begin_attempt, find_outcome
+    from embershard.reports.sweep_tables import SweepDisplay, write_results  # it loads pyarrow
 
     sweep, console = Sweep.read(arguments.file, trust_code=arguments.trust_code), wide_console()
     folder = arguments.out or Path("sweeps") / arguments.file.stem
     if arguments.dry_run and arguments.on == "kubernetes":
-        from embershard.sweeps.on_kubernetes import manifests
-
         print(manifests(sweep, folder))
         return 0
     if arguments.dry_run:
@@ -92,8 +88,6 @@ def main(argv: Sequence[str]) -> int:
 def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Console) -> int:
     """Write and show what all runs gave together; return the exit code."""
     from embershard.reports.sweep_tables import spread_tables, write_configurations
-    from embershard.sweeps.experiments import shown
-    from embershard.sweeps.spread import best_sentence, read_configurations
 
     configurations = read_configurations(folder)
     write_configurations(folder, configurations)
@@ -126,8 +120,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _figure(text: str) -> str:
-    from embershard.sweeps.spread import JUDGED, is_higher_better
-
     if is_higher_better(text) is None:
         needed = ", ".join(JUDGED)
         raise argparse.ArgumentTypeError(f"{text}: neither more nor less of it is known to be better; needed {needed}")
