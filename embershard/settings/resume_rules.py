@@ -6,7 +6,7 @@ Each setting has its rule in its type: `num_workers: Free[int] = 2`. `rules_of` 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, TypeVar, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -62,13 +62,9 @@ def rules_of(cls: type, section: str = "") -> dict[str, ResumeRule]:
         if dataclasses.is_dataclass(hint):
             found |= rules_of(hint, f"{key}.")  # type: ignore[arg-type]  # the class, no instance
             continue
-        rule = _rule_in(hint)
+        metadata = hint.__metadata__ if get_origin(hint) is Annotated else ()
+        rule = next((each for each in metadata if isinstance(each, ResumeRule)), None)
         if rule is None:
             raise TypeError(f"the setting {key} has no rule of a resume. Write its type as {__name__}.Free[...] or so.")
         found[key] = rule
     return found
-
-
-def _rule_in(hint: Any) -> ResumeRule | None:
-    metadata = hint.__metadata__ if get_origin(hint) is Annotated else ()
-    return next((each for each in metadata if isinstance(each, ResumeRule)), None)

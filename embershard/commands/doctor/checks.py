@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from embershard.launch.versions import (
@@ -22,6 +22,10 @@ from embershard.units import size
 
 PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
 _GIB = 1 << 30
+#: The oldest driver by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility.
+_OLDEST_DRIVERS = {"12": 525, "13": 580}
+#: What FBGEMM 1.8's wheel has code for: sm_80 runs on all of 8.x, sm_90a and sm_100a on just these.
+_FBGEMM_CODE = "8.x, 9.0 and 10.0"
 
 TESTED = "; or ".join(str(versions) for versions in SETS.values() if versions.is_a_pairing)
 SETUP = "make setup repairs .venv; by hand, see docs/installation.md"
@@ -211,7 +215,7 @@ def check_disk(folder: str, free_bytes: int) -> CheckResult:
 def check_program(name: str, error: str, seconds: float, remedy: str, otherwise: str = FAIL) -> CheckResult:
     """Check a program that the doctor ran: `error` is empty when it worked, and `otherwise` the status when not."""
     if error:
-        return CheckResult(name, otherwise, error, remedy)
+        return CheckResult(name, otherwise, error.strip().splitlines()[-1].strip()[:500], remedy)
     return CheckResult(name, PASS, f"{seconds:.1f} s")
 
 
@@ -225,3 +229,78 @@ def check_huge_pages(setting: str | None) -> CheckResult:
         remedy = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (row copies take longer without)"
         return CheckResult(name, WARN, setting.strip(), remedy)
     return CheckResult(name, PASS, chosen[1])
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as NVIDIA's driver and Linux describe it.
+
+    Attributes:
+        address: on the PCI bus, as Linux writes it.
+        driver: its version.
+        lanes, most_lanes: of its PCIe link, now and at most; None: not known.
+        numa_node: next to it; None: the system does not say.
+    """
+
+    address: str
+    driver: str
+    lanes: int | None = None
+    most_lanes: int | None = None
+    numa_node: int | None = None
+
+
+def check_driver(version: str | None, torch_cuda: str | None) -> CheckResult:
+    """Check NVIDIA's driver against the CUDA of this torch."""
+    oldest = _OLDEST_DRIVERS.get((torch_cuda or "").partition(".")[0])
+    if version is None or oldest is None:
+        remedy = (
+            "is nvidia-smi installed? In a container: docker run --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        )
+        return CheckResult("driver", WARN, f"version {version or 'not known'}, for CUDA {torch_cuda}", remedy)
+    if int(version.partition(".")[0]) < oldest:
+        detail = f"{version}; CUDA {torch_cuda} needs {oldest} or newer"
+        return CheckResult("driver", FAIL, detail, "install a newer driver, or torch and FBGEMM for an older CUDA")
+    return CheckResult("driver", PASS, f"{version}, for CUDA {torch_cuda}")
+
+
+def check_capabilities(capabilities: Sequence[tuple[int, int]]) -> CheckResult:
+    """Check that FBGEMM's wheel has code for the GPUs."""
+    name, text = "capability", ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+    if all(major == 8 or (major, minor) in ((9, 0), (10, 0)) for major, minor in capabilities):
+        return CheckResult(name, PASS, text)
+    remedy = "if the lookup below fails: build FBGEMM for this GPU (TORCH_CUDA_ARCH_LIST), or train on the CPU"
+    return CheckResult(name, WARN, f"{text}; FBGEMM's wheel has code for {_FBGEMM_CODE}", remedy)
+
+
+def check_compiler(compiler: str | None, has_headers: bool) -> CheckResult:
+    """Check the C compiler and Python's headers, with which Triton compiles its link to the driver."""
+    name = "C compiler"
+    if compiler is None:
+        remedy = "apt-get install gcc libc6-dev, or name one in CC"
+        return CheckResult(name, FAIL, "none; Triton compiles its link to the driver at its first launch", remedy)
+    if not has_headers:
+        return CheckResult(name, FAIL, f"{compiler}, but no Python.h", "apt-get install python3-dev")
+    return CheckResult(name, PASS, compiler)
+
+
+def check_links(gpus: Sequence[Gpu]) -> CheckResult:
+    """Check the lanes of the PCIe links, over which rows travel."""
+    text = ", ".join(f"{gpu.address} has {gpu.lanes or '?'} of {gpu.most_lanes or '?'} lanes" for gpu in gpus)
+    if any(gpu.lanes is None or gpu.most_lanes is None for gpu in gpus) or not gpus:
+        return CheckResult("pcie", SKIP, text or "nvidia-smi names no GPU")
+    if any((gpu.lanes or 0) < (gpu.most_lanes or 0) for gpu in gpus):
+        remedy = "rows travel slower: another slot or riser, or the firmware's settings of lanes"
+        return CheckResult("pcie", WARN, text, remedy)
+    return CheckResult("pcie", PASS, text)
+
+
+def check_numa(gpus: Sequence[Gpu], num_nodes: int) -> CheckResult:
+    """Check that the system says which NUMA node each GPU is beside."""
+    nodes = ", ".join("?" if gpu.numa_node is None else str(gpu.numa_node) for gpu in gpus)
+    if num_nodes < 2:
+        return CheckResult("numa", PASS, "one node")
+    detail = f"{num_nodes} nodes; beside the GPUs: {nodes or '?'}"
+    if not gpus or any(gpu.numa_node is None for gpu in gpus):
+        remedy = "ranks cannot stay beside their GPUs: start each with numactl (nvidia-smi topo -m shows the nodes)"
+        return CheckResult("numa", WARN, detail, remedy)
+    return CheckResult("numa", PASS, f"{detail}; each rank stays on its node (train.numa)")

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from embershard.commands.doctor import checks, gpu
+from embershard.commands.doctor import checks
 from embershard.commands.doctor import command as doctor
-from embershard.commands.doctor.checks import FAIL, PASS, SKIP, WARN, CheckResult
-from embershard.commands.doctor.gpu import Gpu
+from embershard.commands.doctor.checks import FAIL, PASS, SKIP, WARN, CheckResult, Gpu
 from embershard.launch.versions import CPU_FBGEMM, CUDA_FBGEMM
 from embershard.machine import HostMemory
 
@@ -69,25 +68,25 @@ CASES = [
     (checks.check_huge_pages("always madvise [never]"), WARN),
     (checks.check_huge_pages(None), SKIP),
     # a GPU
-    (gpu.check_driver("580.65.06", "13.0"), PASS),
-    (gpu.check_driver("570.124.06", "13.0"), FAIL),
-    (gpu.check_driver("570.124.06", "12.8"), PASS),
-    (gpu.check_driver(None, "13.0"), WARN),
-    (gpu.check_driver("580.65.06", "99.0"), WARN),
-    (gpu.check_capabilities([(9, 0), (8, 0), (8, 9), (10, 0)]), PASS),
-    (gpu.check_capabilities([(9, 0), (7, 5)]), WARN),
-    (gpu.check_capabilities([(12, 0)]), WARN),
-    (gpu.check_compiler("/usr/bin/gcc", True), PASS),
-    (gpu.check_compiler(None, True), FAIL),
-    (gpu.check_compiler("/usr/bin/gcc", False), FAIL),
-    (gpu.check_links([Gpu("a", "580", 16, 16)]), PASS),
-    (gpu.check_links([Gpu("a", "580", 16, 16), Gpu("b", "580", 8, 16)]), WARN),
-    (gpu.check_links([Gpu("a", "580")]), SKIP),
-    (gpu.check_links([]), SKIP),
-    (gpu.check_numa([Gpu("a", "580")], 1), PASS),
-    (gpu.check_numa([Gpu("a", "580", numa_node=0), Gpu("b", "580", numa_node=1)], 2), PASS),
-    (gpu.check_numa([Gpu("a", "580", numa_node=0), Gpu("b", "580")], 2), WARN),
-    (gpu.check_numa([], 2), WARN),
+    (checks.check_driver("580.65.06", "13.0"), PASS),
+    (checks.check_driver("570.124.06", "13.0"), FAIL),
+    (checks.check_driver("570.124.06", "12.8"), PASS),
+    (checks.check_driver(None, "13.0"), WARN),
+    (checks.check_driver("580.65.06", "99.0"), WARN),
+    (checks.check_capabilities([(9, 0), (8, 0), (8, 9), (10, 0)]), PASS),
+    (checks.check_capabilities([(9, 0), (7, 5)]), WARN),
+    (checks.check_capabilities([(12, 0)]), WARN),
+    (checks.check_compiler("/usr/bin/gcc", True), PASS),
+    (checks.check_compiler(None, True), FAIL),
+    (checks.check_compiler("/usr/bin/gcc", False), FAIL),
+    (checks.check_links([Gpu("a", "580", 16, 16)]), PASS),
+    (checks.check_links([Gpu("a", "580", 16, 16), Gpu("b", "580", 8, 16)]), WARN),
+    (checks.check_links([Gpu("a", "580")]), SKIP),
+    (checks.check_links([]), SKIP),
+    (checks.check_numa([Gpu("a", "580")], 1), PASS),
+    (checks.check_numa([Gpu("a", "580", numa_node=0), Gpu("b", "580", numa_node=1)], 2), PASS),
+    (checks.check_numa([Gpu("a", "580", numa_node=0), Gpu("b", "580")], 2), WARN),
+    (checks.check_numa([], 2), WARN),
     (checks.check_program("kernel", "", 3.0, "remedy"), PASS),
     (checks.check_program("kernel", "RuntimeError: no", 3.0, "remedy"), FAIL),
     (checks.check_program("lock 1 GiB", "CacheError: no", 3.0, "remedy", otherwise=WARN), WARN),
@@ -153,7 +152,7 @@ def test_the_real_error_of_an_import_is_shown(stderr: str, detail: str, remedy: 
 def test_an_import_that_kills_the_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "crashing.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    error, _ = doctor.import_error("crashing", 30.0)
+    error, _ = doctor.program_error("import crashing", timeout_seconds=30.0)
     assert "killed by signal 11" in error
 
 
@@ -161,7 +160,7 @@ def test_an_import_that_kills_the_process_is_reported(tmp_path: Path, monkeypatc
 def test_an_import_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    error, _ = doctor.import_error("hanging", 1.0)
+    error, _ = doctor.program_error("import hanging", timeout_seconds=1.0)
     assert "no end after 1 s" in error
 
 
@@ -171,7 +170,7 @@ def test_gpus_are_read_as_nvidia_smi_and_linux_describe_them(tmp_path: Path):
     (tmp_path / "bus/pci/devices/0001:af:00.0").mkdir()
     (tmp_path / "bus/pci/devices/0001:af:00.0/numa_node").write_text("-1\n")
     text = "00000000:3B:00.0, 580.65.06, 8, 16\n00000001:AF:00.0, 580.65.06, [N/A], [N/A]\nNo devices were found\n"
-    assert gpu.parse_gpus(text, tmp_path) == [
+    assert doctor.parse_gpus(text, tmp_path) == [
         Gpu("0000:3b:00.0", "580.65.06", 8, 16, 1),
         Gpu("0001:af:00.0", "580.65.06"),
     ]
@@ -182,14 +181,14 @@ def test_gpus_are_read_as_nvidia_smi_and_linux_describe_them(tmp_path: Path):
 @pytest.mark.parametrize("program", ["KERNEL", "LOOKUP"])
 def test_the_programs_for_a_gpu_run_on_a_cpu_and_notice_what_is_wrong(program: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    text = getattr(gpu, program)
-    assert gpu.program_error(text, "cpu", 300.0)[0] == ""
+    text = getattr(doctor, program)
+    assert doctor.program_error(text, "cpu", timeout_seconds=300.0)[0] == ""
     wrong = {"KERNEL": ("keys + 1)", "keys + 0)"), "LOOKUP": ("[3, 3, 5]", "[3, 4, 5]")}[program]
-    assert "AssertionError" in gpu.program_error(text.replace(*wrong), "cpu", 300.0)[0]
+    assert "AssertionError" in doctor.program_error(text.replace(*wrong), "cpu", timeout_seconds=300.0)[0]
 
 
 def test_without_a_gpu_its_checks_are_skipped_by_name():
-    (result,) = gpu.examine(0, None, 1.0)
+    (result,) = doctor.examine_gpus(0, None, 1.0)
     assert result.status == SKIP
     assert "driver" in result.detail
 

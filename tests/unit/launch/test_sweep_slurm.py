@@ -184,7 +184,9 @@ def test_what_is_missing_is_asked_for(
     file = tmp_path / "sweep.toml"
     file.write_text(FILE.replace("time_limit_seconds = 90", ""))
     arguments = [str(file), "--on", "slurm", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr("embershard.launch.run_dir.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True))
+    monkeypatch.setattr(
+        "embershard.commands.sweep.command.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True)
+    )
     with pytest.raises(ConfigError, match="needs time_limit_seconds"):
         command.main(arguments)
     monkeypatch.setattr("shutil.which", lambda name: None)
