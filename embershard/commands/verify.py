@@ -92,14 +92,12 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     add_settings(parser)
     add_plan(parser)
     add_trust(parser)
-    parser.add_argument(
-        "--steps", type=positive, default=32, metavar="N", help="steps to train with each (default: %(default)s)"
-    )
+    text = "steps to train with each (default: %(default)s)"
+    parser.add_argument("--steps", type=positive, default=32, metavar="N", help=text)
     add_config_word(parser)
     if starts_ranks:
-        parser.add_argument(
-            "--nproc", type=positive, metavar="N", help="number of ranks (default: as embershard train)"
-        )
+        text = "number of ranks (default: as embershard train)"
+        parser.add_argument("--nproc", type=positive, metavar="N", help=text)
     return parser
 
 

@@ -93,27 +93,16 @@ class _OneConfig(argparse.Action):
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add `--config FILE` and `--set KEY=VALUE`; the overrides become the list `overrides`."""
-    option = parser.add_argument(
-        "--config",
-        type=config_file,
-        action=_OneConfig,
-        metavar="FILE",
-        help="the run's settings: a TOML file, or the name of an example (quickstart)",
-    )
+    text = "the run's settings: a TOML file, or the name of an example (quickstart)"
+    option = parser.add_argument("--config", type=config_file, action=_OneConfig, metavar="FILE", help=text)
     option.completer = _config_names  # type: ignore[attr-defined]
     add_overrides(parser, "override a setting, for instance train.batch_size=512; may be repeated")
 
 
 def add_config_word(parser: argparse.ArgumentParser) -> None:
     """Let `--config` be left out: `embershard train run.toml`. Parse with `parse_intermixed_args`."""
-    word = parser.add_argument(
-        "config",
-        nargs="?",
-        type=config_file,
-        action=_OneConfig,
-        metavar="CONFIG",
-        help="the same as --config CONFIG",
-    )
+    text = "the same as --config CONFIG"
+    word = parser.add_argument("config", nargs="?", type=config_file, action=_OneConfig, metavar="CONFIG", help=text)
     word.completer = _config_names  # type: ignore[attr-defined]
 
 
@@ -163,11 +152,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add `--trust-code`."""
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help="import the module of model.build even from inside of a run's folder, which others may have written",
-    )
+    text = "import the module of model.build even from inside of a run's folder, which others may have written"
+    parser.add_argument("--trust-code", action="store_true", help=text)
 
 
 def program_words(name: str, module: str) -> str:
@@ -231,35 +217,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     add_plan(parser)
     add_trust(parser)
-    parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: runs/NAME-TIME)"
-    )
-    parser.add_argument(
-        "--profile-steps",
-        type=_steps,
-        metavar="A:B",
-        help="trace steps A to B of each rank, for Perfetto",
-    )
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        type=_step,
-        const=NEWEST,
-        metavar="STEP",
-        help="continue from the newest valid checkpoint in --run-dir, or from that of STEP",
-    )
-    parser.add_argument(
-        "--unverified",
-        action="store_true",
-        help="with --resume: also take a checkpoint without a manifest",
-    )
-    parser.add_argument(
-        "--allow-change",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="with --resume: go on though this setting is another one than in the checkpoint; may be repeated",
-    )
+    text = "folder for the run's files (default: runs/NAME-TIME)"
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help=text)
+    text = "trace steps A to B of each rank, for Perfetto"
+    parser.add_argument("--profile-steps", type=_steps, metavar="A:B", help=text)
+    text = "continue from the newest valid checkpoint in --run-dir, or from that of STEP"
+    parser.add_argument("--resume", nargs="?", type=_step, const=NEWEST, metavar="STEP", help=text)
+    text = "with --resume: also take a checkpoint without a manifest"
+    parser.add_argument("--unverified", action="store_true", help=text)
+    text = "with --resume: go on though this setting is another one than in the checkpoint; may be repeated"
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=text)
 
 
 def _steps(text: str) -> tuple[int, int]:

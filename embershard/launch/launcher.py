@@ -46,13 +46,8 @@ class Restarts:
 
 def add_hang_seconds(parser: ArgumentParser) -> None:
     """Add `--hang-seconds S`, of which 0 is never."""
-    parser.add_argument(
-        "--hang-seconds",
-        type=whole,
-        default=int(HANG_SECONDS),
-        metavar="S",
-        help="end ranks that do nothing for so long, and name the one that hangs (default: %(default)s; 0: never)",
-    )
+    text = "end ranks that do nothing for so long, and name the one that hangs (default: %(default)s; 0: never)"
+    parser.add_argument("--hang-seconds", type=whole, default=int(HANG_SECONDS), metavar="S", help=text)
 
 
 def start_ranks(

@@ -41,12 +41,7 @@ RUN_CONFIG, METRICS, CHECKPOINTS, CURVES = "config.toml", "metrics.jsonl", "chec
 
 
 def load_config(
-    cls: type[C],
-    path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    trust_code: bool = False,
-    run_dir: Path | None = None,
+    cls: type[C], path: Path, overrides: Sequence[str] = (), *, trust_code: bool = False, run_dir: Path | None = None
 ) -> C:
     """Read the dataclass `cls` from a TOML file and `key=value` overrides, of which the last one wins.
 

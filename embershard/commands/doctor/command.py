@@ -280,9 +280,8 @@ def main(argv: list[str], examine: Callable[[float], Iterator[CheckResult]] = ex
     """Print the report. Return 1 when a check failed, else 0."""
     parser = make_parser("doctor", "Check that this machine can train.\n\n  embershard doctor\n")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds for each test with other processes (60)"
-    )
+    text = "seconds for each test with other processes (60)"
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=text)
     arguments = parser.parse_args(argv)
     results = []
     for result in examine(arguments.timeout):

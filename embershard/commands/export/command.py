@@ -58,13 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("export", _HELP)
     add_run(parser)
     parser.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
-    parser.add_argument(
-        "--format", choices=["module", "parquet"], default="module", help="what is written (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--dtype", choices=["fp32", "fp16", "int8", "int4"], help="number type of the tables (default: fp32)"
-    )
-    parser.add_argument(
-        "--samples", type=positive, metavar="N", help=f"samples to measure the error on (default: {_SAMPLES})"
-    )
+    text = "what is written (default: %(default)s)"
+    parser.add_argument("--format", choices=["module", "parquet"], default="module", help=text)
+    text = "number type of the tables (default: fp32)"
+    parser.add_argument("--dtype", choices=["fp32", "fp16", "int8", "int4"], help=text)
+    text = f"samples to measure the error on (default: {_SAMPLES})"
+    parser.add_argument("--samples", type=positive, metavar="N", help=text)
     return parser

@@ -89,18 +89,14 @@ def _say_what_changed(seen: dict[str, Any], now: dict[str, Any]) -> dict[str, An
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("serve", _HELP)
-    parser.add_argument(
-        "folder", type=Path, metavar="EXPORT", help="folder that embershard export wrote, or publish.folder"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine alone)"
-    )
-    parser.add_argument(
-        "--port", type=whole, default=8000, metavar="N", help="port (default: %(default)s); 0: any free one"
-    )
-    parser.add_argument(
-        "--max-body", type=parse_bytes, default="16MiB", metavar="BYTES", help="most bytes of a request (16MiB)"
-    )
+    text = "folder that embershard export wrote, or publish.folder"
+    parser.add_argument("folder", type=Path, metavar="EXPORT", help=text)
+    text = "address to listen at (default: %(default)s, this machine alone)"
+    parser.add_argument("--host", default="127.0.0.1", help=text)
+    text = "port (default: %(default)s); 0: any free one"
+    parser.add_argument("--port", type=whole, default=8000, metavar="N", help=text)
+    text = "most bytes of a request (16MiB)"
+    parser.add_argument("--max-body", type=parse_bytes, default="16MiB", metavar="BYTES", help=text)
     for name, default, unit, text in (
         ("--max-requests", 64, "N", "predictions at once; more are refused"),
         ("--request-seconds", 30, "S", "for a request to arrive, and again for its answer to be taken"),

@@ -112,9 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     add_trust(parser)
     parser.add_argument("--dry-run", action="store_true", help="check all settings, print commands or manifests, stop")
     parser.add_argument("--retry-failed", action="store_true", help="start runs that failed again, too")
-    parser.add_argument(
-        "--by", type=_figure, metavar="NAME", help="name the best by this: auc, loss, samples_per_second"
-    )
+    text = "name the best by this: auc, loss, samples_per_second"
+    parser.add_argument("--by", type=_figure, metavar="NAME", help=text)
     parser.add_argument("--on", choices=_ENGINES, default="local", help="where to run (default: %(default)s)")
     return parser
 

@@ -197,28 +197,16 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     parser = make_parser("train", _HELP, "[CONFIG] [options]")
     add_run_arguments(parser)
     add_config_word(parser)
-    parser.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="text",
-        help="json: a line of JSON per report, and for the result",
-    )
+    text = "json: a line of JSON per report, and for the result"
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
     if not starts_ranks:
         return parser
     parser.add_argument("--nproc", type=positive, metavar="N", help="number of ranks (default: GPUs, or 2)")
-    parser.add_argument(
-        "--max-restarts",
-        type=whole,
-        default=0,
-        metavar="N",
-        help="start ranks that failed again, at most N times, from the newest valid checkpoint (default: 0)",
-    )
+    text = "start ranks that failed again, at most N times, from the newest valid checkpoint (default: 0)"
+    parser.add_argument("--max-restarts", type=whole, default=0, metavar="N", help=text)
     launcher.add_hang_seconds(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the settings, the columns of the data and one's own model, print all settings, and stop",
-    )
+    text = "check the settings, the columns of the data and one's own model, print all settings, and stop"
+    parser.add_argument("--dry-run", action="store_true", help=text)
     return parser
 
 

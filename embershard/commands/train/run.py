@@ -16,11 +16,7 @@ from rich.console import Console
 from embershard.distributed import Ranks, Supervision
 from embershard.errors import FailedPublicationError, FailedSaveError
 from embershard.launch.arguments import NEWEST, program_words
-from embershard.launch.run_dir import (
-    check_run_dir,
-    lock_run_dir,
-    note_resume,
-)
+from embershard.launch.run_dir import check_run_dir, lock_run_dir, note_resume
 from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
 from embershard.reports.progress import ProgressDisplay, closing_table
 from embershard.reports.record import RunRecord, flat_report, make_result, report_line
