@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks.common import machine, make_parser, report
 from benchmarks.plan_accuracy import profiled
 from benchmarks.plan_scale import NUM_SAMPLES, model
-from embershard.commands.plan.calibrate import Measured, measure, reference_setting, summarize
+from embershard.commands.plan.calibrate import measure, reference_setting, summarize
 from embershard.commands.plan.inputs import budget, make_workload
-from embershard.commands.plan.reference_steps import Segments
+from embershard.commands.plan.reference_steps import Segment, Segments
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning.cost.back_test import PUBLISHED, PublishedPoint
@@ -147,7 +147,7 @@ def _profile(data: str, work: Path) -> FrequencyProfile:
     return profiled(config, work, file.name, ["--sample", "0.15"])
 
 
-def _case(ranks: int, found: Measured, predicted_seconds: float) -> dict[str, Any]:
+def _case(ranks: int, found: Segment, predicted_seconds: float) -> dict[str, Any]:
     case = {
         "configuration": found.setting,
         "ranks": ranks,

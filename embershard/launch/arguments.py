@@ -170,18 +170,14 @@ def text_override(key: str, text: str) -> str:
     return f"{key}={toml(text)}"
 
 
-def positive(text: str) -> int:
-    """Read a whole number of at least 1; a type for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, 1 or more")
+def whole(text: str, least: int = 0) -> int:
+    """Read a whole number, `least` or more; a type for argparse."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, {least} or more")
     return int(text)
 
 
-def whole(text: str) -> int:
-    """Read a whole number of at least 0; a type for argparse."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, 0 or more")
-    return int(text)
+positive = partial(whole, least=1)
 
 
 def step_or_last(text: str) -> int | Literal["last"]:
@@ -240,10 +236,9 @@ def check_resume(arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` where an argument of the resume has no effect."""
     if arguments.resume is not None and arguments.run_dir is None:
         raise ConfigError("--resume needs --run-dir, the folder of the run to continue.")
-    if arguments.unverified and arguments.resume is None:
-        raise ConfigError("--unverified has no effect without --resume.")
-    if arguments.allow_change and arguments.resume is None:
-        raise ConfigError("--allow-change has no effect without --resume.")
+    for option, value in (("--unverified", arguments.unverified), ("--allow-change", arguments.allow_change)):
+        if value and arguments.resume is None:
+            raise ConfigError(f"{option} has no effect without --resume.")
     if arguments.allow_change:
         from embershard.training.checkpoint.identity import check_keys  # it loads TorchRec
 

@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from embershard.errors import naming_file, printable
+from embershard.errors import DataError, naming_file, printable
 from embershard.launch.stop_signals import is_device, leave_closed_terminal
 
 LogFormat = Literal["text", "json"]
@@ -120,6 +121,19 @@ def progress_bar(console: Console, what: str) -> Iterator[Callable[[int, int], N
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a picture of matplotlib.
+
+    Raises:
+        DataError: the file cannot be written, or its ending names no format of pictures.
+    """
+    try:
+        with naming_file(path):
+            figure.savefig(path, dpi=120)
+    except ValueError as error:
+        raise DataError(f"{path}: cannot be drawn ({error}); give a file that ends in .png") from error
 
 
 def silence_libraries() -> None:

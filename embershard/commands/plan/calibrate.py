@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -101,17 +101,6 @@ _NO_GPU = (
 _TOO_BUSY = 0.7
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One setting's step on a quiet machine; `foreign` is the most that other programs took while it was measured, as
-    a share of the processor time."""
-
-    setting: str
-    work: StepWork
-    step_seconds: float
-    foreign: float
-
-
 def run_calibration(
     num_ranks: Sequence[int], output: str | Path | None = None, quick: bool = False, console: Console | None = None
 ) -> Topology:
@@ -195,8 +184,8 @@ def measure(num_ranks: int, segments: Segments) -> list[Segment]:
         return [decode(Segment, values) for values in json.loads(result.read_text(encoding="utf-8"))]
 
 
-def summarize(segments: Sequence[Segment], ranks_fill_machine: bool) -> list[Measured]:
-    """Return one value per setting, the median of its segments; settings stay in their order.
+def summarize(segments: Sequence[Segment], ranks_fill_machine: bool) -> list[Segment]:
+    """Return one segment per setting, the median of those that were measured; settings stay in their order.
 
     Disturbed segments count only where there is no quiet one. Ranks that keep all cores busy would have been faster
     alone: their times are scaled by their share of the processor time. Of ranks that do not, the quieter half of the
@@ -205,17 +194,16 @@ def summarize(segments: Sequence[Segment], ranks_fill_machine: bool) -> list[Mea
     by_setting: dict[str, list[Segment]] = {}
     for segment in segments:
         by_setting.setdefault(segment.setting, []).append(segment)
-    return [_summary(name, of_it, ranks_fill_machine) for name, of_it in by_setting.items()]
-
-
-def _summary(name: str, segments: Sequence[Segment], ranks_fill_machine: bool) -> Measured:
-    by_noise = sorted(segments, key=lambda segment: segment.foreign)
-    quiet = [segment for segment in by_noise if segment.foreign <= QUIET]
-    usable = [segment for segment in by_noise if segment.foreign <= _TOO_BUSY] if ranks_fill_machine else []
-    kept = quiet or usable or by_noise[: (len(by_noise) + 1) // 2]
-    own = [1 - segment.foreign if ranks_fill_machine else 1.0 for segment in kept]
-    seconds = median(segment.step_seconds * share for segment, share in zip(kept, own, strict=True))
-    return Measured(name, StepWork.mean([segment.work for segment in kept]), seconds, kept[-1].foreign)
+    found = []
+    for name, of_it in by_setting.items():
+        by_noise = sorted(of_it, key=lambda segment: segment.foreign)
+        quiet = [segment for segment in by_noise if segment.foreign <= QUIET]
+        usable = [segment for segment in by_noise if segment.foreign <= _TOO_BUSY] if ranks_fill_machine else []
+        kept = quiet or usable or by_noise[: (len(by_noise) + 1) // 2]
+        own = [1 - segment.foreign if ranks_fill_machine else 1.0 for segment in kept]
+        seconds = median(segment.step_seconds * share for segment, share in zip(kept, own, strict=True))
+        found.append(Segment(name, seconds, StepWork.mean([segment.work for segment in kept]), kept[-1].foreign))
+    return found
 
 
 @contextmanager
@@ -243,7 +231,7 @@ def _topology(name: str, rates: Mapping[int, Rates], busy: float, quick: bool) -
     )
 
 
-def _table(num_ranks: int, measured: Sequence[Measured], errors: Sequence[float], seconds: float) -> Table:
+def _table(num_ranks: int, measured: Sequence[Segment], errors: Sequence[float], seconds: float) -> Table:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     table = make_table(f"{ranks}, {seconds:.0f} s", ("setting",), ("step ms", "fitted", "other programs"))
     for each, error in zip(measured, errors, strict=True):

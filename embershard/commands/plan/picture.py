@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from embershard.commands.plan.view import PlannedCase
-from embershard.errors import DataError, naming_file
 from embershard.planning.cost.topology import Topology
 from embershard.planning.simulate_scaling import SimulatedRun
 from embershard.sharding.plan import Prediction, RankPrediction
@@ -21,19 +19,6 @@ _MOST_RANKS = 16
 _TITLE_WIDTH = 165  # characters of a line
 #: A logarithmic axis has at least so many labels, if its range has so many round numbers.
 _LEAST_TICKS = 4
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a picture.
-
-    Raises:
-        DataError: the file cannot be written, or its ending names no format of pictures.
-    """
-    try:
-        with naming_file(path):
-            figure.savefig(path, dpi=130)
-    except ValueError as error:
-        raise DataError(f"{path}: cannot be drawn ({error}); give a file that ends in .png") from error
 
 
 def what_if_figure(outcomes: Sequence[PlannedCase], topology: Topology) -> Figure:

@@ -71,7 +71,7 @@ class Segment:
     Attributes:
         step_seconds: median of the steps.
         work: mean over the ranks, per step.
-        foreign: share of the machine's processor time that other programs took.
+        foreign: share of the machine's processor time that other programs took; of several, the most.
     """
 
     setting: str

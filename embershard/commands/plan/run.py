@@ -17,7 +17,7 @@ from embershard.commands.plan.inputs import budget, check_tables, make_workload,
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics, FrequencyProfile
 from embershard.launch.arguments import set_words
-from embershard.launch.screen import progress_bar, say, wide_console
+from embershard.launch.screen import progress_bar, save_figure, say, wide_console
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import PlanRequest
@@ -139,7 +139,7 @@ def _draw(path: Path | None, make: Callable[[ModuleType], Any], console: Console
     if path is not None:
         from embershard.commands.plan import picture  # it loads matplotlib
 
-        picture.save(make(picture), path)
+        save_figure(make(picture), path)
         say(console, f"Drawn to {path}.")
 
 

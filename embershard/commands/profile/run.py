@@ -18,14 +18,20 @@ from embershard.commands.profile.data_pass import (
     hot_sentences,
     profile_data,
 )
-from embershard.commands.profile.view import comparison_sentence, comparison_table, draw, profile_tables, sentences
+from embershard.commands.profile.view import (
+    comparison_sentence,
+    comparison_table,
+    make_figure,
+    profile_tables,
+    sentences,
+)
 from embershard.data import kind_of_files
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.downsampling import downsampled
 from embershard.frequency.summary import stack_of_all
 from embershard.launch.arguments import config_file, text_override
-from embershard.launch.screen import plain_console, progress_bar, say, wide_console
+from embershard.launch.screen import plain_console, progress_bar, save_figure, say, wide_console
 from embershard.planning.simulate.replay import replay_preferences
 from embershard.settings.decoding import decode, read_toml
 from embershard.settings.files import apply_override, load_config
@@ -87,7 +93,7 @@ def show(arguments: argparse.Namespace) -> None:
     say(console, *sentences(statistics, together))
     if arguments.png is not None:
         with progress_bar(console, "sizes replayed") as on_progress:
-            draw(statistics, together, arguments.png, on_progress)
+            save_figure(make_figure(statistics, together, on_progress), arguments.png)
         say(console, f"Hit-rate curves: {arguments.png}")
 
 

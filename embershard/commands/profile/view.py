@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from embershard.errors import DataError, naming_file
 from embershard.frequency import CountHistogram, DataStatistics, StackDistances, TableStatistics
 from embershard.frequency.compare import ProfileComparison
 from embershard.frequency.curves import distinct_rows, first_touch_share, pooled, static_curve, unseen_share
@@ -101,8 +99,13 @@ def comparison_sentence(found: Sequence[ProfileComparison]) -> str:
     )
 
 
+def _rows_of_all(statistics: DataStatistics) -> CountHistogram:
+    """Return how often rows of all tables occur, together."""
+    return pooled(table.histogram for table in statistics.tables.values())
+
+
 def _first_touch_sentence(statistics: DataStatistics) -> str:
-    share = first_touch_share(pooled(table.histogram for table in statistics.tables.values()))
+    share = first_touch_share(_rows_of_all(statistics))
     return (
         f"First touches: {share:.2%} of the lookups are the first of their row, which no cache that starts empty "
         "finds. A number with a * has more first touches than other misses, or all rows that occur in the cache: these "
@@ -153,7 +156,7 @@ def _policy_sentence(statistics: DataStatistics) -> str:
     alone = {policy: misses for policy, misses in found.items() if policy != "lookahead"} or dict(found)
     best = min(alone, key=lambda policy: alone[policy])
     close = [policy for policy in alone if policy != best and alone[policy] - alone[best] < _SAME]
-    first = first_touch_share(pooled(table.histogram for table in statistics.tables.values()))
+    first = first_touch_share(_rows_of_all(statistics))
     text = f"Policy: in a replay with slots for 5 % of the rows that occur, lookups missed: {named}. Of all lookups "
     text += f"{first:.2%} are first touches, which only a cache that is warm from the start does not miss. "
     text += f"Without looking ahead the data prefer {best}"
@@ -179,13 +182,13 @@ def _curves_sentence(statistics: DataStatistics, together: StackDistances | None
     if together is None:
         return "Policy: no trace of lookups in their order, so only a static cache can be judged."
     rows = np.array(SIZES[1] * sum(table.num_rows for table in statistics.tables.values()))
-    static = float(static_curve(pooled(table.histogram for table in statistics.tables.values()), rows))
+    static = float(static_curve(_rows_of_all(statistics), rows))
     lru = float(together.hit_rate(rows))
     best = "frequency" if static >= lru else "lru"
     return (
         f"Policy: the data prefer {best}: with slots for {SIZES[1]:.0%} of all rows a static cache finds {static:.1%} "
         f"of the lookups that chose its rows, LRU {lru:.1%} (which has to fetch every row once: "
-        f"{first_touch_share(pooled(table.histogram for table in statistics.tables.values())):.1%} of the lookups). On "
+        f"{first_touch_share(_rows_of_all(statistics)):.1%} of the lookups). On "
         f"new data such a cache finds about {_static_share(_expected(list(statistics.tables.values())), float(rows))}."
     )
 
@@ -226,25 +229,6 @@ _LEAST_SHARE = 1e-3
 _REPLAYED_SHARES = (0.005, 0.015, 0.05, 0.15, 0.5)
 _REPLAYED_LOOKUPS = 500_000
 _BATCH_SIZE = 1024
-
-
-def draw(
-    statistics: DataStatistics,
-    together: StackDistances | None,
-    path: Path,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Write the picture of `make_figure`.
-
-    Raises:
-        DataError: the file cannot be written, or its ending names no format of pictures.
-    """
-    figure = make_figure(statistics, together, progress)
-    try:
-        with naming_file(path):
-            figure.savefig(path, dpi=110)
-    except ValueError as error:
-        raise DataError(f"{path}: cannot be drawn ({error}); give a file that ends in .png") from error
 
 
 def make_figure(

@@ -16,6 +16,7 @@ from embershard.commands import cli
 from embershard.commands.plan import picture, view
 from embershard.errors import DataError
 from embershard.frequency import FrequencyProfile
+from embershard.launch.screen import save_figure
 from embershard.models import table_name
 from embershard.planning.cost.topology import load_topology, save_topology
 from embershard.planning.simulate_scaling import SimulatedRun
@@ -240,7 +241,7 @@ def test_one_plan_is_drawn_by_rank(files, tmp_path, capsys):
     assert times.get_ylabel() == "ms of a step"
     assert memory.get_ylabel() == "device memory of a rank, MiB"
     with pytest.raises(DataError, match=r"x.nonsense: cannot be drawn .* ends in .png"):
-        picture.save(times.figure, tmp_path / "x.nonsense")
+        save_figure(times.figure, tmp_path / "x.nonsense")
 
 
 def test_a_whole_gpu_has_a_reserve_and_a_cpu_has_none(files, tmp_path):
