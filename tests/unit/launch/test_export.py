@@ -15,8 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.commands import cli
-from embershard.commands.export import command
+from embershard.commands import cli, export
 from embershard.data import DataConfig, ParquetConfig, Schema, SparseFeature, Target, open_source
 from embershard.data.hashing import map_ids
 from embershard.data.sources.kinds import serving_inputs
@@ -47,7 +46,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exports")
     for dtype in ("fp32", "fp16", "int8", "int4"):
-        command.main([str(trained.run_dir), "-o", str(folder / dtype), "--dtype", dtype])
+        export.main([str(trained.run_dir), "-o", str(folder / dtype), "--dtype", dtype])
     return folder
 
 
@@ -109,7 +108,7 @@ def test_rows_are_rounded_by_half_a_step_at_most(rows, dim, spread, seed):
 
 
 def test_tables_are_those_of_the_checkpoint(trained, exported, tmp_path):
-    command.main([str(trained.run_dir), "-o", str(tmp_path / "tables"), "--format", "parquet"])
+    export.main([str(trained.run_dir), "-o", str(tmp_path / "tables"), "--format", "parquet"])
     checkpoint = trained.run_dir / "checkpoints" / "step_12"
     weights = load_group(checkpoint, "model")
     for feature, num_rows in (("user", 40), ("items", 70)):
@@ -327,7 +326,7 @@ def test_values_that_are_not_mapped_are_refused():
 )
 def test_options_without_an_effect_are_errors(trained, tmp_path, words, problem):
     with pytest.raises(ConfigError, match=problem):
-        command.main([str(trained.run_dir), "-o", str(tmp_path / "new"), *words])
+        export.main([str(trained.run_dir), "-o", str(tmp_path / "new"), *words])
 
 
 def test_the_folder_must_be_new(trained, tmp_path, capsys):

@@ -17,10 +17,9 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
-from embershard.commands import cli
+from embershard.commands import cli, export, publish
 from embershard.commands.data import command as data_command
 from embershard.commands.data import start_ids
-from embershard.commands.export import command, publish
 from embershard.commands.train.run import train_run
 from embershard.data import DataConfig
 from embershard.data.config import TableConfig, TableFeature
@@ -128,7 +127,7 @@ def logits(model: Any, data: Path) -> torch.Tensor:
 def test_exports_score_bit_for_bit(run_dir, tmp_path, name):
     """Of ids that have a row, that had one, and that never came."""
     data = run_dir.parent / name
-    command.main([str(run_dir), "-o", str(tmp_path / "exported"), "--step", "last"])
+    export.main([str(run_dir), "-o", str(tmp_path / "exported"), "--step", "last"])
     model = serving_model.load(tmp_path / "exported")
     found = logits(model, data)
     assert torch.equal(found, predicted(run_dir, data, tmp_path / "scores.parquet"))
@@ -139,7 +138,7 @@ def test_exports_score_bit_for_bit(run_dir, tmp_path, name):
 
 @pytest.fixture(scope="module")
 def exported(run_dir: Path) -> Path:
-    command.main([str(run_dir), "-o", str(run_dir.parent / "exported"), "--step", "last"])
+    export.main([str(run_dir), "-o", str(run_dir.parent / "exported"), "--step", "last"])
     return run_dir.parent / "exported"
 
 
@@ -233,7 +232,7 @@ def test_publications_are_served(run_dir, exported):
 
 
 def test_rounded_tables_state_their_error(run_dir, exported, tmp_path):
-    command.main([str(run_dir), "-o", str(tmp_path / "int8"), "--dtype", "int8", "--step", "last"])
+    export.main([str(run_dir), "-o", str(tmp_path / "int8"), "--dtype", "int8", "--step", "last"])
     error = json.loads((tmp_path / "int8" / "export.json").read_text())["error"]
     data = run_dir.parent / "clicks.parquet"
     distance = (logits(serving_model.load(tmp_path / "int8"), data) - logits(serving_model.load(exported), data)).abs()
@@ -242,7 +241,7 @@ def test_rounded_tables_state_their_error(run_dir, exported, tmp_path):
 
 
 def test_tables_as_parquet_have_the_ids(run_dir, exported, tmp_path):
-    command.main([str(run_dir), "-o", str(tmp_path / "tables"), "--format", "parquet", "--step", "last"])
+    export.main([str(run_dir), "-o", str(tmp_path / "tables"), "--format", "parquet", "--step", "last"])
     for name, num_shared in (("t_user", 6), ("t_items", 0)):
         found = pq.read_table(tmp_path / "tables" / "tables" / f"{name}.parquet").to_pydict()
         pairs = [(x, row) for x, row in zip(found["id"], found["row"], strict=True) if x is not None]

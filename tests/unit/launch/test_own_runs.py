@@ -16,9 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from embershard.commands import cli
+from embershard.commands import cli, export
 from embershard.commands.data import command as data_command
-from embershard.commands.export import command as export
 from embershard.commands.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.commands.train.run import train_run
 from embershard.data import open_source

@@ -17,8 +17,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.commands import cli
-from embershard.commands.export import publish
+from embershard.commands import cli, publish
 from embershard.commands.train.run import train_run
 from embershard.distributed import PublishConfig, Supervision, process_group
 from embershard.distributed.publish import write

@@ -19,8 +19,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.commands import cli
-from embershard.commands.export import command, serve
+from embershard.commands import cli, export, serve
 from embershard.serving import prediction_server
 from embershard.serving.prediction_server import Limits, PredictionServer, Predictor
 from tests.faults.serving import dripping
@@ -35,7 +34,7 @@ ROW = {"age": 31.5, "user": 4711, "items": [3, 5]}
 @pytest.fixture(scope="module")
 def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "fp32"
-    command.main([str(trained.run_dir), "-o", str(folder)])
+    export.main([str(trained.run_dir), "-o", str(folder)])
     return folder
 
 
@@ -206,7 +205,7 @@ def test_what_cannot_be_served_is_refused(trained, exported, tmp_path, capsys):
 
     assert "config.toml" not in refusal(str(trained.run_dir))
     assert "export.json: not there, or no JSON; give a folder that" in refusal(str(tmp_path))
-    command.main([str(trained.run_dir), "-o", str(tmp_path / "tables"), "--format", "parquet"])
+    export.main([str(trained.run_dir), "-o", str(tmp_path / "tables"), "--format", "parquet"])
     assert "has tables, and no module; export it with --format module" in refusal(str(tmp_path / "tables"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

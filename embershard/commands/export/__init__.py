@@ -1,1 +1,0 @@
-"""`embershard export`: a trained model as files that need no embershard."""

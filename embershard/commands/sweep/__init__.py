@@ -1,1 +1,0 @@
-"""`embershard sweep`: many runs from one file, their results in one table."""
