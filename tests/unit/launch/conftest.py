@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -68,11 +68,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     data, unlabelled = folder / "clicks.parquet", folder / "new.parquet"
     pq.write_table(clicks(), data, row_group_size=128, write_page_checksum=True)
     pq.write_table(clicks(300, seed=1).drop_columns("click"), unlabelled, write_page_checksum=True)
-    config = config_of_clicks(data, 12, "frequency")
+    train_here(config_of_clicks(data, 12, "frequency"), folder / "run")
+    return Trained(folder / "run", data, unlabelled)
+
+
+def train_here(config: RunConfig, run_dir: Path, **changes: Any) -> None:
+    """Train a whole run on one rank in this process; `changes` are arguments of `train_run`."""
     given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
     with process_group("cpu") as ranks:
-        train_run(config, ranks, folder / "run", supervision=Supervision(), **given)
-    return Trained(folder / "run", data, unlabelled)
+        train_run(config, ranks, run_dir, **{"supervision": Supervision(), **given, **changes})
 
 
 def score_here(*words: str) -> int:

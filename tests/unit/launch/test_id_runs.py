@@ -20,10 +20,9 @@ from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.commands import cli, export, publish
 from embershard.commands.data import command as data_command
 from embershard.commands.data import start_ids
-from embershard.commands.train.run import train_run
 from embershard.data import DataConfig
 from embershard.data.config import TableConfig, TableFeature
-from embershard.distributed import CheckpointConfig, PublishConfig, Supervision, complete_checkpoints, process_group
+from embershard.distributed import CheckpointConfig, PublishConfig, complete_checkpoints
 from embershard.distributed.checkpoint.load import load_group
 from embershard.distributed.publish import published, write
 from embershard.distributed.publish.published_ids import NO_ID
@@ -38,11 +37,10 @@ from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig, TrainConfig
 from tests.covering import keep
-from tests.unit.launch.conftest import score_here
+from tests.unit.launch.conftest import score_here, train_here
 
 pytestmark = pytest.mark.slow  # whole training runs
 
-GIVEN: dict[str, Any] = {"unverified": False, "changes": (), "same_run": "", "go_on": ""}
 STATE = "model.sparse_arch.embedding_bag_collection.embedding_bags.t_{0}.weight.t_{0}.momentum1"
 RULES = IdTable(buckets=6, reserve=0.4)
 NUM_SAMPLES, NUM_HELD_OUT = 2000, 200
@@ -88,11 +86,6 @@ def config_of(path: Path, max_steps: int, **mappings: str) -> RunConfig:
     )  # fmt: skip
 
 
-def train(config: RunConfig, run_dir: Path, resume: int | None = None) -> None:
-    with process_group("cpu") as ranks:
-        train_run(config, ranks, run_dir, supervision=Supervision(), resume=resume, **GIVEN)
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 45 steps that publishes, and one that goes on from its step 20 to 50; the folder of the second."""
@@ -103,11 +96,15 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = dataclasses.replace(
         config, publish=PublishConfig(str(folder / "published"), every_steps=3, base_every=4, keep_bases=99)
     )
-    train(config, folder / "first")
+    train_here(config, folder / "first")
     shutil.copytree(folder / "first", folder / "run")  # this process has the lock of the other
     for step in (30, 40, 45):
         shutil.rmtree(folder / "run" / "checkpoints" / f"step_{step}")
-    train(dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=50)), folder / "run", NEWEST)
+    train_here(
+        dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=50)),
+        folder / "run",
+        resume=NEWEST,
+    )
     return folder / "run"
 
 
@@ -264,7 +261,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with hashed rows, and one with ids that starts from it: `hashed` and `ids`."""
     folder = tmp_path_factory.mktemp("converted")
     pq.write_table(clicks(NUM_SAMPLES, 0), folder / "clicks.parquet")
-    train(config_of(folder / "clicks.parquet", 30, user="hash", items="text"), folder / "hashed")
+    train_here(config_of(folder / "clicks.parquet", 30, user="hash", items="text"), folder / "hashed")
     config = config_of(folder / "clicks.parquet", 40)
     features = {**config.data.table.features}
     for name, num_rows in (("user", 600), ("items", 480)):
@@ -289,7 +286,7 @@ def test_ids_start_with_what_their_hashed_rows_learned(converted, tmp_path, caps
         hashed, own = (state[STATE.format(name)] for state in states)
         assert set(own[own > 0].tolist()) == set(hashed[hashed > 0].tolist())
     config = load_config(RunConfig, converted / "ids.toml")
-    train(config, tmp_path / "ids", NEWEST)
+    train_here(config, tmp_path / "ids", resume=NEWEST)
     assert not torch.equal(predicted(tmp_path / "ids", tmp_path / "known.parquet", tmp_path / "later.parquet"), before)
 
 

@@ -19,10 +19,9 @@ import torch
 from embershard.commands import cli, export
 from embershard.commands.data import command as data_command
 from embershard.commands.profile.data_pass import PartReader, PassOptions, profile_data
-from embershard.commands.train.run import train_run
 from embershard.data import open_source
 from embershard.data.order.stream import SampleReader
-from embershard.distributed import Ranks, Supervision, process_group
+from embershard.distributed import Ranks, process_group
 from embershard.errors import CheckpointError, ConfigError
 from embershard.serving import serving_model
 from embershard.settings.decoding import read_toml, tomllib
@@ -32,7 +31,7 @@ from embershard.training.config import RunConfig
 from embershard.training.parts.hot_cold import find_hot_rows
 from embershard.training.trainer import Trainer
 from tests.unit.data.windows import hstu_overrides, make_windows
-from tests.unit.launch.conftest import score_here
+from tests.unit.launch.conftest import score_here, train_here
 from tests.unit.launch.test_export import WITHOUT
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -43,12 +42,6 @@ SMALL = [
     "model.options.hidden=8", "model.options.dim=8", "train.batch_size=50", "train.max_steps=6", "train.device=cpu",
     "cache.ratio=0.5",
 ]  # fmt: skip
-
-
-def train(config: RunConfig, run_dir: Path) -> None:
-    given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
-    with process_group("cpu") as ranks:
-        train_run(config, ranks, run_dir, supervision=Supervision(), **given)
 
 
 def held_out(config: RunConfig) -> list[dict[str, object]]:
@@ -101,7 +94,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_log_of_events_becomes_scores(arch, windows, tmp_path, capsys):
     overrides = [f"model.arch={arch}", "train.max_steps=8", "train.device=cpu", "data.num_workers=0", "cache.ratio=0.9"]
     overrides += hstu_overrides(windows) if arch == "hstu" else []
-    train(load_config(RunConfig, windows / "run.toml", overrides), tmp_path / "run")
+    train_here(load_config(RunConfig, windows / "run.toml", overrides), tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["auc"] is not None
     score_here(str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet"))
@@ -130,7 +123,7 @@ def test_an_own_model_is_trained_scored_and_resumed(tmp_path):
     config = load_config(RunConfig, tmp_path / "own_copy.toml", overrides)
     assert config.model.folder == str(tmp_path)
     assert config.model.options == {"hidden": 8, "dim": 8}
-    train(config, tmp_path / "run")
+    train_here(config, tmp_path / "run")
     score_here(str(tmp_path / "run"), "-o", str(tmp_path / "scores.parquet"))
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 60
     check_export(tmp_path, held_out(config), is_rounded=False)
@@ -215,7 +208,7 @@ def test_attention_to_the_history_is_worth_it(tmp_path):
     auc = {}
     for arch in ("dlrm", "din", "tbsm"):
         own = ["model.target=[]", "model.history=[]"] if arch == "dlrm" else []
-        train(
+        train_here(
             load_config(RunConfig, tmp_path / "windows" / "run.toml", [*common, f"model.arch={arch}", *own]),
             tmp_path / arch,
         )

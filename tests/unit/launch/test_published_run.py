@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.commands import cli, publish
-from embershard.commands.train.run import train_run
-from embershard.distributed import PublishConfig, Supervision, process_group
+from embershard.distributed import PublishConfig, Supervision
 from embershard.distributed.publish import write
 from embershard.errors import CheckpointError, ConfigError, FailedPublicationError
 from embershard.launch.arguments import NEWEST
@@ -28,12 +27,10 @@ from embershard.run_result import PublishedState, RunResult
 from embershard.serving import serving_model
 from embershard.serving.serving_replica import Replica
 from embershard.training.config import RunConfig
-from tests.unit.launch.conftest import clicks, config_of_clicks
+from tests.unit.launch.conftest import clicks, config_of_clicks, train_here
 from tests.unit.launch.test_export import WITHOUT
 
 pytestmark = pytest.mark.slow  # whole training runs
-
-GIVEN = {"unverified": False, "changes": (), "same_run": "", "go_on": ""}
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +42,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = dataclasses.replace(config, model=ModelConfig("deepfm", 8))
     config = dataclasses.replace(config, publish=PublishConfig(str(folder / "published"), every_steps=4))
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=12))
-    with process_group("cpu") as ranks:
-        train_run(config, ranks, folder / "run", supervision=Supervision(), resume=None, **GIVEN)
-        shutil.copytree(folder / "run", folder / "longer")  # this process has the lock of the other
-        with contextlib.redirect_stdout(io.StringIO()) as shown:
-            train_run(longer, ranks, folder / "longer", supervision=Supervision(), resume=NEWEST, **GIVEN)
+    train_here(config, folder / "run")
+    shutil.copytree(folder / "run", folder / "longer")  # this process has the lock of the other
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        train_here(longer, folder / "longer", resume=NEWEST)
     (folder / "longer" / "shown.txt").write_text(shown.getvalue())
     return folder / "longer"
 
@@ -66,7 +62,7 @@ def test_the_last_state_that_found_the_disk_full_is_published_by_a_resume_withou
     pq.write_table(clicks(), tmp_path / "clicks.parquet")
     config = config_of_clicks(tmp_path / "clicks.parquet", max_steps=5)
     config = dataclasses.replace(config, publish=PublishConfig(str(tmp_path / "published"), every_steps=2))
-    given = {**GIVEN, "supervision": Supervision(), "go_on": "the way on"}
+    way_on = {"supervision": Supervision(), "go_on": "the way on"}
     writes = write._write_tensors
 
     def fails(path: Path, tensors: object) -> object:
@@ -74,17 +70,16 @@ def test_the_last_state_that_found_the_disk_full_is_published_by_a_resume_withou
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return writes(path, tensors)
 
-    with process_group("cpu") as ranks:
-        with monkeypatch.context() as full:
-            full.setattr(write, "_write_tensors", fails)
-            told = "step 5 is not published: .* No space left .* Replicas have base_0, of step 0. .* the way on"
-            with pytest.raises(FailedPublicationError, match=told):
-                train_run(config, ranks, tmp_path / "run", resume=None, **given)
-        published = _published_by(tmp_path / "run", steps=5)
-        assert published.step == 0
-        assert "No space left" in published.problem
-        shutil.copytree(tmp_path / "run", tmp_path / "again")  # this process has the lock of the other
-        train_run(config, ranks, tmp_path / "again", resume=NEWEST, **given)
+    with monkeypatch.context() as full:
+        full.setattr(write, "_write_tensors", fails)
+        told = "step 5 is not published: .* No space left .* Replicas have base_0, of step 0. .* the way on"
+        with pytest.raises(FailedPublicationError, match=told):
+            train_here(config, tmp_path / "run", **way_on)
+    published = _published_by(tmp_path / "run", steps=5)
+    assert published.step == 0
+    assert "No space left" in published.problem
+    shutil.copytree(tmp_path / "run", tmp_path / "again")  # this process has the lock of the other
+    train_here(config, tmp_path / "again", resume=NEWEST, **way_on)
     lines = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [5]  # trained once
     assert _published_by(tmp_path / "again", steps=5).problem == ""
@@ -160,5 +155,5 @@ def test_another_run_does_not_publish_there(run_dir, tmp_path):
     from embershard.settings.files import RUN_CONFIG, load_config
 
     config = load_config(RunConfig, run_dir / RUN_CONFIG)
-    with process_group("cpu") as ranks, pytest.raises(ConfigError, match="publications of another run"):
-        train_run(config, ranks, tmp_path / "other", supervision=Supervision(), resume=None, **GIVEN)
+    with pytest.raises(ConfigError, match="publications of another run"):
+        train_here(config, tmp_path / "other")

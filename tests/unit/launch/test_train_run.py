@@ -9,17 +9,11 @@ from typing import Any
 
 import pytest
 
-from embershard.commands.train.run import train_run
-from embershard.distributed import CheckpointConfig, Supervision, process_group
+from embershard.distributed import CheckpointConfig
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.training.config import RunConfig, TrainConfig
+from tests.unit.launch.conftest import train_here
 from tests.unit.training.test_trainer import make_config
-
-
-def run(config: RunConfig, folder: Path, **changes: Any) -> None:
-    given = {"resume": None, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
-    with process_group("cpu") as ranks:
-        train_run(config, ranks, folder, supervision=Supervision(), **{**given, **changes})
 
 
 def _without_space(*_: Any, **__: Any) -> None:
@@ -33,7 +27,7 @@ def test_the_result_is_not_lost_with_the_last_checkpoint(tmp_path, monkeypatch, 
     saving = CheckpointConfig(every_steps=3, at_end=at_end, on_failed_save="continue")
     config = make_config(train=TrainConfig(batch_size=100, max_steps=6), checkpoint=saving)
     with pytest.raises(FailedSaveError, match="no space"):
-        run(config, tmp_path)
+        train_here(config, tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["steps"] == 6
     assert result["auc"] is not None
@@ -44,14 +38,14 @@ def test_a_resume_from_a_step_that_is_not_there_leaves_no_folder(tmp_path: Path)
     with pytest.raises(
         CheckpointError, match=r"new/checkpoints: no checkpoint of step 7; there is no complete checkpoint"
     ):
-        run(RunConfig(), tmp_path / "new", resume=7)
+        train_here(RunConfig(), tmp_path / "new", resume=7)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_a_log_of_json_has_the_reports_and_the_result(tmp_path, capsys):
     config = make_config(train=TrainConfig(batch_size=100, max_steps=4, log_every=2))
-    run(config, tmp_path / "run", log_format="json")
+    train_here(config, tmp_path / "run", log_format="json")
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     recorded = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines if line["kind"] != "message"] == [
