@@ -8,7 +8,6 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,19 +30,6 @@ HANG_SECONDS = 50.0
 _LEAST_MAPPED_BYTES = 2_500_000_000
 
 
-@dataclass(frozen=True)
-class Restarts:
-    """How ranks that fail are started again.
-
-    Attributes:
-        most: number of restarts.
-        job: of the restarted ranks; called with whether a rank has trained a step.
-    """
-
-    most: int
-    job: Callable[[bool], object]
-
-
 def add_hang_seconds(parser: ArgumentParser) -> None:
     """Add `--hang-seconds S`, of which 0 is never."""
     text = "end ranks that do nothing for so long, and name the one that hangs (default: %(default)s; 0: never)"
@@ -56,7 +42,8 @@ def start_ranks(
     arguments: Sequence[str] = (),
     *,
     job: object = None,
-    restarts: Restarts | None = None,
+    most_restarts: int = 0,
+    restarted: Callable[[bool], object] | None = None,
     hang_seconds: float | None = HANG_SECONDS,
     stacks: Path | None = None,
 ) -> int:
@@ -70,7 +57,8 @@ def start_ranks(
 
     Args:
         job: what ranks are to do (`embershard.launch.rank`).
-        restarts: starts ranks that failed again, unless the same error would end them again.
+        most_restarts: of ranks that failed, unless the same error would end them again.
+        restarted: returns the job of restarted ranks, given whether a rank has trained a step; None: the same.
         hang_seconds: ranks that hang so long (`HangWatch`) are stopped, and the one that hangs is named. None: never.
         stacks: file for the stacks of ranks that hang.
 
@@ -91,15 +79,13 @@ def start_ranks(
             store = loopback_store() if num_ranks > 1 else None  # which loads torch; one rank meets nobody
             address = None if store is None else (LOOPBACK, store.port)
             group = RankGroup(num_ranks, command, address, asked, hang_seconds, stacks, job)
-            ended = group.run()
-            has_trained = has_trained or group.has_trained
-            again = restarts if ended.may_restart and not asked.number else None
-            if again is None or num_restarts == again.most:
+            ended, has_trained = group.run(), has_trained or group.has_trained
+            if not ended.may_restart or asked.number or num_restarts == most_restarts:
                 _tell(ended.message)
                 return ended.code
             num_restarts += 1
-            _tell(f"{ended.message} Restart {num_restarts} of {again.most}.")
-            job = again.job(has_trained)
+            _tell(f"{ended.message} Restart {num_restarts} of {most_restarts}.")
+            job = job if restarted is None else restarted(has_trained)
 
 
 def _set_variables(num_ranks: int) -> None:

@@ -259,21 +259,11 @@ def in_parts(
         for start, stop in ranges:
             yield here(start, stop, *others())
         return
-    yield from _in_processes(ranges, num_workers, make, others)
-
-
-def _in_processes(
-    ranges: Sequence[tuple[int, int]],
-    num_workers: int,
-    make: Callable[[], Callable[..., T]],
-    others: Callable[[], tuple[Any, ...]],
-) -> Iterator[T]:
     # Processes are forked from one that has imported the slow modules and has no threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     pool = ProcessPoolExecutor(num_workers, context, _open, (make,))
-    waiting: deque[Future[T]] = deque()
-    left = iter(ranges)
+    waiting, left = deque[Future[T]](), iter(ranges)
     try:
         while True:
             while len(waiting) < 2 * num_workers and (part := next(left, None)) is not None:

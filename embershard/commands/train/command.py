@@ -167,7 +167,8 @@ def main(argv: Sequence[str]) -> int:
         num_ranks,
         PROGRAM,
         job=job,
-        restarts=launcher.Restarts(arguments.max_restarts, job.restarted),
+        most_restarts=arguments.max_restarts,
+        restarted=job.restarted,
         hang_seconds=arguments.hang_seconds or None,
         stacks=run_dir / "stacks.txt",
     )

@@ -97,8 +97,8 @@ def test_restarts_resume(given, has_trained, resume, started, tmp_path):
     arguments = ["--config", QUICK, "--run-dir", str(tmp_path), "--nproc", "2", "--max-restarts", "3", *given]
     assert cli.main(["train", *arguments]) == 0
     more = started[0][2]
-    assert more["restarts"].most == 3
-    assert more["restarts"].job(has_trained) == replace(more["job"], resume=resume)
+    assert more["most_restarts"] == 3
+    assert more["restarted"](has_trained) == replace(more["job"], resume=resume)
     assert more["job"].unverified is ("--unverified" in given)
     assert more["job"].changes == (["data.seed"] if "--allow-change" in given else [])
 

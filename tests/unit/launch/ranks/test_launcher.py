@@ -19,7 +19,7 @@ import torch
 
 from embershard.errors import ConfigError
 from embershard.launch import rank_group
-from embershard.launch.launcher import Restarts, loopback_store, start_ranks, warn_of_cores
+from embershard.launch.launcher import loopback_store, start_ranks, warn_of_cores
 from embershard.launch.rank_group import Ended, RankGroup
 from embershard.launch.stop_signals import StopAsked, stop_asked
 from embershard.training.config import RunConfig, TrainConfig
@@ -210,7 +210,7 @@ def test_restarts(tmp_path, monkeypatch, capfd):
         trained.append(has_trained)
         return "again"
 
-    assert start_ranks(2, "program", ["word"], job="first", restarts=Restarts(1, again)) == 1
+    assert start_ranks(2, "program", ["word"], job="first", most_restarts=1, restarted=again) == 1
     said = capfd.readouterr()
     assert (said.out.split(), trained) == (["word", "first", "word", "again"], [False])
     assert said.err.splitlines() == [
