@@ -31,7 +31,7 @@ _COMMANDS = (
     ("export", "export", "write tables, a plain torch module and the mapping of ids, to serve without embershard"),
     ("publish", "publish", "list and verify what a run publishes for replicas, or make a base of deltas"),
     ("serve", "serve", "serve an exported model over HTTP: JSON in, scores out"),
-    ("sweep", "sweep", "train many runs from one file, and gather their results in a table"),
+    ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
     ("compare", "report.compare", "is one model better than another on the same samples, or is it chance?"),
     ("ckpt", "ckpt", "list, verify, prune or compare the checkpoints of a run"),

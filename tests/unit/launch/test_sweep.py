@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv
 
-from embershard.commands import sweep as command
+from embershard.commands.sweep import command
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.arguments import examples
 from embershard.reports.sweep_tables import write_results
@@ -308,7 +308,9 @@ def test_the_same_command_goes_on(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr("embershard.commands.sweep.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True))
+    monkeypatch.setattr(
+        "embershard.commands.sweep.run.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True)
+    )
 
     def program(experiment: Experiment, folder: Path) -> Sequence[str]:
         started.append(experiment.name)
@@ -332,7 +334,9 @@ def test_a_table_that_cannot_be_written_ends_no_run(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The runs go on, and the command says so at the end."""
-    monkeypatch.setattr("embershard.commands.sweep.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True))
+    monkeypatch.setattr(
+        "embershard.commands.sweep.run.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True)
+    )
     train_by(monkeypatch, TRAINS)
     sweep_file.write_text('config = "run.toml"\ngrid.ranks = [1, 2]')
     (tmp_path / "out" / "results.csv.partial").mkdir(parents=True)
@@ -347,7 +351,9 @@ def test_seeds_are_repeats_and_the_best_is_named(
     sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """AUC 0.71, 0.72, 0.73 by seed with the smaller cache, and half a hundredth less with the larger one."""
-    monkeypatch.setattr("embershard.commands.sweep.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True))
+    monkeypatch.setattr(
+        "embershard.commands.sweep.run.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True)
+    )
     sweep_file.write_text('config = "run.toml"\n[grid]\ncache.ratio = [0.1, 0.2]\ntrain.seed = [1, 2, 3]\n')
 
     def program(experiment: Experiment, folder: Path) -> Sequence[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from embershard.commands import sweep as command
+from embershard.commands.sweep import command
 from embershard.errors import ConfigError, SetupError
 from embershard.sweeps import clusters, on_kubernetes
 from embershard.sweeps.clusters import job_name

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from embershard.commands import sweep as command
+from embershard.commands.sweep import command
 from embershard.errors import ConfigError, SetupError
 from embershard.sweeps import clusters, on_slurm
 from embershard.sweeps.experiments import Experiment, Sweep
@@ -184,7 +184,9 @@ def test_what_is_missing_is_asked_for(
     file = tmp_path / "sweep.toml"
     file.write_text(FILE.replace("time_limit_seconds = 90", ""))
     arguments = [str(file), "--on", "slurm", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr("embershard.commands.sweep.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True))
+    monkeypatch.setattr(
+        "embershard.commands.sweep.run.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True)
+    )
     with pytest.raises(ConfigError, match="needs time_limit_seconds"):
         command.main(arguments)
     monkeypatch.setattr("shutil.which", lambda name: None)

@@ -1,0 +1,1 @@
+"""`embershard sweep`: trains many runs from one file."""
