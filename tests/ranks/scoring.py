@@ -18,7 +18,7 @@ from embershard.training.config import RunConfig
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here
-from tests.unit.training.quality.columns import Columns
+from tests.unit.metrics.columns import Columns
 
 
 def train(config: RunConfig, checkpoints: Path) -> None:

@@ -50,7 +50,7 @@ TAKEN_ON_TRUST = {
     "source": "activates the reader's environment",
     "git clone": "needs a network",
     "tensorboard": "a server; another project's",
-    "python -m mlperf_logging.compliance_checker": "of an extra; launch/test_mlperf.py runs it",
+    "python -m mlperf_logging.compliance_checker": "of an extra; reports/test_mlperf.py runs it",
     "pip config": "shows the reader's settings",
 }
 # Names of other projects that documents mention without saying whose.

@@ -13,7 +13,7 @@ from embershard.run_result import FORMAT, RESULT, RunResult
 from tests.unit.planning.runs import predicted_plan, result_of
 
 #: Of a run on two ranks with tables in a cache, by the last version that wrote no format; tables were left out by hand.
-OLD = Path(__file__).parent / "launch" / "result_without_format.json"
+OLD = Path(__file__).parent / "reports" / "result_without_format.json"
 
 
 def entries(**changes: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from embershard.errors import DataError
 from embershard.launch import launcher, rank
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
-from tests.unit.launch.test_code_of_runs import settings, write_module
+from tests.unit.settings.test_code_of_runs import settings, write_module
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 

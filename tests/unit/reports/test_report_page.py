@@ -18,8 +18,8 @@ from embershard.reports.page.runs import PageFigure, PageTable, Run, Section
 from embershard.reports.run_folder import RunFolder
 from embershard.sharding.plan import Plan
 from embershard.sweeps.spread import read_configurations
-from tests.unit.launch.reported_runs import reports, write_run, write_sweep
 from tests.unit.planning.runs import changed, predicted_plan, result_of, without_cache
+from tests.unit.reports.reported_runs import reports, write_run, write_sweep
 
 pytestmark = pytest.mark.slow
 

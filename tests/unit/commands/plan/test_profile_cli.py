@@ -150,7 +150,7 @@ def test_the_real_sample(criteo_sample, tmp_path, capsys):
 def test_a_training_run_takes_such_a_profile(tmp_path):
     data = DataConfig(synthetic=SMALL)
     profile_data(data, PassOptions()).save(tmp_path / "p.npz")
-    example = Path(__file__).parents[3] / "examples" / "quickstart.toml"
+    example = Path(__file__).parents[4] / "examples" / "quickstart.toml"
     config = load_config(RunConfig, example, [f"profile.path={tmp_path / 'p.npz'}", "profile.samples=none", *SMALL_SET])
     found = find_profile(config, open_source(config.data))
     assert found is not None

@@ -28,7 +28,7 @@ from embershard.metrics.figures import OF_TASK, metric_names, metric_of, quality
 from embershard.metrics.predictions import Predicted, judge
 from embershard.metrics.quality_text import slice_rows
 from embershard.models.loss import class_logits
-from tests.unit.training.quality.columns import Columns
+from tests.unit.metrics.columns import Columns
 
 CPU = torch.device("cpu")
 GROUPED = ("gauc", "ndcg@1", "ndcg@3", "precision@3", "recall@3")

@@ -26,8 +26,8 @@ from embershard.models.config import FACTORIZED
 from embershard.serving import serving_model, serving_values
 from embershard.serving.dense_program import DenseLayers, dense_program
 from embershard.serving.write import stored
-from tests.unit.launch.conftest import Trained
-from tests.unit.launch.test_score import scores
+from tests.unit.commands.conftest import Trained
+from tests.unit.commands.test_score import scores
 from tests.unit.test_docs import blocks
 
 pytestmark = pytest.mark.slow  # whole training runs

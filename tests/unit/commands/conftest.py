@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,12 @@ def config_of_clicks(path: Path, max_steps: int, policy: Policy | None = None) -
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("trained")
+    return _trained(tmp_path_factory.getbasetemp() / "trained")
+
+
+@cache  # tests of commands and of serving have it in common
+def _trained(folder: Path) -> Trained:
+    folder.mkdir()
     data, unlabelled = folder / "clicks.parquet", folder / "new.parquet"
     pq.write_table(clicks(), data, row_group_size=128, write_page_checksum=True)
     pq.write_table(clicks(300, seed=1).drop_columns("click"), unlabelled, write_page_checksum=True)

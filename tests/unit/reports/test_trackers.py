@@ -110,7 +110,7 @@ def test_a_tracker_that_cannot_begin(monkeypatch, tmp_path):
 def tell_in_a_process(home: Path, kind: str, **variables: str) -> None:
     """Tell a tracker of a run in the project "clicks", in a process of its own: some leave threads."""
     code = (
-        "import sys; from pathlib import Path; from tests.unit.launch.test_trackers import *; "
+        "import sys; from pathlib import Path; from tests.unit.reports.test_trackers import *; "
         "tell(Trackers(tracked(Path(sys.argv[1]), sys.argv[2], project='clicks'), sys.exit))"
     )
     command = [sys.executable, "-c", code, str(home), kind]

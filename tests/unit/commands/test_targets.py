@@ -27,8 +27,8 @@ from embershard.serving import serving_model
 from embershard.settings.decoding import to_toml
 from embershard.training.config import RunConfig
 from tests.covering import keep
+from tests.unit.commands.conftest import score_here, start_here
 from tests.unit.data.targets import FEATURES, ROWS, target_config, write_targets
-from tests.unit.launch.conftest import score_here, start_here
 from tests.unit.test_docs import blocks, commands
 
 pytestmark = pytest.mark.slow

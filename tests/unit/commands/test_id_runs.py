@@ -37,7 +37,7 @@ from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig, TrainConfig
 from tests.covering import keep
-from tests.unit.launch.conftest import score_here, train_here
+from tests.unit.commands.conftest import score_here, train_here
 
 pytestmark = pytest.mark.slow  # whole training runs
 

@@ -24,7 +24,7 @@ from embershard.serving.prediction_server import Predictor
 from embershard.serving.serving_replica import Replica
 from tests.unit.distributed import publications
 from tests.unit.distributed.publications import Run, chain
-from tests.unit.launch.test_replica import serves
+from tests.unit.serving.test_replica import serves
 
 
 @pytest.fixture(scope="module")

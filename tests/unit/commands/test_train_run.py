@@ -12,7 +12,7 @@ import pytest
 from embershard.distributed import CheckpointConfig
 from embershard.errors import CheckpointError, FailedSaveError
 from embershard.training.config import RunConfig, TrainConfig
-from tests.unit.launch.conftest import train_here
+from tests.unit.commands.conftest import train_here
 from tests.unit.training.test_trainer import make_config
 
 

@@ -23,8 +23,8 @@ from embershard.serving.prediction_server import Predictor
 from embershard.serving.serving_replica import Replica
 from embershard.serving.write import export_base
 from embershard.training.trainer import Trainer
-from tests.unit.launch.conftest import clicks, config_of_clicks
-from tests.unit.launch.test_serve import ask, predict, served
+from tests.unit.commands.conftest import clicks, config_of_clicks
+from tests.unit.serving.test_serve import ask, predict, served
 
 pytestmark = pytest.mark.slow  # a whole training run
 SAMPLES = clicks(20, seed=1).drop_columns("click").to_pylist()

@@ -40,7 +40,7 @@ def ratings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pa.Table:
     write("item", "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq", films)
     convert, make, _ = page_commands()
     assert cli.main(convert[1:]) == 0
-    example = Path(__file__).parents[3] / make[1]
+    example = Path(__file__).parents[4] / make[1]
     runpy.run_path(str(example))["main"](Path(make[2]), Path(make[3]))
     return pq.read_table(make[2])
 
@@ -52,7 +52,7 @@ def write(ending: str, header: str, rows: list) -> None:
 
 def page_commands() -> list[list[str]]:
     """Those of docs/sweeps.md."""
-    page = (Path(__file__).parents[3] / "docs" / "sweeps.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "sweeps.md").read_text()
     (text,) = (text for text in blocks(page, "bash") if "movielens.py" in text)
     return [shlex.split(line) for line in commands(text)]
 

@@ -23,8 +23,8 @@ from embershard.commands import cli, export, serve
 from embershard.serving import prediction_server
 from embershard.serving.prediction_server import Limits, PredictionServer, Predictor
 from tests.faults.serving import dripping
-from tests.unit.launch.conftest import Trained
-from tests.unit.launch.test_score import scores
+from tests.unit.commands.conftest import Trained
+from tests.unit.commands.test_score import scores
 
 pytestmark = pytest.mark.slow  # a whole training run
 MOST_BYTES = 100_000

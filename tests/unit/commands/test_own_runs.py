@@ -30,9 +30,9 @@ from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.parts.hot_cold import find_hot_rows
 from embershard.training.trainer import Trainer
+from tests.unit.commands.conftest import score_here, train_here
 from tests.unit.data.windows import hstu_overrides, make_windows
-from tests.unit.launch.conftest import score_here, train_here
-from tests.unit.launch.test_export import WITHOUT
+from tests.unit.serving.test_export import WITHOUT
 
 pytestmark = pytest.mark.slow  # whole training runs
 

@@ -17,8 +17,8 @@ from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
-from tests.unit.launch.reported_runs import write_run, write_sweep
 from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, without_cache
+from tests.unit.reports.reported_runs import write_run, write_sweep
 from tests.unit.sharding.plans import small_plan
 
 ReportOf = Callable[..., tuple[int, str, str]]

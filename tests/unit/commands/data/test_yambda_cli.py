@@ -16,7 +16,7 @@ from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import table_rows
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "dlrm_v4.toml"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "dlrm_v4.toml"
 
 
 @pytest.fixture(scope="module")

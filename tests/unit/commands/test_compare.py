@@ -26,7 +26,7 @@ from embershard.metrics.figures import quality_values
 from embershard.metrics.predictions import Predicted
 from embershard.models.loss import class_logits
 from embershard.sweeps.outcomes import Outcome, keep_outcome
-from tests.unit.launch.conftest import start_here
+from tests.unit.commands.conftest import start_here
 
 
 def write(path: Path, seed: int, skill: float, **changed: Any) -> str:
@@ -150,7 +150,7 @@ def swept(tmp_path, monkeypatch):
         folder = tmp_path / "sweep" / "runs" / name
         folder.mkdir(parents=True)
         (folder / "config.toml").write_text(f"[train]\nseed = {seed}\n[data.table]\nlabel = {json.dumps(label)}\n")
-        shutil.copy(Path(__file__).parent / "result_without_format.json", folder / "result.json")
+        shutil.copy(Path(__file__).parents[1] / "reports" / "result_without_format.json", folder / "result.json")
         keep_outcome(outcome, tmp_path / "sweep")
         source = pq.read_table(write(folder / "scores.parquet", 10 * number + seed, skill))
         if isinstance(label, list):

@@ -27,7 +27,7 @@ from embershard.settings.files import load_config
 from embershard.training.checkpoint.identity import FEATURES, changes, identity_of, refusal
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
-from tests.unit.launch.conftest import score_here
+from tests.unit.commands.conftest import score_here
 from tests.unit.test_docs import blocks, commands
 
 pytestmark = pytest.mark.slow  # whole training runs

@@ -24,8 +24,8 @@ from embershard.sweeps.experiments import Experiment, Sweep
 from embershard.sweeps.outcomes import Outcome, find_outcome, make_outcome, read_outcomes, run_folder
 from embershard.sweeps.run import run_experiment
 from embershard.sweeps.spread import best_sentence, read_configurations
-from tests.unit.launch.reported_runs import write_sweep
 from tests.unit.planning.runs import predicted_plan, result_of
+from tests.unit.reports.reported_runs import write_sweep
 
 CONFIG = "[data.synthetic]\nscale = 0.001\n"
 GRID = (

@@ -18,8 +18,8 @@ from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.launch import launcher
 from embershard.metrics.ranking import by_group
+from tests.unit.commands.conftest import NUM_HELD_OUT, NUM_ROWS, Trained, score_here
 from tests.unit.distributed.checkpoints import flip_bit
-from tests.unit.launch.conftest import NUM_HELD_OUT, NUM_ROWS, Trained, score_here
 
 pytestmark = pytest.mark.slow  # whole training runs
 

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
 from embershard.commands import cli
-from tests.unit.launch.browser import CHROMIUM, open_page
-from tests.unit.launch.reported_runs import reports, write_run, write_sweep
 from tests.unit.planning.runs import predicted_plan, result_of
+from tests.unit.reports.browser import CHROMIUM, open_page
+from tests.unit.reports.reported_runs import reports, write_run, write_sweep
 
 pytestmark = [
     pytest.mark.slow,

@@ -27,8 +27,8 @@ from embershard.run_result import PublishedState, RunResult
 from embershard.serving import serving_model
 from embershard.serving.serving_replica import Replica
 from embershard.training.config import RunConfig
-from tests.unit.launch.conftest import clicks, config_of_clicks, train_here
-from tests.unit.launch.test_export import WITHOUT
+from tests.unit.commands.conftest import clicks, config_of_clicks, train_here
+from tests.unit.serving.test_export import WITHOUT
 
 pytestmark = pytest.mark.slow  # whole training runs
 
