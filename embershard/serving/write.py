@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embershard.cache.ids.config import IdTable
-from embershard.cache.ids.id_map import unmixed
 from embershard.data import DataConfig, Target, open_source
 from embershard.data.block import Block
 from embershard.data.order.stream import SampleReader
@@ -220,6 +219,8 @@ class SavedIds:
     @classmethod
     def of_records(cls, table: str, rules: IdTable, records: Tensor) -> SavedIds:
         """Return what the tensor [R, 2] of ids in a state dict says (`IdMap.tensors`)."""
+        from embershard.cache.ids.id_map import unmixed  # of a capability that may be taken out
+
         buckets = rules.buckets_of(table, len(records))
         is_used = records[:, 1] >= 0
         rows = is_used.nonzero().flatten()

@@ -13,7 +13,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.cache import loops
 from embershard.cache.ids.config import IdTable
-from embershard.cache.ids.id_map import mixed
 from embershard.data import open_source
 from embershard.data.hashing import MISSING_ID, Ids, map_ids
 from embershard.data.order.stream import SampleReader
@@ -159,6 +158,8 @@ def hashed_rows(ids: Ids, mapping: str, num_rows: int) -> Ids:
 def _records(table: str, num_rows: int, rules: IdTable, ids: Ids, counts: Ids) -> tuple[Tensor, Ids, Ids]:
     """Return a table's ids as a state dict has them before the first batch, and the rows that were given, with their
     ids: of each bucket the most frequent ones, as far as there is room."""
+    from embershard.cache.ids.id_map import mixed  # of a capability that may be taken out
+
     layout, words, buckets = rules.buckets_of(table, num_rows), mixed(ids), np.empty(len(ids), np.int64)
     loops.buckets_of_ids(words, layout.num_buckets, buckets)
     order = np.lexsort((words, -counts, buckets))

@@ -15,7 +15,6 @@ from embershard.launch.run_dir import lock_run_dir
 from embershard.launch.screen import say, wide_console
 from embershard.reports.sweep_tables import SweepDisplay, spread_tables, write_configurations, write_results
 from embershard.sweeps.experiments import Sweep, shown
-from embershard.sweeps.on_kubernetes import manifests
 from embershard.sweeps.outcomes import Outcome, begin_attempt, find_outcome
 from embershard.sweeps.spread import best_sentence, read_configurations
 
@@ -25,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     sweep, console = Sweep.read(arguments.file, trust_code=arguments.trust_code), wide_console()
     folder = arguments.out or Path("sweeps") / arguments.file.stem
     if arguments.dry_run and arguments.on == "kubernetes":
-        print(manifests(sweep, folder))
+        print(resolve_name("embershard.sweeps.on_kubernetes:manifests")(sweep, folder))  # an engine may be absent
         return 0
     if arguments.dry_run:
         for experiment in sweep.experiments:
