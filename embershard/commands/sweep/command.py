@@ -27,7 +27,7 @@ that ended are not started again. Exit codes: 0 all runs finished; 1 some did no
 
 
 #: By name, the module and the function that run the experiments of a sweep.
-ENGINES = {
+_ENGINES = {
     "local": "run:run_here",
     "ray": "on_ray:run_on_ray",
     "slurm": "on_slurm:run_on_slurm",
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     from embershard.commands.sweep.run import run  # it loads pyarrow, and --help must answer at once
 
-    return run(arguments)
+    return run(arguments, _ENGINES[arguments.on])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--retry-failed", action="store_true", help="start runs that failed again, too")
     text = "name the best by this: auc, loss, samples_per_second"
     parser.add_argument("--by", type=_figure, metavar="NAME", help=text)
-    parser.add_argument("--on", choices=ENGINES, default="local", help="where to run (default: %(default)s)")
+    parser.add_argument("--on", choices=_ENGINES, default="local", help="where to run (default: %(default)s)")
     return parser
 
 

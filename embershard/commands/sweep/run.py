@@ -10,7 +10,6 @@ from pkgutil import resolve_name
 
 from rich.console import Console
 
-from embershard.commands.sweep.command import ENGINES
 from embershard.launch.run_dir import lock_run_dir
 from embershard.launch.screen import say, wide_console
 from embershard.reports.sweep_tables import SweepDisplay, spread_tables, write_configurations, write_results
@@ -19,8 +18,8 @@ from embershard.sweeps.outcomes import Outcome, begin_attempt, find_outcome
 from embershard.sweeps.spread import best_sentence, read_configurations
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the sweep that the arguments name; return the exit code."""
+def run(arguments: argparse.Namespace, engine: str) -> int:
+    """Run the sweep that the arguments name by an engine, "module:function" of the sweeps; return the exit code."""
     sweep, console = Sweep.read(arguments.file, trust_code=arguments.trust_code), wide_console()
     folder = arguments.out or Path("sweeps") / arguments.file.stem
     if arguments.dry_run and arguments.on == "kubernetes":
@@ -30,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         for experiment in sweep.experiments:
             say(console, f"embershard train {shlex.join(experiment.arguments)}")
         return 0
-    run_all = resolve_name(f"embershard.sweeps.{ENGINES[arguments.on]}")
+    run_all = resolve_name(f"embershard.sweeps.{engine}")
     lock_run_dir(folder, "--out")
     ended = {each.name: found for each in sweep.experiments if (found := find_outcome(each, folder)) is not None}
     if arguments.retry_failed:
