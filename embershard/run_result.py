@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -407,3 +407,15 @@ class RunResult:
         text = json.dumps({"format": FORMAT, **self.to_dict()}, indent=2, allow_nan=False)
         with whole_file(folder / RESULT) as partial:
             partial.write_text(text + "\n", encoding="utf-8")
+
+
+def held_out_warning(results: Iterable[RunResult]) -> str:
+    """Return a sentence, without its full stop, where runs were judged by different samples, as far as their results
+    tell; else ""."""
+    differ = len({result.held_out for result in results if result.eval_samples}) > 1
+    return "The held-out sets differ, so figures of held-out samples do not compare" if differ else ""
+
+
+def steady_mark(*results: RunResult) -> str:
+    """Return what stands beside the speed of runs: a hint where one was too short to have that of a long run."""
+    return "" if all(result.is_steady for result in results) else " (not steady yet)"

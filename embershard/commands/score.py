@@ -115,11 +115,10 @@ class ScoreJob(Job):
         return 0
 
     def _show(self, found: Evaluation, step: int, console: Console) -> None:
-        from embershard.metrics.figures import quality_values
         from embershard.reports.results import evaluation_text
         from embershard.reports.run_tables import slice_tables
 
-        quality = quality_values(found.quality)
+        quality = found.quality
         if self.form is not None:
             if not console.quiet:
                 print(evaluation_text(step, quality, found.slices, self.form))

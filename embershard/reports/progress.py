@@ -14,9 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from embershard.launch.screen import say
-from embershard.metrics.figures import main_values, quality_values
-from embershard.metrics.quality_text import figures, form_of, quality_line, quality_rows, steady_mark, title_of
-from embershard.run_result import HotColdTotals, IdTotals, LookAheadTotals, RunCaches, RunResult
+from embershard.metrics.figures import figures, form_of, main_values, quality_line, quality_rows, title_of
+from embershard.run_result import HotColdTotals, IdTotals, LookAheadTotals, RunCaches, RunResult, steady_mark
 from embershard.training.config import RunConfig
 from embershard.training.reports import (
     BadRowsReport,
@@ -58,9 +57,9 @@ class ProgressDisplay:
     def show(self, report: Report) -> None:
         """Print a line, and move the bar."""
         if isinstance(report, TrainReport | EvalReport) and not self._said_weightless:
-            values = quality_values(report.quality)
-            count = values.pop("samples")
-            self._said_weightless = count > 0 and set(values.values()) == {None}
+            count = report.quality["samples"] or 0
+            values = {value for name, value in report.quality.items() if name != "samples"}
+            self._said_weightless = count > 0 and values == {None}
             if self._said_weightless:
                 which = "held-out" if isinstance(report, EvalReport) else "newest training"
                 line = f"step {report.step}: warning: all {count:,} {which} samples have weight 0 (data.table.weight)"
@@ -79,10 +78,10 @@ class ProgressDisplay:
         elif isinstance(report, EvalReport):
             say(self._console, f"step {report.step}: {eval_line(report)}")
         elif isinstance(report, WindowReport):
-            values = quality_values(report.quality)
+            quality = report.quality
             late = f", {report.late:,} late" if report.late else ""
-            counts = f"{values['samples']:,} samples{late}, {report.seconds:.1f} s"
-            say(self._console, f"step {report.step}: window {report.start}  {quality_line(values)}  ({counts})")
+            counts = f"{quality['samples']:,} samples{late}, {report.seconds:.1f} s"
+            say(self._console, f"step {report.step}: window {report.start}  {quality_line(quality)}  ({counts})")
         elif isinstance(report, FailedSaveReport):
             goes_on = "" if report.run_ends else " Training goes on (checkpoint.on_failed_save)."
             say(self._console, f"{report.reason}{goes_on}")
@@ -137,7 +136,7 @@ def publication_line(report: PublicationReport) -> str:
 
 def eval_line(report: EvalReport) -> str:
     """Return the quality on the held-out samples in one line."""
-    values = quality_values(report.quality)
+    values = report.quality
     best = "; the best so far" if report.is_best else ""
     return f"held-out {quality_line(values)}  ({values['samples']:,} samples, {report.seconds:.1f} s{best})"
 

@@ -18,7 +18,7 @@ from embershard.errors import naming_file
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.screen import time_now
 from embershard.launch.versions import git_commit, versions
-from embershard.metrics.figures import main_values, metric_names, quality_values
+from embershard.metrics.figures import main_values, metric_names
 from embershard.run_result import RESULT, RunResult, WindowResult, mean_quality
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
@@ -171,7 +171,7 @@ def make_result(
         evaluation: the last one; without one, the quality is that of the `windows`.
         totals: of all ranks: the entries cache, ids, look_ahead and sent_bytes.
     """
-    quality = mean_quality(windows) if evaluation is None else quality_values(evaluation.quality)
+    quality = mean_quality(windows) if evaluation is None else evaluation.quality
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
@@ -261,9 +261,9 @@ def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
         return "end", {"step": report.step, **totals, **sent}
     if isinstance(report, EvalReport):
         slices = {"slices": report.slices} if report.slices else {}
-        return "eval", {"step": report.step, **quality_values(report.quality), **slices, "seconds": report.seconds}
+        return "eval", {"step": report.step, **report.quality, **slices, "seconds": report.seconds}
     if isinstance(report, WindowReport):
-        values = dataclasses.asdict(report) | quality_values(report.quality)
+        values = dataclasses.asdict(report) | report.quality
         del values["quality"]
         return "window", {name: value for name, value in values.items() if name != "slices" or value}
     if isinstance(report, FailedSaveReport):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embershard.launch.screen import make_table, say
-from embershard.metrics.quality_text import figures, slice_rows
+from embershard.metrics.figures import figures, slice_rows
 from embershard.planning.recalibrate import Recalibration
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, Traffic
 from embershard.reports import publications

@@ -10,7 +10,7 @@ from typing import Literal
 from embershard.data.block import BadRow
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.metrics.curves import Curves
-from embershard.metrics.figures import AnyQuality
+from embershard.metrics.figures import Figures
 from embershard.run_result import IdTotals, Slices
 
 
@@ -33,7 +33,7 @@ class TrainReport:
     samples: int
     loss: float
     batches: dict[str, int] | None
-    quality: AnyQuality
+    quality: Figures
     samples_per_second: float
     hit_rate_unique: float | None
     hit_rate_lookups: float | None
@@ -51,7 +51,7 @@ class EvalReport:
     evaluations before, where that matters."""
 
     step: int
-    quality: AnyQuality
+    quality: Figures
     seconds: float
     is_best: bool = False
     slices: Slices = field(default_factory=dict)
@@ -73,7 +73,7 @@ class WindowReport:
     window: int
     start: str
     late: int
-    quality: AnyQuality
+    quality: Figures
     seconds: float
     slices: Slices = field(default_factory=dict)
 

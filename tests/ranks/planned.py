@@ -129,7 +129,7 @@ def _losses(reports: Iterator[Report]) -> list[float]:
         if isinstance(report, TrainReport):
             found.append(report.loss)
         elif isinstance(report, EvalReport):
-            found.append(report.quality.logloss)
+            found.append(report.quality["logloss"])
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from embershard.distributed.sent_bytes import SentBytes
-from embershard.metrics.quality_text import main_names, title_of
+from embershard.metrics.figures import main_names, title_of
 from embershard.reports.page.runs import (
     HITS_DIFFER,
     PageFigure,
@@ -80,7 +80,7 @@ def windows(runs: Sequence[Run]) -> Section:
     ordered = [run for run in runs if run.folder.reports("window")]
     reports = [report for run in ordered for report in run.folder.reports("window")]
     parts = []
-    for name in main_names(reports, "ne", "calibration") if reports else ():
+    for name in main_names(reports, "windows") if reports else ():
         figure = new_figure()
         figure.update_layout(showlegend=len(runs) > 1)
         figure.update_xaxes(title="window, UTC").update_yaxes(title=title_of(name))

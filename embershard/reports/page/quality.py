@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from embershard.metrics.quality_text import slice_rows
+from embershard.metrics.figures import slice_rows
 from embershard.reports.page.runs import PageFigure, PageTable, Run, Section, look, new_figure, text
 
 _DIAGONAL = {"color": "#888888", "dash": "dot", "width": 1}

@@ -12,9 +12,9 @@ import plotly.io
 from plotly.subplots import make_subplots
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.metrics.quality_text import form_of, held_out_warning, main_names, steady_mark, title_of
+from embershard.metrics.figures import form_of, main_names, title_of
 from embershard.reports.run_folder import RunFolder
-from embershard.run_result import RunCaches, RunResult
+from embershard.run_result import RunCaches, RunResult, held_out_warning, steady_mark
 from embershard.units import number, size
 
 # Okabe and Ito's colours, which also readers with a colour vision deficiency can tell apart; then dashes.
@@ -140,7 +140,7 @@ HITS_DIFFER = (
 def summary(runs: Sequence[Run]) -> Section:
     """Return the section of all runs' results."""
     ended = [(run.name, run.result) for run in runs if run.result is not None]
-    names = main_names((result.quality for _, result in ended), "ne", "mae", "r2")
+    names = main_names((result.quality for _, result in ended), "page")
     header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "p95", "training loss"]
     header += [*map(title_of, names), "best, at step", "hits", "caches", "host", "sent"]
     note = (

@@ -10,7 +10,7 @@ from embershard.distributed import Ranks
 from embershard.distributed.checkpoint.best import BEST, BestEvaluation
 from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.errors import InvalidCheckpointError
-from embershard.metrics.figures import Judge, quality_values
+from embershard.metrics.figures import Judge
 from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport
 
@@ -74,7 +74,7 @@ class BestModel:
     def add(self, report: EvalReport) -> bool:
         """Note an evaluation; return True if it is the best so far. On every rank by the figures of the first one."""
         if report.step != self.progress.step:  # else a resumed run made it again
-            values = self._ranks.from_first(lambda: quality_values(report.quality))
+            values = self._ranks.from_first(lambda: report.quality)
             self._add(report.step, {name: value for name, value in values.items() if name != "samples"})
         best = self.progress.best
         return best is not None and best.step == report.step

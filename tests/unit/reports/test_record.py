@@ -29,7 +29,6 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.launch.run_dir import check_run_dir, lock_run_dir
 from embershard.launch.versions import git_commit, versions
-from embershard.metrics.figures import Quality, RegressionQuality
 from embershard.reports.progress import ProgressDisplay, closing_table, eval_line, train_line
 from embershard.reports.record import RunRecord, make_result, steady_steps
 from embershard.run_result import HotColdTotals, RunResult
@@ -51,7 +50,7 @@ KEYS = {
 }  # fmt: skip
 
 
-UNKNOWN = Quality(0, None, None, None, None, None)
+UNKNOWN = {"samples": 0, "auc": None, "ne": None, "logloss": None}
 
 
 def train_report(step: int) -> TrainReport:
@@ -60,7 +59,9 @@ def train_report(step: int) -> TrainReport:
 
 
 def eval_report(step: int) -> EvalReport:
-    return EvalReport(step, Quality(10, 0.4, 0.7, 0.9, 0.8, 1.1), 0.1)
+    return EvalReport(
+        step, {"samples": 10, "auc": 0.7, "ne": 0.9, "logloss": 0.4, "accuracy": 0.8, "calibration": 1.1}, 0.1
+    )
 
 
 def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), loss=0.5, is_evaluated=True, **changes):
@@ -267,7 +268,7 @@ def test_plain_lines_when_not_a_terminal():
     assert sixth == "no space."
 
 
-@pytest.mark.parametrize("quality", [Quality(10, *[None] * 5), RegressionQuality(10, *[None] * 3)])
+@pytest.mark.parametrize("quality", [{"samples": 10, "auc": None, "ne": None}, {"samples": 10, "rmse": None}])
 def test_weights_of_0_alone_are_said_once(quality):
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=False, width=200), 20, 0)
@@ -282,7 +283,7 @@ def test_weights_of_0_alone_are_said_once(quality):
 def test_a_bar_on_a_terminal():
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=True, width=80, color_system=None), 20_000, 0)
-    quality = dataclasses.replace(UNKNOWN, auc=0.75)
+    quality = {**UNKNOWN, "auc": 0.75}
     display.show(dataclasses.replace(train_report(10_000), quality=quality, samples_per_second=1e6))
     display.close()
     text = screen.getvalue()
@@ -294,7 +295,7 @@ def test_a_bar_on_a_terminal():
 def test_what_is_undefined_is_shown_as_such():
     assert "AUC n/a" in train_line(train_report(1))
     assert train_line(train_report(1)).endswith("  sent 2.86 MiB/step")  # of other: not of training
-    assert "AUC n/a" in eval_line(EvalReport(1, Quality(3, 0.1, None, None, 1.0, None), 0.1))
+    assert "AUC n/a" in eval_line(EvalReport(1, {"samples": 3, "logloss": 0.1, "auc": None}, 0.1))
 
 
 def test_closing_table_with_and_without_a_cache():
