@@ -349,6 +349,21 @@ class RunResult:
         """The step at which the run was last resumed; 0 where it was not."""
         return self.steps - self.measured_steps
 
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of a step; None where no step was timed."""
+        return None if self.step_ms.p50 is None else self.step_ms.p50 / 1e3
+
+    @property
+    def plan_digest(self) -> str | None:
+        """The digest of the plan that the run obeyed; None: it had none."""
+        return None if self.plan is None else self.plan.digest
+
+    @property
+    def caches(self) -> dict[int, RankCaches]:
+        """The caches of each rank; empty in a run without caches."""
+        return {} if self.cache is None else {each.rank: each for each in self.cache.ranks}
+
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunResult:
         """Return the result of the entries of a file.

@@ -14,23 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from embershard.launch.screen import say
-from embershard.metrics.figures import figures, form_of, main_values, quality_line, quality_rows, title_of
+from embershard.metrics.figures import figures, form_of, main_values, quality_rows, title_of
 from embershard.run_result import HotColdTotals, IdTotals, LookAheadTotals, RunCaches, RunResult, steady_mark
 from embershard.training.config import RunConfig
-from embershard.training.reports import (
-    BadRowsReport,
-    EndReport,
-    EvalReport,
-    FailedSaveReport,
-    FileReport,
-    PublicationReport,
-    Report,
-    SaveReport,
-    SkippedBatchReport,
-    StopReport,
-    TrainReport,
-    WindowReport,
-)
+from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.units import number, size
 
 
@@ -64,45 +51,20 @@ class ProgressDisplay:
                 which = "held-out" if isinstance(report, EvalReport) else "newest training"
                 line = f"step {report.step}: warning: all {count:,} {which} samples have weight 0 (data.table.weight)"
                 say(self._console, line)
-        if isinstance(report, TrainReport):
-            of = "" if self._total is None else f"/{self._total}"
-            line = f"step {report.step}{of}  {train_line(report)}"
-            if self._bar is not None:
-                self._bar.update(self._task, completed=report.step, description=_bar_line(report))
-                say(self._console, line)  # above the bar, and stays there
-            elif self._total is None:
+        if not isinstance(report, TrainReport):
+            if line := report.line():
                 say(self._console, line)
-            else:
-                per_step = (time.monotonic() - self._started) / max(report.step - self._first_step, 1)
-                say(self._console, f"{line}  ETA {per_step * (self._total - report.step):.0f} s")
-        elif isinstance(report, EvalReport):
-            say(self._console, f"step {report.step}: {eval_line(report)}")
-        elif isinstance(report, WindowReport):
-            quality = report.quality
-            late = f", {report.late:,} late" if report.late else ""
-            counts = f"{quality['samples']:,} samples{late}, {report.seconds:.1f} s"
-            say(self._console, f"step {report.step}: window {report.start}  {quality_line(quality)}  ({counts})")
-        elif isinstance(report, FailedSaveReport):
-            goes_on = "" if report.run_ends else " Training goes on (checkpoint.on_failed_save)."
-            say(self._console, f"{report.reason}{goes_on}")
-        elif isinstance(report, BadRowsReport):
-            first = f", for instance {report.rows[0]}" if report.rows else ""
-            say(self._console, f"step {report.step}: {report.num_bad:,} bad rows so far{first}")
-        elif isinstance(report, StopReport):
-            saved = f"its state is in {report.path}" if report.path else "no checkpoint of it, by checkpoint.at_end"
-            say(self._console, f"step {report.step}: stopped by a signal; {saved}")
-        elif isinstance(report, SkippedBatchReport):
-            say(self._console, f"{report.reason} It trains nothing (train.on_non_finite).")
-        elif isinstance(report, EndReport):
-            pass  # of the closing table
-        elif isinstance(report, FileReport):
-            say(self._console, f"step {report.step}: warning: {report.problem}")
-        elif isinstance(report, PublicationReport):
-            say(self._console, f"step {report.step}: {publication_line(report)}")
+            return
+        of = "" if self._total is None else f"/{self._total}"
+        line = f"step {report.step}{of}  {report.line()}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=report.step, description=_bar_line(report))
+            say(self._console, line)  # above the bar, and stays there
+        elif self._total is None:
+            say(self._console, line)
         else:
-            assert isinstance(report, SaveReport)
-            waited = f"; training waited {report.stall_seconds:.1f} s" if report.stall_seconds < report.seconds else ""
-            say(self._console, f"step {report.step}: saved {report.path} ({report.seconds:.1f} s{waited})")
+            per_step = (time.monotonic() - self._started) / max(report.step - self._first_step, 1)
+            say(self._console, f"{line}  ETA {per_step * (self._total - report.step):.0f} s")
 
     def close(self) -> None:
         """End the bar, so that other output can follow. May be called twice."""
@@ -110,35 +72,10 @@ class ProgressDisplay:
             self._bar.stop()
 
 
-def train_line(report: TrainReport) -> str:
-    """Return speed, loss, AUC (or RMSE) so far, hit rate and bytes between ranks in one line."""
-    hits = "" if report.hit_rate_lookups is None else f"  hit rate {report.hit_rate_lookups:.1%}"
-    speed = f"{report.samples_per_second:,.0f} samples/s"
-    sent = report.sent_bytes.in_training
-    between = f"  sent {size(sent)}/step" if sent else ""
-    return f"{speed}  loss {report.loss:.4f}  {quality_line(main_values(report.quality))}{hits}{between}"
-
-
 def _bar_line(report: TrainReport) -> str:
     hits = "" if report.hit_rate_lookups is None else f" hit {report.hit_rate_lookups:.1%}"
     main, *_ = figures(main_values(report.quality))  # of the first label
     return f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} {main.title} {main.value}{hits}"
-
-
-def publication_line(report: PublicationReport) -> str:
-    """Return what was published, or why not, in one line."""
-    if report.problem:
-        return report.problem
-    rows = f"{report.rows:,} rows, " if report.name.startswith("delta") else ""
-    waited = f"; training waited {report.stall_seconds:.3f} s" if report.stall_seconds else ""
-    return f"published {report.name} ({rows}{size(report.num_bytes)}, {report.seconds:.1f} s{waited})"
-
-
-def eval_line(report: EvalReport) -> str:
-    """Return the quality on the held-out samples in one line."""
-    values = report.quality
-    best = "; the best so far" if report.is_best else ""
-    return f"held-out {quality_line(values)}  ({values['samples']:,} samples, {report.seconds:.1f} s{best})"
 
 
 def closing_table(result: RunResult, what: str) -> Table:

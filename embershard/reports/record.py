@@ -18,7 +18,7 @@ from embershard.errors import naming_file
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.screen import time_now
 from embershard.launch.versions import git_commit, versions
-from embershard.metrics.figures import main_values, metric_names
+from embershard.metrics.figures import metric_names
 from embershard.run_result import RESULT, RunResult, WindowResult, mean_quality
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
@@ -26,29 +26,13 @@ from embershard.sharding.plan import Plan
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.config import RunConfig
 from embershard.training.parts.hot_cold import packed_totals
-from embershard.training.reports import (
-    BadRowsReport,
-    EndReport,
-    EvalReport,
-    FailedSaveReport,
-    FileReport,
-    PublicationReport,
-    Report,
-    SaveReport,
-    SkippedBatchReport,
-    StopReport,
-    TrainReport,
-    WindowReport,
-)
+from embershard.training.reports import BadRowsReport, EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
 from embershard.whole_file import whole_file
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
 _DAMAGED, _BAD_ROWS = "metrics.damaged.jsonl", "bad_rows.jsonl"
-#: Kinds of reports that a resumed run may make again at the step of its checkpoint, as the run before it did; and what,
-#: beside the step, tells one from another.
-_MADE_AGAIN = {"eval": (), "window": ("window",), "stop": (), "skipped_batch": ("epoch", "sample")}
 _Again = tuple[Any, ...]
 #: Lines of bad_rows.jsonl.
 _MOST_BAD_ROWS = 10_000
@@ -209,8 +193,7 @@ def make_result(
 
 def report_line(report: Report) -> dict[str, Any]:
     """Return a report as a line of metrics.jsonl: its kind, the time now, and its values."""
-    kind, values = flat_report(report)
-    return {"kind": kind, "time": time_now(), **values}
+    return {"kind": report.kind, "time": time_now(), **report.values()}
 
 
 def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> dict[str, Any]:
@@ -245,43 +228,6 @@ def _best(trainer: Trainer) -> dict[str, Any]:
     return {"best": best and dataclasses.asdict(best), "keeps_best": kept is not None, "stopped_early": is_early}
 
 
-def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
-    """Return the kind of a report and its values, as a line of metrics.jsonl has them."""
-    if isinstance(report, TrainReport):
-        values = dataclasses.asdict(report) | main_values(report.quality)
-        del values["quality"]
-        values |= {f"loss/{label}": loss for label, loss in values.pop("label_losses").items()}
-        sent, batches, ids = values.pop("sent_bytes"), values.pop("batches") or {}, values.pop("ids")
-        values |= {f"{kind}_batches": count for kind, count in batches.items()}
-        values |= {f"sent_bytes_{kind}": count for kind, count in sent.items()}
-        return "train", values | ({"ids": ids} if ids else {})
-    if isinstance(report, EndReport):
-        sent = {f"total_sent_bytes_{kind}": count for kind, count in dataclasses.asdict(report.sent_bytes).items()}
-        totals = {"total_fills": report.fills, "total_write_backs": report.write_backs}
-        return "end", {"step": report.step, **totals, **sent}
-    if isinstance(report, EvalReport):
-        slices = {"slices": report.slices} if report.slices else {}
-        return "eval", {"step": report.step, **report.quality, **slices, "seconds": report.seconds}
-    if isinstance(report, WindowReport):
-        values = dataclasses.asdict(report) | report.quality
-        del values["quality"]
-        return "window", {name: value for name, value in values.items() if name != "slices" or value}
-    if isinstance(report, FailedSaveReport):
-        return "failed_checkpoint", dataclasses.asdict(report)
-    if isinstance(report, BadRowsReport):
-        return "bad_rows", {"step": report.step, "num_bad": report.num_bad}
-    if isinstance(report, StopReport):
-        return "stop", {"step": report.step, "path": report.path and report.path.name}
-    if isinstance(report, FileReport):
-        return "file", dataclasses.asdict(report)
-    if isinstance(report, SkippedBatchReport):
-        return "skipped_batch", dataclasses.asdict(report)
-    if isinstance(report, PublicationReport):
-        return "publication", dataclasses.asdict(report)
-    assert isinstance(report, SaveReport)
-    return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
-
-
 def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], set[_Again], list[bytes]]:
     """Return the lines of an earlier run up to a step; what of that step the resumed run may report again; and the
     lines that cannot be read."""
@@ -304,6 +250,7 @@ def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], set[_Again], li
 
 def _of_report(values: Mapping[str, Any]) -> _Again | None:
     """Return what tells a report from the others that a resumed run may make again; None for other kinds."""
-    if (names := _MADE_AGAIN.get(values["kind"])) is None:
+    names = next((each.told_by for each in Report.__subclasses__() if each.kind == values["kind"]), None)
+    if names is None:
         return None
     return values["kind"], values["step"], *(values.get(name) for name in names)

@@ -29,7 +29,7 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.launch.run_dir import check_run_dir, lock_run_dir
 from embershard.launch.versions import git_commit, versions
-from embershard.reports.progress import ProgressDisplay, closing_table, eval_line, train_line
+from embershard.reports.progress import ProgressDisplay, closing_table
 from embershard.reports.record import RunRecord, make_result, steady_steps
 from embershard.run_result import HotColdTotals, RunResult
 from embershard.training.config import RunConfig, TrainConfig
@@ -293,9 +293,9 @@ def test_a_bar_on_a_terminal():
 
 
 def test_what_is_undefined_is_shown_as_such():
-    assert "AUC n/a" in train_line(train_report(1))
-    assert train_line(train_report(1)).endswith("  sent 2.86 MiB/step")  # of other: not of training
-    assert "AUC n/a" in eval_line(EvalReport(1, {"samples": 3, "logloss": 0.1, "auc": None}, 0.1))
+    assert "AUC n/a" in train_report(1).line()
+    assert train_report(1).line().endswith("  sent 2.86 MiB/step")  # of other: not of training
+    assert "AUC n/a" in EvalReport(1, {"samples": 3, "logloss": 0.1, "auc": None}, 0.1).line()
 
 
 def test_closing_table_with_and_without_a_cache():

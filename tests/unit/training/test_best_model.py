@@ -264,8 +264,8 @@ def test_what_is_kept_by_default(train, checkpoint, keeps):
 @pytest.mark.parametrize(
     ("train", "checkpoint", "message"),
     [
-        ({"metric": "calibration"}, {}, "train.metric: got 'calibration', needed one of logloss, auc, ne, accuracy."),
-        ({"metric": "rmse"}, {}, "train.metric: got 'rmse', needed one of logloss, auc"),
+        ({"metric": "calibration"}, {}, "train.metric: got 'calibration', needed one of auc, ne, logloss, accuracy."),
+        ({"metric": "rmse"}, {}, "train.metric: got 'rmse', needed one of auc, ne, logloss"),
         (
             {"metric": "auc", "epochs": 1},
             {"keep_best": None, "asynchronous": None},
