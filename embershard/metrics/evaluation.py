@@ -18,9 +18,8 @@ from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.metrics.config import MetricsConfig
 from embershard.metrics.curves import Curves, curves_of
-from embershard.metrics.figures import Figures, names_of
+from embershard.metrics.figures import Figures, Slices, names_of
 from embershard.metrics.predictions import Predicted, PredictionBuffer, judge
-from embershard.run_result import Slices
 
 #: Slices of samples without a value, and of values with few samples.
 MISSING, OTHERS = "(missing)", "(others)"
@@ -148,9 +147,7 @@ class Evaluator:
         curves = {label: curves_of(task, own) for (label, own), task in labels}
         return Evaluation(quality, slices, curves)
 
-    def _slices(
-        self, predicted: Predicted, groups: Tensor | None, column: ValueNumbers
-    ) -> dict[str, dict[str, int | float | None]]:
+    def _slices(self, predicted: Predicted, groups: Tensor | None, column: ValueNumbers) -> dict[str, Figures]:
         metrics, target, found = self._metrics, self._target, {}
         wanted = {"samples", *(name for task in target.tasks for name in metrics.of_task(task))}
         wanted |= {f"{name}/{label}" for label in target.classes for name in names_of("multiclass")}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from embershard.data.schema import Target, Task
 from embershard.errors import ConfigError
-from embershard.units import number
+from embershard.units import ShownTable, number
 
 if TYPE_CHECKING:  # settings know the names of figures, and load no torch
     from torch import Tensor
@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # settings know the names of figures, and load no torch
     from embershard.metrics.ranking import Floats, GroupFigures
 
 Figures = dict[str, float | None]
+#: Figures of slices, by column, value and name; "samples" is one of them.
+Slices = dict[str, dict[str, Figures]]
 #: Least distance of a prediction from 0 and 1 in logarithms, as in TorchRec's metrics.
 ETA = 1e-12
 
@@ -421,6 +423,13 @@ def slice_rows(values: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list
             count = number(next(of[name] for name in names_of_count if name in of), ",.0f")
             rows.append([value, *([label] if len(labels) > 1 else []), count, *cells])
     return [*(["label"] if len(labels) > 1 else []), "samples", *map(title_of, names)], rows
+
+
+def slice_tables(slices: Slices) -> Iterator[ShownTable]:
+    """Yield a table for each column of slices."""
+    for column, values in slices.items():
+        titles, rows = slice_rows(values)
+        yield ShownTable(f"Held-out samples by {column}", (column,), titles, rows)
 
 
 def main_names(results: Iterable[Mapping[str, Any]], place: Place | None = None) -> list[str]:

@@ -19,7 +19,16 @@ from embershard.launch.run_dir import check_run_dir
 from embershard.launch.screen import time_now
 from embershard.launch.versions import git_commit, versions
 from embershard.metrics.figures import metric_names
-from embershard.run_result import RESULT, RunResult, WindowResult, mean_quality
+from embershard.run_result import (
+    RESULT,
+    HeldOutPart,
+    ObeyedPlan,
+    PublishedState,
+    RunResult,
+    StepTimes,
+    WindowResult,
+    mean_quality,
+)
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
 from embershard.sharding.plan import Plan
@@ -159,36 +168,34 @@ def make_result(
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
-    return RunResult.of({
-        "steps": trainer.steps,
-        "measured_steps": len(trainer.step_seconds),
-        "samples": trainer.samples,
-        "skipped_batches": trainer.loss_monitor.num_skipped,
-        "samples_per_second": (
-            len(measured) * global_batch(config, ranks.world_size) / sum(measured) if measured else None
-        ),
-        "step_ms": {"p50": p50, "p95": p95},
-        "is_steady": is_steady,
-        "loss": None if last is None else last.loss,
-        "label_losses": {} if last is None else last.label_losses,
-        **{name: quality.get(name) for name in metric_names(trainer.target, config.metrics.more)},
-        "slices": {} if evaluation is None else evaluation.slices,
-        "eval_samples": quality.get("samples", 0),
-        "held_out": _held_out(trainer, windows),
-        "windows": [dataclasses.asdict(window) for window in windows],
+    return RunResult(
+        steps=trainer.steps,
+        measured_steps=len(trainer.step_seconds),
+        samples=trainer.samples,
+        skipped_batches=trainer.loss_monitor.num_skipped,
+        samples_per_second=len(measured) * global_batch(config, ranks.world_size) / sum(measured) if measured else None,
+        step_ms=StepTimes(p50, p95),
+        is_steady=is_steady,
+        loss=None if last is None else last.loss,
+        label_losses={} if last is None else last.label_losses,
+        quality={name: quality.get(name) for name in metric_names(trainer.target, config.metrics.more)},
+        slices={} if evaluation is None else evaluation.slices,
+        eval_samples=int(quality.get("samples") or 0),
+        held_out=_held_out(trainer, windows),
+        windows=tuple(windows),
         **_best(trainer),
-        "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
-        "followed": trainer.following and dataclasses.asdict(trainer.following.result()),
-        "world_size": ranks.world_size,
-        "device": ranks.device.type,
+        bad_rows=trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
+        followed=None if trainer.following is None else trainer.following.result(),
+        world_size=ranks.world_size,
+        device=ranks.device.type,
+        hot_cold=packed_totals(trainer.hot, trainer.stream),
+        changes=tuple(dataclasses.asdict(change) for change in trainer.state.changes),
+        plan=None if plan is None else ObeyedPlan(config.sharding.plan, plan.digest),
+        published=_published(trainer),
+        versions=versions(),
+        git_commit=git_commit(),
         **totals,
-        "hot_cold": packed_totals(trainer.hot, trainer.stream),
-        "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
-        "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
-        "published": _published(trainer),
-        "versions": versions(),
-        "git_commit": git_commit(),
-    })  # fmt: skip
+    )
 
 
 def report_line(report: Report) -> dict[str, Any]:
@@ -196,7 +203,7 @@ def report_line(report: Report) -> dict[str, Any]:
     return {"kind": report.kind, "time": time_now(), **report.values()}
 
 
-def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> dict[str, Any]:
+def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> HeldOutPart:
     source, data = trainer.source, trainer.config.data
     held_out, rest = (source.chunks(split).num_samples for split in ("eval", "train"))
     in_windows = 0
@@ -204,18 +211,14 @@ def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> dict[str, 
         in_windows = rest - int(windows.firsts[1])
     elif data.follow:
         in_windows = 0 if data.eval_path is not None else sum(window.samples for window in evaluated)
-    return {
-        "split": data.split if data.eval_path is None else "eval_path",
-        "how": source.held_out.how,
-        "samples": held_out + in_windows,
-        "all_samples": held_out + rest,
-    }
+    split = data.split if data.eval_path is None else "eval_path"
+    return HeldOutPart(split, source.held_out.how, held_out + in_windows, held_out + rest)
 
 
-def _published(trainer: Trainer) -> dict[str, Any] | None:
+def _published(trainer: Trainer) -> PublishedState | None:
     if (publisher := trainer.publisher) is None:
         return None
-    return {"name": publisher.published.name, "step": publisher.published.step, "problem": publisher.failure}
+    return PublishedState(publisher.published.name, publisher.published.step, publisher.failure)
 
 
 def _best(trainer: Trainer) -> dict[str, Any]:
@@ -225,7 +228,7 @@ def _best(trainer: Trainer) -> dict[str, Any]:
     kept = trainer.best.kept
     best = trainer.best.progress.best if kept is None else kept
     is_early = bool(trainer.best.stop_reason)
-    return {"best": best and dataclasses.asdict(best), "keeps_best": kept is not None, "stopped_early": is_early}
+    return {"best": best, "keeps_best": kept is not None, "stopped_early": is_early}
 
 
 def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], set[_Again], list[bytes]]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, Literal
 
 from embershard.data.block import BadRow
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.metrics.curves import Curves
-from embershard.metrics.figures import Figures, main_values, quality_line
-from embershard.run_result import IdTotals, Slices
-from embershard.units import size
+from embershard.metrics.figures import Figures, Slices, main_values, quality_line
+from embershard.run_result import IdTotals
+from embershard.units import ShownTable, size
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Report:
     def line(self) -> str:
         """Return what the screen shows; "" for nothing."""
         return ""
+
+    @classmethod
+    def table_of_runs(cls, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> ShownTable | None:
+        """Return a table that sums up the lines of this kind, with a row for each run that has any; None: there is
+        none, or curves and tables of the result show them."""
+        return None
 
     def at_step(self, text: str) -> str:
         """Return a line that begins with the step."""
@@ -272,6 +279,38 @@ class PublicationReport(Report):
         waited = f"; training waited {self.stall_seconds:.3f} s" if self.stall_seconds else ""
         what = f"published {self.name} ({rows}{size(self.num_bytes)}, {self.seconds:.1f} s{waited})"
         return self.at_step(self.problem or what)
+
+    @classmethod
+    def table_of_runs(cls, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> ShownTable | None:
+        """
+        >>> delta = {"name": "delta_1", "rows": 10, "num_bytes": 1024, "stall_seconds": 0.02, "delay_seconds": 1.5}
+        >>> lines = [{"name": "base_0"}, delta, {"name": "", "problem": "no space"}]
+        >>> PublicationReport.table_of_runs({"mine": lines}).rows
+        [('mine', '1', '1', '10', '1.00 KiB', '20 ms', '20 ms', '1.5 s', '1.5 s', '1')]
+        """
+        rows = []
+        for run, own in lines.items():
+            deltas = [line for line in own if str(line.get("name", "")).startswith("delta")]
+            stalls, delays = (
+                [each for line in deltas if isinstance(each := line.get(name), (int, float))] or [0.0]
+                for name in ("stall_seconds", "delay_seconds")
+            )
+            cells = (
+                str(sum(str(line.get("name", "")).startswith("base") for line in own)),
+                str(len(deltas)),
+                f"{sum(line.get('rows', 0) for line in deltas):,}",
+                size(sum(line.get("num_bytes", 0) for line in deltas)),
+                *(f"{1e3 * each:,.0f} ms" for each in (median(stalls), max(stalls))),
+                *(f"{each:,.1f} s" for each in (median(delays), max(delays))),
+                str(sum(not line.get("name") for line in own)),
+            )
+            rows += [(run, *cells)] if own else []
+        titles = ("bases", "deltas", "rows", "bytes", "training waited", "at most", "delay", "at most", "failed")
+        note = (
+            "rows and bytes: of all deltas; training waited: for a delta, median; delay: from the oldest update in a "
+            "delta until it was there, median; replicas look for it every second"
+        )
+        return ShownTable("Publications: bases and deltas", ("run",), titles, rows, note) if rows else None
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _report(arguments: argparse.Namespace) -> None:
     if not arguments.predicted and arguments.recalibrate is None:
         values["result"] = result.to_dict()
         if not arguments.json:
-            run_tables.show_run(run.path, result, run.reports("publication"), console, top)
+            run_tables.show_run(run, result, console, top)
     if arguments.json:
         print(json.dumps(values, indent=2, allow_nan=False))
 

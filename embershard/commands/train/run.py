@@ -126,7 +126,7 @@ def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
     ratio = None if trainer.plan else trainer.config.cache.slot_ratio
     totals = {
         "cache": trainer.metrics.cache_reader.totals(ratio),
-        "ids": {table: dataclasses.asdict(found) for table, found in trainer.metrics.id_reader.totals().items()},
+        "ids": trainer.metrics.id_reader.totals(),
         "look_ahead": look_ahead_totals(trainer.upcoming.stats(), trainer.ranks),
         "sent_bytes": trainer.metrics.traffic_reader.totals(),
     }

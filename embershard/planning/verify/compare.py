@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from embershard.cache.totals import CacheTotals
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork
-from embershard.run_result import CacheTotals, RunResult
+from embershard.run_result import RunResult
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
 from embershard.sharding.shards import shards_of
@@ -387,8 +388,8 @@ def _which_steps(prediction: Prediction, run: RunResult) -> Iterator[str]:
 def _which_speed(run: RunResult) -> Iterator[str]:
     if run.step_seconds is not None and not run.is_steady:
         yield (
-            f"The run's {run.measured_steps:,} steps are few beside its look-ahead: for the last ones no batch was left "
-            "to be read, so they are quicker than those of a long run. Train longer to compare step times."
+            f"The run's {run.measured_steps:,} steps are few beside its look-ahead: for the last ones no batch was "
+            "left to be read, so they are quicker than those of a long run. Train longer to compare step times."
         )
 
 

@@ -11,10 +11,11 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.subplots import make_subplots
 
+from embershard.cache.totals import RunCaches
 from embershard.errors import ConfigError, ShardingError
 from embershard.metrics.figures import form_of, main_names, title_of
 from embershard.reports.run_folder import RunFolder
-from embershard.run_result import RunCaches, RunResult, held_out_warning, steady_mark
+from embershard.run_result import RunResult, held_out_warning, steady_mark
 from embershard.units import number, size
 
 # Okabe and Ito's colours, which also readers with a colour vision deficiency can tell apart; then dashes.

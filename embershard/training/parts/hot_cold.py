@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.frequency import FrequencyProfile, HotRows
+from embershard.run_result import HotColdTotals
 from embershard.training.checkpoint.identity import identity_of
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, table_rows, tables_of_run
@@ -90,18 +90,18 @@ def find_hot_set(
     return HotSet(rows, samples)
 
 
-def packed_totals(hot: HotSet | None, stream: BatchStream) -> dict[str, Any] | None:
+def packed_totals(hot: HotSet | None, stream: BatchStream) -> HotColdTotals | None:
     """Return the entry of a run's record: hot rows, share of hot samples, batches by kind. None in other modes."""
     if hot is None or stream.schedule is None:
         return None
-    return {
-        "threshold": hot.rows.threshold,
-        "hot_rows": hot.rows.total,
-        "hot_bytes": hot.rows.num_bytes,
-        "hot_samples": hot.samples.share,
-        "batches": dict(stream.schedule.num_trained),
-        "rate": stream.schedule.rate,
-    }
+    return HotColdTotals(
+        threshold=hot.rows.threshold,
+        hot_rows=hot.rows.total,
+        hot_bytes=hot.rows.num_bytes,
+        hot_samples=hot.samples.share,
+        batches=dict(stream.schedule.num_trained),
+        rate=stream.schedule.rate,
+    )
 
 
 def _digest(config: RunConfig, ranks: Ranks, rows: HotRows) -> str:

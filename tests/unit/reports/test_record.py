@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from embershard.cache import TableStats
+from embershard.cache.totals import RunCaches
 from embershard.commands.train.run import _Outputs
 from embershard.data import DataConfig, SyntheticConfig, Target, open_source
 from embershard.data.block import BadRow
@@ -31,9 +32,8 @@ from embershard.launch.run_dir import check_run_dir, lock_run_dir
 from embershard.launch.versions import git_commit, versions
 from embershard.reports.progress import ProgressDisplay, closing_table
 from embershard.reports.record import RunRecord, make_result, steady_steps
-from embershard.run_result import HotColdTotals, RunResult
+from embershard.run_result import HotColdTotals, LookAheadTotals, RunResult, SentTotals
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.parts.counts import summed, with_hot_rows
 from embershard.training.reports import (
     BadRowsReport,
     EvalReport,
@@ -83,7 +83,7 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), loss=0.5, is_evaluated=True,
         following=None,
         step_seconds=array("d", step_seconds),
     )
-    sent = {"ids": 8e6, "embeddings": 4e7, "gradients": 4e7, "dense_all_reduce": 8e5, "other": 1e3, "ranks": []}
+    sent = SentTotals(ids=8e6, embeddings=4e7, gradients=4e7, dense_all_reduce=8e5, other=1e3, ranks=())
     totals = {"cache": None, "look_ahead": None, "sent_bytes": sent, **changes}
     last = None if loss is None else SimpleNamespace(loss=loss, label_losses={})
     return make_result(trainer, last, eval_report(40) if is_evaluated else None, totals)
@@ -305,14 +305,14 @@ def test_closing_table_with_and_without_a_cache():
         "bytes_to_device": 2**20, "bytes_to_host": 2**20, "device_bytes": 2**21, "host_bytes": 2**24,
         "seconds": 0.1, "stall_seconds": 0.05,
     }  # fmt: skip
-    ahead = {
-        "steps": 50, "lookahead_min": 60, "lookahead_mean": 63.5, "prefetch_min": 1, "prefetch_mean": 1.8,
-        "max_known_bytes": 2**20, "stall_seconds": 0.1, "uses_worker": True,
-    }  # fmt: skip
+    ahead = LookAheadTotals(
+        steps=50, lookahead_min=60, lookahead_mean=63.5, prefetch_min=1, prefetch_mean=1.8,
+        max_known_bytes=2**20, stall_seconds=0.1, uses_worker=True,
+    )  # fmt: skip
     screen = io.StringIO()
     console = Console(file=screen, width=140)
-    totals = summed([TableStats(table=name, **counts) for name in ("a", "b")])
-    cache = {**totals, "ratio": 0.1, "tables": {}, "ranks": []}
+    tables = [TableStats(table=name, **counts) for name in ("a", "b")]
+    cache = RunCaches.of(tables, ratio=0.1, tables={}, ranks=())
     console.print(closing_table(result(cache=cache, look_ahead=ahead), "dlrm on synthetic data"))
     text = screen.getvalue()
     for said in ("20 of 200", "10.0%", "80.0%", "50", "4.00 MiB device", "200 samples/s", "0.7000"):
@@ -320,7 +320,7 @@ def test_closing_table_with_and_without_a_cache():
     for said in ("63.5 batches known", "1.8 of them on the device", "2.00 ms a step"):
         assert said in text
     packed = HotColdTotals(hot_rows=30, hot_samples=0.4, batches={"cold": 3, "hot": 2})
-    hot = with_hot_rows(cache, hot_bytes=2**21, hot_lookups=300)
+    hot = RunCaches.of(tables, hot_bytes=2**21, hot_lookups=300, ratio=0.1, tables={}, ranks=())
     console.print(closing_table(dataclasses.replace(result(cache=hot), hot_cold=packed), "dlrm"))
     for said in ("50 of 200", "25.0%", "95.0%", "6.00 MiB device", "2.00 MiB device", "300 lookups, all hits", "80.0%"):
         assert said in screen.getvalue()[len(text) :]
