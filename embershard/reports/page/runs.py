@@ -165,7 +165,13 @@ def summary(runs: Sequence[Run]) -> Section:
         for name, result in ended
         if result.resumed_at
     ]
-    return Section("Runs", [PageTable("Results", header, [_summary_row(run, names) for run in runs], note)], text)
+    tables = [PageTable("Results", header, [_summary_row(run, names) for run in runs], note)]
+    closing = {name: {title: value for title, value, _ in result.closing_rows()} for name, result in ended}
+    titles = dict.fromkeys(title for of_run in closing.values() for title in of_run)
+    rows = [(title, *(of_run.get(title, "") for of_run in closing.values())) for title in titles]
+    if rows:
+        tables.append(PageTable("As each run's closing table has it", ("", *closing), rows))
+    return Section("Runs", tables, text)
 
 
 def _summary_row(run: Run, names: Sequence[str]) -> tuple[str, ...]:
