@@ -257,7 +257,7 @@ def check_name(name: str, what: str) -> None:
     """
     metric, at, place = name.partition("@")
     has_place = at == "@" and place.isascii() and place.isdigit() and place == str(int(place)) and int(place) > 0
-    if metric not in METRICS or (has_place if METRICS[metric].has_place else not at) is False:
+    if metric not in METRICS or (not has_place if METRICS[metric].has_place else at):
         known = ", ".join(f"{name}@10" if each.has_place else name for name, each in METRICS.items())
         raise ConfigError(f"{what}: got {name!r}, needed some of {known} (of the last ones with any number of places).")
 
