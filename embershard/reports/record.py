@@ -25,7 +25,6 @@ from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
 from embershard.sharding.plan import Plan
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.config import RunConfig
-from embershard.training.parts.hot_cold import packed_totals
 from embershard.training.reports import (
     BadRowsReport,
     EndReport,
@@ -179,7 +178,6 @@ def make_result(
         "steps": trainer.steps,
         "measured_steps": len(trainer.step_seconds),
         "samples": trainer.samples,
-        "skipped_batches": trainer.loss_monitor.num_skipped,
         "samples_per_second": (
             len(measured) * global_batch(config, ranks.world_size) / sum(measured) if measured else None
         ),
@@ -192,16 +190,13 @@ def make_result(
         "eval_samples": quality.get("samples", 0),
         "held_out": _held_out(trainer, windows),
         "windows": [dataclasses.asdict(window) for window in windows],
-        **_best(trainer),
-        "bad_rows": trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
-        "followed": trainer.following and dataclasses.asdict(trainer.following.result()),
         "world_size": ranks.world_size,
         "device": ranks.device.type,
         **totals,
-        "hot_cold": packed_totals(trainer.hot, trainer.stream),
+        "hot_cold": None,
+        **trainer.of_parts(lambda part: part.result()),
         "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
         "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
-        "published": _published(trainer),
         "versions": versions(),
         "git_commit": git_commit(),
     })  # fmt: skip
@@ -227,22 +222,6 @@ def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> dict[str, 
         "samples": held_out + in_windows,
         "all_samples": held_out + rest,
     }
-
-
-def _published(trainer: Trainer) -> dict[str, Any] | None:
-    if (publisher := trainer.publisher) is None:
-        return None
-    return {"name": publisher.published.name, "step": publisher.published.step, "problem": publisher.failure}
-
-
-def _best(trainer: Trainer) -> dict[str, Any]:
-    """Return what the result says of the best evaluation."""
-    if not trainer.config.judges:
-        return {}
-    kept = trainer.best.kept
-    best = trainer.best.progress.best if kept is None else kept
-    is_early = bool(trainer.best.stop_reason)
-    return {"best": best and dataclasses.asdict(best), "keeps_best": kept is not None, "stopped_early": is_early}
 
 
 def flat_report(report: Report) -> tuple[str, dict[str, Any]]:

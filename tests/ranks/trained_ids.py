@@ -210,7 +210,7 @@ def train_stock(path: Path, kind: str, *, eval_every: int | None = None, forgets
 
 
 def _batches(config: RunConfig, ranks: Ranks, state: StreamState | None) -> Iterator[Batch]:
-    with open_stream(config, open_source(config.data), ranks, state, None) as stream:
+    with open_stream(config, open_source(config.data), ranks, state) as stream:
         yield from stream
 
 
@@ -249,7 +249,7 @@ def _evaluated(stock: Trainer, config: RunConfig, ranks: Ranks, tables: dict[str
     def stream(*_: Any) -> Iterator[Any]:
         yield _Stream(translated)
 
-    with mock.patch("embershard.training.trainer.open_stream", stream):
+    with mock.patch("embershard.training.parts.evaluations.open_stream", stream):
         report = stock.evaluate()
     assert report is not None
     return quality_values(report.quality)

@@ -1,0 +1,231 @@
+"""`Evaluations` of a run, and `BestModel`: which is the best, whether its checkpoint is kept, and when no better one is
+awaited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from embershard.data import Source, Target
+from embershard.distributed import Ranks, shortest
+from embershard.distributed.checkpoint.best import BEST, BestEvaluation
+from embershard.distributed.checkpoint.folder import checkpoint_at
+from embershard.distributed.traffic import counted_as_other
+from embershard.errors import InvalidCheckpointError
+from embershard.metrics.evaluation import Evaluation, Evaluator
+from embershard.metrics.figures import Judge, quality_values
+from embershard.metrics.predictions import PredictionBuffer, predicted_of, until_stopped
+from embershard.training.arithmetic import autocast
+from embershard.training.checkpoint.saved_run import EvaluationProgress, SavedRun, SettingsComparison
+from embershard.training.config import RunConfig
+from embershard.training.parts.part import Part
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport
+from embershard.training.steps import open_stream
+
+
+class BestModel:
+    """Follows the evaluations of a run, and says which checkpoint to keep. All ranks call its methods together.
+
+    Args:
+        config: of the run.
+        target: what is predicted.
+        checkpoints: folder of the run's checkpoints; None: none is saved.
+
+    Attributes:
+        progress: what the evaluations so far have shown.
+        kept: the best evaluation whose checkpoint is there; `best.json` has it.
+
+    Raises:
+        ConfigError: no evaluation has the figure that is to decide.
+    """
+
+    def __init__(self, config: RunConfig, target: Target, checkpoints: Path | None, ranks: Ranks) -> None:
+        self._judge = Judge.of(config.train.metric, target, config.metrics.more)
+        self._patience = config.train.early_stopping
+        self._folder, self._ranks, self._keeps = checkpoints, ranks, config.keeps_best
+        self.progress = EvaluationProgress(self._judge.metric)
+        self.kept: BestEvaluation | None = None
+        self._awaited: BestEvaluation | None = None  # its checkpoint is not there yet
+
+    def add(self, report: EvalReport) -> bool:
+        """Note an evaluation; return True if it is the best so far. On every rank by the figures of the first one."""
+        if report.step != self.progress.step:  # else a resumed run made it again
+            values = self._ranks.from_first(lambda: quality_values(report.quality))
+            self._add(report.step, {name: value for name, value in values.items() if name != "samples"})
+        best = self.progress.best
+        return best is not None and best.step == report.step
+
+    def _add(self, step: int, quality: dict[str, float | None]) -> None:
+        value = self._judge.value(quality)
+        if value is None:
+            self.progress = self.progress.after(step, self._judge)
+            return
+        found = BestEvaluation(step, self._judge.metric, value, quality)
+        self.progress = self.progress.after(found, self._judge)
+        before = self._awaited or self.kept
+        is_better = self._judge.is_better(value, None if before is None else before.value)
+        if self._keeps and self._folder is not None and is_better:
+            self._awaited = found
+
+    def awaits(self, step: int) -> bool:
+        """Return True if the checkpoint of this step is to be kept, and is not there yet."""
+        return self._awaited is not None and self._awaited.step == step
+
+    def note_save(self, step: int, *, is_complete: bool = True) -> None:
+        """Note that the save of a step ended. If it was awaited, its checkpoint is the best one from now on."""
+        best, folder = self._awaited, self._folder
+        if best is None or folder is None or best.step != step:
+            return
+        self._awaited = None
+        if is_complete:
+            self._ranks.from_first(lambda: best.write(folder))
+            self.kept = best
+
+    def resume(self, saved: EvaluationProgress | None, step: int, *, is_same_data: bool) -> None:
+        """Go on after the checkpoint of `step`. Evaluations by another figure or on other data do not count any more,
+        and the checkpoint of the best one is kept if it is there, and no later than `step`."""
+        is_comparable = is_same_data and saved is not None and saved.metric == self._judge.metric
+        self.progress = saved if saved is not None and is_comparable else EvaluationProgress(self._judge.metric)
+        self._awaited = None
+        self.kept = self._ranks.from_first(lambda: self._keep(step, is_same_data))
+
+    def _keep(self, step: int, is_same_data: bool) -> BestEvaluation | None:
+        """Return the best of what `best.json` and the progress say, and make the file say so, too."""
+        if self._folder is None:
+            return None
+        try:
+            noted = BestEvaluation.find(self._folder)
+        except InvalidCheckpointError:
+            noted = None
+        best: BestEvaluation | None = None
+        for found in (self.progress.best, noted if is_same_data else None):
+            is_there = found is not None and found.step <= step and checkpoint_at(self._folder, found.step).is_dir()
+            if found is None or not is_there or found.metric != self._judge.metric:
+                continue
+            if self._judge.is_better(found.value, None if best is None else best.value):
+                best = found
+        if best is None:
+            (self._folder / BEST).unlink(missing_ok=True)
+        elif best != noted:
+            best.write(self._folder)
+        return best
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the training ends early, as a sentence; empty where it goes on."""
+        if self._patience is None or self.progress.num_worse < self._patience:
+            return ""
+        best, count = self.progress.best, self.progress.num_worse
+        than = f"better than {best.title}" if best else f"with a defined {self.progress.metric}"
+        return f"Stopped early: the last {count} evaluations gave nothing {than} (train.early_stopping)."
+
+
+class Evaluations(Part):
+    """Evaluates the held-out part when that is due, and knows which evaluation was the best.
+
+    Attributes:
+        best: the best one.
+    """
+
+    best: BestModel
+    _evaluator: Evaluator
+    _evaluated: int | None = None  # the step of the last evaluation of this process
+
+    def check(self) -> None:
+        """Raise where no evaluation has the figure that is to decide, or the data lack a column of metrics."""
+        run, target = self.run, self.run.target
+        self._evaluator = Evaluator(target, run.config.metrics, run.source, run.ranks)
+        self.best = BestModel(run.config, target, run.checkpoints, run.ranks)
+
+    def before_batch(self) -> Iterator[Report]:
+        """Where evaluations judge, make up for that in which a run was stopped, and for the end of an epoch whose last
+        batch was skipped."""
+        if self.run.config.judges and self.best.progress.step != self.run.steps:
+            yield from self.after_step()
+
+    def after_step(self) -> Iterator[Report]:
+        """Evaluate if it is due."""
+        run, every = self.run, self.run.config.train.eval_every
+        is_due = run.steps % every == 0 if every else run.config.judges and run.stream.ends_epoch(run.position)
+        if is_due and run.steps > 0 and not run.is_last and self._evaluated != run.steps:
+            yield from self._evaluate()
+
+    def evaluate_at_end(self) -> Iterator[Report]:
+        """Evaluate the last step."""
+        if self.run.config.holds_out and self._evaluated != self.run.steps:
+            yield from self._evaluate()
+
+    def _evaluate(self) -> Iterator[EvalReport]:
+        """Evaluate, and note whether it is the best so far; nothing where a rank was asked to stop."""
+        run = self.run
+        self._evaluated = run.steps
+        if (report := run.evaluate()) is None:
+            return
+        is_best = self.best.add(report)
+        if run.steps in (run.saved_step, run.first_step or None):  # its checkpoint is there
+            self.best.note_save(run.steps)
+        yield replace(report, is_best=is_best and run.config.judges)
+
+    def evaluate(self) -> EvalReport | None:
+        """See `Trainer.evaluate`."""
+        started = time.perf_counter()
+        if (found := self.of(self.run.source)) is None:
+            return None
+        seconds = time.perf_counter() - started
+        return EvalReport(self.run.steps, found.quality, seconds, slices=found.slices, curves=found.curves)
+
+    @counted_as_other()
+    def of(self, source: Source) -> Evaluation | None:
+        """Return what the held-out samples of a source say; None: a rank was asked to stop meanwhile."""
+        run = self.run
+        device, target = run.ranks.device, run.target
+        with open_stream(run.config, source, run.ranks, None) as stream:
+            batches = run.input_failure.watch(shortest(stream, device))
+            batches = until_stopped(batches, run.supervision, run.ranks)
+            predictions = PredictionBuffer(target)
+            for predicted in predicted_of(run.model, batches, device, lambda: autocast(run.config.train, device)):
+                predictions.add(predicted)
+            if source is run.source:  # of others, samples count when they train
+                for part in run.parts:
+                    part.after_evaluation(stream)
+        return None if run.supervision.agree(run.ranks) else self._evaluator.judge(predictions, source)
+
+    def note(self, report: Report) -> None:
+        """Learn which checkpoints are there."""
+        if isinstance(report, SaveReport | FailedSaveReport):
+            self.best.note_save(report.step, is_complete=isinstance(report, SaveReport))
+
+    @property
+    def stop_reason(self) -> str:
+        """Why no better one is awaited."""
+        return self.best.stop_reason
+
+    def wants_save(self) -> bool:
+        """Return True if this step is the best one, and is to be kept."""
+        return self.best.awaits(self.run.steps)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the evaluations so far have shown."""
+        return {"evaluations": asdict(self.best.progress)}
+
+    def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
+        """Go on after those before the checkpoint."""
+        self._evaluated = None
+        is_same_data = not any(change.key.startswith("data.") for change in comparison.changes)
+        self.best.resume(saved.evaluations, saved.step, is_same_data=is_same_data)
+
+    def summary(self) -> str:
+        """Return why the training ended early, if it did."""
+        return self.best.stop_reason
+
+    def result(self) -> dict[str, Any]:
+        """Return which evaluation was the best, where that matters."""
+        if not self.run.config.judges:
+            return {}
+        kept = self.best.kept
+        best = self.best.progress.best if kept is None else kept
+        is_early = bool(self.best.stop_reason)
+        return {"best": best and asdict(best), "keeps_best": kept is not None, "stopped_early": is_early}
