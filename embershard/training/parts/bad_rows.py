@@ -36,11 +36,9 @@ class BadRows(Part):
         self._of_epoch: Counter[Split] = Counter()
 
     def after_evaluation(self, stream: BatchStream) -> None:
-        """Add the held-out rows."""
         self._add(stream, "eval")
 
     def after_step(self) -> Iterable[BadRowsReport]:
-        """Count at each line of progress."""
         return self._count() if self.run.is_report_due else ()
 
     def finish(self) -> Iterable[BadRowsReport]:
@@ -48,7 +46,6 @@ class BadRows(Part):
         return self._count()
 
     def result(self) -> dict[str, Any]:
-        """Return how many there were."""
         return {"bad_rows": self.num_bad}
 
     def _add(self, stream: BatchStream, split: Split) -> None:

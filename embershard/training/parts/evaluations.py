@@ -147,14 +147,12 @@ class Evaluations(Part):
             yield from self.after_step()
 
     def after_step(self) -> Iterator[Report]:
-        """Evaluate if it is due."""
         run, every = self.run, self.run.config.train.eval_every
         is_due = run.steps % every == 0 if every else run.config.judges and run.stream.ends_epoch(run.position)
         if is_due and run.steps > 0 and not run.is_last and self._evaluated != run.steps:
             yield from self._evaluate()
 
     def evaluate_at_end(self) -> Iterator[Report]:
-        """Evaluate the last step."""
         if self.run.config.holds_out and self._evaluated != self.run.steps:
             yield from self._evaluate()
 
@@ -194,35 +192,25 @@ class Evaluations(Part):
         return None if run.supervision.agree(run.ranks) else self._evaluator.judge(predictions, source)
 
     def note(self, report: Report) -> None:
-        """Learn which checkpoints are there."""
         if isinstance(report, SaveReport | FailedSaveReport):
             self.best.note_save(report.step, is_complete=isinstance(report, SaveReport))
 
     @property
     def stop_reason(self) -> str:
-        """Why no better one is awaited."""
         return self.best.stop_reason
 
     def wants_save(self) -> bool:
-        """Return True if this step is the best one, and is to be kept."""
         return self.best.awaits(self.run.steps)
 
     def state(self) -> dict[str, Any]:
-        """Return what the evaluations so far have shown."""
         return {"evaluations": asdict(self.best.progress)}
 
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
-        """Go on after those before the checkpoint."""
         self._evaluated = None
         is_same_data = not any(change.key.startswith("data.") for change in comparison.changes)
         self.best.resume(saved.evaluations, saved.step, is_same_data=is_same_data)
 
-    def summary(self) -> str:
-        """Return why the training ended early, if it did."""
-        return self.best.stop_reason
-
     def result(self) -> dict[str, Any]:
-        """Return which evaluation was the best, where that matters."""
         if not self.run.config.judges:
             return {}
         kept = self.best.kept

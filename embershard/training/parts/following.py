@@ -339,26 +339,20 @@ class Following(Part):
             return self.follower.windows_between(start, stop)
 
     def at_end(self) -> Iterator[Report]:
-        """Look at all files once more."""
         self.follower.end()
         yield from self.follower.reports(self.run.steps)
 
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
-        """Begin with the file that has the next sample."""
         self.follower.start_at(comparison.stream.global_sample)
 
     def close(self) -> None:
-        """End the thread that looks for files."""
         self.follower.close()
 
     def notes(self) -> list[str]:
-        """Return what the run will wait for."""
         return [self.follower.outlook]
 
     def summary(self) -> str:
-        """Return what was taken, what was not, and why no more is awaited."""
         return self.follower.summary
 
     def result(self) -> dict[str, Any]:
-        """Return the files that were taken, and those that were not."""
         return {"followed": asdict(self.follower.result())}

@@ -68,11 +68,9 @@ class HotCold(Part):
             follow_hot_batches(self.run.model)
 
     def notes(self) -> list[str]:
-        """Return how many rows are hot."""
         return [] if self.hot is None else [self.hot.describe()]
 
     def result(self) -> dict[str, Any]:
-        """Return hot rows, the share of hot samples, and batches by kind."""
         hot, schedule = self.hot, self.run.stream.schedule
         if hot is None or schedule is None:
             return {}

@@ -238,15 +238,12 @@ class Losses(Part):
         return problem
 
     def before_save(self) -> None:
-        """See `LossMonitor.check_before_save`."""
         self.monitor.check_before_save(self.run.steps, self.run.optimizers.dense_parameters)
 
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
-        """Forget the losses so far."""
         self.monitor = self._begun()
 
     def result(self) -> dict[str, Any]:
-        """Return how many batches were skipped."""
         return {"skipped_batches": self.monitor.num_skipped}
 
 

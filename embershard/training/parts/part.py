@@ -245,7 +245,7 @@ class Part:
 
     def summary(self) -> str:
         """Return what to say of the part when the run ended, as sentences; on the first rank."""
-        return ""
+        return self.stop_reason
 
     def result(self) -> dict[str, Any]:
         """Return entries of the run's result, by name; on the first rank."""

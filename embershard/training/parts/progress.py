@@ -18,12 +18,10 @@ class Progress(Part):
         self._losses = losses
 
     def after_step(self) -> Iterator[Report]:
-        """Report if it is due."""
         if self.run.is_report_due:
             yield self.run.report()
 
     def at_end(self) -> Iterator[Report]:
-        """Report the steps since the last report."""
         if self.run.metrics.has_unreported:
             yield self.run.report()
 

@@ -512,7 +512,6 @@ class Publishing(Part):
     publisher: Publisher
 
     def check(self) -> None:
-        """Raise where the disk has no room for bases."""
         check_disk_for_publications(self.run.config, self.run.ranks)
 
     def after_build(self) -> None:
@@ -526,18 +525,15 @@ class Publishing(Part):
         self.publisher.starts_again = True
 
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
-        """Go on from what was published with the checkpoint."""
         published = saved.of_parts.get("published", {})
         self.publisher.resume(published.get("token"), is_changed=bool(comparison.changes))
 
     def begin(self) -> Iterator[Report]:
-        """Publish a base, or go on with the chain of publications."""
         state, publisher = self.run.state, self.publisher
         state.run_id = publisher.begin(state.run_id, self.run.steps, self.run.prepare_save)
         yield from publisher.reports()
 
     def after_step(self) -> Iterator[Report]:
-        """Publish if it is due."""
         if self.publisher.is_due(self.run.steps):
             self.publisher.cut(self.run.steps)
         yield from self.publisher.reports()
@@ -547,16 +543,13 @@ class Publishing(Part):
         return self.after_step()
 
     def before_save(self) -> Callable[[], None]:
-        """Publish the state that the checkpoint is about to have."""
         return self.publisher.before_save(self.run.steps)
 
     def state(self) -> dict[str, Any]:
-        """Return number and token of the newest publication."""
         newest = self.publisher.newest
         return {} if newest is None else {"published": newest}
 
     def at_end(self) -> Iterator[Report]:
-        """Publish the last state."""
         return self.publisher.end(self.run.steps)
 
     def finish(self) -> Iterator[Report]:
@@ -564,11 +557,9 @@ class Publishing(Part):
         return self.publisher.end(self.run.steps)
 
     def close(self) -> None:
-        """Wait for what is being written, and let other runs have the folder."""
         self.publisher.close()
 
     def raise_failure(self, go_on: str) -> None:
-        """Raise `FailedPublicationError` if the last state was not published."""
         if failure := self.publisher.failure:
             have = self.publisher.published
             raise FailedPublicationError(
@@ -577,6 +568,5 @@ class Publishing(Part):
             )
 
     def result(self) -> dict[str, Any]:
-        """Return what is published."""
         have = self.publisher.published
         return {"published": {"name": have.name, "step": have.step, "problem": self.publisher.failure}}

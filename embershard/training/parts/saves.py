@@ -69,7 +69,6 @@ class Saves(Part):
             yield from self.last()
 
     def after_step(self) -> Iterator[SaveReport | FailedSaveReport]:
-        """Save if it is due; the last step is saved by `at_end`."""
         run, every = self.run, self._config.every_steps
         is_due = (every is not None and run.steps % every == 0) or self._is_wanted
         if run.checkpoints is not None and is_due and not run.is_last:

@@ -30,7 +30,6 @@ class Windows(Part):
         self._evaluations, self._find = evaluations, find
 
     def before_batch(self) -> Iterator[Report]:
-        """Evaluate those that the batch begins."""
         run = self.run
         position = run.position.global_sample
         place = position, position + global_batch(run.config, run.ranks.world_size)
@@ -49,5 +48,4 @@ class Windows(Part):
             yield from self.before_batch()
 
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
-        """Evaluate all that the position has before it."""
         self._next = 1
