@@ -49,24 +49,18 @@ def open_stream(
     config: RunConfig, source: Source, ranks: Ranks, state: StreamState | None, **options: Any
 ) -> BatchStream:
     """Open the training data at `state`, with options of `BatchStream`; or, with None, the held-out part."""
+    given = {"epochs": 1 if state is None else config.train.num_epochs, **options}
     return BatchStream(
         source,
         batch_size=config.train.rank_batch_size(ranks.world_size),
         rank=ranks.rank,
         world_size=ranks.world_size,
         split="eval" if state is None else "train",
-        epochs=_num_epochs(config) if state is not None else 1,
         config=config.data,
         state=state,
         pin_memory=ranks.device.type == "cuda",
-        **options,
+        **given,
     )
-
-
-def _num_epochs(config: RunConfig) -> int | None:
-    if config.data.follow:
-        return None
-    return 1 if config.data.is_in_time_order else config.train.num_epochs
 
 
 class Steps:

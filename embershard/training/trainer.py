@@ -29,14 +29,13 @@ from embershard.training.parts.counts import StepMetrics
 from embershard.training.parts.evaluations import Evaluations
 from embershard.training.parts.loss_monitor import Losses
 from embershard.training.parts.order import parts_of
-from embershard.training.parts.part import Export, Part, Run
-from embershard.training.parts.progress import Progress
+from embershard.training.parts.part import Export, Part, Training
 from embershard.training.parts.saves import Saves
 from embershard.training.reports import EvalReport, Report, SaveReport, SkippedBatchReport, StopReport, TrainReport
 from embershard.training.steps import open_stream
 
 
-class Trainer(Run):
+class Trainer(Training):
     """Trains one model. All ranks call its methods in the same order, in a process group (`embershard.process_group`).
 
     >>> from embershard import process_group  # examples/own_script.py is a whole program
@@ -69,8 +68,8 @@ class Trainer(Run):
         self.plan = find_plan(config, ranks)
         self._saves, self._evaluations = Saves(self), Evaluations(self)
         self.losses = Losses(self, before_stop=self._saves.wait)
-        self._progress = Progress(self, self.losses)
-        self.parts = parts_of(self, self.losses, self._progress, self._saves, self._evaluations)
+        self.metrics = StepMetrics(self, self.losses)
+        self.parts = parts_of(self, self.losses, self.metrics, self._saves, self._evaluations)
         opened = [source for part in self.parts if (source := part.open_source()) is not None]
         self.source: Source = opened[0] if opened else open_source(config.data, share=ranks.from_first)
         for part in self.parts:
@@ -89,7 +88,6 @@ class Trainer(Run):
         self.state = RunState(config, self.source, self.model, self.optimizers, ranks, identity)
         for part in self.parts:
             part.after_build()
-        self.metrics = StepMetrics(self.model, self.target, ranks)
         self._arithmetic = ExitStack()  # until `close`: threads beside the training compute, too
         self._arithmetic.enter_context(arithmetic(config.train, ranks.device))
 
@@ -133,7 +131,7 @@ class Trainer(Run):
                 behind = self.upcoming.replace_one()
                 yield replace(skipped, epoch=behind.epoch, sample=behind.global_sample)
                 continue
-            self.metrics.add_seconds(time.perf_counter() - started)
+            self.step_seconds.append(time.perf_counter() - started)
             yield from self._each(lambda part: part.after_step())
 
     @property
@@ -177,7 +175,7 @@ class Trainer(Run):
 
     def report(self) -> TrainReport:
         """Return loss, quality, speed, and what caches and links moved, since the last report. Collective."""
-        return self._progress.report()
+        return self.metrics.report()
 
     def evaluate(self) -> EvalReport | None:
         """Return the quality on the held-out part: each sample counts once, with any number of ranks.
@@ -225,7 +223,6 @@ class Trainer(Run):
         self.samples = saved.samples
         if manifest is not None:
             self.state.run_id = manifest.run_id
-        self.metrics.forget()
         self.stream.close()
         for part in self.parts:
             part.read_state(saved, comparison)

@@ -189,7 +189,7 @@ def train_stock(path: Path, kind: str, *, eval_every: int | None = None, forgets
             if forgets:
                 _begin_anew(stock, name, born, seed)
         assert stock.step(_with_rows(batch, found)) is None
-        losses.append((step, stock.loss_monitor.mean()))
+        losses.append((step, stock.losses.monitor.mean()))
         if step == STEPS or (eval_every and step % eval_every == 0):
             evaluations.append(_evaluated(stock, config, ranks, tables))
         if step == STEPS:

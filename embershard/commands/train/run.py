@@ -77,8 +77,7 @@ def train_run(
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
     _announce(trainer, console, run_dir)
-    if profile_steps is not None:
-        trainer.parts.append(StepTrace(trainer, *profile_steps, run_dir / TRACES))
+    trainer.parts += [] if profile_steps is None else [StepTrace(trainer, *profile_steps, run_dir / TRACES)]
     with closing(_Outputs(trainer, run_dir, resumed_at, console)) if ranks.is_first else nullcontext() as outputs:
         if ranks.is_first and not supervision.has_launcher:
             supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"

@@ -12,7 +12,7 @@ from embershard.data import BatchStream
 from embershard.data.block import BadRow, BadRowTally
 from embershard.data.sources.source import Split
 from embershard.errors import DataError
-from embershard.training.parts.part import Part, Run
+from embershard.training.parts.part import Part, Training
 from embershard.training.reports import BadRowsReport
 
 _NAMES: dict[Split, str] = {"train": "training", "eval": "held-out"}
@@ -27,7 +27,7 @@ class BadRows(Part):
         num_bad: bad rows that were read; a row counts each time.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Training) -> None:
         super().__init__(run)
         self.num_bad = 0
         self._new: list[tuple[Split, int, BadRowTally]] = []

@@ -1,10 +1,10 @@
-"""`Following`: takes the files of a folder that grows, one after another, while a run trains."""
+"""`FollowedFolder`: takes the files of a folder that grows, one after another, while a run trains."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -299,7 +299,7 @@ class FolderFollower:
         return self._journal.files
 
 
-class Following(Part):
+class FollowedFolder(Part):
     """A run of a folder that is followed.
 
     Attributes:
@@ -307,6 +307,7 @@ class Following(Part):
     """
 
     follower: FolderFollower
+    stream_options: Mapping[str, Any] = {"epochs": None}
 
     def open_source(self) -> FollowedSource:
         """Open the files that the journal has."""

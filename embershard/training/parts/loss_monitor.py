@@ -19,7 +19,7 @@ from embershard.errors import NotFiniteError
 from embershard.metrics.predictions import Predicted
 from embershard.models.loss import label_losses, loss_of, present
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
-from embershard.training.parts.part import Part, Run
+from embershard.training.parts.part import Part, Training
 
 #: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
 MOST_SKIPPED_IN_A_ROW = 10
@@ -214,7 +214,7 @@ class Losses(Part):
         monitor: since the last resume.
     """
 
-    def __init__(self, run: Run, before_stop: Callable[[], None]) -> None:
+    def __init__(self, run: Training, before_stop: Callable[[], None]) -> None:
         super().__init__(run)
         self._before_stop = before_stop
         self.monitor = self._begun()

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from embershard.distributed import PublishConfig
 from embershard.training.config import RunConfig
+from embershard.training.parts.counts import StepMetrics
 from embershard.training.parts.evaluations import Evaluations
 from embershard.training.parts.loss_monitor import Losses
-from embershard.training.parts.part import Part, Run
-from embershard.training.parts.progress import Progress
+from embershard.training.parts.part import Part, Training
 from embershard.training.parts.saves import Saves
 
 
-def parts_of(run: Run, losses: Losses, progress: Progress, saves: Saves, evaluations: Evaluations) -> list[Part]:
+def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, evaluations: Evaluations) -> list[Part]:
     """Return the parts of a run; those that not every run has are imported where its settings ask for them.
 
     * losses first: no checkpoint has what a loss that is not finite trained;
@@ -24,21 +24,21 @@ def parts_of(run: Run, losses: Losses, progress: Progress, saves: Saves, evaluat
     * bad rows behind evaluations, which meet some. They come first in `finish`, in which the last save may be refused.
     """
     config = run.config
-    parts: list[Part] = [losses, progress]
+    parts: list[Part] = [losses, metrics]
     find_windows = None
     if config.publish.folder is not None:
         from embershard.training.parts.publishing import Publishing
 
         parts.append(Publishing(run))
     if config.data.follow:
-        from embershard.training.parts.following import Following
+        from embershard.training.parts.following import FollowedFolder
 
-        parts.append(following := Following(run))
+        parts.append(following := FollowedFolder(run))
         find_windows = following.windows_between
     if config.data.is_in_time_order:
-        from embershard.training.parts.windows import Windows
+        from embershard.training.parts.windows import EvaluatedWindows
 
-        parts.append(Windows(run, evaluations, find_windows))
+        parts.append(EvaluatedWindows(run, evaluations, find_windows))
     parts += [evaluations, saves] if config.judges else [saves, evaluations]
     if config.data.bad_rows != "stop":
         from embershard.training.parts.bad_rows import BadRows

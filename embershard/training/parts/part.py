@@ -1,9 +1,10 @@
-"""`Part`: what a run may have beside its steps. `Run`: what a part knows of the run that it belongs to."""
+"""`Part`: what a run may have beside its steps. `Training`: what a part knows of the run that it belongs to."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ from embershard.training.checkpoint.run_state import PreparedSave, RunState
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.config import RunConfig
 from embershard.training.optimizers import Optimizers
-from embershard.training.parts.counts import StepMetrics
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.steps import InputFailure, Steps
 
@@ -27,15 +27,15 @@ Export = Callable[[Path, str, Path], None]
 P = TypeVar("P", bound="Part")
 
 
-class Run(ABC):
+class Training(ABC):
     """Where a training stands, and what belongs to it: all that its parts know of it.
 
     Attributes:
         checkpoints: folder of its checkpoints; None: it saves none.
         export: writes an export of a checkpoint, if anything does.
         source, stream: the data, and its batches for this rank.
-        metrics: of the steps of this process.
         steps, samples: trained so far.
+        step_seconds: of each step that this process has trained.
         first_step: of this process, which may go on from a checkpoint.
         saved_step: the newest one that this process saved.
         has_ended: nothing more comes to train on, though no epoch ended.
@@ -53,11 +53,11 @@ class Run(ABC):
     model: DistributedModelParallel
     optimizers: Optimizers
     state: RunState
-    metrics: StepMetrics
     parts: list[Part]
 
     def __init__(self) -> None:
         self.steps = self.samples = self.first_step = 0
+        self.step_seconds = array("d")
         self.saved_step: int | None = None
         self.has_ended = False
         self.input_failure = InputFailure()
@@ -86,11 +86,6 @@ class Run(ABC):
     def target(self) -> Target:
         """What is predicted of a sample."""
         return self.source.schema.target
-
-    @property
-    def step_seconds(self) -> Sequence[float]:
-        """Seconds of each step that this process has trained."""
-        return self.metrics.step_seconds
 
     @property
     def total_steps(self) -> int | None:
@@ -153,7 +148,7 @@ class Part:
     stream_options: Mapping[str, Any] = {}
     identity: Mapping[str, Any] = {}
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Training) -> None:
         self.run = run
 
     # -- before the first step

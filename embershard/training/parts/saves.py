@@ -16,7 +16,7 @@ from embershard.distributed import Ranks
 from embershard.distributed.ranks import keep_to_one_core
 from embershard.errors import CheckpointError, ConfigError, FailedSaveError
 from embershard.training.checkpoint.run_state import PreparedSave
-from embershard.training.parts.part import Part, Run
+from embershard.training.parts.part import Part, Training
 from embershard.training.reports import FailedSaveReport, SaveReport
 
 _LOWEST_PRIORITY = 19  # "niceness"
@@ -40,7 +40,7 @@ class Saves(Part):
         ConfigError: saves beside training were asked for, and the rows are on a GPU.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Training) -> None:
         super().__init__(run)
         config, ranks = run.config.checkpoint, run.ranks
         on_gpu = ranks.device.type == "cuda"
@@ -95,7 +95,7 @@ class Saves(Part):
     def _save_at_end(self) -> Iterator[SaveReport]:
         run = self.run
         is_left = self._config.saves_last(run.steps, run.supervision.must_stop) and run.saved_step != run.steps
-        if run.checkpoints is not None and (is_left or self._is_wanted) and run.metrics.step_seconds:
+        if run.checkpoints is not None and (is_left or self._is_wanted) and run.step_seconds:
             yield self.write()
 
     @property

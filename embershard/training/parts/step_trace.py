@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from embershard.errors import naming_file
 from embershard.stages import PREFIX, STAGES_ENDING, stages_recorded
-from embershard.training.parts.part import Part, Run
+from embershard.training.parts.part import Part, Training
 from embershard.training.reports import Report
 from embershard.whole_file import whole_file
 
@@ -40,7 +40,7 @@ class StepTrace(Part):
         folder: for `rank_R.json.gz`, the trace, and `rank_R.stages.json`, the mean time of each stage.
     """
 
-    def __init__(self, run: Run, first: int, last: int, folder: Path) -> None:
+    def __init__(self, run: Training, first: int, last: int, folder: Path) -> None:
         super().__init__(run)
         self.first, self.last, self._num_begun = first, last, run.steps
         self._folder, self._rank = folder, run.ranks.rank

@@ -1,4 +1,4 @@
-"""`Windows`: in time order, each window of time is evaluated before any sample of it trains."""
+"""`EvaluatedWindows`: in time order, each window of time is evaluated before any sample of it trains."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from embershard.data.sources.source import WindowAhead, windows_between
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.evaluations import Evaluations
-from embershard.training.parts.part import Part, Run
+from embershard.training.parts.part import Part, Training
 from embershard.training.reports import Report, WindowReport
 
 
-class Windows(Part):
+class EvaluatedWindows(Part):
     """Evaluates the windows whose first sample is in the next global batch, none of which has trained; those that are
     left where a rank was asked to stop are evaluated by the run that goes on.
 
@@ -24,10 +24,12 @@ class Windows(Part):
     _next = 1  # that this process may have to evaluate
 
     def __init__(
-        self, run: Run, evaluations: Evaluations, find: Callable[[int, int], list[WindowAhead]] | None = None
+        self, run: Training, evaluations: Evaluations, find: Callable[[int, int], list[WindowAhead]] | None = None
     ) -> None:
         super().__init__(run)
         self._evaluations, self._find = evaluations, find
+        if find is None:  # else more windows come
+            self.stream_options = {"epochs": 1}
 
     def before_batch(self) -> Iterator[Report]:
         run = self.run
