@@ -106,12 +106,10 @@ def alone(trainer: Any, folder: Path, rounds: int) -> dict[str, Any]:
     """Save by turns with both; return seconds, seconds of CPU, and GB per second."""
     import torch.distributed.checkpoint as dcp
 
-    state, ranks = trainer.state, trainer.ranks
+    ranks = trainer.ranks
 
     def ours(path: Path) -> None:
-        state.prepare_save(path, trainer.steps, 0, trainer.upcoming.state, trainer.best.progress, copy_bytes=0).write(
-            ranks
-        )
+        trainer.prepare_save(path).write(ranks)
 
     def theirs(path: Path) -> None:
         tensors = {

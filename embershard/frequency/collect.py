@@ -41,7 +41,7 @@ class TablePart:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class CountedSamples:
     """Consecutive samples; `read_seconds` of a core were spent to read and parse them."""
 
     num_samples: int
@@ -56,7 +56,7 @@ def count_part(
     num_samples: int,
     following: Following | None = None,
     read_seconds: float = 0.0,
-) -> Part:
+) -> CountedSamples:
     """Count the lookups of every table in consecutive samples.
 
     Args:
@@ -65,7 +65,7 @@ def count_part(
         bag_sizes: for every table the lookups of every sample [num_samples], or one number for all.
         num_samples: samples of the part.
         following: rows to put into the trace; others may be in it.
-        read_seconds: see `Part`.
+        read_seconds: see `CountedSamples`.
 
     Raises:
         IdOutOfRangeError: a lookup is not of a row of its table.
@@ -75,7 +75,7 @@ def count_part(
         _count_table(number, *table, num_samples, following)
         for number, table in enumerate(zip(num_rows, rows, bag_sizes, strict=True))
     )
-    return Part(num_samples, tables, read_seconds)
+    return CountedSamples(num_samples, tables, read_seconds)
 
 
 def _count_table(
@@ -175,7 +175,7 @@ class Collector:
         """Rows that the next part's trace needs at most."""
         return self._trace.following
 
-    def add(self, part: Part) -> None:
+    def add(self, part: CountedSamples) -> None:
         counters = self._halves[self.num_parts % len(self._halves)]
         for number, (counter, table) in enumerate(zip(counters, part.tables, strict=True)):
             counter.add(table.counts)

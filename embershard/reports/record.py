@@ -23,7 +23,6 @@ from embershard.run_result import (
     RESULT,
     HeldOutPart,
     ObeyedPlan,
-    PublishedState,
     RunResult,
     StepTimes,
     WindowResult,
@@ -34,7 +33,6 @@ from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
 from embershard.sharding.plan import Plan
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.config import RunConfig
-from embershard.training.parts.hot_cold import packed_totals
 from embershard.training.reports import BadRowsReport, EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
 from embershard.whole_file import whole_file
@@ -172,7 +170,6 @@ def make_result(
         steps=trainer.steps,
         measured_steps=len(trainer.step_seconds),
         samples=trainer.samples,
-        skipped_batches=trainer.loss_monitor.num_skipped,
         samples_per_second=len(measured) * global_batch(config, ranks.world_size) / sum(measured) if measured else None,
         step_ms=StepTimes(p50, p95),
         is_steady=is_steady,
@@ -183,18 +180,13 @@ def make_result(
         eval_samples=int(quality.get("samples") or 0),
         held_out=_held_out(trainer, windows),
         windows=tuple(windows),
-        **_best(trainer),
-        bad_rows=trainer.bad_rows.num_bad if trainer.bad_rows.are_tolerated else None,
-        followed=None if trainer.following is None else trainer.following.result(),
         world_size=ranks.world_size,
         device=ranks.device.type,
-        hot_cold=packed_totals(trainer.hot, trainer.stream),
         changes=tuple(dataclasses.asdict(change) for change in trainer.state.changes),
         plan=None if plan is None else ObeyedPlan(config.sharding.plan, plan.digest),
-        published=_published(trainer),
         versions=versions(),
         git_commit=git_commit(),
-        **totals,
+        **{"hot_cold": None, **totals, **trainer.of_parts(lambda part: part.result())},
     )
 
 
@@ -213,22 +205,6 @@ def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> HeldOutPar
         in_windows = 0 if data.eval_path is not None else sum(window.samples for window in evaluated)
     split = data.split if data.eval_path is None else "eval_path"
     return HeldOutPart(split, source.held_out.how, held_out + in_windows, held_out + rest)
-
-
-def _published(trainer: Trainer) -> PublishedState | None:
-    if (publisher := trainer.publisher) is None:
-        return None
-    return PublishedState(publisher.published.name, publisher.published.step, publisher.failure)
-
-
-def _best(trainer: Trainer) -> dict[str, Any]:
-    """Return what the result says of the best evaluation."""
-    if not trainer.config.judges:
-        return {}
-    kept = trainer.best.kept
-    best = trainer.best.progress.best if kept is None else kept
-    is_early = bool(trainer.best.stop_reason)
-    return {"best": best, "keeps_best": kept is not None, "stopped_early": is_early}
 
 
 def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], set[_Again], list[bytes]]:

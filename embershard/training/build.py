@@ -39,14 +39,12 @@ from embershard.sharding.torchrec import (
     StockEmbeddingCollectionSharder,
     plan_sharding,
 )
-from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
 from embershard.sharding.torchrec.planner.placement import check_built, torchrec_plan
 from embershard.sharding.torchrec.sharders import comm_codecs
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import table_rows, tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
-from embershard.training.parts.hot_cold import HotSet
 
 #: Samples that are read and counted at a time.
 _COUNTED_AT_ONCE = 8192
@@ -101,14 +99,14 @@ def build_sharded_model(
     profile: FrequencyProfile | None,
     schema: Schema,
     ranks: Ranks,
-    hot: HotSet | None = None,
+    sharder_options: Mapping[str, Any] = {},
 ) -> DistributedModelParallel:
     """Build the model of a run on this rank: sharded tables, and dense layers replicated under DDP. Collective.
 
     Args:
         plan: obeyed exactly; where it is None, TorchRec's planner places the tables. Without a cache its cached tables
             are whole on the device, at the same places.
-        hot: in the mode "hot_cold": its rows get copies on every rank.
+        sharder_options: more options of `CachedEmbeddingBagCollectionSharder`.
 
     Raises:
         ConfigError: the model, the optimizer, the cache or the mode does not fit the data or the device.
@@ -120,7 +118,7 @@ def build_sharded_model(
         compute_in_float64(model, ranks.world_size)
     for _, collection in collections_of(model):
         config.embedding_optimizer.apply(collection, ranks.device)
-    sharders = _sharders(config, plan, profile, ranks.device, hot)
+    sharders = _sharders(config, plan, profile, ranks.device, sharder_options)
 
     # Once: ranks with different plans would wait for each other for ever.
     placed = ranks.from_first(lambda: _place(config, plan, model, sharders, ranks))
@@ -131,8 +129,6 @@ def build_sharded_model(
     for sharder in sharders:
         if isinstance(sharder, CachedEmbeddingBagCollectionSharder | CachedEmbeddingCollectionSharder):
             sharder.drop_profile()
-    if hot is not None:
-        follow_hot_batches(sharded)
     if plan is not None:
         _check_obeyed(sharded, plan, ranks, cached=config.cache.enabled)
     return sharded
@@ -160,7 +156,11 @@ def features_of(model: DistributedModelParallel) -> Callable[[Batch], Mapping[st
 
 
 def _sharders(
-    config: RunConfig, plan: Plan | None, profile: FrequencyProfile | None, device: torch.device, hot: HotSet | None
+    config: RunConfig,
+    plan: Plan | None,
+    profile: FrequencyProfile | None,
+    device: torch.device,
+    options: Mapping[str, Any],
 ) -> list[ModuleSharder]:
     codecs = comm_codecs(config.sharding, device)
     init_seed = config.train.seed if config.train.init == "counter" else None
@@ -179,7 +179,7 @@ def _sharders(
         **common,
         exchange="pooled" if plan is not None else config.sharding.exchange,  # type: ignore[arg-type]
         mode="data_parallel" if config.sharding.mode == "data_parallel" else "sharded",
-        hot_rows=None if hot is None else {table: torch.from_numpy(rows) for table, rows in hot.rows.rows.items()},
+        **options,
     )
     return [bags, CachedEmbeddingCollectionSharder(cache, profile, **common)]
 

@@ -235,7 +235,7 @@ class RunConfig:
                 f'cache.enabled: got false, needed true in the mode "{self.sharding.mode}", whose rows are in caches.'
             )
         if self.sharding.mode == "hot_cold":
-            self._check_hot_cold()
+            self._check_packed_order()
         if self.data.is_in_time_order and (self.train.epochs or 1) > 1:
             raise ConfigError(
                 f"train.epochs: got {self.train.epochs}, needed 1 in time order (data.time.column): a second pass has "
@@ -352,7 +352,7 @@ class RunConfig:
                     "seconds. (They look up no table, so that takes no memory.)"
                 )
 
-    def _check_hot_cold(self) -> None:
+    def _check_packed_order(self) -> None:
         if self.data.is_in_time_order:
             raise ConfigError(
                 'sharding.mode: got "hot_cold" with data.time.column, and each has an order of its own. Remove one of '

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.cache import CacheGrowthWarning
-from embershard.distributed import PublishConfig, Ranks
+from embershard.distributed import Ranks
 from embershard.errors import ConfigError
 from embershard.sharding.plan import Plan, TablePlacement
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
@@ -23,6 +23,7 @@ from embershard.sharding.torchrec.planner.placement import built_pools, placemen
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import refuse_ids
 from embershard.training.fit.model_size import table_groups, tables_of_run
+from embershard.training.parts.order import without_parts
 from embershard.training.trainer import Trainer
 
 #: Tensors of a rank by name, each with the number of its first row in the whole tensor.
@@ -125,8 +126,7 @@ class _Runs:
         self._ranks, self._folder = ranks, folder
         self._steps = min(steps, config.train.max_steps or steps)
         train = dataclasses.replace(config.train, max_steps=self._steps, eval_every=None, deterministic=True)
-        data = config.data.unfollowed()
-        self._config = dataclasses.replace(config, data=data, train=train, publish=PublishConfig())
+        self._config = dataclasses.replace(without_parts(config), train=train)
         self._caches: list[CachedRun] = []
         self._num_tensors = 0
         self._stock: tuple[Any, list[float], _Tensors] | None = None  # of the last comparison, and of what it was
@@ -267,7 +267,7 @@ def _train(trainer: Trainer, steps: int) -> Iterator[float]:
     for _ in range(steps if trainer.total_steps is None else min(steps, trainer.total_steps)):
         with trainer.upcoming.next() as batch:
             trainer.step(batch)
-        yield trainer.loss_monitor.mean()
+        yield trainer.losses.monitor.mean()
 
 
 def _tensors_of(trainer: Trainer) -> _Tensors:

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from embershard.data import Batch, BatchStream, Source, StreamState
-from embershard.data.block import BadRow, BadRowTally
-from embershard.data.sources.source import Split
 from embershard.distributed import Ranks, shortest
 from embershard.distributed.agreement import Supply
 from embershard.errors import DataError
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
 from embershard.training.config import RunConfig
-from embershard.training.parts.hot_cold import HotSet
-from embershard.training.parts.step_trace import StepTrace
-from embershard.training.reports import BadRowsReport
 
 T = TypeVar("T")
 
@@ -53,28 +46,21 @@ class InputFailure:
 
 
 def open_stream(
-    config: RunConfig, source: Source, ranks: Ranks, state: StreamState | None, hot: HotSet | None
+    config: RunConfig, source: Source, ranks: Ranks, state: StreamState | None, **options: Any
 ) -> BatchStream:
-    """Open the training data at `state`, with batches of their own for hot samples; or, with None, the held-out
-    part."""
+    """Open the training data at `state`, with options of `BatchStream`; or, with None, the held-out part."""
+    given = {"epochs": 1 if state is None else config.train.num_epochs, **options}
     return BatchStream(
         source,
         batch_size=config.train.rank_batch_size(ranks.world_size),
         rank=ranks.rank,
         world_size=ranks.world_size,
         split="eval" if state is None else "train",
-        epochs=_num_epochs(config) if state is not None else 1,
         config=config.data,
         state=state,
         pin_memory=ranks.device.type == "cuda",
-        hot=None if state is None or hot is None else hot.samples,
+        **given,
     )
-
-
-def _num_epochs(config: RunConfig) -> int | None:
-    if config.data.follow:
-        return None
-    return 1 if config.data.is_in_time_order else config.train.num_epochs
 
 
 class Steps:
@@ -87,9 +73,6 @@ class Steps:
         device: on which the model trains.
         pipeline: knows batches ahead of their step; None: no batch is known ahead.
         failure: gets the exception of a rank's input.
-
-    Attributes:
-        trace: of some of the steps, if any.
     """
 
     def __init__(
@@ -106,7 +89,6 @@ class Steps:
         self._state = stream.state
         self._num_to_replace = 0
         self._is_waiting = False  # the stream had no batch when it was last asked, and may get one
-        self.trace: StepTrace | None = None
 
     def next(self) -> AbstractContextManager[Batch]:
         """Return a context with the next batch on the device, to train on inside. Collective.
@@ -115,8 +97,6 @@ class Steps:
             StopIteration: there is none, or none yet.
             DataError: the input of another rank failed; that rank raises its own exception.
         """
-        if self.trace is not None:
-            self.trace.before_step()
         try:
             return self._counted(self._begin())
         except StopIteration:
@@ -179,70 +159,3 @@ class Steps:
         with inner as batch:
             yield batch
         self._state = self._states.popleft()
-
-
-_NAMES: dict[Split, str] = {"train": "training", "eval": "held-out"}
-
-
-class BadRowCount:
-    """Counts bad rows over all ranks, since the process started; those to train on and held-out ones by themselves.
-
-    Args:
-        allowed: `DataConfig.bad_rows`. It is a share of an epoch, or of what was read where that is more: a few bad
-            rows at the start of the data do not stop a run.
-
-    Attributes:
-        num_bad: bad rows that were read; a row counts each time.
-    """
-
-    def __init__(self, allowed: Literal["stop"] | float, ranks: Ranks) -> None:
-        self._allowed, self._ranks = allowed, ranks
-        self.num_bad = 0
-        self._new: list[tuple[Split, int, BadRowTally]] = []
-        self._bad: Counter[Split] = Counter()
-        self._read: Counter[Split] = Counter()
-        self._of_epoch: Counter[Split] = Counter()
-
-    @property
-    def are_tolerated(self) -> bool:
-        """True if a bad row does not stop the run by itself."""
-        return self._allowed != "stop"
-
-    def add(self, stream: BatchStream, split: Split) -> None:
-        """Add the rows that `stream` read since the last call with it. The next `report` has them."""
-        self._new.append((split, stream.num_samples, stream.bad_rows.take()))
-
-    def count(self, stream: BatchStream, step: int) -> Iterator[BadRowsReport]:
-        """Add the training stream, yield the report if there is one, and `check`. Collective."""
-        self.add(stream, "train")
-        if (report := self.report(step)) is not None:
-            yield report
-        self.check()
-
-    def report(self, step: int) -> BadRowsReport | None:
-        """Return the bad rows that all ranks added since the last report, if there are any. Collective."""
-        new, self._new = self._new, []
-        if not self.are_tolerated:
-            return None
-        rows: list[BadRow] = []
-        for split, epoch_samples, tally in chain.from_iterable(self._ranks.all_gather_objects(new)):
-            self._of_epoch[split] = epoch_samples
-            self._read[split] += tally.num_samples
-            self._bad[split] += tally.num_bad
-            rows += tally.rows
-        before, self.num_bad = self.num_bad, self._bad.total()
-        return BadRowsReport(step, self.num_bad, tuple(rows)) if self.num_bad > before else None
-
-    def check(self) -> None:
-        """Raise `DataError`, on all ranks, if there were more bad rows than `data.bad_rows` allows."""
-        for split, num_bad in self._bad.items():
-            of = max(self._of_epoch[split], self._read[split])
-            if not isinstance(self._allowed, str) and num_bad > self._allowed * of:
-                error = DataError(
-                    f"{num_bad:,} bad rows in {of:,} samples ({num_bad / of:.2%}) of the {_NAMES[split]} data; "
-                    f"data.bad_rows = {self._allowed:g} allows {self._allowed:.2%}. They are listed in the run's "
-                    "bad_rows.jsonl; `embershard data validate` counts all. Correct them, or go on from the newest "
-                    f"checkpoint: --resume --set data.bad_rows={math.ceil(1e4 * num_bad / of) / 1e4:g}"
-                )
-                error.is_shown_elsewhere = not self._ranks.is_first
-                raise error

@@ -182,7 +182,7 @@ class Scorer:
         device, settings = self._ranks.device, self._config.train
         with (
             arithmetic(settings, device),
-            open_stream(self._config, self._source, self._ranks, None, None) as stream,
+            open_stream(self._config, self._source, self._ranks, None) as stream,
         ):
             batches = shortest(stream, device)
             for found in predicted_of(self.model, batches, device, lambda: autocast(settings, device)):

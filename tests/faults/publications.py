@@ -224,8 +224,8 @@ class Life:
                 self.publisher.cut(self.step)
             list(self.publisher.reports())
             if self.step % SAVE_EVERY == 0:
-                published, ready = self.publisher.before_save(self.step)
-                self._prepare(self._root / "checkpoints", published, ready).write(None)
+                ready = self.publisher.before_save(self.step)
+                self._prepare(self._root / "checkpoints", self.publisher.newest, ready).write(None)
         list(self.publisher.end(self.step))
 
     def _train(self) -> None:

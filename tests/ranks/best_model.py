@@ -9,6 +9,7 @@ from typing import Any
 from embershard.distributed import CheckpointConfig, complete_checkpoints
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.training.checkpoint.resume import resume_run
+from embershard.training.parts.evaluations import Evaluations
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config
 
@@ -42,5 +43,6 @@ def train(folder: Path) -> list[tuple[Any, ...]]:
         trainer.close()
         best = BestEvaluation.find(folder)
         names = [path.name for path in complete_checkpoints(folder)]
-        found.append((trainer.steps, len(reports) > 1, best and best.step, trainer.best.kept == best, names))
+        kept = trainer.part(Evaluations).best.kept
+        found.append((trainer.steps, len(reports) > 1, best and best.step, kept == best, names))
     return found

@@ -87,7 +87,7 @@ def resumed_equals_whole(config: RunConfig, checkpoints: Path) -> list[str]:
 def label_losses(config: RunConfig) -> tuple[list[int], list[dict[str, float | None]]]:
     """How many samples of this rank's first batch have each label, and each label's loss of each step."""
     trainer = Trainer(config, here())
-    with open_stream(config, trainer.source, here(), StreamState(seed=config.data.seed), None) as stream:
+    with open_stream(config, trainer.source, here(), StreamState(seed=config.data.seed)) as stream:
         counts = (~next(stream).labels.isnan()).sum(dim=0).tolist()
     losses = [report.label_losses for report in trainer.train() if isinstance(report, TrainReport)]
     trainer.close()

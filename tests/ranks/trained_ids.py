@@ -188,7 +188,7 @@ def train_stock(path: Path, kind: str, *, eval_every: int | None = None, forgets
             if forgets:
                 _begin_anew(stock, name, born, seed)
         assert stock.step(_with_rows(batch, found)) is None
-        losses.append((step, stock.loss_monitor.mean()))
+        losses.append((step, stock.losses.monitor.mean()))
         if step == STEPS or (eval_every and step % eval_every == 0):
             evaluations.append(_evaluated(stock, config, ranks, tables))
         if step == STEPS:
@@ -209,7 +209,7 @@ def train_stock(path: Path, kind: str, *, eval_every: int | None = None, forgets
 
 
 def _batches(config: RunConfig, ranks: Ranks, state: StreamState | None) -> Iterator[Batch]:
-    with open_stream(config, open_source(config.data), ranks, state, None) as stream:
+    with open_stream(config, open_source(config.data), ranks, state) as stream:
         yield from stream
 
 
@@ -248,7 +248,7 @@ def _evaluated(stock: Trainer, config: RunConfig, ranks: Ranks, tables: dict[str
     def stream(*_: Any) -> Iterator[Any]:
         yield _Stream(translated)
 
-    with mock.patch("embershard.training.trainer.open_stream", stream):
+    with mock.patch("embershard.training.parts.evaluations.open_stream", stream):
         report = stock.evaluate()
     assert report is not None
     return report.quality

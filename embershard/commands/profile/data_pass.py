@@ -30,7 +30,7 @@ from embershard.data.order.order import EpochOrder
 from embershard.data.sources.held_out import HeldOut, alone
 from embershard.errors import ConfigError, SetupError
 from embershard.frequency import FrequencyProfile, HotRows
-from embershard.frequency.collect import Collected, Collector, Part, count_part
+from embershard.frequency.collect import Collected, Collector, CountedSamples, count_part
 from embershard.frequency.compare import half_split
 from embershard.frequency.curves import pooled, unseen_share
 from embershard.frequency.downsampling import Following
@@ -99,7 +99,7 @@ class PartReader:
         """Read positions [start, stop)."""
         return [self._source.read("train", chunk, rows) for chunk, rows in self._order.locate(start, stop)]
 
-    def count(self, start: int, stop: int, following: Following | None = None) -> Part:
+    def count(self, start: int, stop: int, following: Following | None = None) -> CountedSamples:
         """Count positions [start, stop)."""
         began = time.process_time()
         blocks = self.read(start, stop)
@@ -211,8 +211,10 @@ def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
     return np.concatenate([np.broadcast_to(size, block.num_samples) for size, block in pairs])
 
 
-def _make_counter(*given: Any) -> Callable[[int, int, Following], Part]:
-    return PartReader(*given).count
+def _make_counter(
+    config: DataConfig, model: ModelConfig, held_out: HeldOut, ids: Mapping[str, Buckets]
+) -> Callable[[int, int, Following], CountedSamples]:
+    return PartReader(config, model, held_out, ids).count
 
 
 _work: Callable[..., Any] | None = None

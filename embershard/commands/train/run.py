@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from embershard.distributed import Ranks, Supervision
-from embershard.errors import FailedPublicationError, FailedSaveError
+from embershard.errors import FailedSaveError
 from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.run_dir import check_run_dir, lock_run_dir, note_resume
 from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
@@ -73,8 +73,7 @@ def train_run(
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
     _announce(trainer, console, run_dir)
-    if profile_steps is not None:
-        trainer.upcoming.trace = StepTrace(*profile_steps, trainer.steps, run_dir / TRACES, ranks.rank)
+    trainer.parts += [] if profile_steps is None else [StepTrace(trainer, *profile_steps, run_dir / TRACES)]
     with closing(_Outputs(trainer, run_dir, resumed_at, console)) if ranks.is_first else nullcontext() as outputs:
         if ranks.is_first and not supervision.has_launcher:
             supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
@@ -86,17 +85,8 @@ def train_run(
             say(console, f"Go on with:    {go_on}")
     if failed_save is not None:
         raise failed_save
-    _check_published(trainer, go_on)
-
-
-def _check_published(trainer: Trainer, go_on: str) -> None:
-    """Raise if the last state of a run that publishes was not published."""
-    if trainer.publisher is not None and trainer.publisher.failure:
-        have = trainer.publisher.published
-        raise FailedPublicationError(
-            f"step {trainer.steps} is not published: {trainer.publisher.failure.rstrip('.')}. Replicas have "
-            f"{have.name}, of step {have.step}. Publish it with:    {go_on}"
-        )
+    for part in trainer.parts:
+        part.raise_failure(go_on)
 
 
 def _export(config: RunConfig, *given: Any) -> None:
@@ -153,8 +143,7 @@ def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveE
 def _close(trainer: Trainer, console: Console) -> None:
     """Write what is left to be written, and say where traces are."""
     trainer.close()
-    if (trace := trainer.upcoming.trace) is not None:
-        trace.close()
+    if (trace := trainer.part(StepTrace)) is not None:
         say(console, trace.describe())
 
 
@@ -176,8 +165,6 @@ class _Outputs:
             f"{ranks.world_size} x {device}",
         )
         self._trackers = Trackers(run, partial(say, console))
-        if trainer.following is not None and not isinstance(console, JsonLines):
-            say(console, trainer.following.outlook)
         self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
         self._last: TrainReport | None = None
         self._evaluation: EvalReport | None = None
@@ -213,11 +200,9 @@ class _Outputs:
             board = program_words("tensorboard", "tensorboard.main")
             lines["Or in TensorBoard:"] = f"{board} --logdir {shlex.quote(str(self._folder))}"
         lines[f"Next, the same run {other}:"] = f"{same_run} {change}"
-        following = self._trainer.following
-        ended_by = [self._trainer.best.stop_reason, following.summary if following is not None else None]
         say(
             self._console,
-            *(reason for reason in ended_by if reason),
+            *(summary for part in self._trainer.parts if (summary := part.summary())),
             f"Everything is in {self._folder}: result.json, metrics.jsonl, config.toml, checkpoints/.",
             *(line for what, command in lines.items() for line in (what, f"    {command}")),
         )
@@ -267,8 +252,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     num_ranks = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
     steps = "" if trainer.total_steps is None else f"{trainer.total_steps:,} "
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
-    if trainer.hot is not None:
-        notes.append(trainer.hot.describe())
+    notes += [note for part in trainer.parts for note in part.notes()]
     if trainer.memory_warning:
         notes.append(trainer.memory_warning)
     if config.cache.enabled and (trainer.steps or config.cache.policy_for(config.has_profile).warmup):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -90,6 +91,14 @@ class GrowingSource(ABC):
     @abstractmethod
     def locate(self, start: int, stop: int) -> list[tuple[int, Ids]]:
         """Return the places of the samples at positions [start, stop), as `EpochOrder.locate` does."""
+
+    @abstractmethod
+    def state_at(self, position: int) -> dict[str, Any]:
+        """Return what a checkpoint notes of the samples before a position, as JSON values by name."""
+
+    @abstractmethod
+    def check_state(self, checkpoint: Path, saved: dict[str, Any] | None) -> None:
+        """Raise `CheckpointError` unless this source has what a checkpoint noted; None: it noted nothing."""
 
 
 class FileSource(ABC):

@@ -55,11 +55,8 @@ def tables_of(config: RunConfig, schema: Schema) -> dict[str, tuple[int, int]]:
     return {named.get(table.name, table.name): (table.num_rows, table.dim) for table in tables}
 
 
-def identity_of(config: RunConfig, world_size: int, hot_samples: str | None = None) -> dict[str, Any]:
+def identity_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     """Return the values of all settings that are compared, as JSON values by name. Reads some bytes of every file.
-
-    Args:
-        hot_samples: digest of the hot samples, in the mode "hot_cold".
 
     The settings of other kinds of data than `data.kind` are left out: they have no effect.
     """
@@ -68,7 +65,7 @@ def identity_of(config: RunConfig, world_size: int, hot_samples: str | None = No
     values[BATCH] = global_batch(config, world_size)
     if config.model.build is not None:
         values[SOURCE] = source_digest(config.model)[:12]
-    values[ORDER] = PLAIN if hot_samples is None else f"hot_cold {hot_samples[:12]}"
+    values[ORDER] = PLAIN
     return _as_saved(values)
 
 
@@ -88,7 +85,7 @@ def labels_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def _compared(config: RunConfig) -> dict[str, Any]:
     other_kinds = tuple(f"data.{kind}." for kind in get_args(DataKind) if kind != config.data.kind)
     by_value = sorted(key for key, rule in RULES.items() if rule.is_compared and rule.compared_as is None)
-    return {key: _value(config, key) for key in by_value if not key.startswith(other_kinds)}
+    return {key: value_of(config, key) for key in by_value if not key.startswith(other_kinds)}
 
 
 def _as_saved(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +172,8 @@ def _set_back(change: Change) -> str:
     return f"{alone}--set {shlex.quote(f'{change.key}={change.saved}')}"
 
 
-def _value(config: RunConfig, key: str) -> Any:
+def value_of(config: RunConfig, key: str) -> Any:
+    """Return the value of a setting `section.key`."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)

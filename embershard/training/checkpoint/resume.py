@@ -86,6 +86,6 @@ def resume_run(
             "--run-dir. A checkpoint without a manifest, as earlier versions wrote, is used with --unverified."
         )
     ranks.from_first(lambda: (folder / BEST).unlink(missing_ok=True))  # its checkpoint is gone
-    if trainer.publisher is not None:
-        trainer.publisher.starts_again = True
+    for part in trainer.parts:
+        part.start_again()
     return Resumed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.data import Source, StreamState
-from embershard.data.sources.followed import FollowedSource
+from embershard.data.sources.source import GrowingSource
 from embershard.distributed import (
     Ranks,
     TensorBlocks,
@@ -28,11 +28,9 @@ from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates, restore_contents, saved_contents
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
-from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison, compare
+from embershard.training.checkpoint.saved_run import SOURCE_STATE, SavedRun, SettingsComparison, compare
 from embershard.training.config import RunConfig
 from embershard.training.optimizers import Optimizers
-from embershard.training.parts.best import EvaluationProgress
-from embershard.training.parts.hot_cold import HotSet
 
 #: Groups of a checkpoint's tensors: states of the embedding rows, and the cached rows.
 _STATES, _CACHE = "embedding_optimizer", "cache"
@@ -43,7 +41,7 @@ class PreparedSave:
     """A checkpoint that was not written yet. The rows of cached tables are frozen until it is written or closed.
 
     Attributes:
-        ready: waits for what must be there before the checkpoint is.
+        waits: each waits for what must be there before the checkpoint is.
     """
 
     folder: Path
@@ -53,7 +51,7 @@ class PreparedSave:
     scalars: dict[str, Any]
     keep_last: int
     run_id: str
-    ready: Callable[[], None] = lambda: None
+    waits: Sequence[Callable[[], None]] = ()
 
     def write(self, ranks: Ranks, before_block: Callable[[], None] = lambda: None) -> Path:
         """Write the checkpoint and return it. All ranks call it together.
@@ -67,7 +65,8 @@ class PreparedSave:
         """
         self.tensors.before_block = before_block
         try:
-            self.ready()
+            for wait in self.waits:
+                wait()
             return save_checkpoint(
                 self.folder, self.step, self.tensors, self.scalars, ranks, keep_last=self.keep_last, run_id=self.run_id
             )
@@ -84,6 +83,9 @@ class PreparedSave:
 class RunState:
     """The state of a run on one rank. All ranks call its methods together.
 
+    Args:
+        identity: entries that are compared on a resume, beside those of the settings.
+
     Attributes:
         changes: settings that were changed on request by resumes so far.
         run_id: of the run, in the manifests of its checkpoints; of the first part of a run that was resumed.
@@ -96,12 +98,11 @@ class RunState:
         model: DistributedModelParallel,
         optimizers: Optimizers,
         ranks: Ranks,
-        hot: HotSet | None = None,
+        identity: Mapping[str, Any],
     ) -> None:
         self.model, self._optimizers = model, optimizers
         self._config, self._source, self._ranks = config, source, ranks
-        digest = None if hot is None else hot.samples.digest
-        self._identity = ranks.from_first(lambda: identity_of(config, ranks.world_size, digest))
+        self._identity = ranks.from_first(lambda: {**identity_of(config, ranks.world_size), **identity})
         self.changes: tuple[Change, ...] = ()
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
         # Of the settings: a resume on other ranks keeps the samples per step instead.
@@ -115,20 +116,19 @@ class RunState:
         steps: int,
         samples: int,
         position: StreamState,
-        evaluations: EvaluationProgress,
+        of_parts: Mapping[str, Any],
         copy_bytes: int,
-        published: dict[str, Any] | None = None,
     ) -> PreparedSave:
         """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
 
         Args:
+            of_parts: entries of the run's parts.
             copy_bytes: most bytes to copy of what changes in place.
-            published: number and token of the publication of this state; None: there is none.
         """
         scalars = {
             "samples": samples,
             "stream": position.to_dict(),
-            "evaluations": asdict(evaluations),
+            **of_parts,
             "tables": tables_of(self._config, self._source.schema),
             "settings": self._identity,
             "changes": [asdict(change) for change in self.changes],
@@ -136,10 +136,8 @@ class RunState:
             "rank_batch_size": self._rank_batch_size,
             "rng": self._ranks.all_gather_objects(rng_state(self._ranks.device)),
         }
-        if isinstance(self._source, FollowedSource):
-            scalars["followed"] = self._source.state_at(position.global_sample)
-        if published is not None:
-            scalars["published"] = published
+        if isinstance(self._source, GrowingSource):
+            scalars[SOURCE_STATE] = self._source.state_at(position.global_sample)
         frozen = freeze(self.model)
         with ExitStack() as on_error:
             for rows in frozen:

@@ -7,42 +7,77 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from embershard.data import Source, StreamState
-from embershard.data.sources.followed import FollowedSource
-from embershard.data.time_config import TimeConfig
+from embershard.data.sources.source import GrowingSource
 from embershard.distributed import damaged_scalars, read_scalars, step_of
+from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import CheckpointError, DataError
+from embershard.metrics.figures import Judge
 from embershard.models.config import EARLIER_DEEPFM
 from embershard.settings.decoding import decode, field_types
 from embershard.training.checkpoint.identity import (
     BATCH,
     ORDER,
     PLAIN,
+    RULES,
     SEED,
     Change,
     changes,
     global_batch,
     refusal,
     tables_of,
+    value_of,
 )
 from embershard.training.config import RunConfig
-from embershard.training.parts.best import EvaluationProgress
 
 #: Of checkpoints of earlier versions, which had no other order.
 _EARLIER = {
     ORDER: PLAIN,
-    "data.follow": False,
     "model.activation": "relu",
-    **{f"data.time.{each.name}": each.default for each in fields(TimeConfig)},
+    **{key: value_of(RunConfig(), key) for key in RULES if key.startswith(("data.follow", "data.time."))},
 }
+#: The entry of a source that grows: what of it has trained.
+SOURCE_STATE = "followed"
 #: Parts of a position that every checkpoint has.
 _POSITION = ("epoch", "global_sample", "seed")
+
+
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """What the evaluations so far have shown. Checkpoints have it, so that a resumed run decides as one that was not
+    interrupted.
+
+    Attributes:
+        metric: the figure that decides.
+        step: of the last evaluation; None so far.
+        best: the first of the best ones; None while the figure was undefined.
+        num_worse: evaluations after it.
+    """
+
+    metric: str
+    step: int | None = None
+    best: BestEvaluation | None = None
+    num_worse: int = 0
+
+    def after(self, evaluation: BestEvaluation | int, judge: Judge) -> EvaluationProgress:
+        """Return the progress after one more evaluation, given by its step alone where its figure is undefined.
+
+        >>> first = EvaluationProgress("auc").after(BestEvaluation(10, "auc", 0.7), Judge("auc"))
+        >>> second = first.after(BestEvaluation(20, "auc", 0.7), Judge("auc")).after(30, Judge("auc"))
+        >>> second.best.step, second.num_worse, second.step
+        (10, 2, 30)
+        """
+        if isinstance(evaluation, int):
+            return EvaluationProgress(self.metric, evaluation, self.best, self.num_worse + 1)
+        if judge.is_better(evaluation.value, None if self.best is None else self.best.value):
+            return EvaluationProgress(self.metric, evaluation.step, evaluation)
+        return EvaluationProgress(self.metric, evaluation.step, self.best, self.num_worse + 1)
 
 
 @dataclass(frozen=True)
@@ -60,8 +95,7 @@ class SavedRun:
         rank_batch_size: samples per rank and step that the settings asked for, though resumes on other ranks may have
             kept the samples per step; None where they gave these, and in earlier versions.
         evaluations: what those up to this step have shown; None in earlier versions.
-        published: number and token of the publication of this state; None where there was none.
-        followed: number and checksum of the files of a followed folder that have trained; None without one.
+        of_parts: entries of other parts of the run, by name.
 
     Raises:
         CheckpointError: a number is out of its range, or a generator's state is missing or damaged.
@@ -77,8 +111,7 @@ class SavedRun:
     changes: tuple[Change, ...] = ()
     rank_batch_size: int | None = None
     evaluations: EvaluationProgress | None = None
-    published: dict[str, Any] | None = None
-    followed: dict[str, Any] | None = None
+    of_parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = {"step": self.step, "samples": self.samples, "world_size": self.world_size}
@@ -108,6 +141,9 @@ class SavedRun:
         """
         scalars = read_scalars(checkpoint)
         values = {name: scalars[name] for name in field_types(SavedRun) if name in scalars}
+        values["of_parts"] = {
+            key: value for key, value in scalars.items() if key not in values and isinstance(value, dict)
+        }
         try:
             if isinstance(stream := values.get("stream"), dict):  # no part of a position has a default
                 for name in _POSITION:
@@ -141,8 +177,8 @@ class SavedRun:
             )
 
     def check_position(self, checkpoint: Path, source: Source, *, same_data: bool = True) -> None:
-        """Raise unless the position is within the training data of `source`; of a folder that is followed, within the
-        files that it trained on.
+        """Raise unless the position is within the training data of `source`; of one that grows, within what of it the
+        run trained on.
 
         Args:
             same_data: False if the epochs before had other data.
@@ -150,8 +186,8 @@ class SavedRun:
         Raises:
             CheckpointError: with both sides.
         """
-        if isinstance(source, FollowedSource):
-            source.check_state(checkpoint, self.followed)
+        if isinstance(source, GrowingSource):
+            source.check_state(checkpoint, self.of_parts.get(SOURCE_STATE))
         num_samples = source.chunks("train").num_samples
         at, most = self.stream.global_sample, self.stream.epoch * num_samples + self.stream.global_sample
         if at > num_samples or (same_data and self.samples > most):

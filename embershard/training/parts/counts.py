@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, replace
 from statistics import fmean
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 from embershard.cache.ids.id_map import IdCounts
 from embershard.cache.statistics import CacheReport, TableStats
 from embershard.cache.totals import CacheTotals, PoolSize, RankCaches, RunCaches
-from embershard.data import Target
 from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
@@ -23,7 +21,11 @@ from embershard.pipeline import LookAheadStats
 from embershard.run_result import IdTotals, LookAheadTotals, SentTotals
 from embershard.sharding.torchrec import cache_stats, id_counts, pools_by_module
 from embershard.sharding.torchrec.modes.hot_cold import hot_totals
-from embershard.training.reports import EndReport, TrainReport
+from embershard.training.checkpoint.identity import global_batch
+from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
+from embershard.training.parts.loss_monitor import Losses
+from embershard.training.parts.part import Part, Training
+from embershard.training.reports import EndReport, Report, TrainReport
 
 
 class CacheReader:
@@ -195,71 +197,68 @@ def _id_totals(counts: IdCounts, last: IdCounts) -> IdTotals:
     )
 
 
-class StepMetrics:
-    """Figures of the steps that this process trains: quality, speed, what caches and links move. All ranks call its
-    methods in the same order.
+class StepMetrics(Part):
+    """Figures of the steps that this process trains: quality, speed, what caches and links move. They are reported
+    every `train.log_every` steps, and behind the last one.
 
     Attributes:
         cache_reader, traffic_reader, id_reader: of all ranks.
-        step_seconds: of each step.
     """
 
-    def __init__(self, model: nn.Module, target: Target, ranks: Ranks) -> None:
-        self._model, self._target, self._ranks = model, target, ranks
-        self.cache_reader, self.traffic_reader = CacheReader(model, ranks), TrafficReader(ranks)
-        self.step_seconds = array("d")
-        self.forget()
+    cache_reader: CacheReader
+    traffic_reader: TrafficReader
 
-    def forget(self) -> None:
-        """Begin anew, behind a resume: forget predictions, and steps that were not reported. Collective."""
-        self.id_reader = IdReader(self._model, self._ranks)
-        self._newest = PredictionWindow(self._target, self._ranks.world_size)
-        self._num_reported = len(self.step_seconds)
+    def __init__(self, run: Training, losses: Losses) -> None:
+        super().__init__(run)
+        self._losses = losses
 
-    @property
-    def has_unreported(self) -> bool:
-        """True if steps were trained since the last report."""
-        return len(self.step_seconds) > self._num_reported
+    def after_build(self) -> None:
+        self.cache_reader = CacheReader(self.run.model, self.run.ranks)
+        self.traffic_reader = TrafficReader(self.run.ranks)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.id_reader = IdReader(self.run.model, self.run.ranks)
+        self._newest = PredictionWindow(self.run.target, self.run.ranks.world_size)
+        self._num_reported = len(self.run.step_seconds)
+
+    def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
+        """Begin anew: forget predictions, and steps that were not reported."""
+        self._begin()
 
     def add_predicted(self, predicted: Predicted) -> None:
         """Add what the model says of this rank's batch, or of some of its samples, without a copy to the host."""
         self._newest.add(predicted)
 
-    def add_seconds(self, seconds: float) -> None:
-        """Add the time of a step."""
-        self.step_seconds.append(seconds)
+    def after_step(self) -> Iterator[Report]:
+        if self.run.is_report_due:
+            yield self.run.report()
 
-    def report(
-        self,
-        *,
-        step: int,
-        epoch: int,
-        samples: int,
-        global_batch: int,
-        loss: float,
-        label_losses: dict[str, float | None],
-        batches: dict[str, int] | None,
-        learning_rate_factor: float,
-    ) -> TrainReport:
+    def at_end(self) -> Iterator[Report]:
+        if len(self.run.step_seconds) > self._num_reported:
+            yield self.run.report()
+
+    def report(self) -> TrainReport:
         """Report on the steps since the last report. Collective."""
-        seconds = self.step_seconds[self._num_reported :]
-        self._num_reported = len(self.step_seconds)
-        rank_steps = len(seconds) * self._ranks.world_size
+        run, losses, schedule = self.run, self._losses.monitor, self.run.stream.schedule
+        seconds = run.step_seconds[self._num_reported :]
+        self._num_reported = len(run.step_seconds)
+        rank_steps = len(seconds) * run.ranks.world_size
         cached = self.cache_reader.since_last()
         return TrainReport(
-            step=step,
-            epoch=epoch,
-            samples=samples,
-            loss=loss,
-            label_losses=label_losses,
-            batches=batches,
-            quality=self._newest.quality(self._ranks),
-            samples_per_second=len(seconds) * global_batch / sum(seconds),
+            step=run.steps,
+            epoch=run.position.epoch,
+            samples=run.samples,
+            loss=losses.mean(),
+            label_losses=dict(zip(run.target.heads, losses.label_means(), strict=False)),
+            batches=None if schedule is None else dict(schedule.num_trained),
+            quality=self._newest.quality(run.ranks),
+            samples_per_second=len(seconds) * global_batch(run.config, run.ranks.world_size) / sum(seconds),
             hit_rate_unique=cached.hit_rate_unique,
             hit_rate_lookups=cached.hit_rate_lookups,
             fills=cached.fills / rank_steps,
             write_backs=cached.write_backs / rank_steps,
-            learning_rate_factor=learning_rate_factor,
+            learning_rate_factor=run.optimizers.factor or 1.0,
             sent_bytes=self.traffic_reader.since_last().over(rank_steps),
             ids=self.id_reader.since_last(),
         )

@@ -1,12 +1,13 @@
-"""`FolderFollower`: takes the files of a folder that grows, one after another, while a run trains."""
+"""`FollowedFolder`: takes the files of a folder that grows, one after another, while a run trains."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from embershard.data.config import DataConfig
 from embershard.data.sources.followed import Examined, FollowedSource, Journal, JournalFile
@@ -16,8 +17,15 @@ from embershard.data.sources.source import WindowAhead
 from embershard.distributed import Ranks
 from embershard.errors import DataError
 from embershard.run_result import FollowedFiles
-from embershard.training.reports import FileNotice, FileReport
+from embershard.training.checkpoint.identity import global_batch
+from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
+from embershard.training.parts.part import Part
+from embershard.training.reports import FileNotice, FileReport, Report
 
+#: The journal of the files, in the run's folder.
+JOURNAL = "files.jsonl"
+#: Batches between those that are parsed and those that are known, at most.
+_ENTERING = 8
 #: What the first rank tells the others: the next file; or None, that the journal's coming files are dropped.
 _News = tuple[JournalFile, HeldOut] | None
 #: A search of the folder: the next file, if there is one; what was passed over, and why; trained files that changed.
@@ -288,3 +296,63 @@ class FolderFollower:
     def _read(self, journal: Path) -> list[JournalFile]:
         self._journal = Journal(journal)
         return self._journal.files
+
+
+class FollowedFolder(Part):
+    """A run of a folder that is followed.
+
+    Attributes:
+        follower: takes the files.
+    """
+
+    follower: FolderFollower
+    stream_options: Mapping[str, Any] = {"epochs": None}
+
+    def open_source(self) -> FollowedSource:
+        """Open the files that the journal has."""
+        run, data = self.run, self.run.config.data
+        journal = run.checkpoints and run.checkpoints.parent / JOURNAL
+        self.follower = FolderFollower(data, journal, run.ranks, run.config.metrics.columns)
+        return self.follower.source
+
+    def before_batch(self) -> Iterator[Report]:
+        """Take the next file, before look-ahead runs out of samples."""
+        run = self.run
+        batches = run.config.lookahead + run.config.data.prefetch_batches + _ENTERING
+        ahead = batches * global_batch(run.config, run.ranks.world_size)
+        with run.input_failure.noting():
+            self.follower.take(run.position.global_sample, ahead)
+        yield from self.follower.reports(run.steps)
+
+    def no_batch(self) -> Iterator[Report]:
+        """Wait a moment for the next file, unless one was just taken."""
+        run = self.run
+        left = self.follower.source.num_samples - run.position.global_sample
+        if left < global_batch(run.config, run.ranks.world_size):
+            with run.input_failure.noting():
+                run.has_ended = not self.follower.wait()
+            yield from self.follower.reports(run.steps)
+
+    def windows_between(self, start: int, stop: int) -> list[WindowAhead]:
+        """See `FolderFollower.windows_between`."""
+        with self.run.input_failure.noting():
+            return self.follower.windows_between(start, stop)
+
+    def at_end(self) -> Iterator[Report]:
+        self.follower.end()
+        yield from self.follower.reports(self.run.steps)
+
+    def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
+        self.follower.start_at(comparison.stream.global_sample)
+
+    def close(self) -> None:
+        self.follower.close()
+
+    def notes(self) -> list[str]:
+        return [self.follower.outlook]
+
+    def summary(self) -> str:
+        return self.follower.summary
+
+    def result(self) -> dict[str, Any]:
+        return {"followed": self.follower.result()}

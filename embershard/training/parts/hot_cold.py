@@ -7,20 +7,23 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from embershard.data import BatchStream, Source
+from embershard.data import Source
 from embershard.data.order.hot_samples import Bits, HotRowsFilter, HotSamples
 from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.frequency import FrequencyProfile, HotRows
 from embershard.run_result import HotColdTotals
-from embershard.training.checkpoint.identity import identity_of
+from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
+from embershard.training.checkpoint.identity import ORDER, identity_of
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, table_rows, tables_of_run
+from embershard.training.parts.part import Part
 from embershard.units import size
 
 FILE = "hot_samples.npz"  # in the run's folder
@@ -42,6 +45,45 @@ class HotSet:
             f"({size(self.rows.num_bytes)} on every rank). {self.samples.share:.1%} of the training samples look up no "
             "others."
         )
+
+
+class HotCold(Part):
+    """The mode "hot_cold": copies of the hot rows on every rank, and batches of their own for samples that need no
+    others."""
+
+    hot: HotSet | None = None
+
+    def before_build(self, profile: FrequencyProfile | None) -> None:
+        """Find the hot rows and samples."""
+        run = self.run
+        folder = run.checkpoints and run.checkpoints.parent
+        self.hot = hot = find_hot_set(run.config, profile, run.source, run.ranks, folder)
+        if hot is not None:
+            rows = {table: torch.from_numpy(rows) for table, rows in hot.rows.rows.items()}
+            self.sharder_options, self.stream_options = {"hot_rows": rows}, {"hot": hot.samples}
+            self.identity = {ORDER: f"hot_cold {hot.samples.digest[:12]}"}
+
+    def after_build(self) -> None:
+        """Have the tables take rows of hot batches from their copies."""
+        if self.hot is not None:
+            follow_hot_batches(self.run.model)
+
+    def notes(self) -> list[str]:
+        return [] if self.hot is None else [self.hot.describe()]
+
+    def result(self) -> dict[str, Any]:
+        hot, schedule = self.hot, self.run.stream.schedule
+        if hot is None or schedule is None:
+            return {}
+        found = HotColdTotals(
+            threshold=hot.rows.threshold,
+            hot_rows=hot.rows.total,
+            hot_bytes=hot.rows.num_bytes,
+            hot_samples=hot.samples.share,
+            batches=dict(schedule.num_trained),
+            rate=schedule.rate,
+        )
+        return {"hot_cold": found}
 
 
 def find_hot_rows(config: RunConfig, profile: FrequencyProfile, most_bytes: int) -> HotRows:
@@ -88,20 +130,6 @@ def find_hot_set(
     if path is not None:
         ranks.from_first(lambda: samples.save(path))
     return HotSet(rows, samples)
-
-
-def packed_totals(hot: HotSet | None, stream: BatchStream) -> HotColdTotals | None:
-    """Return the entry of a run's record: hot rows, share of hot samples, batches by kind. None in other modes."""
-    if hot is None or stream.schedule is None:
-        return None
-    return HotColdTotals(
-        threshold=hot.rows.threshold,
-        hot_rows=hot.rows.total,
-        hot_bytes=hot.rows.num_bytes,
-        hot_samples=hot.samples.share,
-        batches=dict(stream.schedule.num_trained),
-        rate=stream.schedule.rate,
-    )
 
 
 def _digest(config: RunConfig, ranks: Ranks, rows: HotRows) -> str:

@@ -9,13 +9,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from embershard.data import Batch, Target
 from embershard.distributed import Ranks, complete_checkpoints
 from embershard.errors import NotFiniteError
+from embershard.metrics.predictions import Predicted
 from embershard.models.loss import label_losses, loss_of, present
+from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
+from embershard.training.parts.part import Part, Training
 
 #: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
 MOST_SKIPPED_IN_A_ROW = 10
@@ -198,6 +202,49 @@ class LossMonitor:
             "Lower the learning rates, clip (dense_optimizer.clip_norm), warm up (schedule.warmup_steps), or look for "
             f"bad data.{'' if self._kept is None else self._kept.newest_checkpoint()}"
         )
+
+
+class Losses(Part):
+    """Reads the losses of a run.
+
+    Args:
+        before_stop: called on every rank before the run ends by a loss.
+
+    Attributes:
+        monitor: since the last resume.
+    """
+
+    def __init__(self, run: Training, before_stop: Callable[[], None]) -> None:
+        super().__init__(run)
+        self._before_stop = before_stop
+        self.monitor = self._begun()
+
+    def _begun(self) -> LossMonitor:
+        run = self.run
+        kept = None if run.checkpoints is None else KeptBatches(run.checkpoints, run.ranks)
+        skips = run.config.train.on_non_finite == "skip"
+        observe = lambda loss: run.stream.observe(loss)  # the stream that is open by then  # noqa: E731
+        return LossMonitor(run.ranks, skips=skips, kept=kept, before_stop=self._before_stop, observe=observe)
+
+    def add(self, loss: torch.Tensor, predicted: Predicted, batch: Batch) -> str:
+        """Add a batch before its backward; return why it must be skipped, or nothing. Ranks learn here which of them
+        must stop. Collective."""
+        run, target = self.run, self.run.target
+        learns_weights = run.config.model.label_weighting != "fixed"
+        exact = loss if learns_weights else in_float64(target, loss, *predicted)
+        sums = label_sums(target, *predicted)
+        problem = self.monitor.add(run.steps + 1, exact, batch, signal=run.supervision.signal, sums=sums)
+        run.supervision.note_agreed(self.monitor.signal)
+        return problem
+
+    def before_save(self) -> None:
+        self.monitor.check_before_save(self.run.steps, self.run.optimizers.dense_parameters)
+
+    def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
+        self.monitor = self._begun()
+
+    def result(self) -> dict[str, Any]:
+        return {"skipped_batches": self.monitor.num_skipped}
 
 
 FOLDER = "non_finite"  # in the run's folder

@@ -1,4 +1,4 @@
-"""`Publisher`: publishes what a run has learned, while it trains."""
+"""`Publishing`: publishes what a run has learned, while it trains."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.distributed import PublishConfig, Ranks
@@ -29,16 +30,17 @@ from embershard.distributed.publish.published import (
     published,
 )
 from embershard.distributed.ranks import keep_to_one_core
-from embershard.errors import CheckpointError, ConfigError, os_problem
+from embershard.errors import CheckpointError, ConfigError, FailedPublicationError, os_problem
 from embershard.models import ModelTable
+from embershard.run_result import PublishedState
 from embershard.sharding.torchrec import cached_embeddings, without_flushes
 from embershard.training.checkpoint.run_state import PreparedSave
-from embershard.training.compared_table import ComparedTable
-from embershard.training.reports import PublicationReport
+from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
+from embershard.training.fit.machine_limits import check_disk_for_publications
+from embershard.training.fit.model_size import tables_of_run
+from embershard.training.parts.part import Export, Part
+from embershard.training.reports import PublicationReport, Report
 from embershard.whole_file import whole_file
-
-#: Writes an export of a checkpoint to a new folder: checkpoint, number type of the tables, folder.
-Export = Callable[[Path, str, Path], None]
 
 
 class RowSource(Protocol):
@@ -52,6 +54,55 @@ class RowSource(Protocol):
 
     def take_touched(self) -> list[write.TouchedRows]:
         """Return the rows that were trained since the last call, as they are now."""
+
+
+class ComparedTable:
+    """A table on a device, or one that every rank has. No cache knows which of its rows updates train, so they are
+    compared with a copy in host memory, bit by bit.
+
+    >>> table = ComparedTable("clicks", [(0, 0, rows := torch.zeros(3, 2))])
+    >>> rows[1] += 1
+    >>> [found.keys.tolist() for found in table.take_touched()]
+    [[1]]
+
+    Args:
+        shards: of this rank: first row, first column, and the live weights [rows, columns].
+    """
+
+    def __init__(self, name: str, shards: Sequence[tuple[int, int, Tensor]]) -> None:
+        self.name, self._shards = name, shards
+        self.forget_touched()
+
+    @classmethod
+    def of(cls, name: str, weights: Any, is_first: bool) -> ComparedTable:
+        """Return the table with these weights of a state dict; those that all ranks have are the first rank's."""
+        if isinstance(weights, ShardedTensor):
+            found = [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in weights.local_shards()]
+            return cls(name, [(row, column, rows) for (row, column), rows in found])
+        return cls(name, [(0, 0, weights.detach())] if is_first else [])
+
+    def forget_touched(self) -> None:
+        """Compare with the rows as they are now."""
+        self._before = [rows.to("cpu", copy=True) for *_, rows in self._shards]
+        self._marks = [torch.zeros(len(rows), dtype=torch.bool) for rows in self._before]
+
+    def touch(self, table: str, behind: write.BehindRows) -> None:
+        """Count rows, numbered in the whole table, as changed, if the table is this; others are ignored."""
+        rows = behind.keys
+        for (first, _, _), marks in zip(self._shards, self._marks, strict=True):
+            own = rows[(rows >= first) & (rows < first + len(marks))] - first
+            marks[own if table == self.name else own[:0]] = True
+
+    def take_touched(self) -> list[write.TouchedRows]:
+        """Return the rows that changed since the last call, as they are now."""
+        found = []
+        for (first, column, rows), before, marks in zip(self._shards, self._before, self._marks, strict=True):
+            now = rows.cpu()
+            keys = ((now.view(torch.uint8) != before.view(torch.uint8)).any(1) | marks).nonzero().flatten()
+            before[keys] = new = now[keys]
+            marks.zero_()
+            found.append(write.TouchedRows(self.name, column, keys + first, new))
+        return found
 
 
 @dataclass(frozen=True)
@@ -308,12 +359,17 @@ class Publisher:
         self._newest = {"seq": delta.seq, "token": delta.token}
         writing.stall_seconds = time.perf_counter() - started
 
-    def before_save(self, step: int) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Publish the state after `step`, which a checkpoint is about to have. Return what that notes, and what waits
-        until the publication is there: a checkpoint that is complete has its publication."""
+    def before_save(self, step: int) -> Callable[[], None]:
+        """Publish the state after `step`, which a checkpoint is about to have. Return what waits until the publication
+        is there: a checkpoint that is complete has its publication."""
         self.cut(step)
         thread = None if self._writing is None else self._writing.thread
-        return dict(self._newest), (lambda: None) if thread is None else thread.join
+        return (lambda: None) if thread is None else thread.join
+
+    @property
+    def newest(self) -> dict[str, Any] | None:
+        """Number and token of the publication that was cut last; None before the first one."""
+        return None if self._have is None else dict(self._newest)
 
     def _state(self) -> dict[str, Any]:
         """Return references to the model's weights, by name."""
@@ -445,3 +501,73 @@ class Publisher:
             if published is not None:
                 found.append(int(published["seq"]))
         return min(found, default=None)
+
+
+class Publishing(Part):
+    """A run that publishes.
+
+    Attributes:
+        publisher: writes the publications.
+    """
+
+    publisher: Publisher
+
+    def check(self) -> None:
+        check_disk_for_publications(self.run.config, self.run.ranks)
+
+    def after_build(self) -> None:
+        """Track which rows train from now on."""
+        run = self.run
+        what = (run.config.publish, run.model, tables_of_run(run.config))
+        self.publisher = Publisher(*what, run.ranks, run.checkpoints, run.export)
+
+    def start_again(self) -> None:
+        """Go on in the folder of the run that left no checkpoint."""
+        self.publisher.starts_again = True
+
+    def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
+        published = saved.of_parts.get("published", {})
+        self.publisher.resume(published.get("token"), is_changed=bool(comparison.changes))
+
+    def begin(self) -> Iterator[Report]:
+        state, publisher = self.run.state, self.publisher
+        state.run_id = publisher.begin(state.run_id, self.run.steps, self.run.prepare_save)
+        yield from publisher.reports()
+
+    def after_step(self) -> Iterator[Report]:
+        if self.publisher.is_due(self.run.steps):
+            self.publisher.cut(self.run.steps)
+        yield from self.publisher.reports()
+
+    def no_batch(self) -> Iterator[Report]:
+        """Publish if it is due: updates are not to wait for samples."""
+        return self.after_step()
+
+    def before_save(self) -> Callable[[], None]:
+        return self.publisher.before_save(self.run.steps)
+
+    def state(self) -> dict[str, Any]:
+        newest = self.publisher.newest
+        return {} if newest is None else {"published": newest}
+
+    def at_end(self) -> Iterator[Report]:
+        return self.publisher.end(self.run.steps)
+
+    def finish(self) -> Iterator[Report]:
+        """Publish it again, where that failed."""
+        return self.publisher.end(self.run.steps)
+
+    def close(self) -> None:
+        self.publisher.close()
+
+    def raise_failure(self, go_on: str) -> None:
+        if failure := self.publisher.failure:
+            have = self.publisher.published
+            raise FailedPublicationError(
+                f"step {self.run.steps} is not published: {failure.rstrip('.')}. Replicas have {have.name}, of step "
+                f"{have.step}. Publish it with:    {go_on}"
+            )
+
+    def result(self) -> dict[str, Any]:
+        have = self.publisher.published
+        return {"published": PublishedState(have.name, have.step, self.publisher.failure)}

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from embershard.distributed import CheckpointConfig, Ranks
+from embershard.distributed import Ranks
 from embershard.distributed.ranks import keep_to_one_core
 from embershard.errors import CheckpointError, ConfigError, FailedSaveError
 from embershard.training.checkpoint.run_state import PreparedSave
+from embershard.training.parts.part import Part, Training
 from embershard.training.reports import FailedSaveReport, SaveReport
 
 _LOWEST_PRIORITY = 19  # "niceness"
@@ -28,28 +29,20 @@ _PAUSE = 3.0
 #: above is written before training goes on.
 _COPY_BYTES = 256 << 20
 
-#: Prepares the checkpoint of a step, and copies up to this many bytes.
-Prepare = Callable[[int], PreparedSave]
 
-
-class Saves:
+class Saves(Part):
     """Saves of a run, one at a time. All ranks call its methods in the same steps.
 
     Used as a context manager around training, it gives up the save that is still being written when an error ends the
     run.
 
-    Args:
-        config: settings.
-        ranks: the calling process's place.
-
-    Attributes:
-        saved_step: the step of the newest checkpoint.
-
     Raises:
         ConfigError: saves beside training were asked for, and the rows are on a GPU.
     """
 
-    def __init__(self, config: CheckpointConfig, ranks: Ranks) -> None:
+    def __init__(self, run: Training) -> None:
+        super().__init__(run)
+        config, ranks = run.config.checkpoint, run.ranks
         on_gpu = ranks.device.type == "cuda"
         if config.asynchronous and on_gpu:
             raise ConfigError(
@@ -62,46 +55,10 @@ class Saves:
         self._running: BackgroundSave | None = None
         self._stall_seconds = 0.0
         self._ended: list[SaveReport | FailedSaveReport] = []  # of saves beside training, not yielded yet
-        self.saved_step: int | None = None
+        self._failure: FailedSaveError | None = None  # of the last step; raised once it is evaluated
 
-    def write(self, step: int, prepare: Prepare) -> SaveReport:
-        """Save the step now. A save that is being written ends before. It counts if it is of this step; otherwise its
-        report, or its error, comes with those of `finished`, `last` or `ended`.
-
-        Args:
-            step: steps trained so far.
-            prepare: prepares the checkpoint, and copies up to this many bytes.
-
-        Raises:
-            FailedSaveError: it could not be written.
-        """
-        self.wait()
-        ended = self._ended.pop() if self._ended and self._ended[-1].step == step else None
-        if isinstance(ended, SaveReport):  # one that failed is tried again
-            return ended
-        started = time.perf_counter()
-        path = prepare(0).write(self._ranks)
-        self.saved_step, seconds = step, time.perf_counter() - started
-        return SaveReport(step, path, seconds, seconds)
-
-    def start(self, step: int, prepare: Prepare) -> Iterator[SaveReport | FailedSaveReport]:
-        """Save the step, beside those that follow where the settings say so. Yield the reports of saves that ended.
-
-        Raises:
-            FailedSaveError: a save failed, and the settings say that the run ends then.
-        """
-        yield from self.last()
-        if not self._asynchronous:
-            yield self._allowed(self._written(step, lambda: self.write(step, prepare)))
-            return
-        started = time.perf_counter()
-        if self._own_group is None:
-            self._own_group = self._ranks.with_own_group()
-        self._running = BackgroundSave(prepare(_COPY_BYTES), self._own_group)
-        self._stall_seconds = time.perf_counter() - started
-
-    def finished(self) -> Iterator[SaveReport | FailedSaveReport]:
-        """Yield the report of the save beside training, in the step in which it has ended on all ranks.
+    def before_batch(self) -> Iterator[SaveReport | FailedSaveReport]:
+        """Report the save beside training, in the step in which it has ended on all ranks.
 
         Raises:
             FailedSaveError: as `start`.
@@ -110,6 +67,86 @@ class Saves:
             self._running is not None and self._ranks.all_gather(torch.tensor(self._running.is_done)).all()
         ):
             yield from self.last()
+
+    def after_step(self) -> Iterator[SaveReport | FailedSaveReport]:
+        run, every = self.run, self._config.every_steps
+        is_due = (every is not None and run.steps % every == 0) or self._is_wanted
+        if run.checkpoints is not None and is_due and not run.is_last:
+            yield from self.start()
+            run.supervision.agree(run.ranks)  # a step more would need another save
+
+    def at_end(self) -> Iterator[SaveReport | FailedSaveReport]:
+        """Save the last step, before an evaluation."""
+        yield from self.last()
+        try:
+            yield from self._save_at_end()
+        except FailedSaveError as error:
+            if self._config.on_failed_save == "stop":
+                raise
+            self._failure = error
+
+    def finish(self) -> Iterator[SaveReport]:
+        """Save where a signal that came meanwhile asks for it, or the best one is kept."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        yield from self._save_at_end()
+
+    def _save_at_end(self) -> Iterator[SaveReport]:
+        run = self.run
+        is_left = self._config.saves_last(run.steps, run.supervision.must_stop) and run.saved_step != run.steps
+        if run.checkpoints is not None and (is_left or self._is_wanted) and run.step_seconds:
+            yield self.write()
+
+    @property
+    def _is_wanted(self) -> bool:
+        return any(part.wants_save() for part in self.run.parts)
+
+    def prepare(self, copy_bytes: int) -> PreparedSave:
+        """Return the checkpoint of this step, with copies of up to this many bytes.
+
+        Raises:
+            CheckpointError: the run has no folder for checkpoints.
+            NotFiniteError: a step since the last checkpoint had a loss that is not finite, or left such a parameter.
+        """
+        run = self.run
+        if run.checkpoints is None:
+            raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
+        waits = [wait for part in run.parts if (wait := part.before_save()) is not None]
+        return replace(run.prepare_save(run.checkpoints, copy_bytes), waits=waits)
+
+    def write(self) -> SaveReport:
+        """Save the step now. A save that is being written ends before. It counts if it is of this step; otherwise its
+        report, or its error, comes with those of `before_batch`, `last` or `ended`.
+
+        Raises:
+            FailedSaveError: it could not be written.
+        """
+        step = self.run.steps
+        self.wait()
+        ended = self._ended.pop() if self._ended and self._ended[-1].step == step else None
+        if isinstance(ended, SaveReport):  # one that failed is tried again
+            return ended
+        started = time.perf_counter()
+        path = self.prepare(0).write(self._ranks)
+        self.run.saved_step, seconds = step, time.perf_counter() - started
+        return SaveReport(step, path, seconds, seconds)
+
+    def start(self) -> Iterator[SaveReport | FailedSaveReport]:
+        """Save the step, beside those that follow where the settings say so. Yield the reports of saves that ended.
+
+        Raises:
+            FailedSaveError: a save failed, and the settings say that the run ends then.
+        """
+        yield from self.last()
+        if not self._asynchronous:
+            yield self._allowed(self._written(self.run.steps, self.write))
+            return
+        started = time.perf_counter()
+        if self._own_group is None:
+            self._own_group = self._ranks.with_own_group()
+        self._running = BackgroundSave(self.prepare(_COPY_BYTES), self._own_group)
+        self._stall_seconds = time.perf_counter() - started
 
     def last(self) -> Iterator[SaveReport | FailedSaveReport]:
         """Wait for the save beside training, if there is one, and yield its report.
@@ -120,19 +157,11 @@ class Saves:
         self.wait()
         yield from map(self._allowed, self.ended())
 
-    def is_due(self, step: int) -> bool:
-        """Return True if a checkpoint follows this step, which is not the last one."""
-        return self._config.every_steps is not None and step % self._config.every_steps == 0
-
-    def is_due_at_end(self, step: int, is_stopped: bool) -> bool:
-        """Return True if the last step is to be saved, and was not. `is_stopped`: a signal ended the run."""
-        return self._config.saves_last(step, is_stopped) and self.saved_step != step
-
-    def at_failure(self, step: int, prepare: Prepare) -> Iterator[SaveReport | FailedSaveReport]:
+    def at_failure(self) -> Iterator[SaveReport | FailedSaveReport]:
         """Save the step if it is not saved yet, as the run ends by an error. Yield all reports; raise none of them."""
         own: list[SaveReport | FailedSaveReport] = []
         with contextlib.suppress(CheckpointError):  # this step is saved already
-            own = [self._written(step, lambda: self.write(step, prepare))]
+            own = [self._written(self.run.steps, self.write)]
         for report in [*self.ended(), *own]:
             yield replace(report, run_ends=True) if isinstance(report, FailedSaveReport) else report
 
@@ -151,11 +180,11 @@ class Saves:
         self._stall_seconds += time.perf_counter() - started
         self._ended.append(self._written(running.step, lambda: self._result(running)))
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Do what `wait` does, and forget which step was saved last, and reports that were not yielded."""
         self.wait()
         self._ended.clear()
-        self.saved_step = None
+        self.run.saved_step = None
 
     def __enter__(self) -> Saves:
         return self
@@ -165,7 +194,7 @@ class Saves:
             self._running.give_up()
 
     def _result(self, running: BackgroundSave) -> SaveReport:
-        path, self.saved_step = running.result(), running.step
+        path, self.run.saved_step = running.result(), running.step
         return SaveReport(running.step, path, running.seconds, self._stall_seconds)
 
     @staticmethod

@@ -16,6 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from embershard.errors import naming_file
 from embershard.stages import PREFIX, STAGES_ENDING, stages_recorded
+from embershard.training.parts.part import Part, Training
+from embershard.training.reports import Report
 from embershard.whole_file import whole_file
 
 _TRACE_ENDING = ".json.gz"
@@ -31,23 +33,23 @@ class Span:
     end: float
 
 
-class StepTrace:
+class StepTrace(Part):
     """A trace of the steps `first` to `last`, numbered from 1, on this rank. Perfetto and Chrome show it.
 
     Args:
-        num_done: steps that were trained before this process's first one.
         folder: for `rank_R.json.gz`, the trace, and `rank_R.stages.json`, the mean time of each stage.
     """
 
-    def __init__(self, first: int, last: int, num_done: int, folder: Path, rank: int) -> None:
-        self.first, self.last, self._num_begun = first, last, num_done
-        self._folder, self._rank = folder, rank
+    def __init__(self, run: Training, first: int, last: int, folder: Path) -> None:
+        super().__init__(run)
+        self.first, self.last, self._num_begun = first, last, run.steps
+        self._folder, self._rank = folder, run.ranks.rank
         self._running: ExitStack | None = None
         self._profile: Any = None
         self._steps, self._began = 0, 0.0
         self.path: Path | None = None
 
-    def before_step(self) -> None:
+    def before_batch(self) -> Iterable[Report]:
         """Begin or end the trace, as the next step is about to begin. A batch that is skipped counts as a step."""
         self._num_begun += 1
         if self._running is not None:
@@ -56,6 +58,7 @@ class StepTrace:
                 self.close()
         elif self.path is None and self.first <= self._num_begun <= self.last:
             self._start()
+        return ()
 
     def close(self) -> None:
         """Write the trace, if it was begun: at the end of training, perhaps before `last`."""

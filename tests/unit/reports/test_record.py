@@ -70,17 +70,12 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), loss=0.5, is_evaluated=True,
         config=RunConfig(train=TrainConfig(batch_size=10)),
         ranks=Ranks(0, 2, 0, 2, torch.device("cpu")),
         plan=None,
-        publisher=None,
         source=open_source(DataConfig(synthetic=SyntheticConfig(num_samples=100, scale=0.0001))),
         target=Target(),
-        hot=None,
-        stream=None,
         steps=40,
         state=SimpleNamespace(changes=()),
-        loss_monitor=SimpleNamespace(num_skipped=3),
         samples=800,
-        bad_rows=SimpleNamespace(num_bad=0, are_tolerated=False),
-        following=None,
+        of_parts=lambda entries: entries(SimpleNamespace(result=lambda: {"skipped_batches": 3})),
         step_seconds=array("d", step_seconds),
     )
     sent = SentTotals(ids=8e6, embeddings=4e7, gradients=4e7, dense_all_reduce=8e5, other=1e3, ranks=())
@@ -184,9 +179,7 @@ def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path, monkeypa
     for started_at, (resumed_at, reports) in enumerate(parts.items(), start=1_700_000_000):
         # TensorBoard reads files in the order of their names, which begin with the second.
         monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda second=started_at: second))
-        trainer: Any = SimpleNamespace(
-            config=RunConfig(), plan=None, total_steps=40, steps=resumed_at or 0, following=None
-        )
+        trainer: Any = SimpleNamespace(config=RunConfig(), plan=None, total_steps=40, steps=resumed_at or 0, parts=[])
         trainer.ranks = SimpleNamespace(world_size=2, device=torch.device("cpu"))
         trainer.source = SimpleNamespace(chunks=lambda split: SimpleNamespace(num_samples=100))
         with closing(_Outputs(trainer, tmp_path, resumed_at, Console(file=io.StringIO()))) as outputs:

@@ -181,7 +181,7 @@ def test_on_a_cpu_it_changes_no_bit(ranks: Ranks) -> None:
         for _ in range(6):
             with trainer.upcoming.next() as batch:
                 trainer.step(batch)
-            losses[-1].append(trainer.loss_monitor.mean())
+            losses[-1].append(trainer.losses.monitor.mean())
         trainer.close()
     assert losses[0] == losses[1]
 

@@ -22,7 +22,7 @@ from embershard.metrics.figures import Judge
 from embershard.models import ModelConfig
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.parts.best import BestModel
+from embershard.training.parts.evaluations import BestModel, Evaluations
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
 from embershard.training.trained_run import open_trained
 from embershard.training.trainer import Trainer
@@ -76,6 +76,12 @@ def run(trainer: Trainer, stop_at: int | None = None) -> list[Report]:
     return reports
 
 
+def best_of(trainer: Trainer) -> BestModel:
+    evaluations = trainer.part(Evaluations)
+    assert evaluations is not None
+    return evaluations.best
+
+
 def names(folder: Path) -> list[str]:
     return [path.name for path in complete_checkpoints(folder)]
 
@@ -91,7 +97,7 @@ def test_the_best_is_saved_and_stays(ranks, tmp_path):
     best = BestEvaluation.find(tmp_path)
     assert best is not None
     assert (best.step, best.metric, best.value, best.quality["auc"]) == (6, "auc", 0.8, 0.8)
-    assert trainer.best.kept == best
+    assert best_of(trainer).kept == best
 
 
 def test_it_is_the_state_of_its_step(ranks, tmp_path):
@@ -114,7 +120,7 @@ def test_training_ends_where_it_gets_no_better(ranks, tmp_path):
     reports = run(trainer)
     assert (trainer.steps, trainer.is_over, trainer.total_steps) == (12, True, 18)
     assert [report.step for report in reports if isinstance(report, EvalReport)] == [2, 4, 6, 8, 10, 12]
-    assert trainer.best.stop_reason == (
+    assert best_of(trainer).stop_reason == (
         "Stopped early: the last 3 evaluations gave nothing better than auc 0.8 at step 6 (train.early_stopping)."
     )
     assert names(tmp_path) == ["step_6", "step_12"]
@@ -125,7 +131,7 @@ def test_training_ends_where_it_gets_no_better(ranks, tmp_path):
     resume_run(patient)
     assert not patient.is_over, "the setting may be raised"
     scripted(patient)
-    assert (patient.best.progress.num_worse, [type(each) for each in run(patient)][:1]) == (3, [TrainReport])
+    assert (best_of(patient).progress.num_worse, [type(each) for each in run(patient)][:1]) == (3, [TrainReport])
     assert patient.steps == 14
     resumed.close()
 
@@ -164,7 +170,7 @@ def test_an_interrupted_evaluation_is_made_up_for(ranks, tmp_path):
     trainer.evaluate = lambda: evaluate() if trainer.steps != 6 else stopped()
     run(trainer)
     assert (trainer.steps, names(tmp_path)[-1]) == (6, "step_6")
-    assert trainer.best.progress.step == 4
+    assert best_of(trainer).progress.step == 4
     resumed = Trainer(config, ranks, tmp_path)
     resume_run(resumed)
     scripted(resumed)
@@ -184,7 +190,7 @@ def test_a_kill_before_the_pointer_is_written(ranks, tmp_path):
     resumed = Trainer(make_config(), ranks, tmp_path)
     resume_run(resumed)
     assert resumed.steps == 6
-    assert (resumed.best.kept, BestEvaluation.find(tmp_path)) == (resumed.best.progress.best,) * 2
+    assert (best_of(resumed).kept, BestEvaluation.find(tmp_path)) == (best_of(resumed).progress.best,) * 2
     resumed.close()
 
 
@@ -199,9 +205,9 @@ def test_a_resume_from_before_the_best(ranks, tmp_path, is_there):
         (tmp_path / "step_2").rename(tmp_path / "elsewhere")
     resumed = Trainer(make_config(checkpoint={"every_steps": 4, "keep_last": 2}), ranks, tmp_path)
     resume_run(resumed, step=4)
-    assert resumed.best.progress.best.step == 2, "patience goes by what was seen"
-    assert resumed.best.kept == BestEvaluation.find(tmp_path)
-    assert resumed.best.kept == (resumed.best.progress.best if is_there else None)
+    assert best_of(resumed).progress.best.step == 2, "patience goes by what was seen"
+    assert best_of(resumed).kept == BestEvaluation.find(tmp_path)
+    assert best_of(resumed).kept == (best_of(resumed).progress.best if is_there else None)
     resumed.close()
 
 
@@ -242,7 +248,7 @@ def test_an_undefined_figure_is_never_the_best(ranks, tmp_path):
     scripted(trainer, [None, float("nan")])
     run(trainer)
     assert (trainer.steps, BestEvaluation.find(tmp_path)) == (4, None)
-    assert "2 evaluations gave nothing with a defined auc" in trainer.best.stop_reason
+    assert "2 evaluations gave nothing with a defined auc" in best_of(trainer).stop_reason
 
 
 @pytest.mark.parametrize(

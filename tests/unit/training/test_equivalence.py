@@ -113,8 +113,8 @@ def test_a_forward_that_is_wrong_for_its_loss_alone_is_found(ranks: Ranks, monke
     def wrong(trainer: Trainer, batch: Any) -> Any:
         skipped = step(trainer, batch)
         if trainer.steps == 4 and trainer.config.cache.enabled:
-            trainer.loss_monitor.mean()
-            trainer.loss_monitor._losses.append(0.5)
+            trainer.losses.monitor.mean()
+            trainer.losses.monitor._losses.append(0.5)
         return skipped
 
     monkeypatch.setattr(Trainer, "step", wrong)

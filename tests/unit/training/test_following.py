@@ -20,7 +20,8 @@ from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.frequency.config import ProfileConfig
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.parts.following import FolderFollower
+from embershard.training.parts.following import FolderFollower, FollowedFolder
+from embershard.training.parts.publishing import Publishing
 from embershard.training.reports import Report, SaveReport, StopReport
 from embershard.training.trainer import Trainer
 from tests.ranks.following import arriving, make_following, noting
@@ -61,19 +62,20 @@ def test_saves_and_publications_do_not_wait_for_a_batch(ranks: Ranks, files: lis
     config, cuts, waits = make_config(tmp_path, idle_seconds=None), list[int](), list[int]()
     with arriving([], tmp_path / "followed"):
         trainer = Trainer(config, ranks, tmp_path / "run" / "checkpoints")
-        trainer.publisher = publisher = SimpleNamespace(  # type: ignore[assignment]
+        publishing, follower = Publishing(trainer), trainer.part(FollowedFolder).follower
+        publishing.publisher = SimpleNamespace(  # type: ignore[assignment]
             begin=lambda run_id, *_: run_id, is_due=lambda step: True, cut=cuts.append, reports=lambda: iter(()),
-            end=lambda step: iter(()), before_save=lambda step: (None, lambda: None), wait=lambda: None,
-            close=lambda: None,
+            end=lambda step: iter(()), before_save=lambda step: None, newest=None, close=lambda: None,
         )  # fmt: skip
-        write_next, inner = _one_by_one(files, tmp_path / "followed"), trainer.following.wait
+        trainer.parts.insert(0, publishing)
+        write_next, inner = _one_by_one(files, tmp_path / "followed"), follower.wait
 
         def wait() -> bool:
             waits.append(trainer.steps)
             assert waits.count(trainer.steps) < MOST_WAITS, "a save is held up"
             return inner()
 
-        trainer.following.wait = wait  # type: ignore[method-assign]
+        follower.wait = wait  # type: ignore[method-assign]
         write_next()
         for report in trainer.train():
             if isinstance(report, SaveReport) and len(cuts) and report.step < 3 * OF_FILE:
@@ -83,7 +85,6 @@ def test_saves_and_publications_do_not_wait_for_a_batch(ranks: Ranks, files: lis
                     trainer.supervision.signal = signal.SIGTERM
                 write_next()
         trainer.close()
-    assert publisher is trainer.publisher
     assert trainer.supervision._pulse[BEATS] >= trainer.steps + len(waits), "its launcher sees that it lives"
     assert {OF_FILE, 2 * OF_FILE} <= set(waits)
 
@@ -104,14 +105,14 @@ def test_a_signal_while_it_waits_ends_it_after_a_save(ranks: Ranks, files: list[
     config = replace(config, checkpoint=CheckpointConfig(every_steps=100))
     with arriving(files[:1], tmp_path / "followed"):
         trainer, reports = Trainer(config, ranks, run), list[Report]()
-        inner = trainer.following.wait
+        inner = trainer.part(FollowedFolder).follower.wait
 
         def wait() -> bool:
             if trainer.steps:
                 trainer.supervision.signal = signal.SIGTERM
             return inner()
 
-        trainer.following.wait = wait  # type: ignore[method-assign]
+        trainer.part(FollowedFolder).follower.wait = wait  # type: ignore[method-assign]
         reports = list(trainer.train())
         trainer.close()
     assert (type(reports[-1]), reports[-1].step) == (StopReport, OF_FILE)
@@ -162,15 +163,15 @@ def test_a_file_that_changes_ends_the_run_after_a_checkpoint(ranks: Ranks, files
     config = replace(make_config(tmp_path), checkpoint=CheckpointConfig(every_steps=100))
     with arriving(files[:2], folder):
         trainer, path = Trainer(config, ranks, run), folder / files[1].name
-        take, before = trainer.following.take, list[bytes]()
+        take, before = trainer.part(FollowedFolder).follower.take, list[bytes]()
 
         def taking(*given: int) -> None:
             take(*given)
-            if trainer.following.source.num_files == 2 and not before:
+            if trainer.part(FollowedFolder).follower.source.num_files == 2 and not before:
                 before.append(path.read_bytes())
                 path.write_bytes(bytes(len(before[0])))
 
-        trainer.following.take = taking  # type: ignore[method-assign]
+        trainer.part(FollowedFolder).follower.take = taking  # type: ignore[method-assign]
         with pytest.raises(DataError, match=rf"{files[1].name}: changed while it was read"):
             list(trainer.train())
         trainer.close()

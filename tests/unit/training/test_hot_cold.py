@@ -29,7 +29,7 @@ from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.fit.model_size import table_rows
 from embershard.training.parts import hot_cold
 from embershard.training.parts.counts import CacheReader
-from embershard.training.parts.hot_cold import FILE, find_hot_set
+from embershard.training.parts.hot_cold import FILE, HotCold, find_hot_set
 from embershard.training.reports import TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer
@@ -68,7 +68,7 @@ def test_hot_batches_look_up_hot_rows_only_and_cold_ones_others_too(ranks):
     assert hot is not None
     assert hot.rows.num_bytes <= HOT_BYTES
     seen = {True: 0, False: 0}
-    stream = open_stream(config, source, ranks, stream_start(config), hot)
+    stream = open_stream(config, source, ranks, stream_start(config), hot=hot.samples)
     mixed = 0
     for batch in stream:
         ids = batch.sparse_features
@@ -114,8 +114,8 @@ def test_the_samples_of_an_epoch_are_those_of_the_plain_order(ranks):
     source = open_source(config.data)
     hot = find_hot_set(config, find_profile(config, source), source, ranks, None)
     found = []
-    for order in (hot, None):
-        stream = open_stream(config, source, ranks, stream_start(config), order)
+    for order in (hot.samples, None):
+        stream = open_stream(config, source, ranks, stream_start(config), hot=order)
         samples = []
         for batch in stream:
             samples += batch.dense_features[:, :4].tolist()
@@ -145,9 +145,9 @@ def test_lookups_and_bytes_of_hot_rows_are_reported(ranks):
     sharded, packed = found["sharded"], found["hot_cold"]
     assert packed.lookups == sharded.lookups > packed.hot_lookups > 0
     assert sharded.hot_lookups == sharded.hot_rows_bytes == 0
-    assert trainer.hot is not None
+    hot = trainer.part(HotCold).hot
     map_bytes = 4 * (sum(table_rows(config).values()) + 1)
-    assert packed.hot_rows_bytes == trainer.hot.rows.num_bytes + map_bytes
+    assert packed.hot_rows_bytes == hot.rows.num_bytes + map_bytes
 
 
 def test_the_bits_are_kept_and_used_again_only_for_the_same_data_and_rows(ranks, tmp_path, monkeypatch):

@@ -17,8 +17,8 @@ from embershard.distributed.publish import write
 from embershard.distributed.publish.published import published, read_publication
 from embershard.errors import ConfigError
 from embershard.serving.serving_replica import Replica
-from embershard.training.compared_table import ComparedTable
 from embershard.training.parts import publishing as publisher_module
+from embershard.training.parts.publishing import ComparedTable
 from tests.faults import publications
 from tests.faults.publications import Life
 
@@ -83,13 +83,13 @@ def test_the_delay_counts_from_the_last_publication_that_succeeded(tmp_path, lay
 
 def test_a_state_is_published_once(tmp_path, layers):
     life = Life(tmp_path, None, False, 1, layers)
-    first, _ = life.publisher.before_save(0)
-    assert first["seq"] == 0  # the base has it
+    life.publisher.before_save(0)
+    assert life.publisher.newest["seq"] == 0  # the base has it
     life._train()
     life.publisher.cut(2)
-    second, ready = life.publisher.before_save(2)
+    ready = life.publisher.before_save(2)
     ready()
-    assert second == {"seq": 1, "token": read_publication(tmp_path / "published" / "delta_1").token}
+    assert life.publisher.newest == {"seq": 1, "token": read_publication(tmp_path / "published" / "delta_1").token}
     list(life.publisher.end(2))
 
 
@@ -258,8 +258,8 @@ def test_what_a_full_disk_left_out_at_the_end_is_told_and_published_by_a_resume(
     full_disk.begin(at, stays_full=True)
     assert told(life, 4) or (at >= 8 and not life.publisher.failure)
     list(life.publisher.end(4))
-    published, ready = life.publisher.before_save(4)
-    life._prepare(tmp_path / "checkpoints", published, ready).write(None)
+    ready = life.publisher.before_save(4)
+    life._prepare(tmp_path / "checkpoints", life.publisher.newest, ready).write(None)
     list(life.publisher.end(4))
     assert "No space left on device" in life.publisher.failure
     assert (life.publisher.published.name, life.publisher.published.step) == ("delta_1", 2)

@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,19 +31,20 @@ def ranks() -> Iterator[Ranks]:
         yield found
 
 
-def losses(ranks: Ranks, trace: StepTrace | None) -> list[float]:
+def train(ranks: Ranks, *traced: Any) -> tuple[list[float], str]:
+    """Train; return the losses, and what a trace of `traced` says at the end."""
     trainer = Trainer(make_config(look_ahead=LookAheadConfig(lookahead=3)), ranks)
-    trainer.upcoming.trace = trace
+    if traced:
+        trainer.parts.append(StepTrace(trainer, *traced))
     reports = list(trainer.train())
     trainer.close()
-    if trace is not None:
-        trace.close()
-    return [report.loss for report in reports if isinstance(report, TrainReport)]
+    trace = trainer.part(StepTrace)
+    return [report.loss for report in reports if isinstance(report, TrainReport)], trace.describe() if trace else ""
 
 
 def test_a_trace_names_all_stages_and_changes_no_bit(ranks: Ranks, tmp_path: Path):
-    trace = StepTrace(5, 8, 0, tmp_path, rank=0)
-    assert losses(ranks, trace) == losses(ranks, None)
+    losses, said = train(ranks, 5, 8, tmp_path)
+    assert losses == train(ranks)[0]
     with gzip.open(tmp_path / "rank_0.json.gz") as file:
         names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
     assert {name.removeprefix(stages.PREFIX) for name in names if name.startswith(stages.PREFIX)} == STAGES
@@ -50,19 +52,17 @@ def test_a_trace_names_all_stages_and_changes_no_bit(ranks: Ranks, tmp_path: Pat
     assert (found["rank"], found["steps"]) == (0, 4)
     assert found["training"].keys() | found["beside"].keys() == STAGES | {"other"}
     assert not stages._is_recorded
-    assert trace.describe().startswith("Traced 4 steps: ")
+    assert said.startswith("Traced 4 steps: ")
 
 
 def test_a_trace_of_steps_that_do_not_come(ranks: Ranks, tmp_path: Path):
-    trace = StepTrace(500, 501, 0, tmp_path, rank=0)
-    losses(ranks, trace)
+    _, said = train(ranks, 500, 501, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert "No step from 500 to 501 was trained here" in trace.describe()
+    assert "No step from 500 to 501 was trained here" in said
 
 
 def test_a_run_that_ends_within_the_traced_steps(ranks: Ranks, tmp_path: Path):
-    trace = StepTrace(6, 100, 0, tmp_path, rank=0)
-    losses(ranks, trace)
+    train(ranks, 6, 100, tmp_path)
     assert json.loads((tmp_path / "rank_0.stages.json").read_text())["steps"] >= 1
 
 

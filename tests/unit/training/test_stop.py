@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -87,13 +88,13 @@ def test_it_saves_if_the_run_saves_at_all(ranks, tmp_path, checkpoint, is_saved)
 
 def test_a_signal_in_a_save_needs_no_other_step_and_no_other_save(ranks, tmp_path):
     trainer = Trainer(config(checkpoint=CheckpointConfig(every_steps=2)), ranks, tmp_path)
-    prepare = trainer._prepare_save
+    prepare = trainer.prepare_save
 
-    def interrupted(copy_bytes: int) -> PreparedSave:
+    def interrupted(*given: Any) -> PreparedSave:
         trainer.supervision.signal = signal.SIGTERM
-        return prepare(copy_bytes)
+        return prepare(*given)
 
-    trainer._prepare_save = interrupted  # type: ignore[method-assign]
+    trainer.prepare_save = interrupted  # type: ignore[method-assign]
     assert kinds(list(trainer.train()))[-3:] == [(TrainReport, 2), (SaveReport, 2), (StopReport, 2)]
     trainer.close()
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -52,16 +53,29 @@ def failing(*steps: int) -> mock._patch[Callable[..., Path]]:
     return mock.patch.object(PreparedSave, "write", maybe)
 
 
-def begun(saves: Saves, folder: Path, step: int) -> Saves:
+def run_like(config: CheckpointConfig, ranks: Ranks) -> Any:
+    """What saves know of a run."""
+    return SimpleNamespace(config=SimpleNamespace(checkpoint=config), ranks=ranks, steps=0, saved_step=None)
+
+
+def at(saves: Saves, folder: Path, step: int, made: Prepared | None = None) -> Saves:
+    """Have the run at this step, whose checkpoint goes to this folder."""
+    saves.run.steps, saves.prepare = step, preparing(folder, step, made)  # type: ignore[method-assign]
+    return saves
+
+
+def begun(config: CheckpointConfig, ranks: Ranks, folder: Path, step: int) -> Saves:
     """Start a save beside training; it may end at any time."""
-    assert list(saves.start(step, preparing(folder, step))) == []
+    saves = at(Saves(run_like(config, ranks)), folder, step)
+    assert list(saves.start()) == []
     return saves
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_save_that_ended_leaves_nothing_in_memory(ranks, tmp_path, monkeypatch, fails):
     """Not even until the garbage collector comes: it comes rarely where few objects hold much memory."""
-    saves, made = Saves(CheckpointConfig(every_steps=1, on_failed_save="continue"), ranks), Prepared()
+    made, config = Prepared(), CheckpointConfig(every_steps=1, on_failed_save="continue")
+    saves = at(Saves(run_like(config, ranks)), tmp_path, 1, made)
 
     def full(*_: Any) -> None:
         raise OSError(28, "full")
@@ -71,7 +85,7 @@ def test_a_save_that_ended_leaves_nothing_in_memory(ranks, tmp_path, monkeypatch
     gc.collect()
     gc.disable()
     try:
-        reports = [*saves.start(1, preparing(tmp_path, 1, made)), *saves.last()]
+        reports = [*saves.start(), *saves.last()]
         assert [type(report) for report in reports] == [FailedSaveReport if fails else SaveReport]
         assert [blocks() for blocks in made] == [None]
     finally:
@@ -81,32 +95,32 @@ def test_a_save_that_ended_leaves_nothing_in_memory(ranks, tmp_path, monkeypatch
 @pytest.mark.parametrize("setting", ["stop", "continue"])
 def test_a_save_in_between_saves_its_step_and_keeps_the_report_of_the_one_before(ranks, tmp_path, setting):
     config = CheckpointConfig(every_steps=1, on_failed_save=setting)
-    saves = begun(Saves(config, ranks), tmp_path / "well", 1)
-    assert saves.write(2, preparing(tmp_path / "well", 2)).step == 2
-    assert [(type(report), report.step) for report in saves.finished()] == [(SaveReport, 1)]
-    assert list(saves.finished()) == []
+    saves = begun(config, ranks, tmp_path / "well", 1)
+    assert at(saves, tmp_path / "well", 2).write().step == 2
+    assert [(type(report), report.step) for report in saves.before_batch()] == [(SaveReport, 1)]
+    assert list(saves.before_batch()) == []
     with failing(3):
-        saves = begun(Saves(config, ranks), tmp_path / "full", 3)
-        assert saves.write(4, preparing(tmp_path / "full", 4)).step == 4
+        saves = begun(config, ranks, tmp_path / "full", 3)
+        assert at(saves, tmp_path / "full", 4).write().step == 4
         if setting == "stop":
             with pytest.raises(FailedSaveError, match="step 3: full"):
-                list(saves.finished())
+                list(saves.before_batch())
         else:
-            assert list(saves.finished()) == [FailedSaveReport(3, "step 3: full")]
-    assert saves.saved_step == 4
+            assert list(saves.before_batch()) == [FailedSaveReport(3, "step 3: full")]
+    assert saves.run.saved_step == 4
 
 
 def test_where_the_input_fails_the_step_is_saved_whatever_became_of_the_save_before(ranks, tmp_path):
     with failing(3), suppress(FailedSaveError):
-        saves = begun(Saves(CheckpointConfig(every_steps=1), ranks), tmp_path, 3)
-        reports = list(saves.at_failure(4, preparing(tmp_path, 4)))
+        saves = begun(CheckpointConfig(every_steps=1), ranks, tmp_path, 3)
+        reports = list(at(saves, tmp_path, 4).at_failure())
     assert [(type(report), report.step) for report in reports] == [(FailedSaveReport, 3), (SaveReport, 4)]
     assert (tmp_path / "step_4").is_dir()
 
 
 def test_a_save_of_the_step_that_failed_beside_training_is_tried_again(ranks, tmp_path):
-    saves = Saves(CheckpointConfig(every_steps=1), ranks)
     with failing(3):
-        begun(saves, tmp_path, 3).wait()
-    assert saves.write(3, preparing(tmp_path, 3)).path.is_dir()
+        saves = begun(CheckpointConfig(every_steps=1), ranks, tmp_path, 3)
+        saves.wait()
+    assert saves.write().path.is_dir()
     assert list(saves.last()) == []

@@ -37,6 +37,7 @@ from embershard.training.reports import FailedSaveReport, SaveReport
 from embershard.training.trainer import Trainer
 from tests.covering import keep, matrix
 from tests.unit.distributed.test_blocks import stock_loaded
+from tests.unit.training.checkpoint.test_background_save import run_like
 from tests.unit.training.gated_saves import STEPS_LATE, Late, train
 from tests.unit.training.test_trainer import losses, make_config, run
 
@@ -138,7 +139,7 @@ def started_save(ranks: Ranks, folder: Path) -> BackgroundSave:
     trainer = Trainer(config_of(folder), ranks, folder)
     with trainer.upcoming.next() as batch:
         trainer.step(batch)
-    save = BackgroundSave(trainer._prepare_save(1 << 28), ranks.with_own_group())
+    save = BackgroundSave(trainer.prepare_save(folder, 1 << 28), ranks.with_own_group())
     trainer.close()
     return save
 
@@ -199,7 +200,7 @@ def test_saving_again_waits_and_an_error_gives_up(ranks, tmp_path):
         assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_6", "step_7"]
         late.go.clear()
         trainer.steps += 1
-        list(trainer._saves.start(8, trainer._prepare_save))
+        list(trainer._saves.start())
         threading.Timer(0.1, late.go.set).start()
         with pytest.raises(ZeroDivisionError), trainer._saves:
             raise ZeroDivisionError
@@ -215,7 +216,7 @@ def test_a_save_of_the_step_that_is_being_saved_is_that_one(ranks, tmp_path):
         for report in trainer.train():
             if report.step == EVERY:
                 break
-        list(trainer._saves.start(EVERY, trainer._prepare_save))
+        list(trainer._saves.start())
         late.go.set()
         assert isinstance(trainer.save(), SaveReport)
         with pytest.raises(CheckpointError, match="exists already"):
@@ -228,5 +229,5 @@ def test_the_setting_is_checked(ranks):
         CheckpointConfig(asynchronous=True)
     gpu = dataclasses.replace(ranks, device=torch.device("cuda"))
     with pytest.raises(ConfigError, match="got training on a GPU"):
-        Saves(CheckpointConfig(every_steps=1, asynchronous=True), gpu)
-    assert not Saves(CheckpointConfig(every_steps=1), gpu)._asynchronous
+        Saves(run_like(CheckpointConfig(every_steps=1, asynchronous=True), gpu))
+    assert not Saves(run_like(CheckpointConfig(every_steps=1), gpu))._asynchronous

@@ -1,50 +1,29 @@
-"""The best evaluation of a run: which one it is, whether its checkpoint is kept, and when no better one is awaited."""
+"""`Evaluations` of a run, and `BestModel`: which is the best, whether its checkpoint is kept, and when no better one is
+awaited."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from embershard.data import Target
-from embershard.distributed import Ranks
+from embershard.data import Source, Target
+from embershard.distributed import Ranks, shortest
 from embershard.distributed.checkpoint.best import BEST, BestEvaluation
 from embershard.distributed.checkpoint.folder import checkpoint_at
+from embershard.distributed.traffic import counted_as_other
 from embershard.errors import InvalidCheckpointError
+from embershard.metrics.evaluation import Evaluation, Evaluator
 from embershard.metrics.figures import Judge
+from embershard.metrics.predictions import PredictionBuffer, predicted_of, until_stopped
+from embershard.training.arithmetic import autocast
+from embershard.training.checkpoint.saved_run import EvaluationProgress, SavedRun, SettingsComparison
 from embershard.training.config import RunConfig
-from embershard.training.reports import EvalReport
-
-
-@dataclass(frozen=True)
-class EvaluationProgress:
-    """What the evaluations so far have shown. Checkpoints have it, so that a resumed run decides as one that was not
-    interrupted.
-
-    Attributes:
-        metric: the figure that decides.
-        step: of the last evaluation; None so far.
-        best: the first of the best ones; None while the figure was undefined.
-        num_worse: evaluations after it.
-    """
-
-    metric: str
-    step: int | None = None
-    best: BestEvaluation | None = None
-    num_worse: int = 0
-
-    def after(self, evaluation: BestEvaluation | int, judge: Judge) -> EvaluationProgress:
-        """Return the progress after one more evaluation, given by its step alone where its figure is undefined.
-
-        >>> first = EvaluationProgress("auc").after(BestEvaluation(10, "auc", 0.7), Judge("auc"))
-        >>> second = first.after(BestEvaluation(20, "auc", 0.7), Judge("auc")).after(30, Judge("auc"))
-        >>> second.best.step, second.num_worse, second.step
-        (10, 2, 30)
-        """
-        if isinstance(evaluation, int):
-            return EvaluationProgress(self.metric, evaluation, self.best, self.num_worse + 1)
-        if judge.is_better(evaluation.value, None if self.best is None else self.best.value):
-            return EvaluationProgress(self.metric, evaluation.step, evaluation)
-        return EvaluationProgress(self.metric, evaluation.step, self.best, self.num_worse + 1)
+from embershard.training.parts.part import Part
+from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport
+from embershard.training.steps import open_stream
 
 
 class BestModel:
@@ -142,3 +121,99 @@ class BestModel:
         best, count = self.progress.best, self.progress.num_worse
         than = f"better than {best.title}" if best else f"with a defined {self.progress.metric}"
         return f"Stopped early: the last {count} evaluations gave nothing {than} (train.early_stopping)."
+
+
+class Evaluations(Part):
+    """Evaluates the held-out part when that is due, and knows which evaluation was the best.
+
+    Attributes:
+        best: the best one.
+    """
+
+    best: BestModel
+    _evaluator: Evaluator
+    _evaluated: int | None = None  # the step of the last evaluation of this process
+
+    def check(self) -> None:
+        """Raise where no evaluation has the figure that is to decide, or the data lack a column of metrics."""
+        run, target = self.run, self.run.target
+        self._evaluator = Evaluator(target, run.config.metrics, run.source, run.ranks)
+        self.best = BestModel(run.config, target, run.checkpoints, run.ranks)
+
+    def before_batch(self) -> Iterator[Report]:
+        """Where evaluations judge, make up for that in which a run was stopped, and for the end of an epoch whose last
+        batch was skipped."""
+        if self.run.config.judges and self.best.progress.step != self.run.steps:
+            yield from self.after_step()
+
+    def after_step(self) -> Iterator[Report]:
+        run, every = self.run, self.run.config.train.eval_every
+        is_due = run.steps % every == 0 if every else run.config.judges and run.stream.ends_epoch(run.position)
+        if is_due and run.steps > 0 and not run.is_last and self._evaluated != run.steps:
+            yield from self._evaluate()
+
+    def evaluate_at_end(self) -> Iterator[Report]:
+        if self.run.config.holds_out and self._evaluated != self.run.steps:
+            yield from self._evaluate()
+
+    def _evaluate(self) -> Iterator[EvalReport]:
+        """Evaluate, and note whether it is the best so far; nothing where a rank was asked to stop."""
+        run = self.run
+        self._evaluated = run.steps
+        if (report := run.evaluate()) is None:
+            return
+        is_best = self.best.add(report)
+        if run.steps in (run.saved_step, run.first_step or None):  # its checkpoint is there
+            self.best.note_save(run.steps)
+        yield replace(report, is_best=is_best and run.config.judges)
+
+    def evaluate(self) -> EvalReport | None:
+        """See `Trainer.evaluate`."""
+        started = time.perf_counter()
+        if (found := self.of(self.run.source)) is None:
+            return None
+        seconds = time.perf_counter() - started
+        return EvalReport(self.run.steps, found.quality, seconds, slices=found.slices, curves=found.curves)
+
+    @counted_as_other()
+    def of(self, source: Source) -> Evaluation | None:
+        """Return what the held-out samples of a source say; None: a rank was asked to stop meanwhile."""
+        run = self.run
+        device, target = run.ranks.device, run.target
+        with open_stream(run.config, source, run.ranks, None) as stream:
+            batches = run.input_failure.watch(shortest(stream, device))
+            batches = until_stopped(batches, run.supervision, run.ranks)
+            predictions = PredictionBuffer(target)
+            for predicted in predicted_of(run.model, batches, device, lambda: autocast(run.config.train, device)):
+                predictions.add(predicted)
+            if source is run.source:  # of others, samples count when they train
+                for part in run.parts:
+                    part.after_evaluation(stream)
+        return None if run.supervision.agree(run.ranks) else self._evaluator.judge(predictions, source)
+
+    def note(self, report: Report) -> None:
+        if isinstance(report, SaveReport | FailedSaveReport):
+            self.best.note_save(report.step, is_complete=isinstance(report, SaveReport))
+
+    @property
+    def stop_reason(self) -> str:
+        return self.best.stop_reason
+
+    def wants_save(self) -> bool:
+        return self.best.awaits(self.run.steps)
+
+    def state(self) -> dict[str, Any]:
+        return {"evaluations": asdict(self.best.progress)}
+
+    def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
+        self._evaluated = None
+        is_same_data = not any(change.key.startswith("data.") for change in comparison.changes)
+        self.best.resume(saved.evaluations, saved.step, is_same_data=is_same_data)
+
+    def result(self) -> dict[str, Any]:
+        if not self.run.config.judges:
+            return {}
+        kept = self.best.kept
+        best = self.best.progress.best if kept is None else kept
+        is_early = bool(self.best.stop_reason)
+        return {"best": best, "keeps_best": kept is not None, "stopped_early": is_early}

@@ -1,0 +1,56 @@
+"""Which parts a run has, and in which order they act."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from embershard.distributed import PublishConfig
+from embershard.training.config import RunConfig
+from embershard.training.parts.counts import StepMetrics
+from embershard.training.parts.evaluations import Evaluations
+from embershard.training.parts.loss_monitor import Losses
+from embershard.training.parts.part import Part, Training
+from embershard.training.parts.saves import Saves
+
+
+def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, evaluations: Evaluations) -> list[Part]:
+    """Return the parts of a run; those that not every run has are imported where its settings ask for them.
+
+    * losses first: no checkpoint has what a loss that is not finite trained;
+    * publications before what may take long;
+    * files before windows, and windows before the batch that trains their samples;
+    * saves before evaluations, in which a rank may die; but behind them where evaluations judge: the checkpoint of a
+      step then has what its evaluation shows;
+    * bad rows behind evaluations, which meet some. They come first in `finish`, in which the last save may be refused.
+    """
+    config = run.config
+    parts: list[Part] = [losses, metrics]
+    find_windows = None
+    if config.publish.folder is not None:
+        from embershard.training.parts.publishing import Publishing
+
+        parts.append(Publishing(run))
+    if config.data.follow:
+        from embershard.training.parts.following import FollowedFolder
+
+        parts.append(following := FollowedFolder(run))
+        find_windows = following.windows_between
+    if config.data.is_in_time_order:
+        from embershard.training.parts.windows import EvaluatedWindows
+
+        parts.append(EvaluatedWindows(run, evaluations, find_windows))
+    parts += [evaluations, saves] if config.judges else [saves, evaluations]
+    if config.data.bad_rows != "stop":
+        from embershard.training.parts.bad_rows import BadRows
+
+        parts.append(BadRows(run))
+    if config.sharding.hot_bytes is not None:
+        from embershard.training.parts.hot_cold import HotCold
+
+        parts.append(HotCold(run))
+    return parts
+
+
+def without_parts(config: RunConfig) -> RunConfig:
+    """Return the settings of the same training on the data that are there by now, of which nobody is told."""
+    return replace(config, data=config.data.unfollowed(), publish=PublishConfig())

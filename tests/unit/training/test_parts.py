@@ -1,0 +1,152 @@
+"""The parts of a run: in which order they act, and that one which does nothing changes no bit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embershard.distributed import CheckpointConfig, PublishConfig, Ranks, process_group
+from embershard.training.checkpoint.resume import resume_run
+from embershard.training.config import TrainConfig
+from embershard.training.parts.part import Part
+from embershard.training.reports import Report, SaveReport, StopReport
+from embershard.training.trainer import Trainer
+from tests.unit.distributed.test_blocks import stock_loaded
+from tests.unit.training.test_trainer import losses, make_config
+
+pytestmark = pytest.mark.slow  # whole training runs
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with process_group("cpu") as found:
+        yield found
+
+
+def config_of(**train: Any) -> Any:
+    return make_config(
+        train=TrainConfig(batch_size=100, log_every=1, max_steps=4, **train),
+        checkpoint=CheckpointConfig(every_steps=2, keep_last=9, asynchronous=False),
+    )
+
+
+class Noting(Part):
+    """Notes which of its hooks are called, and where the run stands."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self.calls: list[tuple[str, int]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name.startswith("_") or not callable(found) or not hasattr(Part, name):
+            return found
+        self.calls.append((name, self.run.steps))
+        return found
+
+
+def test_hooks_come_in_order(ranks: Ranks, tmp_path: Path) -> None:
+    trainer = Trainer(config_of(eval_every=3), ranks, tmp_path)
+    trainer.parts.append(part := Noting(trainer))
+    trainer.parts.insert(0, first := Noting(trainer))
+    first.at_end = lambda: [StopReport(1, None)]  # type: ignore[method-assign]
+    part.at_end = lambda: [StopReport(2, None)]  # type: ignore[method-assign]
+    first.finish = lambda: [StopReport(4, None)]  # type: ignore[method-assign]
+    part.finish = lambda: [StopReport(3, None)]  # type: ignore[method-assign]
+    reports = list(trainer.train())
+    trainer.close()
+    assert [report.step for report in reports if isinstance(report, StopReport)] == [1, 2, 3, 4], "the last is first"
+    of_saves, of_evaluations = ["wants_save", "before_save", "state"], ["after_evaluation"]
+    assert [name for name, _ in part.calls if name not in ("note", *of_saves, *of_evaluations)] == [
+        "begin", *["before_batch", "after_step"] * 4, "at_end", "evaluate_at_end", "finish", "close",
+    ]  # fmt: skip
+    assert [(name, step) for name, step in part.calls if name in ("before_batch", "after_step")] == [
+        (name, step + (name == "after_step")) for step in range(4) for name in ("before_batch", "after_step")
+    ]
+    assert [step for name, step in part.calls if name == "before_save"] == [2, 4]
+    assert [step for name, step in part.calls if name == "after_evaluation"] == [3, 4]
+    assert set(pairwise(name for name, _ in part.calls)) >= {("before_save", "state"), ("evaluate_at_end", "finish")}
+
+
+def test_a_part_that_does_nothing_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:
+    found = []
+    for name, kinds in (("without", []), ("with", [Part, Part])):
+        trainer = Trainer(config_of(eval_every=3), ranks, tmp_path / name)
+        trainer.parts[:0] = [kind(trainer) for kind in kinds]
+        found.append(losses(list(trainer.train())))
+        trainer.close()
+    assert found[0] == found[1]
+    plain, idle = (tmp_path / name / "step_4" for name in ("without", "with"))
+    assert [key for key, value in stock_loaded(plain).items() if not torch.equal(value, stock_loaded(idle)[key])] == []
+    assert json.loads((plain / "scalars.json").read_text()) == json.loads((idle / "scalars.json").read_text())
+
+
+class Counting(Part):
+    """Has a state, reports, wants a checkpoint of step 3, and ends the run."""
+
+    num_steps = 0
+    last = 4
+
+    def after_step(self) -> Iterator[Report]:
+        self.num_steps += 1
+        yield StopReport(self.run.steps, None)
+
+    def wants_save(self) -> bool:
+        return self.run.steps == 3 and self.run.saved_step != 3
+
+    def state(self) -> dict[str, Any]:
+        return {"counted": {"steps": self.num_steps}}
+
+    def read_state(self, saved: Any, comparison: Any) -> None:
+        self.num_steps = saved.of_parts["counted"]["steps"]
+
+    @property
+    def stop_reason(self) -> str:
+        return "Enough." if self.num_steps >= self.last else ""
+
+    def result(self) -> dict[str, Any]:
+        return {"counted": self.num_steps}
+
+
+def test_a_part_may_report_save_stop_and_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    first = Trainer(config_of(), ranks, tmp_path)
+    first.parts.insert(0, part := Counting(first))
+    part.last = 3
+    reports = list(first.train())
+    first.close()
+    assert [report.step for report in reports if isinstance(report, StopReport)] == [1, 2, 3]
+    assert [report.step for report in reports if isinstance(report, SaveReport)] == [2, 3]
+    assert (first.steps, first.is_over) == (3, True)
+    second = Trainer(config_of(), ranks, tmp_path)
+    second.parts.insert(0, part := Counting(second))
+    resume_run(second)
+    assert (second.steps, part.num_steps) == (3, 3)
+    list(second.train())
+    second.close()
+    assert second.of_parts(lambda each: each.result())["counted"] == 4
+
+
+HIDDEN = ("publishing", "following", "windows", "hot_cold", "bad_rows")
+
+
+def test_a_run_needs_no_module_of_a_part_that_it_has_not(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"embershard.training.parts.{name}" for name in HIDDEN]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)  # its import raises
+    trainer = Trainer(config_of(), ranks, tmp_path / "run")
+    list(trainer.train())
+    trainer.resume(tmp_path / "run" / "step_2")
+    trainer.close()
+    publish = PublishConfig(str(tmp_path / "published"), every_steps=2)
+    with pytest.raises(ModuleNotFoundError, match="publishing"):
+        Trainer(replace(config_of(), publish=publish), ranks, tmp_path / "other")
