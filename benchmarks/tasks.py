@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 from benchmarks.common import machine, make_parser, report, settings_of
 from embershard.cache import CacheConfig
 from embershard.distributed import process_group
-from embershard.metrics.figures import quality_values
 from embershard.models import ModelConfig
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
@@ -113,7 +112,7 @@ def quality(config: RunConfig) -> dict[str, Any]:
         trainer = Trainer(config, ranks)
         evaluations = [each for each in trainer.train() if isinstance(each, EvalReport)]
         trainer.close()
-    return quality_values(evaluations[-1].quality)
+    return evaluations[-1].quality
 
 
 if __name__ == "__main__":

@@ -1,102 +1,39 @@
-"""`RunResult`: what a run gave, as result.json has it. Only this module writes and reads the file."""
+"""`RunResult`: what a run gave, as result.json has it, and how readers see it.
+
+Only this module writes and reads the file. An entry of it is a field of `RunResult`, and `_shown` says which rows of
+the closing table, and which tables, show it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from embershard.cache.totals import RankCaches, RunCaches
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
+from embershard.metrics.figures import Figures, Slices, figures, form_of, quality_rows, slice_tables, title_of
 from embershard.settings.decoding import decode
+from embershard.units import Row, ShownTable, number, size
 from embershard.whole_file import whole_file
 
 RESULT = "result.json"
-#: Figures of slices, by column, value and name; "samples" is one of them.
-Slices = dict[str, dict[str, dict[str, int | float | None]]]
 #: Of the file. One without "format" is of format 1.
 FORMAT = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheTotals:
-    """What the caches of a table, a rank or all ranks did, since the run was last resumed.
-
-    Attributes:
-        rows, slots, device_bytes, host_bytes: at the end. `device_bytes` are of the caches alone: slots, optimizer
-            states, maps, and copies of hot rows, as a plan's `RankPrediction.cache_device_bytes`. Tables without a
-            cache, dense layers, activations and buffers are not among them; `host_bytes` are rows and their scores.
-        hit_rate_unique, hit_rate_lookups: shares in 0..1; None without lookups.
-        overflow_growths: times that a cache grew for a batch that did not fit.
-        critical_path_fills: rows that a step waited for.
-        seconds: of the host, for planning and copies; `stall_seconds` in which training waited for rows.
-    """
-
-    rows: int
-    slots: int
-    hit_rate_unique: float | None
-    hit_rate_lookups: float | None
-    device_bytes: int
-    host_bytes: int
-    fills: int
-    write_backs: int
-    bytes_to_device: int
-    bytes_to_host: int
-    evictions: int
-    overflow_growths: int
-    critical_path_fills: int
-    hits_unique: int
-    unique_ids: int
-    hits_lookups: int
-    lookups: int
-    seconds: float
-    stall_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolSize:
-    """One cache of a rank: the tables that share its slots, and its size at the end."""
-
-    tables: tuple[str, ...]
-    slots: int
-    device_bytes: int
-    host_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankCaches(CacheTotals):
-    """All caches of a rank.
-
-    Attributes:
-        hot_rows_bytes, hot_lookups: of the rows that every rank has (`sharding.mode = "hot_cold"`); they count in the
-            totals, and not in those of tables.
-    """
-
-    rank: int
-    tables: dict[str, CacheTotals]
-    pools: tuple[PoolSize, ...]
-    hot_rows_bytes: int = 0
-    hot_lookups: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunCaches(CacheTotals):
-    """All caches of all ranks.
-
-    Attributes:
-        ratio: the setting; None where bytes or a plan gave the slots.
-        hot_rows_bytes, hot_lookups: as in `RankCaches`.
-    """
-
-    ratio: float | None
-    tables: dict[str, CacheTotals]
-    ranks: tuple[RankCaches, ...]
-    hot_rows_bytes: int = 0
-    hot_lookups: int = 0
+def _shown(
+    rows: Callable[[Any, RunResult], Iterable[Row]] | None = None,
+    tables: Callable[[Any, RunResult, int], Iterable[ShownTable]] | None = None,
+) -> dict[str, Any]:
+    """Return the metadata of a field of `RunResult`: what shows its value, as rows of the closing table and as tables,
+    with at most so many lines each."""
+    return {"rows": rows, "tables": tables}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +163,7 @@ class WindowResult:
     start: str
     samples: int
     late: int
-    quality: dict[str, float | None]
+    quality: Figures
     slices: Slices = field(default_factory=dict)
 
     @classmethod
@@ -278,6 +215,143 @@ class FollowedFiles:
     changed: tuple[str, ...] = ()
 
 
+def _held_out_rows(held_out: HeldOutPart | None, run: RunResult) -> Iterator[Row]:
+    if held_out is not None and held_out.samples:
+        left = 0 if run.bad_rows is None else held_out.samples - run.eval_samples
+        bad = f"; {run.eval_samples:,} of them judged: bad rows are left out" if left else ""
+        yield "held out", f"{held_out.samples:,} samples", f"of {held_out.all_samples:,}: {held_out.how}{bad}"
+
+
+def _window_rows(windows: Sequence[WindowResult], run: RunResult) -> Iterator[Row]:
+    if windows:
+        late = sum(window.late for window in windows)
+        means = "; figures are means, by samples" if run.eval_samples else ""
+        first, last = windows[0].start, windows[-1].start
+        what = f"{first} to {last}, evaluated before they trained{means}; {late:,} samples late"
+        yield "windows", f"{len(windows):,}", what
+
+
+def _window_tables(windows: Sequence[WindowResult], run: RunResult, top: int) -> Iterator[ShownTable]:
+    if not windows:
+        return
+    shown = windows[-top:]
+    title = "Windows" if len(shown) == len(windows) else f"The newest {len(shown)} of {len(windows)} windows"
+    names = [f"{each.title} {each.label}".strip() for each in figures(shown[0].quality)]
+    rows = [
+        (
+            window.start,
+            *(f"{count:,}" for count in (window.step, window.samples, window.late)),
+            *(each.value for each in figures(window.quality)),
+        )
+        for window in shown
+    ]
+    caption = (
+        "quality on all samples of a window before any of them trained; step: those trained by then; late: samples of "
+        "earlier windows that came with this one"
+    )
+    yield ShownTable(title, ("from (UTC)",), ("step", "samples", "late", *names), rows, caption)
+
+
+def _best_rows(best: BestEvaluation | None, run: RunResult) -> Iterator[Row]:
+    if best is not None:
+        kept = "kept for predict, eval and export" if run.keeps_best else "not kept (checkpoint.keep_best)"
+        end = f"training stopped early, at {run.steps:,}" if run.stopped_early else f"the last is {run.steps:,}"
+        yield (
+            f"best {title_of(best.metric)}",
+            number(best.value, form_of(best.metric)),
+            f"step {best.step:,}, {kept}; {end}",
+        )
+
+
+def _speed_rows(device: str, run: RunResult) -> Iterator[Row]:
+    if run.resumed_at:
+        since = f"speed and counts below: of the {run.measured_steps:,} steps since the resume"
+        yield "resumed", f"at step {run.resumed_at:,}", since
+    p50, p95 = (number(milliseconds, ".1f") for milliseconds in (run.step_ms.p50, run.step_ms.p95))
+    speed = f"{number(run.samples_per_second, ',.0f')} samples/s{steady_mark(run)}"
+    yield "speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)"
+
+
+def _cache_rows(cache: RunCaches | None, run: RunResult) -> Iterable[Row]:
+    if cache is None:
+        return [("cache", "off", "all embedding rows are on the device")]
+    return cache.closing_rows(0 if run.hot_cold is None else run.hot_cold.hot_rows)
+
+
+def _cache_tables(cache: RunCaches | None, run: RunResult, top: int) -> Iterable[ShownTable]:
+    return () if cache is None else cache.by_rank_and_table(max(1, run.measured_steps), top)
+
+
+def _look_ahead_rows(ahead: LookAheadTotals | None, run: RunResult) -> Iterator[Row]:
+    if ahead is None or run.cache is None:
+        return
+    mean = ahead.lookahead_mean
+    known = "all batches known" if mean is None else f"{mean:.1f} batches known"
+    resident = f"{number(ahead.prefetch_mean, '.1f')} of them on the device before their step (means)"
+    milliseconds = ahead.stall_seconds * 1e3 / max(ahead.steps, 1)
+    of = "" if run.world_size == 1 else ", all ranks together"
+    waits = f"of the first batch, and of those that did not fit; {milliseconds:.2f} ms a step{of}"
+    yield "looked ahead", known, resident
+    yield "late rows", f"{run.cache.critical_path_fills:,}", waits
+
+
+def _sent_rows(totals: SentTotals, run: RunResult) -> Iterator[Row]:
+    """Yield the bytes between ranks per rank and step; nothing for one rank."""
+    sent = totals.over(run.parts)
+    kinds = [sent.ids, sent.embeddings, sent.gradients, sent.dense_all_reduce]
+    names = ("ids", "embeddings", "their gradients", "dense gradients")
+    shares = ", ".join(f"{size(each)} {name}" for each, name in zip(kinds, names, strict=True))
+    if sum(kinds):
+        yield "between ranks", f"{size(sum(kinds))}", f"sent by a rank in a step: {shares}"
+
+
+def _hot_cold_rows(packed: HotColdTotals | None, run: RunResult) -> Iterator[Row]:
+    if packed is None or (cache := run.cache) is None:
+        return
+    batches = ", ".join(f"{count:,} {kind}" for kind, count in packed.batches.items())
+    yield "batches", batches, f"{packed.hot_samples:.1%} of the samples look up {packed.hot_rows:,} hot rows only"
+    cold = cache.lookups - cache.hot_lookups
+    rate = (cache.hits_lookups - cache.hot_lookups) / cold if cold else None
+    found = f"{cache.hot_lookups:,} lookups, all hits; the hit rate of other rows is {number(rate, '.1%')}"
+    yield "hot rows", f"{size(cache.hot_rows_bytes)} device", f"of all ranks; {found}"
+
+
+def _id_rows(ids: Mapping[str, IdTotals], run: RunResult) -> Iterator[Row]:
+    if not ids:
+        return
+    live, admitted, evicted, refused = (
+        sum(getattr(table, name) for table in ids.values()) for name in ("live", "admitted", "evicted", "refused")
+    )
+    ages = sum(table.evicted * (table.evicted_age or 0) for table in ids.values())
+    age = f", {ages / evicted:,.1f} batches after its last use" if evicted else ""
+    without = f"; {refused:,} times none was free" if refused else ""
+    what = f"{admitted:,} times an id got a row, {evicted:,} times one lost it{age}{without}"
+    yield "ids", f"{live:,} have rows", f"of {len(ids)} tables; {what}"
+
+
+def _id_tables(ids: Mapping[str, IdTotals], run: RunResult, top: int) -> Iterator[ShownTable]:
+    """Yield what became of the ids of the tables with most evictions."""
+    if not ids:
+        return
+    shown = sorted(ids.items(), key=lambda item: -item[1].evicted)[:top]
+    title = "Ids, most evictions first"
+    if len(ids) > top:
+        title = f"Ids of the {top} of {len(ids)} tables with most evictions"
+    rows = [
+        (
+            name,
+            *(f"{count:,}" for count in (found.live, found.admitted, found.evicted, found.refused)),
+            number(found.evicted_age, ",.1f"),
+        )
+        for name, found in shown
+    ]
+    caption = (
+        "live: ids with a row at the end; refused: times that no row was free; age: batches between the last use of an "
+        "id and its eviction, on average"
+    )
+    yield ShownTable(title, ("table",), ("live", "admitted", "evicted", "refused", "age"), rows, caption)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What a run gave.
@@ -316,23 +390,25 @@ class RunResult:
     is_steady: bool
     loss: float | None
     label_losses: dict[str, float | None] = field(default_factory=dict)
-    quality: dict[str, float | None]
-    slices: Slices = field(default_factory=dict)
+    quality: Figures = field(metadata=_shown(lambda quality, run: quality_rows(quality)))
+    slices: Slices = field(default_factory=dict, metadata=_shown(tables=lambda slices, run, top: slice_tables(slices)))
     eval_samples: int
-    held_out: HeldOutPart | None = None
-    windows: tuple[WindowResult, ...] = ()
-    best: BestEvaluation | None = None
+    held_out: HeldOutPart | None = field(default=None, metadata=_shown(_held_out_rows))
+    windows: tuple[WindowResult, ...] = field(default=(), metadata=_shown(_window_rows, _window_tables))
+    best: BestEvaluation | None = field(default=None, metadata=_shown(_best_rows))
     keeps_best: bool = False
     stopped_early: bool = False
     bad_rows: int | None = None
     followed: FollowedFiles | None = None
     world_size: int
-    device: str
-    cache: RunCaches | None
-    look_ahead: LookAheadTotals | None
-    sent_bytes: SentTotals
-    hot_cold: HotColdTotals | None
-    ids: dict[str, IdTotals] = field(default_factory=dict)
+    device: str = field(
+        metadata=_shown(_speed_rows)
+    )  # in the closing table after quality, and before what the rest counts
+    cache: RunCaches | None = field(metadata=_shown(_cache_rows, _cache_tables))
+    look_ahead: LookAheadTotals | None = field(metadata=_shown(_look_ahead_rows))
+    sent_bytes: SentTotals = field(metadata=_shown(_sent_rows))
+    hot_cold: HotColdTotals | None = field(metadata=_shown(_hot_cold_rows))
+    ids: dict[str, IdTotals] = field(default_factory=dict, metadata=_shown(_id_rows, _id_tables))
     changes: tuple[dict[str, Any], ...] = ()
     plan: ObeyedPlan | None
     published: PublishedState | None = None
@@ -348,6 +424,33 @@ class RunResult:
     def resumed_at(self) -> int:
         """The step at which the run was last resumed; 0 where it was not."""
         return self.steps - self.measured_steps
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of a step; None where no step was timed."""
+        return None if self.step_ms.p50 is None else self.step_ms.p50 / 1e3
+
+    @property
+    def plan_digest(self) -> str | None:
+        """The digest of the plan that the run obeyed; None: it had none."""
+        return None if self.plan is None else self.plan.digest
+
+    @property
+    def caches(self) -> dict[int, RankCaches]:
+        """The caches of each rank; empty in a run without caches."""
+        return {} if self.cache is None else {each.rank: each for each in self.cache.ranks}
+
+    def closing_rows(self) -> Iterator[Row]:
+        """Yield rows of the closing table, in the order of the fields."""
+        for each in dataclasses.fields(self):
+            if rows := each.metadata.get("rows"):
+                yield from rows(getattr(self, each.name), self)
+
+    def tables(self, top: int) -> Iterator[ShownTable]:
+        """Yield the tables of what it has by table, rank, window or value, with `top` lines each."""
+        for each in dataclasses.fields(self):
+            if tables := each.metadata.get("tables"):
+                yield from tables(getattr(self, each.name), self, top)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunResult:
@@ -407,3 +510,15 @@ class RunResult:
         text = json.dumps({"format": FORMAT, **self.to_dict()}, indent=2, allow_nan=False)
         with whole_file(folder / RESULT) as partial:
             partial.write_text(text + "\n", encoding="utf-8")
+
+
+def held_out_warning(results: Iterable[RunResult]) -> str:
+    """Return a sentence, without its full stop, where runs were judged by different samples, as far as their results
+    tell; else ""."""
+    differ = len({result.held_out for result in results if result.eval_samples}) > 1
+    return "The held-out sets differ, so figures of held-out samples do not compare" if differ else ""
+
+
+def steady_mark(*results: RunResult) -> str:
+    """Return what stands beside the speed of runs: a hint where one was too short to have that of a long run."""
+    return "" if all(result.is_steady for result in results) else " (not steady yet)"

@@ -1,9 +1,25 @@
-"""Sizes with units: all that embershard prints or draws is in KiB, MiB, GiB and TiB."""
+"""Sizes with units: all that embershard prints or draws is in KiB, MiB, GiB and TiB. Rows and tables of texts."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+#: Of a table for a newcomer: title, value, and what it means.
+Row = tuple[str, str, str]
+
+
+class ShownTable(NamedTuple):
+    """A table of texts: `left` and `right` are the titles of columns, by how they are aligned."""
+
+    title: str
+    left: Sequence[str]
+    right: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)

@@ -41,7 +41,7 @@ def main() -> None:
             if ranks.is_first and isinstance(report, TrainReport):
                 print(f"step {report.step}: loss {report.loss:.4f}, hit rate {report.hit_rate_lookups or 0:.3f}")
             elif ranks.is_first and isinstance(report, EvalReport):
-                print(f"step {report.step}: AUC {report.quality.auc:.4f}")
+                print(f"step {report.step}: AUC {report.quality['auc']:.4f}")
         trainer.close()
 
 

@@ -115,11 +115,11 @@ class ScoreJob(Job):
         return 0
 
     def _show(self, found: Evaluation, step: int, console: Console) -> None:
-        from embershard.metrics.figures import quality_values
+        from embershard.metrics.figures import slice_tables
         from embershard.reports.results import evaluation_text
-        from embershard.reports.run_tables import slice_tables
+        from embershard.reports.run_tables import table_of
 
-        quality = quality_values(found.quality)
+        quality = found.quality
         if self.form is not None:
             if not console.quiet:
                 print(evaluation_text(step, quality, found.slices, self.form))
@@ -127,7 +127,7 @@ class ScoreJob(Job):
         table = make_table(f"Quality at step {step}", ["what"], ["value"])
         for name, value in quality.items():
             table.add_row(name, number(value, ",") if name == "samples" else number(value, ".6f"))
-        for each in (table, *slice_tables(found.slices)):
+        for each in (table, *map(table_of, slice_tables(found.slices))):
             console.print(each)
 
 

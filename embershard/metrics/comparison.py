@@ -5,25 +5,24 @@ Letters: N samples, R replicates, S seeds with which both models were trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from embershard.data.schema import Task
 from embershard.errors import ConfigError
-from embershard.metrics.figures import GROUPED, MORE_IS_BETTER, metric_of
+from embershard.metrics.figures import METRICS, OfGroups, OfPairs, OfSums, check_name, metric_of, more_is_better
 from embershard.metrics.ranking import by_group
 from embershard.metrics.resampling import resampled_auc, resampled_sums
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_Columns = Callable[[Floats, Floats], tuple[Floats, ...]]
-_Figure = Callable[[Floats], Floats]
-
-_ETA = 1e-12  # least distance of a prediction from 0 and 1 in logarithms, as in `judge`
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Samples:
     """What is known of N samples beside the models' predictions.
 
     Attributes:
-        labels: [N].
+        labels: [N]; of a label with classes [N, C].
         weights: [N]; None: 1 each.
         groups: [N], the number of each sample's group (its user, its session), from 0, or -1 for none: groups are drawn
             whole, since samples of a group are alike. None: samples are drawn one by one.
@@ -67,7 +66,7 @@ class PairedDifference:
     @property
     def better(self) -> Literal["A", "B", ""]:
         """The better one; "" where they do not differ, or where nobody can say, as of a calibration."""
-        more = MORE_IS_BETTER.get(metric_of(self.metric))
+        more = more_is_better(self.metric)
         if not self.is_different or more is None:
             return ""
         return "B" if (self.b > self.a) == more else "A"
@@ -89,9 +88,9 @@ def compare(
     (`_over_seeds`).
 
     Args:
-        a, b: [N] or [S, N], what each model predicts: probabilities, or numbers for the metrics of a regression. Place
-            s of both was trained with the same seed.
-        metrics: of `OF_TASK`, and with groups of `GROUPED`, as "gauc" and "ndcg@10".
+        a, b: [N] or [S, N], what each model predicts: probabilities, or numbers for the metrics of a regression; of
+            classes [S, N, C], their logits. Place s of both was trained with the same seed.
+        metrics: of `METRICS`, those of groups as "gauc" and "ndcg@10".
 
     Raises:
         ConfigError: there is no such metric, or it needs groups.
@@ -183,7 +182,7 @@ class _Draws:
     def __init__(self, samples: Samples, models: tuple[Floats, Floats], num_replicates: int, seed: int) -> None:
         self._samples, self._models = samples, models
         self._options = num_replicates, seed
-        self._sums: dict[str, tuple[_Columns | None, _Figure]] = {}
+        self._hows: dict[str, OfSums | OfPairs | OfGroups] = {}
         self._units = _units(samples)
 
     def add(self, metric: str) -> None:
@@ -192,28 +191,28 @@ class _Draws:
         Raises:
             ConfigError: there is no such metric, or it needs groups.
         """
-        name, _, place = metric.partition("@")
-        is_grouped = name in GROUPED and (place == "" if name == "gauc" else place.isdigit() and int(place) > 0)
-        if metric not in (*_OF_SUMS, "auc") and not is_grouped:
-            known = ("auc", *_OF_SUMS, "gauc", "ndcg@10", "precision@10", "recall@10")
-            raise ConfigError(f"got the metric {metric!r}, needed some of {', '.join(known)}.")
-        if is_grouped and self._samples.groups is None:
+        check_name(metric, "--metrics")
+        row = METRICS[metric_of(metric)]
+        if row.is_recalibrated:
+            raise ConfigError(f"--metrics: {metric} is of one run's setting, metrics.recalibration. Leave it out.")
+        if row.is_of_groups and self._samples.groups is None:
             raise ConfigError(f"{metric} is a mean over groups of samples. Say which column has them: --group COLUMN.")
-        if metric in _OF_SUMS:
-            self._sums[metric] = _OF_SUMS[metric]
-        elif is_grouped:
-            self._sums[metric] = None, _ratio
+        has_classes = self._samples.labels.ndim == 2
+        tasks: list[Task] = ["multiclass"] if has_classes else ["binary", "regression"]
+        hows = [row.of[task] for task in tasks if task in row.of]
+        if not hows:
+            raise ConfigError(f"--metrics: {metric} is of labels {'without' if has_classes else 'with'} classes alone.")
+        self._hows[metric] = hows[0]
 
     def of(self, metric: str) -> list[tuple[float, Floats]]:
         """Return the figure of each model, and its replicates [R]."""
-        if metric == "auc":
+        how = self._hows[metric]
+        if isinstance(how, OfPairs):
             return [self._area(predictions) for predictions in self._models]
-        figure = self._sums[metric][1]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return [
-                (float(figure(sums.sum(axis=0))), figure(drawn[:, columns].T))
-                for sums, drawn, columns in self._drawn[metric]
-            ]
+        return [
+            (float(_figure(how, sums.sum(axis=0))), _figure(how, drawn[:, columns].T))
+            for sums, drawn, columns in self._drawn[metric]
+        ]
 
     def _area(self, predictions: Floats) -> tuple[float, Floats]:
         samples, (num_replicates, seed) = self._samples, self._options
@@ -226,15 +225,16 @@ class _Draws:
         """Of each metric and model what is summed, [U, C], the sums of all columns in each replicate, [R, all C], and
         which of them are its own."""
         found: dict[str, list[tuple[Floats, Floats, slice]]] = {}
-        for of_groups in (False, True):
-            own = [metric for metric, (columns, _) in self._sums.items() if (columns is None) == of_groups]
+        for kind in (OfSums, OfGroups):
+            own = {metric: how for metric, how in self._hows.items() if isinstance(how, kind)}
             if not own:
                 continue
-            make = self._of_groups if of_groups else self._of_samples
-            each = [(metric, make(metric, predictions)) for metric in own for predictions in self._models]
-            numbers = self._numbers(of_groups)
+            each = [(metric, self._summed(metric, how, model)) for metric, how in own.items() for model in self._models]
             drawn = resampled_sums(
-                np.concatenate([values for _, values in each], axis=1), *self._options[:1], numbers, self._options[1]
+                np.concatenate([values for _, values in each], axis=1),
+                self._options[0],
+                self._numbers(of_groups=kind is OfGroups),
+                self._options[1],
             )
             end = 0
             for metric, values in each:
@@ -242,32 +242,39 @@ class _Draws:
                 end += values.shape[1]
         return found
 
-    def _numbers(self, of_groups: bool) -> Ints | None:
+    def _numbers(self, *, of_groups: bool) -> Ints | None:
         if of_groups:
             assert self._samples.groups is not None
             return np.unique(self._samples.groups[self._samples.groups >= 0])
         return None if self._units is None else np.unique(self._units)
 
-    def _of_samples(self, metric: str, predictions: Floats) -> Floats:
-        columns = _OF_SUMS[metric][0]
-        each = np.stack(columns(predictions, self._samples.labels), axis=1)
-        if self._samples.weights is not None:
-            each *= self._samples.weights[:, None]
-        if self._units is None:
-            return each
-        numbers, places = np.unique(self._units, return_inverse=True)
-        return np.stack([np.bincount(places, column, len(numbers)) for column in each.T], axis=1)
-
-    def _of_groups(self, metric: str, predictions: Floats) -> Floats:
-        samples, (name, _, place) = self._samples, metric.partition("@")
+    def _summed(self, metric: str, how: OfSums | OfGroups, predictions: Floats) -> Floats:
+        """Return what is summed of each unit, [U, C]: of a mean over groups the values and the weights."""
+        samples = self._samples
+        weights = np.ones(len(samples.labels)) if samples.weights is None else samples.weights.astype(np.float64)
+        if isinstance(how, OfSums):
+            columns = how.columns(*map(torch.from_numpy, (predictions, samples.labels, weights)))
+            each = torch.stack([column.double() for column in columns], dim=1).numpy()
+            if self._units is None:
+                return each
+            numbers, places = np.unique(self._units, return_inverse=True)
+            return np.stack([np.bincount(places, column, len(numbers)) for column in each.T], axis=1)
         assert samples.groups is not None
         there = samples.groups >= 0
-        weights = None if samples.weights is None else samples.weights[there]
-        columns = predictions[there], samples.labels[there], samples.groups[there], weights
-        figures = by_group(*columns, [int(place)] if place else [])
-        each: Floats = figures.auc if name == "gauc" else getattr(figures, name)[0]
-        weight = np.where(np.isnan(each), 0.0, figures.weight if name == "gauc" else 1.0)
-        return np.stack([np.nan_to_num(each) * weight, weight], axis=1)
+        own = predictions[there], samples.labels[there], samples.groups[there], weights[there]
+        figures = by_group(*own, [int(metric.partition("@")[2])] if how.has_place else [])
+        values = how.of_each(figures, 0)
+        weight = np.where(np.isnan(values), 0.0, 1.0 if how.has_place else figures.weight)
+        return np.stack([np.nan_to_num(values) * weight, weight], axis=1)
+
+
+def _figure(how: OfSums | OfGroups, sums: Floats) -> Floats:
+    """Return the figure of sums [C] or [C, R]; NaN where they have none."""
+    columns = torch.from_numpy(np.ascontiguousarray(sums, np.float64)).unbind()
+    if isinstance(how, OfGroups):
+        total, weight = columns
+        return (total / weight).numpy()
+    return torch.where(how.is_defined(*columns), how.figure(*columns), math.nan).numpy()
 
 
 def _units(samples: Samples) -> Ints | None:
@@ -278,39 +285,3 @@ def _units(samples: Samples) -> Ints | None:
     units = samples.groups.copy()
     units[alone] = samples.groups.max(initial=-1) + 1 + np.arange(int(alone.sum()))
     return units
-
-
-def _ratio(sums: Floats) -> Floats:
-    return np.asarray(sums[0] / sums[1])
-
-
-def _entropies(p: Floats, y: Floats) -> tuple[Floats, ...]:
-    p = np.clip(p, _ETA, 1 - _ETA)
-    return -(y * np.log(p) + (1 - y) * np.log1p(-p)), y, np.ones(len(y))
-
-
-def _normalized(sums: Floats) -> Floats:
-    entropy, positive, count = sums
-    mean = positive / count
-    return np.asarray(entropy / count / -(mean * np.log(mean) + (1 - mean) * np.log1p(-mean)))
-
-
-def _squares(p: Floats, y: Floats) -> tuple[Floats, ...]:
-    return (p - y) ** 2, np.ones(len(y)), y, y**2
-
-
-def _r2(sums: Floats) -> Floats:
-    squared, count, total, squares = sums
-    return np.asarray(1 - squared / (squares - total**2 / count))
-
-
-#: Columns that are summed, of predictions and labels, and the figure of their sums.
-_OF_SUMS: Mapping[str, tuple[_Columns, _Figure]] = {
-    "ne": (_entropies, _normalized),
-    "logloss": (_entropies, lambda sums: _ratio(sums[[0, 2]])),
-    "accuracy": (lambda p, y: (((p > 0.5) == (y > 0.5)).astype(np.float64), np.ones(len(y))), _ratio),
-    "calibration": (lambda p, y: (p, y), _ratio),
-    "rmse": (_squares, lambda sums: np.sqrt(_ratio(sums))),
-    "mae": (lambda p, y: (np.abs(p - y), np.ones(len(y))), _ratio),
-    "r2": (_squares, _r2),
-}

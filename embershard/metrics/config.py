@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from embershard.data.schema import Task
 from embershard.errors import ConfigError
-from embershard.metrics.figures import GROUPED, OF_TASK, metric_of
+from embershard.metrics.figures import METRICS, check_name, metric_of, names_of
 from embershard.settings.resume_rules import Free
 
-#: Figures of each slice where no names are given.
-_BY_DEFAULT = {"binary": ("auc", "ne", "calibration"), "regression": ("rmse", "mae")}
 _MOST_SLICES = 20
 
 
@@ -49,7 +47,12 @@ class MetricsConfig:
         if self.group == "":
             raise ConfigError("metrics.group: got an empty text, needed the name of a column.")
         for name in self.names:
-            self._check_name(name)
+            check_name(name, "metrics.names")
+            if METRICS[metric_of(name)].is_of_groups and self.group is None:
+                raise ConfigError(
+                    f"metrics.names: {name} is a mean over groups of samples. Say which column has them: metrics.group "
+                    '= "user_id", for instance.'
+                )
         if self.most_slices < 1:
             raise ConfigError(f"metrics.most_slices: got {self.most_slices}, needed at least 1.")
         if self.most_slices != _MOST_SLICES and not self.slices:
@@ -58,22 +61,6 @@ class MetricsConfig:
             raise ConfigError(f"metrics.recalibration: got {self.recalibration}, needed a number above 0.")
         if (self.recalibration is None) == ("recalibrated_ne" in self.names):
             raise ConfigError('metrics.recalibration and "recalibrated_ne" in metrics.names need each other.')
-
-    def _check_name(self, name: str) -> None:
-        metric, at, place = name.partition("@")
-        known = metric in ("recalibrated_ne", *GROUPED, *OF_TASK["binary"], *OF_TASK["regression"])
-        has_place = at == "@" and place.isascii() and place.isdigit() and place == str(int(place)) and int(place) > 0
-        needs_place = metric in GROUPED and metric != "gauc"
-        if not known or (needs_place and not has_place) or (at and not needs_place):
-            raise ConfigError(
-                f"metrics.names: got {name!r}, needed some of {', '.join((*OF_TASK['binary'], *OF_TASK['regression']))}"
-                ", recalibrated_ne, gauc, ndcg@10, precision@10 and recall@10 (with any number of places)."
-            )
-        if metric in GROUPED and self.group is None:
-            raise ConfigError(
-                f"metrics.names: {name} is a mean over groups of samples. Say which column has them: metrics.group "
-                '= "user_id", for instance.'
-            )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -86,12 +73,14 @@ class MetricsConfig:
         >>> MetricsConfig(group="user").of_task("binary")
         ('auc', 'ne', 'calibration', 'gauc')
         """
-        grouped = ("gauc",) if self.group is not None and task == "binary" else ()
-        return tuple(name for name in self.names if _has(task, name)) if self.names else (*_BY_DEFAULT[task], *grouped)
+        if self.names:
+            return tuple(name for name in self.names if task in METRICS[metric_of(name)].of)
+        names = names_of(task, with_groups=self.group is not None)
+        return tuple(name for name in names if METRICS[name].is_in("slices"))
 
     def more(self, task: Task) -> tuple[str, ...]:
         """Return those that an evaluation has beside the figures of the task."""
-        return tuple(name for name in self.of_task(task) if name not in OF_TASK[task])
+        return tuple(name for name in self.of_task(task) if name not in names_of(task))
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Raise `ConfigError` where no label has such a figure.
@@ -99,21 +88,15 @@ class MetricsConfig:
         Args:
             tasks: of the labels.
         """
-        wrong = next((name for name in self.names if not any(_has(task, name) for task in tasks)), None)
+        wrong = next((name for name in self.names if METRICS[metric_of(name)].of.keys().isdisjoint(tasks)), None)
         if wrong is not None:
             [task] = set(tasks)  # labels of both tasks have all figures
             needed = 'task = "regression"' if task == "binary" else 'task = "binary" (data.table.label_at_least)'
             raise ConfigError(
-                f"metrics.names: got {wrong!r} for labels of a {task} task, needed {', '.join(OF_TASK[task])}. Leave "
+                f"metrics.names: got {wrong!r} for labels of a {task} task, needed {', '.join(names_of(task))}. Leave "
                 f"it out, or make it a task that has it: {needed}."
             )
-        chosen = {metric_of(name) for task in tasks for name in self.of_task(task)}
-        if self.group is not None and chosen.isdisjoint(GROUPED):
+        chosen = [METRICS[metric_of(name)] for task in tasks for name in self.of_task(task)]
+        if self.group is not None and not any(metric.is_of_groups for metric in chosen):
             why = 'add "gauc", for instance' if "binary" in tasks else "labels that are numbers have no such figure"
             raise ConfigError(f"metrics.group has no effect without a figure of groups in metrics.names: {why}.")
-
-
-def _has(task: Task, name: str) -> bool:
-    """Return whether labels with a task have this figure."""
-    metric = metric_of(name)
-    return metric in OF_TASK[task] or (task == "binary" and metric in ("recalibrated_ne", *GROUPED))

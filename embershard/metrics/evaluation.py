@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +18,8 @@ from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.metrics.config import MetricsConfig
 from embershard.metrics.curves import Curves, curves_of
-from embershard.metrics.figures import OF_TASK, AnyQuality, LabelQualities, quality_values
-from embershard.metrics.predictions import Predicted, PredictionBuffer, judge, judge_label
-from embershard.metrics.ranking import by_group, weighted_mean
-from embershard.run_result import Slices
+from embershard.metrics.figures import Figures, Slices, names_of
+from embershard.metrics.predictions import Predicted, PredictionBuffer, judge
 
 #: Slices of samples without a value, and of values with few samples.
 MISSING, OTHERS = "(missing)", "(others)"
@@ -33,12 +30,12 @@ class Evaluation:
     """What held-out samples say of a model.
 
     Attributes:
-        quality: over all of them.
-        slices: figures by column and value, as `quality_values` has them: values with most samples first.
+        quality: figures over all of them.
+        slices: figures by column and value: values with most samples first.
         curves: of each label.
     """
 
-    quality: AnyQuality
+    quality: Figures
     slices: Slices = field(default_factory=dict)
     curves: dict[str, Curves] = field(default_factory=dict)
 
@@ -144,22 +141,20 @@ class Evaluator:
                     f"{len(predicted.labels):,} predictions: the files changed meanwhile; start again"
                 )
         groups = None if metrics.group is None else torch.from_numpy(columns[metrics.group].numbers)
-        quality = judge_with(target, predicted, metrics, groups)
+        quality = judge(target, predicted, metrics, groups)
         slices = {name: self._slices(predicted, groups, columns[name]) for name in metrics.slices}
         labels = zip(predicted.by_label(target).items(), target.tasks, strict=True)
         curves = {label: curves_of(task, own) for (label, own), task in labels}
         return Evaluation(quality, slices, curves)
 
-    def _slices(
-        self, predicted: Predicted, groups: Tensor | None, column: ValueNumbers
-    ) -> dict[str, dict[str, int | float | None]]:
+    def _slices(self, predicted: Predicted, groups: Tensor | None, column: ValueNumbers) -> dict[str, Figures]:
         metrics, target, found = self._metrics, self._target, {}
         wanted = {"samples", *(name for task in target.tasks for name in metrics.of_task(task))}
-        wanted |= {f"{name}/{label}" for label in target.classes for name in OF_TASK["multiclass"]}
+        wanted |= {f"{name}/{label}" for label in target.classes for name in names_of("multiclass")}
         for value, numbers in column.slices(metrics.most_slices):
             rows = torch.from_numpy(numbers)
             own = None if groups is None else groups[rows]
-            values = quality_values(judge_with(target, predicted.take(rows), metrics, own))
+            values = judge(target, predicted.take(rows), metrics, own)
             found[value] = {
                 name: each for name, each in values.items() if name in wanted or name.partition("/")[0] in wanted
             }
@@ -183,48 +178,3 @@ class Evaluator:
         if self._own is None:
             self._own = value_numbers(self._columns_of(source), self._metrics.columns)
         return self._own
-
-
-def judge_with(target: Target, predicted: Predicted, metrics: MetricsConfig, groups: Tensor | None) -> AnyQuality:
-    """Return the quality as `judge` does, with the figures of each label that `metrics` asks for.
-
-    Args:
-        groups: int64 [N], the group of each sample, from 0; -1: it is in none. Needed for figures of groups.
-
-    >>> predicted = Predicted(torch.tensor([2.0, 1.0, -1.0, 0.0]), torch.tensor([1, 0, 1, 0]))
-    >>> metrics = MetricsConfig(names=("gauc", "precision@1"), group="user")
-    >>> judge_with(Target(), predicted, metrics, torch.tensor([0, 0, 1, 1])).more
-    {'gauc': 0.5, 'precision@1': 0.5}
-    """
-    quality = judge(target, predicted)
-    found: dict[str, dict[str, float | None]] = {}
-    for (label, own), task in zip(predicted.by_label(target).items(), target.tasks, strict=True):
-        found[label] = {}
-        if not (names := metrics.more(task)):
-            continue
-        more = {} if groups is None else _of_groups(own, groups, names)
-        if metrics.recalibration is not None:
-            shifted = own._replace(outputs=own.outputs.double() + math.log(metrics.recalibration))
-            more["recalibrated_ne"] = getattr(judge_label(task, shifted), "ne", None)
-        found[label] = {name: more[name] for name in names}
-    if isinstance(quality, LabelQualities):
-        of = {label: replace(each, more=found.get(label, {})) for label, each in quality.of.items()}
-        return replace(quality, of=of)
-    return replace(quality, more=found[target.labels[0]])
-
-
-def _of_groups(predicted: Predicted, groups: Tensor, names: Sequence[str]) -> dict[str, float | None]:
-    """Return those of the figures that are means over the groups that have one: GAUC by the groups' weights, others
-    without."""
-    there = (groups >= 0) & ~predicted.labels.isnan()
-    own = predicted.take(there)
-    # As the AUC and the files of scores have them: probabilities of single precision.
-    scores, labels = torch.sigmoid(own.outputs.double()).float().numpy(), own.labels.double().numpy()
-    weights = None if own.weights is None else own.weights.double().numpy()
-    places = sorted({int(name.partition("@")[2]) for name in names if "@" in name})
-    figures = by_group(scores, labels, groups[there].numpy(), weights, places)
-    found = {"gauc": figures.gauc}
-    for number, place in enumerate(places):
-        for metric in ("ndcg", "precision", "recall"):
-            found[f"{metric}@{place}"] = weighted_mean(getattr(figures, metric)[number])
-    return found

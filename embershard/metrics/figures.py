@@ -1,164 +1,222 @@
-"""`Quality`: how good predictions are, as a value.
+"""`METRICS`: the figures of a model's quality, a row each: what is summed, the figure of the sums, title and places.
 
-With weights of samples, every figure but `samples` is a mean or a sum in which a sample counts by its weight.
+A figure has a name: "auc", "ndcg@10", and of several labels "auc/click". An evaluation is a dict of figures by name,
+with "samples" among them; one that is undefined for its samples is None. With weights of samples, every figure but
+`samples` is a mean or a sum in which a sample counts by its weight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from embershard.data.schema import Target, Task
 from embershard.errors import ConfigError
+from embershard.units import ShownTable, number
+
+if TYPE_CHECKING:  # settings know the names of figures, and load no torch
+    from torch import Tensor
+
+    from embershard.metrics.ranking import Floats, GroupFigures
+
+Figures = dict[str, float | None]
+#: Figures of slices, by column, value and name; "samples" is one of them.
+Slices = dict[str, dict[str, Figures]]
+#: Least distance of a prediction from 0 and 1 in logarithms, as in TorchRec's metrics.
+ETA = 1e-12
 
 
-@dataclass(frozen=True)
-class Quality:
-    """Quality of predicted probabilities. A figure that is undefined for the samples is None."""
+class OfSums(NamedTuple):
+    """A figure of sums over samples.
 
-    main: ClassVar[str] = "auc"
-
-    samples: int
-    """Samples of all ranks."""
-
-    logloss: float | None
-    """Mean cross entropy in nats; None without samples."""
-
-    auc: float | None
-    """Area under the ROC curve, exact; None when all labels are equal."""
-
-    ne: float | None
-    """Normalized entropy: logloss over that of always predicting the mean label; None when all labels are equal."""
-
-    accuracy: float | None
-    """Share of samples whose prediction is on the label's side of 0.5."""
-
-    calibration: float | None
-    """Sum of predictions over the number of clicks: 1 is perfect; None without clicks."""
-
-    more: dict[str, float | None] = field(default_factory=dict)
-    """Those that `metrics.names` asks for beside these, by name: "gauc", "ndcg@10"."""
-
-
-@dataclass(frozen=True)
-class RegressionQuality:
-    """Quality of predicted numbers. A figure that is undefined for the samples is None."""
-
-    main: ClassVar[str] = "rmse"
-
-    samples: int
-    """Samples of all ranks."""
-
-    rmse: float | None
-    """Root of the mean squared distance from the labels; None without samples."""
-
-    mae: float | None
-    """Mean distance from the labels; None without samples."""
-
-    r2: float | None
-    """1 - mean squared distance over the labels' variance: 1 is perfect, 0 is always predicting the mean label; None
-    when all labels are equal."""
-
-    more: dict[str, float | None] = field(default_factory=dict)
-    """As in `Quality`."""
-
-
-@dataclass(frozen=True)
-class ClassesQuality:
-    """Quality of a label with classes, beside that of each class alone. None without samples."""
-
-    main: ClassVar[str] = "accuracy"
-
-    samples: int
-    """Samples of all ranks."""
-
-    logloss: float | None
-    """Mean cross entropy of the softmax in nats."""
-
-    accuracy: float | None
-    """Share of samples whose class has the largest probability; of equal ones, the first counts."""
-
-    more: dict[str, float | None] = field(default_factory=dict)
-    """As in `Quality`; empty."""
-
-
-@dataclass(frozen=True)
-class LabelQualities:
-    """Quality for each of several labels, by its name; of one with classes for each class, and for the label."""
-
-    samples: int
-    of: dict[str, Quality | RegressionQuality | ClassesQuality]
-
-
-AnyQuality = Quality | RegressionQuality | LabelQualities
-
-
-def quality_values(quality: AnyQuality | ClassesQuality) -> dict[str, Any]:
-    """Return all figures by name; of several labels a figure is named as `auc/click`, and where not all samples have a
-    label, `samples/click` is how many do.
-
-    >>> quality_values(LabelQualities(9, {"stars": RegressionQuality(7, 0.5, 0.4, None)}))
-    {'samples': 9, 'samples/stars': 7, 'rmse/stars': 0.5, 'mae/stars': 0.4, 'r2/stars': None}
+    Attributes:
+        columns: what is summed, each [N], of outputs, labels and weights [N] of double precision. Outputs are
+            probabilities of a binary label, and numbers of a regression; of classes, they are logits [N, C], and labels
+            [N, C], too. Rows with the same function share the sums.
+        figure: of the sums.
+        is_defined: whether the sums have one.
     """
-    if not isinstance(quality, LabelQualities):
-        values = asdict(quality)
-        return values | values.pop("more")
-    found: dict[str, Any] = {"samples": quality.samples}
-    with_classes = tuple(f"{label}=" for label, each in quality.of.items() if isinstance(each, ClassesQuality))
-    for label, each in quality.of.items():
-        own = quality_values(each)
-        if each.samples == quality.samples or label.startswith(with_classes):  # a class has the samples of its label
-            own.pop("samples")
-        found |= {f"{name}/{label}": value for name, value in own.items()}
+
+    columns: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
+    figure: Callable[..., Tensor]
+    is_defined: Callable[..., Tensor] = lambda *sums: sums[-1] > 0
+
+
+class OfPairs(NamedTuple):
+    """The area under the ROC curve: the share of pairs of a positive and another sample that are in order."""
+
+
+class OfGroups(NamedTuple):
+    """The mean of a figure of each group of samples: by the groups' weights, or of the first k places of each group.
+
+    Attributes:
+        of_each: its values [G], of the groups' figures and of the place's number among those that are asked for.
+        has_place: its name ends with the number of places, as "ndcg@10", and each group counts once.
+    """
+
+    of_each: Callable[[GroupFigures, int], Floats]
+    has_place: bool = True
+
+
+#: Where readers find a figure without asking: of slices, in the table at a run's end, in tables of sweeps, of pages,
+#: and in curves over the windows of time.
+Place = Literal["slices", "closing", "sweeps", "page", "windows"]
+_EVERYWHERE: tuple[Place, ...] = ("slices", "closing", "sweeps", "page", "windows")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of `METRICS`.
+
+    Attributes:
+        form: format of its values.
+        meaning: for a newcomer.
+        of: how it is made, of labels with each task that has it.
+        more_is_better: None: nobody can say.
+        given: by every evaluation, by those with groups (`metrics.group`), or where `metrics.names` asks for it.
+        main_of: tasks whose labels are judged by it.
+        places: where it stands; one that a run asked for stands everywhere.
+        is_recalibrated: of predictions whose odds are multiplied by `metrics.recalibration`.
+    """
+
+    title: str
+    form: str
+    meaning: str
+    of: Mapping[Task, OfSums | OfPairs | OfGroups]
+    more_is_better: bool | None
+    given: Literal["always", "with groups", "on request"] = "always"
+    main_of: tuple[Task, ...] = ()
+    places: tuple[Place, ...] = ()
+    is_recalibrated: bool = False
+
+    def is_in(self, place: Place) -> bool:
+        """Return whether it stands at a place."""
+        return place in self.places or self.given != "always"
+
+    @property
+    def is_of_groups(self) -> bool:
+        """True if it needs groups of samples."""
+        return any(isinstance(how, OfGroups) for how in self.of.values())
+
+    @property
+    def has_place(self) -> bool:
+        """True if its name ends with a number of places."""
+        return any(isinstance(how, OfGroups) and how.has_place for how in self.of.values())
+
+
+def _entropies(p: Tensor, y: Tensor, w: Tensor) -> Sequence[Tensor]:
+    # Imported here: it loads torchmetrics, which takes half a second, and a run's first step need not wait for it.
+    from torchrec.metrics.ne import compute_cross_entropy
+
+    return compute_cross_entropy(y, p.clone(), w, ETA), w * y, w
+
+
+def _normalized(bits: Tensor, positive: Tensor, count: Tensor) -> Tensor:
+    from torchrec.metrics.ne import compute_ne
+
+    found: Tensor = compute_ne(bits, count, positive, count - positive, ETA)
     return found
 
 
-def main_values(quality: AnyQuality) -> dict[str, float | None]:
-    """Return the one figure by which to judge each label, by name: the AUC, or the RMSE.
+def _of_classes(logits: Tensor, y: Tensor, w: Tensor) -> Sequence[Tensor]:
+    from torch.nn.functional import softplus  # the logits are of probabilities, whose sum is 1
 
-    >>> main_values(RegressionQuality(9, 0.5, 0.4, None))
-    {'rmse': 0.5}
-    """
-    if isinstance(quality, LabelQualities):
-        return {f"{each.main}/{label}": getattr(each, each.main) for label, each in quality.of.items()}
-    return {quality.main: getattr(quality, quality.main)}
+    return w * (y * softplus(-logits)).sum(dim=1), w
 
 
-#: Figures that every evaluation has, by the task; and those of groups of samples, which are means over the groups.
-OF_TASK = {
-    "binary": ("auc", "ne", "logloss", "accuracy", "calibration"),
-    "regression": ("rmse", "mae", "r2"),
-    "multiclass": ("logloss", "accuracy"),
-}  # fmt: skip
-GROUPED = ("gauc", "ndcg", "precision", "recall")
+def _variances(p: Tensor, y: Tensor, w: Tensor) -> Sequence[Tensor]:
+    distance = y - (w * y).sum() / w.sum()  # of the labels' mean: squares of labels far from 0 would lose digits
+    return w * (p - y) ** 2, w * distance, w * distance**2, w
 
 
-def metric_names(target: Target, more: Callable[[Task], Sequence[str]] = lambda task: ()) -> list[str]:
-    """Return the names of all figures of a model, `samples` left out, as `quality_values` has them.
-
-    Args:
-        more: those of each label beside those of the task.
-
-    >>> metric_names(Target(("click", "buy")))[:2]
-    ['logloss/click', 'auc/click']
-    """
-    names = {}
-    for label, task in zip(target.labels, target.tasks, strict=True):
-        kind = Quality if task == "binary" else RegressionQuality
-        own = [each.name for each in fields(kind) if each.name not in ("samples", "more")]
-        names[label] = [*own, *(name for name in more(task) if name not in own)]
-    if len(names) == 1:
-        return names[target.labels[0]]
-    names |= {label: [*OF_TASK["multiclass"]] for label in target.classes}
-    return [f"{name}/{label}" for label, own in names.items() for name in own]
+def _r2(squared: Tensor, distance: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+    return 1 - squared / count / (squares / count - (distance / count) ** 2)
 
 
-#: Figures by which evaluations are compared, and whether more is better. (Calibration is best at 1.)
-MORE_IS_BETTER = {
-    "auc": True, "accuracy": True, "r2": True, "logloss": False, "ne": False, "rmse": False, "mae": False,
-    "recalibrated_ne": False, **dict.fromkeys(GROUPED, True),
+def _differ(squared: Tensor, distance: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+    return (count > 0) & (squares != distance**2 / count)
+
+
+def _root(total: Tensor, count: Tensor) -> Tensor:
+    return (total / count).apply_(math.sqrt)  # rounded as it should be: `Tensor.sqrt` may be a bit off
+
+
+def _ratio(total: Tensor, count: Tensor) -> Tensor:
+    return total / count
+
+
+_NE = OfSums(_entropies, _normalized, lambda bits, positive, count: (positive != 0) & (positive != count))
+
+#: By name, in the order of a reader's interest. A row is all that a figure needs, from the evaluation to the page.
+METRICS: dict[str, Metric] = {
+    "auc": Metric(
+        "AUC", ".4f", "held-out samples; 0.5 is guessing, 1 is perfect",
+        {"binary": OfPairs()}, more_is_better=True, main_of=("binary",), places=_EVERYWHERE,
+    ),
+    "rmse": Metric(
+        "RMSE", ".5g", "held-out samples; root of the mean squared distance from the labels",
+        {"regression": OfSums(lambda p, y, w: (w * (p - y) ** 2, w), _root)},
+        more_is_better=False, main_of=("regression",), places=_EVERYWHERE,
+    ),
+    "mae": Metric(
+        "MAE", ".5g", "held-out samples; mean distance from the labels",
+        {"regression": OfSums(lambda p, y, w: (w * (p - y).abs(), w), _ratio)},
+        more_is_better=False, places=("slices", "closing", "page"),
+    ),
+    "r2": Metric(
+        "R2", ".4f", "0 is always predicting the mean label, 1 is perfect",
+        {"regression": OfSums(_variances, _r2, _differ)},
+        more_is_better=True, places=("closing", "page"),
+    ),
+    "ne": Metric(
+        "NE", ".4f", "normalized entropy; below 1 beats the average click rate",
+        {"binary": _NE}, more_is_better=False, places=_EVERYWHERE,
+    ),
+    "logloss": Metric(
+        "logloss", ".4f", "held-out samples",
+        {
+            "binary": OfSums(_entropies, lambda bits, positive, count: bits * math.log(2) / count),
+            "multiclass": OfSums(_of_classes, _ratio),
+        },
+        more_is_better=False, places=("closing",),
+    ),
+    "accuracy": Metric(
+        "accuracy", ".1%", "how often the most probable class is right",
+        {
+            "binary": OfSums(lambda p, y, w: (w * ((p > 0.5) == (y > 0.5)), w), _ratio),
+            "multiclass": OfSums(lambda p, y, w: (w * (p.argmax(dim=1) == y.argmax(dim=1)), w), _ratio),
+        },
+        more_is_better=True, main_of=("multiclass",),
+    ),
+    "calibration": Metric(
+        "calibration", ".3f", "predicted over real clicks: 1 is perfect",
+        # The same as torchrec.metrics' `compute_calibration`, but undefined where that gives 0: without clicks.
+        {"binary": OfSums(lambda p, y, w: (w * p, w * y), _ratio)},
+        more_is_better=None, places=("slices", "windows"),
+    ),
+    "recalibrated_ne": Metric(
+        "recalibrated NE", ".4f", "NE of the odds times metrics.recalibration",
+        {"binary": _NE}, more_is_better=False, given="on request", is_recalibrated=True,
+    ),
+    "gauc": Metric(
+        "GAUC", ".4f", "mean AUC of the groups, by their samples",
+        {"binary": OfGroups(lambda groups, place: groups.auc, has_place=False)},
+        more_is_better=True, given="with groups",
+    ),
+    "ndcg": Metric(
+        "NDCG", ".4f", "mean over the groups; 1 ranks all clicks first",
+        {"binary": OfGroups(lambda groups, place: groups.ndcg[place])}, more_is_better=True, given="on request",
+    ),
+    "precision": Metric(
+        "precision", ".4f", "mean over the groups: clicks among the first k, over k",
+        {"binary": OfGroups(lambda groups, place: groups.precision[place])}, more_is_better=True, given="on request",
+    ),
+    "recall": Metric(
+        "recall", ".4f", "mean over the groups: clicks among the first k, of all clicks",
+        {"binary": OfGroups(lambda groups, place: groups.recall[place])}, more_is_better=True, given="on request",
+    ),
 }  # fmt: skip
 
 
@@ -169,6 +227,78 @@ def metric_of(name: str) -> str:
     ('auc', 'ndcg')
     """
     return name.partition("/")[0].partition("@")[0]
+
+
+def more_is_better(name: str) -> bool | None:
+    """Return which values of a figure are better, by its name; None where nobody can say.
+
+    >>> more_is_better("auc/click"), more_is_better("logloss"), more_is_better("calibration"), more_is_better("samples")
+    (True, False, None, None)
+    """
+    metric = METRICS.get(metric_of(name))
+    return None if metric is None else metric.more_is_better
+
+
+def names_of(task: Task, *, with_groups: bool = False) -> tuple[str, ...]:
+    """Return the names of the figures that each evaluation has of a label with a task.
+
+    >>> names_of("regression"), names_of("multiclass")
+    (('rmse', 'mae', 'r2'), ('logloss', 'accuracy'))
+    """
+    given = ("always", "with groups") if with_groups else ("always",)
+    return tuple(name for name, metric in METRICS.items() if task in metric.of and metric.given in given)
+
+
+def check_name(name: str, what: str) -> None:
+    """Raise `ConfigError` unless a name is that of a figure, without a label.
+
+    Args:
+        what: got it, for the message.
+    """
+    metric, at, place = name.partition("@")
+    has_place = at == "@" and place.isascii() and place.isdigit() and place == str(int(place)) and int(place) > 0
+    if metric not in METRICS or (not has_place if METRICS[metric].has_place else at):
+        known = ", ".join(f"{name}@10" if each.has_place else name for name, each in METRICS.items())
+        raise ConfigError(f"{what}: got {name!r}, needed some of {known} (of the last ones with any number of places).")
+
+
+def metric_names(target: Target, more: Callable[[Task], Sequence[str]] = lambda task: ()) -> list[str]:
+    """Return the names of all figures of a model, `samples` left out, as an evaluation has them.
+
+    Args:
+        more: those of each label beside those of the task.
+
+    >>> metric_names(Target(("click", "buy")))[:2]
+    ['auc/click', 'ne/click']
+    """
+    names = {
+        label: [*dict.fromkeys((*names_of(task), *more(task)))]
+        for label, task in zip(target.labels, target.tasks, strict=True)
+    }
+    if len(names) == 1:
+        return names[target.labels[0]]
+    names |= {label: [*names_of("multiclass")] for label in target.classes}
+    return [f"{name}/{label}" for label, own in names.items() for name in own]
+
+
+def main_values(values: Mapping[str, Any]) -> Figures:
+    """Return, of the figures of an evaluation, the one by which to judge each label: the AUC, or the RMSE.
+
+    >>> main_values({"samples": 9, "rmse": 0.5, "mae": 0.4, "r2": None})
+    {'rmse': 0.5}
+    """
+    return {name: value for name, value in values.items() if _is_main(name, values)}
+
+
+def _is_main(name: str, values: Mapping[str, Any]) -> bool:
+    metric = METRICS.get(metric_of(name))
+    return metric is not None and bool({*metric.main_of} & {*_tasks_of(name.partition("/")[2], values)})
+
+
+def _tasks_of(label: str, values: Mapping[str, Any]) -> tuple[Task, ...]:
+    """Return which task a label may have: one with classes has an accuracy, and no AUC of its own."""
+    has_classes = f"accuracy/{label}" in values and f"auc/{label}" not in values
+    return ("multiclass",) if has_classes else ("binary", "regression")
 
 
 @dataclass(frozen=True)
@@ -200,14 +330,14 @@ class Judge:
         classes = {each: label for label, own in target.classes.items() for each in own}
         if metric is None:
             return cls("auc" if "binary" in target.tasks else "rmse", classes)
-        names = [name for name in metric_names(target, more) if metric_of(name) in MORE_IS_BETTER]
+        names = [name for name in metric_names(target, more) if more_is_better(name) is not None]
         known = list(dict.fromkeys([name.partition("/")[0] for name in names] + names))
         if metric not in known:
             raise ConfigError(f"train.metric: got {metric!r}, needed one of {', '.join(known)}.")
         return cls(metric, classes)
 
     def value(self, quality: Mapping[str, Any]) -> float | None:
-        """Return the figure among those of `quality_values`; None where it is undefined, or not finite."""
+        """Return the figure among those of an evaluation; None where it is undefined, or not finite."""
         by_label: dict[str, list[float]] = {}
         for name, value in quality.items():
             metric, _, label = name.partition("/")
@@ -224,4 +354,127 @@ class Judge:
         """Return whether a value is better than another one; an undefined one is not, and is worse than any other."""
         if value is None or than is None:
             return value is not None
-        return value > than if MORE_IS_BETTER[metric_of(self.metric)] else value < than
+        return value > than if more_is_better(self.metric) else value < than
+
+
+class QualityFigure(NamedTuple):
+    """A figure as text.
+
+    Attributes:
+        label: of which label; "" where there is one.
+    """
+
+    title: str
+    label: str
+    value: str
+    meaning: str
+
+
+def figures(values: Mapping[str, Any]) -> Iterator[QualityFigure]:
+    """Yield the figures among `values`, by name, in the order of a reader's interest.
+
+    >>> [figure.value for figure in figures({"samples": 9, "ne/buy": None, "auc/buy": 0.71234})]
+    ['0.7123', 'n/a']
+    """
+    for name in _in_order(values):
+        metric = METRICS[metric_of(name)]
+        label = name.partition("/")[2]
+        yield QualityFigure(title_of(name.partition("/")[0]), label, number(values[name], metric.form), metric.meaning)
+
+
+def quality_line(values: Mapping[str, Any]) -> str:
+    """Return figures in one line; of several labels, one label after the other.
+
+    >>> quality_line({"samples": 9, "rmse": 1.25, "mae": None})
+    'RMSE 1.25  MAE n/a'
+    """
+    by_label: dict[str, list[str]] = {}
+    for title, label, value, _ in figures(values):
+        by_label.setdefault(label, []).append(f"{title} {value}")
+    return "; ".join(f"{label}: {'  '.join(each)}".removeprefix(": ") for label, each in by_label.items())
+
+
+def quality_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return rows of a table for a newcomer: title, value, meaning.
+
+    >>> [title for title, *_ in quality_rows({"auc/click": 0.75, "accuracy/click": 0.5, "accuracy/stars": 0.4})]
+    ['AUC click', 'accuracy stars']
+    """
+    places = {name: METRICS[metric_of(name)].is_in("closing") for name in _in_order(values)}
+    shown = {name: values[name] for name, is_shown in places.items() if is_shown or _is_main(name, values)}
+    return [(f"{title} {label}".strip(), value, meaning) for title, label, value, meaning in figures(shown)]
+
+
+def slice_rows(values: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and rows of a table of samples, given by name with "samples" and their figures. Of several labels,
+    each has a row, with the number of its own samples where there is one.
+
+    >>> slice_rows({"DE": {"samples": 1200, "auc": 0.75}, "FR": {"samples": 9, "auc": None}})
+    (['samples', 'AUC'], [['DE', '1,200', '0.7500'], ['FR', '9', 'n/a']])
+    """
+    parts = [key.partition("/") for key in _in_order(key for of in values.values() for key in of)]
+    names, labels = (list(dict.fromkeys(part[place] for part in parts)) for place in (0, 2))
+    rows = []
+    for value, of in values.items():
+        for label in labels:
+            keys = [f"{name}/{label}" if label else name for name in names]
+            cells = [number(of[key], form_of(key)) if key in of else "" for key in keys]
+            names_of_count = (f"samples/{label}", f"samples/{label.rpartition('=')[0]}", "samples")
+            count = number(next(of[name] for name in names_of_count if name in of), ",.0f")
+            rows.append([value, *([label] if len(labels) > 1 else []), count, *cells])
+    return [*(["label"] if len(labels) > 1 else []), "samples", *map(title_of, names)], rows
+
+
+def slice_tables(slices: Slices) -> Iterator[ShownTable]:
+    """Yield a table for each column of slices."""
+    for column, values in slices.items():
+        titles, rows = slice_rows(values)
+        yield ShownTable(f"Held-out samples by {column}", (column,), titles, rows)
+
+
+def main_names(results: Iterable[Mapping[str, Any]], place: Place | None = None) -> list[str]:
+    """Return the names of the figures by which runs are judged, of those that stand at a place, and of those that
+    `metrics.names` asked for: those that any of the results has, or "auc". A label with classes has its own figures,
+    not theirs.
+
+    >>> main_names([{"auc": 0.7, "ne": 0.9}, {"rmse": 1.0}])
+    ['auc', 'rmse']
+    >>> main_names([{"auc/stars=1": 0.7, "auc/stars=2": 0.6, "accuracy/stars": 0.4, "logloss/stars": 1.2}])
+    ['accuracy/stars', 'logloss/stars']
+    """
+    found, of_classes = [], []
+    for result in results:
+        for name in _in_order(result):
+            metric, label = METRICS[metric_of(name)], name.partition("/")[2]
+            if _tasks_of(label, result) == ("multiclass",):
+                of_classes.append(name)
+            elif _tasks_of(label.rpartition("=")[0], result) != ("multiclass",) and (
+                _is_main(name, result) or metric.given != "always" or place in metric.places
+            ):
+                found.append(name)
+        of_classes.sort(key=lambda name: "multiclass" not in METRICS[metric_of(name)].main_of)
+    return list(dict.fromkeys(found + of_classes)) or ["auc"]
+
+
+def title_of(name: str) -> str:
+    """Return the title of a figure by its name.
+
+    >>> title_of("auc/click"), title_of("ndcg@10")
+    ('AUC click', 'NDCG@10')
+    """
+    metric, _, label = name.partition("/")
+    metric, at, place = metric.partition("@")
+    return f"{METRICS[metric].title}{at}{place} {label}".strip()
+
+
+def form_of(name: str) -> str:
+    """Return the format of a figure by its name."""
+    return METRICS[metric_of(name)].form
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Return those of the names that are figures, in the order of a reader's interest."""
+    order = {metric: place for place, metric in enumerate(METRICS)}
+    return sorted(
+        dict.fromkeys(name for name in names if metric_of(name) in order), key=lambda name: order[metric_of(name)]
+    )

@@ -6,30 +6,21 @@ Letters: B samples of a batch, N samples, T labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, Target
 from embershard.data.schema import Task
 from embershard.distributed import Ranks, Supervision
-from embershard.metrics.figures import (
-    AnyQuality,
-    ClassesQuality,
-    LabelQualities,
-    Quality,
-    RegressionQuality,
-)
-from embershard.metrics.ranking import by_group
-
-#: Least distance of a prediction from 0 and 1 in logarithms, as in TorchRec's metrics.
-ETA = 1e-12
+from embershard.metrics.config import MetricsConfig
+from embershard.metrics.figures import METRICS, Figures, OfGroups, OfPairs, metric_of, names_of
+from embershard.metrics.ranking import GroupFigures, by_group, weighted_mean
 
 
 class Predicted(NamedTuple):
@@ -134,89 +125,86 @@ class PredictionWindow(PredictionBuffer):
         while self._size > self._most_of_batch * _WINDOW_BATCHES:
             self._size -= len(self._parts.pop(0))
 
-    def quality(self, ranks: Ranks) -> AnyQuality:
-        """Return the quality over the samples of all ranks. Collective, with the same result everywhere."""
+    def quality(self, ranks: Ranks) -> Figures:
+        """Return the figures over the samples of all ranks. Collective, with the same result everywhere."""
         return judge(self._target, Predicted.of_columns(ranks.all_gather_rows(self._mine(ranks)).cpu(), self._target))
 
 
-def judge(target: Target, predicted: Predicted) -> AnyQuality:
-    """Return the quality of predictions of N samples; N may be 0.
+def judge(
+    target: Target, predicted: Predicted, metrics: MetricsConfig | None = None, groups: Tensor | None = None
+) -> Figures:
+    """Return the figures of predictions of N samples, by name; N may be 0. Of several labels they are named as
+    `auc/click`, and where not all samples have a label, `samples/click` is how many do.
 
-    >>> judge(Target(), Predicted(torch.tensor([2.0, -1.0, 1.0]), torch.tensor([1, 0, 0]))).auc
-    1.0
+    Args:
+        metrics: asks for more figures than those of the task.
+        groups: int64 [N], the group of each sample, from 0; -1: it is in none. Needed for figures of groups.
+
+    >>> predicted = Predicted(torch.tensor([2.0, 1.0, -1.0, 0.0]), torch.tensor([1, 0, 1, 0]))
+    >>> metrics = MetricsConfig(names=("gauc", "precision@1"), group="user")
+    >>> found = judge(Target(), predicted, metrics, torch.tensor([0, 0, 1, 1]))
+    >>> found["samples"], found["auc"], found["gauc"], found["precision@1"]
+    (4, 0.5, 0.5, 0.5)
     """
-    labels = zip(predicted.by_label(target).items(), target.tasks, strict=True)
-    each: dict[str, Any] = {name: judge_label(task, own) for (name, own), task in labels}
+    metrics = metrics or MetricsConfig()
+    each = {
+        label: _judge_label(task, own, (*names_of(task), *metrics.more(task)), metrics.recalibration, groups)
+        for (label, own), task in zip(predicted.by_label(target).items(), target.tasks, strict=True)
+    }
     if len(each) == 1:
-        return each[target.labels[0]]  # type: ignore[no-any-return]
-    each |= {name: _judge_classes(predicted, target.heads[name]) for name in target.classes}
-    return LabelQualities(len(predicted.labels), each)
+        return each[target.labels[0]]
+    for label in target.classes:
+        places = slice(target.heads[label].start, target.heads[label].stop)
+        own = Predicted(predicted.outputs[:, places], predicted.labels[:, places], predicted.weights)
+        each[label] = _judge_label("multiclass", own, names_of("multiclass"), None, None)
+    found: Figures = {"samples": len(predicted.labels)}
+    of_classes = {name for own in target.classes.values() for name in own}  # a class has the samples of its label
+    for label, figures in each.items():
+        count = figures.pop("samples")
+        found |= {} if count == found["samples"] or label in of_classes else {f"samples/{label}": count}
+        found |= {f"{name}/{label}": value for name, value in figures.items()}
+    return found
 
 
-def judge_label(task: Task, predicted: Predicted) -> Quality | RegressionQuality:
-    """Return the quality of predictions of one label, for the samples that have it: whose label is not NaN."""
-    judge_one = _judge_probabilities if task == "binary" else _judge_numbers
-    missing = predicted.labels.isnan()
-    return judge_one(*(predicted.take(~missing) if bool(missing.any()) else predicted))
+def _judge_label(
+    task: Task, predicted: Predicted, names: Iterable[str], recalibration: float | None, groups: Tensor | None
+) -> Figures:
+    """Return the figures of one label, for the samples that have it: whose label is not NaN."""
+    missing = predicted.labels.isnan() if task != "multiclass" else predicted.labels[:, 0].isnan()
+    if bool(missing.any()):
+        predicted, groups = predicted.take(~missing), None if groups is None else groups[~missing]
+    raw, labels = predicted.outputs.double(), predicted.labels.double()
+    outputs = torch.sigmoid(raw) if task == "binary" else raw
+    weights = labels.new_ones(len(labels)) if predicted.weights is None else predicted.weights.double()
+    sums: dict[Any, list[Tensor]] = {}
+    found: Figures = {"samples": len(labels)}
+    hows = {name: METRICS[metric_of(name)].of[task] for name in names}
+    places = sorted({int(name.partition("@")[2]) for name in hows if "@" in name})
+    if groups is not None and any(isinstance(how, OfGroups) for how in hows.values()):
+        there = groups >= 0
+        of_groups = _ranked(outputs[there], labels[there], groups[there], weights[there], places)
+    for name, how in hows.items():
+        if isinstance(how, OfPairs):
+            area = _ranked(outputs, labels, labels.new_zeros(len(labels), dtype=torch.int64), weights).auc
+            found[name] = None if np.isnan(area).all() else float(area[0])
+        elif isinstance(how, OfGroups):
+            values = how.of_each(of_groups, places.index(int(name.partition("@")[2])) if how.has_place else 0)
+            found[name] = weighted_mean(values, None if how.has_place else of_groups.weight)
+        else:
+            shift = math.log(recalibration) if recalibration and METRICS[name].is_recalibrated else 0.0
+            key = how.columns, shift
+            if key not in sums:
+                shifted = torch.sigmoid(raw + shift) if shift else outputs
+                sums[key] = [column.sum() for column in how.columns(shifted, labels, weights)]
+            found[name] = float(how.figure(*sums[key])) if bool(how.is_defined(*sums[key])) else None
+    return found
 
 
-def _judge_probabilities(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Quality:
-    num_samples = labels.numel()
-    if not num_samples:
-        return Quality(0, None, None, None, None, None)
-    # Imported here: it loads torchmetrics, which takes half a second, and a run's first step need not wait for it.
-    from torchrec.metrics.ne import compute_cross_entropy, compute_ne
-
-    predictions, labels = torch.sigmoid(logits.double()), labels.double()
-    weight = torch.ones_like(predictions) if weights is None else weights.double()
-    count, clicks = weight.sum(), (weight * labels).sum()
-    one_class = bool(clicks == 0) or bool(clicks == count)
-    entropy_bits = compute_cross_entropy(labels, predictions.clone(), weight, ETA).sum()
-    # Of single precision, as scores are written: equal ones there are equal here.
-    scores, of_all = predictions.float().cpu().numpy(), np.zeros(num_samples, np.int64)
-    areas = by_group(scores, labels.cpu().numpy(), of_all, None if weights is None else weight.cpu().numpy()).auc
-    right = weight * ((predictions > 0.5) == (labels > 0.5))
-    return Quality(
-        samples=num_samples,
-        logloss=_ratio(entropy_bits * math.log(2), count),
-        auc=None if one_class else float(areas[0]),
-        ne=None if one_class else float(compute_ne(entropy_bits, count, clicks, count - clicks, ETA)),
-        accuracy=_ratio(right.sum(), count),
-        # The same as torchrec.metrics' `compute_calibration`, but None where that gives 0: without clicks.
-        calibration=_ratio((weight * predictions).sum(), clicks),
-    )
-
-
-def _judge_numbers(outputs: Tensor, labels: Tensor, weights: Tensor | None) -> RegressionQuality:
-    distance, labels = outputs.double() - labels.double(), labels.double()
-    weight = torch.ones_like(distance) if weights is None else weights.double()
-    count = weight.sum()
-    squared = _ratio((weight * distance**2).sum(), count)
-    mean = (weight * labels).sum() / count
-    variance = _ratio((weight * (labels - mean) ** 2).sum(), count)
-    return RegressionQuality(
-        samples=labels.numel(),
-        rmse=None if squared is None else math.sqrt(squared),
-        mae=_ratio((weight * distance.abs()).sum(), count),
-        r2=1 - squared / variance if squared is not None and variance else None,
-    )
-
-
-def _judge_classes(predicted: Predicted, head: range) -> ClassesQuality:
-    """Return the quality of a label's classes, which are these outputs: logits of probabilities, whose sum is 1."""
-    places = slice(head.start, head.stop)
-    there = ~predicted.labels[:, head.start].isnan()
-    logits, labels, weights = predicted.take(there)
-    logits, labels = logits[:, places].double(), labels[:, places].double()
-    weight = labels.new_ones(len(labels)) if weights is None else weights.double()
-    right = logits.argmax(dim=1) == labels.argmax(dim=1)
-    entropy = (labels * softplus(-logits)).sum(dim=1)
-    count = weight.sum()
-    return ClassesQuality(len(labels), _ratio((weight * entropy).sum(), count), _ratio((weight * right).sum(), count))
-
-
-def _ratio(total: Tensor, count: Tensor) -> float | None:
-    return float(total / count) if bool(count > 0) else None
+def _ranked(
+    outputs: Tensor, labels: Tensor, groups: Tensor, weights: Tensor, places: Sequence[int] = ()
+) -> GroupFigures:
+    scores = outputs.float().numpy()  # as they are written: equal ones there are equal here
+    return by_group(scores, labels.numpy(), groups.numpy(), weights.numpy(), places)
 
 
 #: An evaluation asks so often whether a rank must stop.

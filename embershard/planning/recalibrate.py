@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,6 @@ from embershard.planning.cost.rates import TERMS, Rates, StepWork, step_parts
 from embershard.planning.cost.topology import Topology
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.planning.verify.compare import predicted_for
-from embershard.planning.verify.measured import MeasuredRun
 from embershard.run_result import RunResult
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan
@@ -61,7 +60,7 @@ class Recalibration:
     from_estimate: bool
 
 
-def measured_work(plan: Plan, run: MeasuredRun) -> list[StepWork]:
+def measured_work(plan: Plan, run: RunResult) -> list[StepWork]:
     """Return every rank's work: the caches' part as the run counted it (nothing where there was no cache), the rest as
     the plan predicts it: between ranks, and of the dense part.
 
@@ -70,28 +69,26 @@ def measured_work(plan: Plan, run: MeasuredRun) -> list[StepWork]:
     """
     works = []
     for rank in predicted_for(plan, run).ranks:
-        measured = run.rank(rank.rank)
-        counts: Mapping[str, float | None] = {} if measured is None else measured.per_step
-        counted = {kind: counts.get(counter) or 0.0 for kind, counter in _COUNTED.items()}
+        caches, steps = run.caches.get(rank.rank), max(1, run.measured_steps)
+        counted = {kind: 0.0 if caches is None else getattr(caches, each) / steps for kind, each in _COUNTED.items()}
         works.append(replace(decode(StepWork, rank.work), **counted))
     return works
 
 
-def recalibrated(topology: Topology, plan: Plan, result: RunResult, *, name: str, run_name: str) -> Recalibration:
+def recalibrated(topology: Topology, plan: Plan, run: RunResult, *, name: str, run_name: str) -> Recalibration:
     """Multiply all rates for the run's number of ranks by one factor: a single step time cannot tell which of them is
     wrong. The proportions of the rates stay, and so do the preferences of plans for that number of ranks.
 
     Args:
         topology: its calibrated rates are corrected, or those estimated from its bandwidths.
         plan: the run obeyed it.
-        result: of a run that ended.
+        run: that ended.
         name: of the new topology.
         run_name: for the new topology's source.
 
     Raises:
         ShardingError: plan, run and topology do not belong together, no step was timed, or too few.
     """
-    run = MeasuredRun.from_result(result)
     _check(topology, plan, run)
     assert run.step_seconds is not None, "checked"
     topology = topology.at(plan.settings.get("train.precision", topology.precision))
@@ -113,7 +110,7 @@ def recalibrated(topology: Topology, plan: Plan, result: RunResult, *, name: str
     return Recalibration(corrected, plan.world_size, factor, run.step_seconds, before, not topology.rates)
 
 
-def _check(topology: Topology, plan: Plan, run: MeasuredRun) -> None:
+def _check(topology: Topology, plan: Plan, run: RunResult) -> None:
     predicted_for(plan, run)
     if run.plan_digest != plan.digest:
         raise ShardingError(
@@ -130,8 +127,8 @@ def _check(topology: Topology, plan: Plan, run: MeasuredRun) -> None:
         raise ShardingError("no step of the run was timed. Train for a few steps.")
     if not run.is_steady:
         raise ShardingError(
-            f"the run's {run.steps} steps are few beside its look-ahead: they are quicker than those of a long run, "
-            "for which input is always left to be read. Recalibrate with a longer run."
+            f"the run's {run.measured_steps} steps are few beside its look-ahead: they are quicker than those of a "
+            "long run, for which input is always left to be read. Recalibrate with a longer run."
         )
 
 

@@ -6,7 +6,6 @@ Before a run: what a model of one's own has to train.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -14,25 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from embershard.launch.screen import say
-from embershard.metrics.figures import main_values, quality_values
-from embershard.metrics.quality_text import figures, form_of, quality_line, quality_rows, steady_mark, title_of
-from embershard.run_result import HotColdTotals, IdTotals, LookAheadTotals, RunCaches, RunResult
+from embershard.metrics.figures import figures, main_values
+from embershard.run_result import RunResult
 from embershard.training.config import RunConfig
-from embershard.training.reports import (
-    BadRowsReport,
-    EndReport,
-    EvalReport,
-    FailedSaveReport,
-    FileReport,
-    PublicationReport,
-    Report,
-    SaveReport,
-    SkippedBatchReport,
-    StopReport,
-    TrainReport,
-    WindowReport,
-)
-from embershard.units import number, size
+from embershard.training.reports import EvalReport, Report, TrainReport
 
 
 class ProgressDisplay:
@@ -58,52 +42,27 @@ class ProgressDisplay:
     def show(self, report: Report) -> None:
         """Print a line, and move the bar."""
         if isinstance(report, TrainReport | EvalReport) and not self._said_weightless:
-            values = quality_values(report.quality)
-            count = values.pop("samples")
-            self._said_weightless = count > 0 and set(values.values()) == {None}
+            count = report.quality["samples"] or 0
+            values = {value for name, value in report.quality.items() if name != "samples"}
+            self._said_weightless = count > 0 and values == {None}
             if self._said_weightless:
                 which = "held-out" if isinstance(report, EvalReport) else "newest training"
                 line = f"step {report.step}: warning: all {count:,} {which} samples have weight 0 (data.table.weight)"
                 say(self._console, line)
-        if isinstance(report, TrainReport):
-            of = "" if self._total is None else f"/{self._total}"
-            line = f"step {report.step}{of}  {train_line(report)}"
-            if self._bar is not None:
-                self._bar.update(self._task, completed=report.step, description=_bar_line(report))
-                say(self._console, line)  # above the bar, and stays there
-            elif self._total is None:
+        if not isinstance(report, TrainReport):
+            if line := report.line():
                 say(self._console, line)
-            else:
-                per_step = (time.monotonic() - self._started) / max(report.step - self._first_step, 1)
-                say(self._console, f"{line}  ETA {per_step * (self._total - report.step):.0f} s")
-        elif isinstance(report, EvalReport):
-            say(self._console, f"step {report.step}: {eval_line(report)}")
-        elif isinstance(report, WindowReport):
-            values = quality_values(report.quality)
-            late = f", {report.late:,} late" if report.late else ""
-            counts = f"{values['samples']:,} samples{late}, {report.seconds:.1f} s"
-            say(self._console, f"step {report.step}: window {report.start}  {quality_line(values)}  ({counts})")
-        elif isinstance(report, FailedSaveReport):
-            goes_on = "" if report.run_ends else " Training goes on (checkpoint.on_failed_save)."
-            say(self._console, f"{report.reason}{goes_on}")
-        elif isinstance(report, BadRowsReport):
-            first = f", for instance {report.rows[0]}" if report.rows else ""
-            say(self._console, f"step {report.step}: {report.num_bad:,} bad rows so far{first}")
-        elif isinstance(report, StopReport):
-            saved = f"its state is in {report.path}" if report.path else "no checkpoint of it, by checkpoint.at_end"
-            say(self._console, f"step {report.step}: stopped by a signal; {saved}")
-        elif isinstance(report, SkippedBatchReport):
-            say(self._console, f"{report.reason} It trains nothing (train.on_non_finite).")
-        elif isinstance(report, EndReport):
-            pass  # of the closing table
-        elif isinstance(report, FileReport):
-            say(self._console, f"step {report.step}: warning: {report.problem}")
-        elif isinstance(report, PublicationReport):
-            say(self._console, f"step {report.step}: {publication_line(report)}")
+            return
+        of = "" if self._total is None else f"/{self._total}"
+        line = f"step {report.step}{of}  {report.line()}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=report.step, description=_bar_line(report))
+            say(self._console, line)  # above the bar, and stays there
+        elif self._total is None:
+            say(self._console, line)
         else:
-            assert isinstance(report, SaveReport)
-            waited = f"; training waited {report.stall_seconds:.1f} s" if report.stall_seconds < report.seconds else ""
-            say(self._console, f"step {report.step}: saved {report.path} ({report.seconds:.1f} s{waited})")
+            per_step = (time.monotonic() - self._started) / max(report.step - self._first_step, 1)
+            say(self._console, f"{line}  ETA {per_step * (self._total - report.step):.0f} s")
 
     def close(self) -> None:
         """End the bar, so that other output can follow. May be called twice."""
@@ -111,35 +70,10 @@ class ProgressDisplay:
             self._bar.stop()
 
 
-def train_line(report: TrainReport) -> str:
-    """Return speed, loss, AUC (or RMSE) so far, hit rate and bytes between ranks in one line."""
-    hits = "" if report.hit_rate_lookups is None else f"  hit rate {report.hit_rate_lookups:.1%}"
-    speed = f"{report.samples_per_second:,.0f} samples/s"
-    sent = report.sent_bytes.in_training
-    between = f"  sent {size(sent)}/step" if sent else ""
-    return f"{speed}  loss {report.loss:.4f}  {quality_line(main_values(report.quality))}{hits}{between}"
-
-
 def _bar_line(report: TrainReport) -> str:
     hits = "" if report.hit_rate_lookups is None else f" hit {report.hit_rate_lookups:.1%}"
     main, *_ = figures(main_values(report.quality))  # of the first label
     return f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} {main.title} {main.value}{hits}"
-
-
-def publication_line(report: PublicationReport) -> str:
-    """Return what was published, or why not, in one line."""
-    if report.problem:
-        return report.problem
-    rows = f"{report.rows:,} rows, " if report.name.startswith("delta") else ""
-    waited = f"; training waited {report.stall_seconds:.3f} s" if report.stall_seconds else ""
-    return f"published {report.name} ({rows}{size(report.num_bytes)}, {report.seconds:.1f} s{waited})"
-
-
-def eval_line(report: EvalReport) -> str:
-    """Return the quality on the held-out samples in one line."""
-    values = quality_values(report.quality)
-    best = "; the best so far" if report.is_best else ""
-    return f"held-out {quality_line(values)}  ({values['samples']:,} samples, {report.seconds:.1f} s{best})"
 
 
 def closing_table(result: RunResult, what: str) -> Table:
@@ -151,107 +85,9 @@ def closing_table(result: RunResult, what: str) -> Table:
     share = "it holds all batches and tables" if alone else "each holds a part of every batch and of the tables"
     table.add_row("trained", what, f"{result.samples:,} samples in {result.steps:,} steps")
     table.add_row("ranks", f"{result.world_size} {device}", share)
-    for row in quality_rows(result.quality):
-        table.add_row(*row)
-    if (held_out := result.held_out) is not None and held_out.samples:
-        left = 0 if result.bad_rows is None else held_out.samples - result.eval_samples
-        bad = f"; {result.eval_samples:,} of them judged: bad rows are left out" if left else ""
-        how = f"of {held_out.all_samples:,}: {held_out.how}{bad}"
-        table.add_row("held out", f"{held_out.samples:,} samples", how)
-    if windows := result.windows:
-        late = sum(window.late for window in windows)
-        means = "; figures are means, by samples" if result.eval_samples else ""
-        what = f"{windows[0].start} to {windows[-1].start}, evaluated before they trained{means}; {late:,} samples late"
-        table.add_row("windows", f"{len(windows):,}", what)
-    for row in _best_rows(result):
-        table.add_row(*row)
-    p50, p95 = (number(milliseconds, ".1f") for milliseconds in (result.step_ms.p50, result.step_ms.p95))
-    speed = f"{number(result.samples_per_second, ',.0f')} samples/s{steady_mark(result)}"
-    if result.resumed_at:
-        since = f"speed and counts below: of the {result.measured_steps:,} steps since the resume"
-        table.add_row("resumed", f"at step {result.resumed_at:,}", since)
-    table.add_row("speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)")
-    for row in [
-        *_cache_rows(result.cache, result.hot_cold),
-        *_id_rows(result.ids),
-        *_look_ahead_rows(result.look_ahead, result.cache, "" if alone else ", all ranks together"),
-        *_sent_rows(result),
-        *_hot_cold_rows(result.hot_cold, result.cache),
-    ]:
+    for row in result.closing_rows():
         table.add_row(*row)
     return table
-
-
-def _best_rows(result: RunResult) -> list[tuple[str, str, str]]:
-    if (best := result.best) is None:
-        return []
-    kept = "kept for predict, eval and export" if result.keeps_best else "not kept (checkpoint.keep_best)"
-    end = f"training stopped early, at {result.steps:,}" if result.stopped_early else f"the last is {result.steps:,}"
-    value = number(best.value, form_of(best.metric))
-    return [(f"best {title_of(best.metric)}", value, f"step {best.step:,}, {kept}; {end}")]
-
-
-def _cache_rows(cache: RunCaches | None, packed: HotColdTotals | None) -> list[tuple[str, str, str]]:
-    if cache is None:
-        return [("cache", "off", "all embedding rows are on the device")]
-    on_device = cache.slots + (0 if packed is None else packed.hot_rows)  # hot rows are in no cache
-    share = on_device / cache.rows
-    moved = cache.fills + cache.write_backs
-    moved_bytes = cache.bytes_to_device + cache.bytes_to_host
-    fullest = max((rank.device_bytes for rank in cache.ranks), default=0)
-    of_ranks = f"slots and maps of all ranks, {size(fullest)} on the fullest"
-    return [
-        ("rows on device", f"{on_device:,} of {cache.rows:,}", f"{share:.1%} of the embedding rows"),
-        ("hit rate", number(cache.hit_rate_lookups, ".1%"), "lookups whose row was on the device already"),
-        ("rows moved", f"{moved:,}", f"{size(moved_bytes)} to and from the device"),
-        ("evictions", f"{cache.evictions:,}", "rows that left the device for other rows"),
-        ("caches' memory", f"{size(cache.device_bytes)} device", f"{of_ranks}; {size(cache.host_bytes)} host"),
-    ]
-
-
-def _id_rows(ids: Mapping[str, IdTotals]) -> list[tuple[str, str, str]]:
-    if not ids:
-        return []
-    live, admitted, evicted, refused = (
-        sum(getattr(table, name) for table in ids.values()) for name in ("live", "admitted", "evicted", "refused")
-    )
-    ages = sum(table.evicted * (table.evicted_age or 0) for table in ids.values())
-    age = f", {ages / evicted:,.1f} batches after its last use" if evicted else ""
-    without = f"; {refused:,} times none was free" if refused else ""
-    what = f"{admitted:,} times an id got a row, {evicted:,} times one lost it{age}{without}"
-    return [("ids", f"{live:,} have rows", f"of {len(ids)} tables; {what}")]
-
-
-def _look_ahead_rows(ahead: LookAheadTotals | None, cache: RunCaches | None, of: str) -> list[tuple[str, str, str]]:
-    if ahead is None or cache is None:
-        return []
-    mean = ahead.lookahead_mean
-    known = "all batches known" if mean is None else f"{mean:.1f} batches known"
-    resident = f"{number(ahead.prefetch_mean, '.1f')} of them on the device before their step (means)"
-    milliseconds = ahead.stall_seconds * 1e3 / max(ahead.steps, 1)
-    waits = f"of the first batch, and of those that did not fit; {milliseconds:.2f} ms a step{of}"
-    return [("looked ahead", known, resident), ("late rows", f"{cache.critical_path_fills:,}", waits)]
-
-
-def _sent_rows(result: RunResult) -> list[tuple[str, str, str]]:
-    """Return the bytes between ranks per rank and step; nothing for one rank."""
-    sent = result.sent_bytes.over(result.parts)
-    kinds = [sent.ids, sent.embeddings, sent.gradients, sent.dense_all_reduce]
-    names = ("ids", "embeddings", "their gradients", "dense gradients")
-    shares = ", ".join(f"{size(each)} {name}" for each, name in zip(kinds, names, strict=True))
-    return [("between ranks", f"{size(sum(kinds))}", f"sent by a rank in a step: {shares}")] if sum(kinds) else []
-
-
-def _hot_cold_rows(packed: HotColdTotals | None, cache: RunCaches | None) -> list[tuple[str, str, str]]:
-    if packed is None or cache is None:
-        return []
-    batches = ", ".join(f"{count:,} {kind}" for kind, count in packed.batches.items())
-    hot = f"{packed.hot_samples:.1%} of the samples look up {packed.hot_rows:,} hot rows only"
-    cold = cache.lookups - cache.hot_lookups
-    rate = (cache.hits_lookups - cache.hot_lookups) / cold if cold else None
-    found = f"{cache.hot_lookups:,} lookups, all hits; the hit rate of other rows is {number(rate, '.1%')}"
-    copies = f"{size(cache.hot_rows_bytes)} device"
-    return [("batches", batches, hot), ("hot rows", copies, f"of all ranks; {found}")]
 
 
 def describe_own(config: RunConfig) -> str:

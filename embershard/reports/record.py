@@ -18,36 +18,28 @@ from embershard.errors import naming_file
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.screen import time_now
 from embershard.launch.versions import git_commit, versions
-from embershard.metrics.figures import main_values, metric_names, quality_values
-from embershard.run_result import RESULT, RunResult, WindowResult, mean_quality
+from embershard.metrics.figures import metric_names
+from embershard.run_result import (
+    RESULT,
+    HeldOutPart,
+    ObeyedPlan,
+    RunResult,
+    StepTimes,
+    WindowResult,
+    mean_quality,
+)
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
 from embershard.sharding.plan import Plan
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.config import RunConfig
-from embershard.training.reports import (
-    BadRowsReport,
-    EndReport,
-    EvalReport,
-    FailedSaveReport,
-    FileReport,
-    PublicationReport,
-    Report,
-    SaveReport,
-    SkippedBatchReport,
-    StopReport,
-    TrainReport,
-    WindowReport,
-)
+from embershard.training.reports import BadRowsReport, EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
 from embershard.whole_file import whole_file
 
 #: Steps at the start that do not count for the speed: caches fill, memory is allocated.
 _WARMUP_STEPS = 10
 _DAMAGED, _BAD_ROWS = "metrics.damaged.jsonl", "bad_rows.jsonl"
-#: Kinds of reports that a resumed run may make again at the step of its checkpoint, as the run before it did; and what,
-#: beside the step, tells one from another.
-_MADE_AGAIN = {"eval": (), "window": ("window",), "stop": (), "skipped_batch": ("epoch", "sample")}
 _Again = tuple[Any, ...]
 #: Lines of bad_rows.jsonl.
 _MOST_BAD_ROWS = 10_000
@@ -170,45 +162,40 @@ def make_result(
         evaluation: the last one; without one, the quality is that of the `windows`.
         totals: of all ranks: the entries cache, ids, look_ahead and sent_bytes.
     """
-    quality = mean_quality(windows) if evaluation is None else quality_values(evaluation.quality)
+    quality = mean_quality(windows) if evaluation is None else evaluation.quality
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
     measured, is_steady = steady_steps(trainer.step_seconds, config.lookahead)
     p50, p95 = (float(v) * 1e3 for v in np.percentile(measured, [50, 95])) if measured else (None, None)
-    return RunResult.of({
-        "steps": trainer.steps,
-        "measured_steps": len(trainer.step_seconds),
-        "samples": trainer.samples,
-        "samples_per_second": (
-            len(measured) * global_batch(config, ranks.world_size) / sum(measured) if measured else None
-        ),
-        "step_ms": {"p50": p50, "p95": p95},
-        "is_steady": is_steady,
-        "loss": None if last is None else last.loss,
-        "label_losses": {} if last is None else last.label_losses,
-        **{name: quality.get(name) for name in metric_names(trainer.target, config.metrics.more)},
-        "slices": {} if evaluation is None else evaluation.slices,
-        "eval_samples": quality.get("samples", 0),
-        "held_out": _held_out(trainer, windows),
-        "windows": [dataclasses.asdict(window) for window in windows],
-        "world_size": ranks.world_size,
-        "device": ranks.device.type,
-        **totals,
-        "hot_cold": None,
-        **trainer.of_parts(lambda part: part.result()),
-        "changes": [dataclasses.asdict(change) for change in trainer.state.changes],
-        "plan": None if plan is None else {"path": config.sharding.plan, "digest": plan.digest},
-        "versions": versions(),
-        "git_commit": git_commit(),
-    })  # fmt: skip
+    return RunResult(
+        steps=trainer.steps,
+        measured_steps=len(trainer.step_seconds),
+        samples=trainer.samples,
+        samples_per_second=len(measured) * global_batch(config, ranks.world_size) / sum(measured) if measured else None,
+        step_ms=StepTimes(p50, p95),
+        is_steady=is_steady,
+        loss=None if last is None else last.loss,
+        label_losses={} if last is None else last.label_losses,
+        quality={name: quality.get(name) for name in metric_names(trainer.target, config.metrics.more)},
+        slices={} if evaluation is None else evaluation.slices,
+        eval_samples=int(quality.get("samples") or 0),
+        held_out=_held_out(trainer, windows),
+        windows=tuple(windows),
+        world_size=ranks.world_size,
+        device=ranks.device.type,
+        changes=tuple(dataclasses.asdict(change) for change in trainer.state.changes),
+        plan=None if plan is None else ObeyedPlan(config.sharding.plan, plan.digest),
+        versions=versions(),
+        git_commit=git_commit(),
+        **{"hot_cold": None, **totals, **trainer.of_parts(lambda part: part.result())},
+    )
 
 
 def report_line(report: Report) -> dict[str, Any]:
     """Return a report as a line of metrics.jsonl: its kind, the time now, and its values."""
-    kind, values = flat_report(report)
-    return {"kind": kind, "time": time_now(), **values}
+    return {"kind": report.kind, "time": time_now(), **report.values()}
 
 
-def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> dict[str, Any]:
+def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> HeldOutPart:
     source, data = trainer.source, trainer.config.data
     held_out, rest = (source.chunks(split).num_samples for split in ("eval", "train"))
     in_windows = 0
@@ -216,49 +203,8 @@ def _held_out(trainer: Trainer, evaluated: Sequence[WindowResult]) -> dict[str, 
         in_windows = rest - int(windows.firsts[1])
     elif data.follow:
         in_windows = 0 if data.eval_path is not None else sum(window.samples for window in evaluated)
-    return {
-        "split": data.split if data.eval_path is None else "eval_path",
-        "how": source.held_out.how,
-        "samples": held_out + in_windows,
-        "all_samples": held_out + rest,
-    }
-
-
-def flat_report(report: Report) -> tuple[str, dict[str, Any]]:
-    """Return the kind of a report and its values, as a line of metrics.jsonl has them."""
-    if isinstance(report, TrainReport):
-        values = dataclasses.asdict(report) | main_values(report.quality)
-        del values["quality"]
-        values |= {f"loss/{label}": loss for label, loss in values.pop("label_losses").items()}
-        sent, batches, ids = values.pop("sent_bytes"), values.pop("batches") or {}, values.pop("ids")
-        values |= {f"{kind}_batches": count for kind, count in batches.items()}
-        values |= {f"sent_bytes_{kind}": count for kind, count in sent.items()}
-        return "train", values | ({"ids": ids} if ids else {})
-    if isinstance(report, EndReport):
-        sent = {f"total_sent_bytes_{kind}": count for kind, count in dataclasses.asdict(report.sent_bytes).items()}
-        totals = {"total_fills": report.fills, "total_write_backs": report.write_backs}
-        return "end", {"step": report.step, **totals, **sent}
-    if isinstance(report, EvalReport):
-        slices = {"slices": report.slices} if report.slices else {}
-        return "eval", {"step": report.step, **quality_values(report.quality), **slices, "seconds": report.seconds}
-    if isinstance(report, WindowReport):
-        values = dataclasses.asdict(report) | quality_values(report.quality)
-        del values["quality"]
-        return "window", {name: value for name, value in values.items() if name != "slices" or value}
-    if isinstance(report, FailedSaveReport):
-        return "failed_checkpoint", dataclasses.asdict(report)
-    if isinstance(report, BadRowsReport):
-        return "bad_rows", {"step": report.step, "num_bad": report.num_bad}
-    if isinstance(report, StopReport):
-        return "stop", {"step": report.step, "path": report.path and report.path.name}
-    if isinstance(report, FileReport):
-        return "file", dataclasses.asdict(report)
-    if isinstance(report, SkippedBatchReport):
-        return "skipped_batch", dataclasses.asdict(report)
-    if isinstance(report, PublicationReport):
-        return "publication", dataclasses.asdict(report)
-    assert isinstance(report, SaveReport)
-    return "checkpoint", {**dataclasses.asdict(report), "path": report.path.name}
+    split = data.split if data.eval_path is None else "eval_path"
+    return HeldOutPart(split, source.held_out.how, held_out + in_windows, held_out + rest)
 
 
 def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], set[_Again], list[bytes]]:
@@ -283,6 +229,7 @@ def _lines_up_to(metrics: Path, step: int) -> tuple[list[bytes], set[_Again], li
 
 def _of_report(values: Mapping[str, Any]) -> _Again | None:
     """Return what tells a report from the others that a resumed run may make again; None for other kinds."""
-    if (names := _MADE_AGAIN.get(values["kind"])) is None:
+    names = next((each.told_by for each in Report.__subclasses__() if each.kind == values["kind"]), None)
+    if names is None:
         return None
     return values["kind"], values["step"], *(values.get(name) for name in names)

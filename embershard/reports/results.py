@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embershard.metrics.quality_text import slice_rows
+from embershard.metrics.figures import Slices, slice_rows
 from embershard.reports.run_folder import RunFolder, is_sweep
-from embershard.run_result import RunResult, Slices
+from embershard.run_result import RunResult
 from embershard.sweeps.spread import held_out_of, main_figures, read_configurations, result_rows, spread_text
 
 FORMATS = ("json", "csv", "latex", "markdown")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError
-from embershard.planning.verify.measured import MeasuredRun
 from embershard.run_result import RESULT, RunResult
 from embershard.settings.decoding import flat, read_toml
 from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
@@ -129,9 +128,9 @@ class RunFolder:
                     found.append(stages)
         return found
 
-    def num_checkpoints(self, run: MeasuredRun) -> int:
+    def num_checkpoints(self, run: RunResult) -> int:
         """Return the checkpoints written in the counted steps."""
-        return sum(report["step"] > run.all_steps - run.steps for report in self.reports("checkpoint"))
+        return sum(report["step"] > run.resumed_at for report in self.reports("checkpoint"))
 
 
 def is_sweep(path: Path) -> bool:

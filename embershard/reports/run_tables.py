@@ -13,104 +13,33 @@ from rich.console import Console
 from rich.table import Table
 
 from embershard.launch.screen import make_table, say
-from embershard.metrics.quality_text import figures, slice_rows
 from embershard.planning.recalibrate import Recalibration
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, Traffic
-from embershard.reports import publications
 from embershard.reports.progress import closing_table
-from embershard.run_result import CacheTotals, IdTotals, RunResult, Slices, WindowResult
-from embershard.units import number, size
+from embershard.reports.run_folder import RunFolder
+from embershard.run_result import RunResult
+from embershard.training.reports import Report
+from embershard.units import ShownTable, size
 
 _MOST_RANKS = 16
 
 
-def show_run(
-    folder: Path, result: RunResult, published: Sequence[Mapping[str, Any]], console: Console, top: int
-) -> None:
-    """Print quality, speed, publications and the caches' counts of a run, without looking at a plan.
-
-    Args:
-        published: lines of the record.
-    """
-    tables = [closing_table(result, str(folder))]
-    tables += slice_tables(result.slices)
-    if result.windows:
-        tables.append(_window_table(result.windows, top))
-    if result.ids:
-        tables.append(_id_table(result.ids, top))
-    if published:
-        table = _wide_table("Publications", (), publications.TITLES)
-        table.add_row(*publications.publication_cells(published))
-        table.caption = publications.NOTE
-        tables.append(table)
-    if (cache := result.cache) is not None:
-        ranks = [(str(caches.rank), caches) for caches in cache.ranks[:_MOST_RANKS]]
-        by_misses = sorted(cache.tables.items(), key=lambda item: item[1].hits_lookups - item[1].lookups)
-        title = "Tables, most misses first"
-        if len(by_misses) > top:
-            title = f"The {top} of {len(by_misses)} tables with most misses"
-        tables += [
-            _cache_table("Ranks", "rank", ranks, result.measured_steps),
-            _cache_table(title, "table", by_misses[:top], result.measured_steps),
-        ]
+def show_run(run: RunFolder, result: RunResult, console: Console, top: int) -> None:
+    """Print quality, speed, the caches' counts and what a run reported, without looking at a plan."""
+    of_kinds = (kind.table_of_runs({"": run.reports(kind.kind)}) for kind in Report.__subclasses__())
+    reported = [table._replace(left=(), rows=[row[1:] for row in table.rows]) for table in of_kinds if table]
+    tables = [closing_table(result, str(run.path)), *map(table_of, (*result.tables(top), *reported))]
     tables[0].title = "embershard: what the run gave"
     for table in tables:
         console.print(table)
 
 
-def _id_table(ids: Mapping[str, IdTotals], top: int) -> Table:
-    """Return what became of the ids of the tables with most evictions."""
-    shown = sorted(ids.items(), key=lambda item: -item[1].evicted)[:top]
-    title = "Ids, most evictions first"
-    if len(ids) > top:
-        title = f"Ids of the {top} of {len(ids)} tables with most evictions"
-    table = _wide_table(title, ("table",), ("live", "admitted", "evicted", "refused", "age"))
-    for name, found in shown:
-        counts = (found.live, found.admitted, found.evicted, found.refused)
-        table.add_row(name, *(f"{count:,}" for count in counts), number(found.evicted_age, ",.1f"))
-    table.caption = (
-        "live: ids with a row at the end; refused: times that no row was free; age: batches between the last use of an "
-        "id and its eviction, on average"
-    )
-    return table
-
-
-def _window_table(windows: Sequence[WindowResult], top: int) -> Table:
-    """Return the newest windows of time."""
-    shown = windows[-top:]
-    title = "Windows" if len(shown) == len(windows) else f"The newest {len(shown)} of {len(windows)} windows"
-    names = [f"{each.title} {each.label}".strip() for each in figures(shown[0].quality)]
-    table = _wide_table(title, ("from (UTC)",), ("step", "samples", "late", *names))
-    for window in shown:
-        counts = (f"{window.step:,}", f"{window.samples:,}", f"{window.late:,}")
-        table.add_row(window.start, *counts, *(each.value for each in figures(window.quality)))
-    table.caption = (
-        "quality on all samples of a window before any of them trained; step: those trained by then; late: samples of "
-        "earlier windows that came with this one"
-    )
-    return table
-
-
-def _cache_table(title: str, what: str, rows: Sequence[tuple[str, CacheTotals]], steps: int) -> Table:
-    counts = ("misses", "fills", "write-backs", "to device", "to host")
-    table = _wide_table(title, (what,), ("rows", "slots", "hits", "unique hits", *counts, "caches", "host"))
-    table.caption = (
-        "rows, slots, caches (device memory of slots and maps) and host (rows and scores): at the end; the rest: means "
-        "per step"
-    )
-    steps = max(1, steps)
-    for name, caches in rows:
-        table.add_row(
-            name,
-            f"{caches.rows:,}",
-            f"{caches.slots:,}",
-            number(caches.hit_rate_lookups, ".2%"),
-            number(caches.hit_rate_unique, ".2%"),
-            *(f"{n / steps:,.0f}" for n in (caches.lookups - caches.hits_lookups, caches.fills, caches.write_backs)),
-            *(size(n / steps) for n in (caches.bytes_to_device, caches.bytes_to_host)),
-            size(caches.device_bytes),
-            size(caches.host_bytes),
-        )
+def table_of(shown: ShownTable) -> Table:
+    """Return a table of texts for the screen."""
+    table = _wide_table(shown.title, shown.left, shown.right)
+    for row in shown.rows:
+        table.add_row(*row)
+    table.caption = shown.caption or None
     return table
 
 
@@ -251,15 +180,3 @@ def _wide_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     for column in table.columns[: len(left)]:
         column.no_wrap = True
     return table
-
-
-def slice_tables(slices: Slices) -> list[Table]:
-    """Return a table for each column of slices."""
-    tables = []
-    for column, values in slices.items():
-        titles, rows = slice_rows(values)
-        table = make_table(f"Held-out samples by {column}", [column], titles)
-        for row in rows:
-            table.add_row(*row)
-        tables.append(table)
-    return tables

@@ -17,9 +17,8 @@ from rich.live import Live
 from rich.table import Table
 
 from embershard.launch.screen import make_table, say
-from embershard.metrics.figures import MORE_IS_BETTER, metric_of
-from embershard.metrics.quality_text import form_of, main_names, steady_mark, title_of
-from embershard.run_result import RunResult
+from embershard.metrics.figures import form_of, main_names, more_is_better, title_of
+from embershard.run_result import RunResult, steady_mark
 from embershard.settings.decoding import flat, toml
 from embershard.sweeps.experiments import Experiment, shown
 from embershard.sweeps.outcomes import Outcome, read_outcomes, run_folder
@@ -79,7 +78,7 @@ class SweepDisplay:
         varied = [key for key in keys if len({str(each.varied.get(key)) for each in self._experiments}) > 1]
         ended = [each.name for each in self._experiments if each.name in self._outcomes]
         results = {name: RunResult.find(run_folder(self._sweep, name)) for name in ended}
-        names = main_names((each.quality for each in results.values() if each is not None), "ne")
+        names = main_names((each.quality for each in results.values() if each is not None), "sweeps")
         settings, cells = _settings([each.varied for each in self._experiments], varied)
         left, right = [], []
         for experiment, own in zip(self._experiments, cells, strict=True):
@@ -110,7 +109,7 @@ def spread_tables(configurations: Sequence[Configuration], width: int) -> list[T
     `width` characters has not all figures beside each other, there are several."""
     settings, cells = _settings([each.varied for each in configurations], configurations[0].differing)
     figures = main_figures(result for each in configurations for result in each.results)
-    quality = [name for name in figures if metric_of(name) in MORE_IS_BETTER]
+    quality = [name for name in figures if more_is_better(name) is not None]
     title, verdicts = against_best(configurations)
     left, right = [], []
     for each, own, verdict in zip(configurations, cells, verdicts, strict=True):

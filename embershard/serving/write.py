@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from embershard.data.sources.kinds import schema_of, serving_inputs
 from embershard.distributed import process_group
 from embershard.distributed.checkpoint.load import saved_rows
 from embershard.distributed.publish import published, published_ids
-from embershard.distributed.publish.published import IDS, safetensors
+from embershard.distributed.publish.published import IDS, safetensors, safetensors_header
 from embershard.errors import naming_file
 from embershard.launch.versions import versions
 from embershard.metrics.figures import main_values
@@ -357,9 +356,6 @@ class _KeptTable(StoredTable):
 
 
 TableDtype = Literal["fp32", "fp16", "int8", "int4"]
-#: The data of a file begin at a multiple of this, so that it can be mapped into memory as numbers.
-_ALIGNMENT = 64
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
 
 
 def stored(rows: Tensor, dtype: TableDtype) -> Tensor:
@@ -380,20 +376,15 @@ def stored(rows: Tensor, dtype: TableDtype) -> Tensor:
 
 
 def write_safetensors(path: Path, blocks: Iterable[Tensor], num_rows: int, dtype: TableDtype) -> None:
-    """Write a table of `num_rows` rows as the tensor "rows" of a safetensors file (https://github.com/huggingface/
-    safetensors#format): a header in JSON, then the data.
+    """Write a table of `num_rows` rows as the tensor "rows" of a safetensors file.
 
     Args:
         blocks: its rows in order, [r, dim].
     """
     iterator = iter(blocks)
     first = stored(next(iterator), dtype)
-    num_bytes = num_rows * first.shape[1] * first.element_size()
-    entry = {"dtype": _NAMES[first.dtype], "shape": [num_rows, first.shape[1]], "data_offsets": [0, num_bytes]}
-    header = json.dumps({"rows": entry}).encode()
-    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     with naming_file(path), path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
+        file.write(safetensors_header({"rows": (first.dtype, (num_rows, first.shape[1]))}))
         file.write(first.contiguous().numpy().data)
         for rows in iterator:
             file.write(stored(rows, dtype).contiguous().numpy().data)

@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from embershard.metrics.figures import MORE_IS_BETTER, metric_of
-from embershard.metrics.quality_text import form_of, held_out_warning, main_names, steady_mark, title_of
-from embershard.run_result import RunResult
+from embershard.metrics.figures import METRICS, form_of, main_names, more_is_better, title_of
+from embershard.run_result import RunResult, held_out_warning, steady_mark
 from embershard.settings.decoding import flat, read_toml, toml
 from embershard.settings.files import RUN_CONFIG
 from embershard.sweeps.experiments import SEEDS, shown
@@ -26,8 +25,6 @@ _FIGURES = {
     "loss": ("training loss", ".5f", False),
     "cache.hit_rate_lookups": ("hits", ".2%", True),
 }
-#: Figures of which `is_higher_better` knows which values are better.
-JUDGED = (*MORE_IS_BETTER, *_FIGURES)
 _SPEEDS = ("samples_per_second", "step_ms.p50")
 
 
@@ -198,7 +195,7 @@ def _place(value: Any) -> tuple[bool, float, str]:
 
 def main_figures(results: Iterable[RunResult]) -> dict[str, tuple[str, str]]:
     """Return the figures by which runs are compared: title and format by name."""
-    judged = main_names((result.quality for result in results), "ne")
+    judged = main_names((result.quality for result in results), "sweeps")
     main = {name: (title, form) for name, (title, form, _) in _FIGURES.items()}
     return {**main, **{name: (title_of(name), form_of(name)) for name in judged}}
 
@@ -245,13 +242,18 @@ def held_out_of(results: Iterable[RunResult]) -> str:
     return "; ".join(dict.fromkeys(str(result.held_out) for result in results if result.held_out is not None))
 
 
+def judged_figures() -> list[str]:
+    """Return the names of the figures of which `is_higher_better` knows which values are better."""
+    return [*(name for name, metric in METRICS.items() if metric.more_is_better is not None), *_FIGURES]
+
+
 def is_higher_better(figure: str) -> bool | None:
     """Return which values of a figure are better, by its name in result.json; None where nobody can say.
 
     >>> is_higher_better("auc/buy"), is_higher_better("step_ms.p50"), is_higher_better("steps")
     (True, False, None)
     """
-    return _FIGURES[figure][2] if figure in _FIGURES else MORE_IS_BETTER.get(metric_of(figure))
+    return _FIGURES[figure][2] if figure in _FIGURES else more_is_better(figure)
 
 
 def best_sentence(configurations: Sequence[Configuration], figure: str | None = None) -> str:

@@ -24,7 +24,7 @@ def _script(trainer: Trainer, values: tuple[float, ...]) -> None:
         report = evaluate()
         assert report is not None
         auc = values[trainer.steps // 2 - 1]
-        return dataclasses.replace(report, quality=dataclasses.replace(report.quality, auc=auc))
+        return dataclasses.replace(report, quality={**report.quality, "auc": auc})
 
     trainer.evaluate = scripted  # type: ignore[method-assign]
 

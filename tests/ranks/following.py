@@ -74,8 +74,7 @@ def noting(trainer: Trainer, found: Trained) -> None:
 def add_window(found: Trained, report: Report) -> None:
     """Note a window that was evaluated."""
     if isinstance(report, WindowReport):
-        quality = report.quality
-        values = {name: getattr(quality, name) for name in ("samples", "auc", "ne", "logloss", "calibration")}
+        values = {name: report.quality[name] for name in ("samples", "auc", "ne", "logloss", "calibration")}
         found.windows.append((report.step, report.window, values))
         found.late += report.late
 

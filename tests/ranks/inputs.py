@@ -79,7 +79,7 @@ def train(run: RunConfig, folder: Path, resume: bool = False, truncate_at: int |
                 found["bad"] = report.num_bad
                 found["rows"] |= {row.row for row in report.rows}
             elif isinstance(report, EvalReport):
-                found["held_out"] = report.quality.samples
+                found["held_out"] = report.quality["samples"]
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
     found["steps"] = trainer.steps

@@ -107,7 +107,7 @@ def compare(plan: Path, **changes: Any) -> Outcome:
     different = [f"initial {name}" for name in differences(stock[0], found[0])] + differences(stock[1], found[1])
     different += ["losses"] if losses != stock_losses else []
     replicated = [found[1][name].flatten().tolist() for name in sorted(found[1]) if _is_whole_table(name)]
-    return Outcome(different, len(found[1]), losses, cache, replicated)
+    return Outcome(different, len(found[1]), losses, dataclasses.asdict(cache), replicated)
 
 
 def _is_whole_table(name: str) -> bool:
@@ -129,7 +129,7 @@ def _losses(reports: Iterator[Report]) -> list[float]:
         if isinstance(report, TrainReport):
             found.append(report.loss)
         elif isinstance(report, EvalReport):
-            found.append(report.quality.logloss)
+            found.append(report.quality["logloss"])
     return found
 
 

@@ -104,7 +104,7 @@ def train(case: Case, plan: Path) -> SentBytes:
     trainer = Trainer(case.config(plan), planned.here())
     for _ in trainer.train():
         pass
-    totals = next(own for own in trainer.metrics.traffic_reader.totals()["ranks"] if own["rank"] == trainer.ranks.rank)
+    totals = next(own for own in trainer.metrics.traffic_reader.totals().ranks if own["rank"] == trainer.ranks.rank)
     trainer.close()
     return SentBytes(**{field.name: totals[field.name] for field in fields(SentBytes)}).over(STEPS)
 

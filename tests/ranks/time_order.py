@@ -93,8 +93,7 @@ def run(path: Path, folder: Path | None, lookahead: int, resume: Path | None = N
     trainer.step = noting  # type: ignore[method-assign]
     for report in trainer.train():
         if isinstance(report, WindowReport):
-            quality = report.quality
-            values = {name: getattr(quality, name) for name in ("samples", "auc", "ne", "logloss", "calibration")}
+            values = {name: report.quality[name] for name in ("samples", "auc", "ne", "logloss", "calibration")}
             found.windows.append((report.step, report.window, values))
             found.late += report.late
     trainer.close()

@@ -25,7 +25,6 @@ from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.data import Batch, DataConfig, StreamState, open_source
 from embershard.data.config import TableConfig, TableFeature
 from embershard.distributed import CheckpointConfig, Ranks, Supervision
-from embershard.metrics.figures import quality_values
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.run_result import IdTotals
@@ -144,7 +143,7 @@ def train(
             if report.step == stop_after and trainer.ranks.is_first:
                 trainer.supervision.signal = signal.SIGINT
         elif isinstance(report, EvalReport):
-            evaluations.append(quality_values(report.quality))
+            evaluations.append(report.quality)
     placed = {each.sharding_type for plan in trainer.model.plan.plan.values() for each in plan.values()}  # type: ignore[attr-defined]
     maps, tensors = maps_of(trainer.model), _tensors(trainer)
     slots = tuple(sorted(pool.cache.num_slots for pool in cached_embeddings(trainer.model) if pool.ids))
@@ -252,7 +251,7 @@ def _evaluated(stock: Trainer, config: RunConfig, ranks: Ranks, tables: dict[str
     with mock.patch("embershard.training.parts.evaluations.open_stream", stream):
         report = stock.evaluate()
     assert report is not None
-    return quality_values(report.quality)
+    return report.quality
 
 
 class _Stream:
@@ -273,5 +272,5 @@ def score(path: Path, checkpoints: Path) -> tuple[dict[str, Any], Maps]:
     ranks, config = here(), make_config(path)
     trained = open_trained(config, checkpoints, ranks)
     scorer = Scorer(trained, open_source(config.data), ranks, Supervision())
-    quality = quality_values(scorer.evaluate().quality)
+    quality = scorer.evaluate().quality
     return quality, maps_of(scorer.model)

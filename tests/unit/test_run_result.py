@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from embershard.errors import ConfigError
+from embershard.reports import run_folder, sweep_tables
+from embershard.reports.page.write import write_page
+from embershard.reports.run_tables import show_run
+from embershard.reports.tracking.trackers import _numbers
 from embershard.run_result import FORMAT, RESULT, RunResult
+from embershard.sweeps import spread
+from embershard.units import Row, ShownTable
 from tests.unit.planning.runs import predicted_plan, result_of
 
 #: Of a run on two ranks with tables in a cache, by the last version that wrote no format; tables were left out by hand.
@@ -78,3 +88,33 @@ def test_a_malformed_result_says_what_is_wrong(changes: dict[str, Any], says: st
     assert says in str(error.value)
     assert str(tmp_path / RESULT) in str(error.value)
     assert RunResult.find(tmp_path) is None
+
+
+def test_a_field_is_found_wherever_entries_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its line in `RunResult` is all that an entry needs: a test adds one."""
+
+    def rows(spilled: int, run: RunResult) -> list[Row]:
+        return [("spilled", f"{spilled:,} rows", f"in {run.steps:,} steps")]
+
+    def tables(spilled: int, run: RunResult, top: int) -> list[ShownTable]:
+        return [ShownTable("Spilled", ("what",), ("rows",), [("all", str(spilled))])]
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Wider(RunResult):
+        spilled: int = dataclasses.field(default=0, metadata={"rows": rows, "tables": tables})
+
+    for module in (run_folder, sweep_tables, spread):
+        monkeypatch.setattr(module, "RunResult", Wider)
+    assert Wider.of(entries()).spilled == 0, "an old file is read"
+    Wider.of(entries(spilled=1234)).write(tmp_path)
+    result = Wider.read(tmp_path)
+    assert result.spilled == 1234
+    (tmp_path / "config.toml").write_text("[train]\n")
+    screen = io.StringIO()
+    show_run(run_folder.RunFolder.read(tmp_path), result, Console(file=screen, width=140), 12)
+    assert re.search(r"spilled +│ 1,234 rows +│ in 100 steps", screen.getvalue()), "the closing table"
+    assert re.search(r"Spilled\s.*all +1234", screen.getvalue(), re.DOTALL), "a table of its own"
+    write_page([tmp_path], tmp_path / "page.html")
+    assert "1,234 rows" in (tmp_path / "page.html").read_text()
+    assert _numbers("result", result.to_dict())["result/spilled"] == 1234, "trackers"
+    assert spread.figures_of(result)["spilled"] == 1234, "sweeps"

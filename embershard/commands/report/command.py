@@ -14,7 +14,6 @@ from embershard.launch.screen import say, wide_console
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
 from embershard.planning.recalibrate import Recalibration, recalibrated
 from embershard.planning.verify.compare import compare, notes
-from embershard.planning.verify.measured import MeasuredRun
 from embershard.reports.run_folder import RunFolder, is_sweep
 from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan
@@ -79,11 +78,10 @@ def _report(arguments: argparse.Namespace) -> None:
     if arguments.predicted:
         plan = run.plan(arguments.plan)
         comparison = compare(plan, result)
-        measured = MeasuredRun.from_result(result)
-        lines = notes(plan, measured, _other_settings(run, plan), run.num_checkpoints(measured))
+        lines = notes(plan, result, _other_settings(run, plan), run.num_checkpoints(result))
         values["predicted"] = run_tables.comparison_values(comparison, lines)
         run_tables.show_comparison(comparison, lines, console, top)
-        if comparison.is_step_time_off and measured.plan_digest == plan.digest and arguments.recalibrate is None:
+        if comparison.is_step_time_off and result.plan_digest == plan.digest and arguments.recalibrate is None:
             run_tables.show_advice(run.path, console)
     if arguments.recalibrate is not None:
         changed = _recalibrate(arguments, run, result)
@@ -92,7 +90,7 @@ def _report(arguments: argparse.Namespace) -> None:
     if not arguments.predicted and arguments.recalibrate is None:
         values["result"] = result.to_dict()
         if not arguments.json:
-            run_tables.show_run(run.path, result, run.reports("publication"), console, top)
+            run_tables.show_run(run, result, console, top)
     if arguments.json:
         print(json.dumps(values, indent=2, allow_nan=False))
 

@@ -15,7 +15,7 @@ from embershard.commands.report.compared import ComparedModel, Scores, read_pair
 from embershard.errors import ConfigError
 from embershard.launch.arguments import add_trust, make_parser, positive
 from embershard.launch.screen import make_table, say, wide_console
-from embershard.metrics.quality_text import form_of, title_of
+from embershard.metrics.figures import ETA, METRICS, form_of, names_of, title_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,6 +96,8 @@ def _show(
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("compare", _HELP)
+    metrics = [name for name, each in METRICS.items() if not each.is_of_groups and not each.is_recalibrated]
+    of_groups = [f"{name}@10" if each.has_place else name for name, each in METRICS.items() if each.is_of_groups]
     for name in "ab":
         parser.add_argument(
             name,
@@ -106,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
         "--metrics",
         type=lambda text: text.split(","),
         metavar="NAME,...",
-        help="auc, ne, logloss, accuracy, calibration; rmse, mae, r2; with --group also gauc, ndcg@10, precision@10, "
-        "recall@10, with any number (default: those of the scores, gauc with a group)",
+        help=f"{', '.join(metrics)}; with --group also {', '.join(of_groups)}, with any number (default: those of the "
+        "scores, gauc with a group)",
     )
     parser.add_argument("--group", metavar="COLUMN", help="column of the data with the user or session of a sample")
     weights = parser.add_mutually_exclusive_group()
@@ -199,16 +201,13 @@ def _check_same(name: str, first: Scores, other: Scores) -> None:
 def _compared(arguments: argparse.Namespace, label: str, pairs: _Pairs) -> _Found:
     import numpy as np
 
-    from embershard.metrics.figures import OF_TASK
-
     first = pairs[0][0].table
     labels = _numbers(first, f"label{label}")
     there = ~np.isnan(labels)  # the samples that have the label
     is_binary = f"logit{label}" in first.column_names
     metrics = arguments.metrics
     if metrics is None:
-        metrics = [*OF_TASK["binary" if is_binary else "regression"]]
-        metrics += ["gauc"] if is_binary and arguments.group else []
+        metrics = names_of("binary" if is_binary else "regression", with_groups=bool(arguments.group))
     a, b = (
         np.stack([_numbers(each.table, f"score{label}")[there] for each in model]) for model in zip(*pairs, strict=True)
     )
@@ -216,33 +215,22 @@ def _compared(arguments: argparse.Namespace, label: str, pairs: _Pairs) -> _Foun
 
 
 def _with_classes(arguments: argparse.Namespace, labels: Sequence[str], pairs: _Pairs) -> _Found:
-    """Compare the accuracy and the log loss of a label with classes, whose own labels these are."""
+    """Compare the figures of a label with classes, whose own labels these are."""
     import numpy as np
 
-    from embershard.metrics.figures import OF_TASK
+    def columns(table: pa.Table, kind: str) -> _Floats:
+        return np.stack([_numbers(table, f"{kind}{label}") for label in labels], axis=1)
 
     table = pairs[0][0].table
-    own = np.stack([_numbers(table, f"label{label}") for label in labels], axis=1)
+    own = columns(table, "label")
     there = ~np.isnan(own[:, 0])
-    own = own[there]
-    samples = _samples(arguments, table, np.ones(len(own)), there)
-    of_models = [[_right(each.table, labels, own, there) for each in model] for model in zip(*pairs, strict=True)]
-    found = []
-    for metric in OF_TASK["multiclass"]:
-        if arguments.metrics is None or metric in arguments.metrics:
-            a, b = (np.stack([right[metric] for right in model]) for model in of_models)
-            found += _differences(arguments, samples, a, b, [metric])
-    return len(own), found
-
-
-def _right(table: pa.Table, labels: Sequence[str], own: _Floats, there: NDArray[np.bool_]) -> dict[str, _Floats]:
-    """Return for each sample, of the class that it has, the probability ("logloss"), and 1 if that is the largest
-    ("accuracy")."""
-    import numpy as np
-
-    scores = np.stack([_numbers(table, f"score{label}")[there] for label in labels], axis=1)
-    is_largest = scores.argmax(axis=1) == own.argmax(axis=1)
-    return {"logloss": (scores * own).sum(axis=1), "accuracy": is_largest.astype(np.float64)}
+    shares = [
+        [np.clip(columns(each.table, "score")[there], ETA, 1 - ETA) for each in model]
+        for model in zip(*pairs, strict=True)
+    ]
+    a, b = (np.log(model / (1 - np.array(model))) for model in shares)
+    metrics = [name for name in names_of("multiclass") if arguments.metrics is None or name in arguments.metrics]
+    return int(there.sum()), _differences(arguments, _samples(arguments, table, own[there], there), a, b, metrics)
 
 
 def _differences(

@@ -57,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _figure(text: str) -> str:
-    from embershard.sweeps.spread import JUDGED, is_higher_better  # half a second, which --help does not take
+    from embershard.sweeps.spread import is_higher_better, judged_figures  # half a second, which --help does not take
 
     if is_higher_better(text) is None:
-        needed = ", ".join(JUDGED)
+        needed = ", ".join(judged_figures())
         raise argparse.ArgumentTypeError(f"{text}: neither more nor less of it is known to be better; needed {needed}")
     return text
 

@@ -19,7 +19,7 @@ from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.run_dir import check_run_dir, lock_run_dir, note_resume
 from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
 from embershard.reports.progress import ProgressDisplay, closing_table
-from embershard.reports.record import RunRecord, flat_report, make_result, report_line
+from embershard.reports.record import RunRecord, make_result, report_line
 from embershard.reports.tracking.run import TrackedRun
 from embershard.reports.tracking.trackers import Trackers
 from embershard.run_result import RunResult
@@ -116,7 +116,7 @@ def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
     ratio = None if trainer.plan else trainer.config.cache.slot_ratio
     totals = {
         "cache": trainer.metrics.cache_reader.totals(ratio),
-        "ids": {table: dataclasses.asdict(found) for table, found in trainer.metrics.id_reader.totals().items()},
+        "ids": trainer.metrics.id_reader.totals(),
         "look_ahead": look_ahead_totals(trainer.upcoming.stats(), trainer.ranks),
         "sent_bytes": trainer.metrics.traffic_reader.totals(),
     }
@@ -171,7 +171,7 @@ class _Outputs:
 
     def add(self, report: Report) -> None:
         if self._record.add(report):  # what stands there from before a resume, trackers have, too
-            self._trackers.add(*flat_report(report))
+            self._trackers.add(report.kind, report.values())
         if isinstance(self._console, JsonLines):
             self._console.show(report_line(report))
         else:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ _TYPES = {
 }  # fmt: skip
 ROW_TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # the data of a file begin at a multiple of it, so that they can be mapped into memory as numbers
 _READ_BYTES = 1 << 20
 
 
@@ -357,19 +358,20 @@ def safetensors(tensors: dict[str, Tensor]) -> Iterable[Any]:
     >>> found["a"], found["b"]
     (tensor([1.5000]), tensor(3))
     """
-    entries, end = {}, 0
-    for name, tensor in tensors.items():
-        entries[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    header = json.dumps(entries).encode()
-    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-    yield struct.pack("<Q", len(header)) + header
+    yield safetensors_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     for tensor in filter(Tensor.numel, tensors.values()):  # an empty one may have strides of 0, and then no bytes
         yield tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+    """Return what a safetensors file begins with, before the values of its tensors, given by type and shape."""
+    entries, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    return struct.pack("<Q", len(header)) + header
 
 
 def tensors_in(data: bytes) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from embershard.cache.totals import CacheTotals
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork
-from embershard.planning.verify.measured import MeasuredRun, MeasuredTable
 from embershard.run_result import RunResult
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
@@ -155,13 +155,12 @@ class PlanComparison:
         return self.verdicts[-1].kept is False
 
 
-def compare(plan: Plan, result: RunResult) -> PlanComparison:
+def compare(plan: Plan, run: RunResult) -> PlanComparison:
     """Compare the plan's prediction with a run's result.
 
     Raises:
         ShardingError: the plan has no prediction, or is for another number of ranks.
     """
-    run = MeasuredRun.from_result(result)
     prediction = predicted_for(plan, run)
     tables = sorted((_table(plan, prediction, each, run) for each in prediction.tables), key=_largest_error_first)
     ranks = tuple(_rank(each, tables, run) for each in prediction.ranks)
@@ -176,7 +175,7 @@ def compare(plan: Plan, result: RunResult) -> PlanComparison:
     )
     return PlanComparison(
         predicted_steps=prediction.num_steps,
-        measured_steps=run.steps,
+        measured_steps=run.measured_steps,
         step_seconds=step_seconds,
         sent_bytes=sent_bytes,
         tables=tuple(tables),
@@ -185,7 +184,7 @@ def compare(plan: Plan, result: RunResult) -> PlanComparison:
     )
 
 
-def predicted_for(plan: Plan, run: MeasuredRun) -> Prediction:
+def predicted_for(plan: Plan, run: RunResult) -> Prediction:
     """Return the plan's prediction, which must be for as many ranks as ran.
 
     Raises:
@@ -203,14 +202,15 @@ def predicted_for(plan: Plan, run: MeasuredRun) -> Prediction:
     return plan.prediction
 
 
-def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: MeasuredRun) -> PlannedTableComparison:
+def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: RunResult) -> PlannedTableComparison:
     placement = next((table for table in plan.tables if table.table == predicted.table), None)
     if placement is None:
         raise ShardingError(
             f"the plan predicts table {predicted.table!r}, which it does not place. Plan again, with embershard plan."
         )
     is_cached = placement.kernel == "cached"
-    measured = run.table(predicted.rank, predicted.table) if is_cached else None
+    caches = run.caches.get(predicted.rank) if is_cached else None
+    measured = None if caches is None else caches.tables.get(predicted.table)
     row_bytes = _row_bytes(plan, prediction, predicted) if is_cached else 0.0
     numbers = {name: getattr(predicted, name) for name in (*_RATES, *_COUNTS)}
     numbers |= {"bytes_to_device": predicted.fills * row_bytes, "bytes_to_host": predicted.write_backs * row_bytes}
@@ -218,15 +218,20 @@ def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: 
         table=predicted.table,
         rank=predicted.rank,
         kernel=placement.kernel,
-        traffic=_traffic(numbers, measured),
+        traffic=_traffic(numbers, measured, run),
         device_bytes=Pair(predicted.device_bytes, None if measured is None else measured.device_bytes),
         host_bytes=Pair(predicted.host_bytes, None if measured is None else measured.host_bytes),
     )
 
 
-def _traffic(predicted: Mapping[str, float | None], measured: MeasuredTable | None) -> Traffic:
-    found = {} if measured is None else measured.per_step
-    return Traffic(**{name: Pair(number, found.get(name)) for name, number in predicted.items()})
+def _traffic(predicted: Mapping[str, float | None], measured: CacheTotals | None, run: RunResult) -> Traffic:
+    def of_step(name: str) -> float | None:
+        if measured is None:
+            return None
+        found: float | None = getattr(measured, name)
+        return found if name in _RATES or found is None else found / max(1, run.measured_steps)
+
+    return Traffic(**{name: Pair(number, of_step(name)) for name, number in predicted.items()})
 
 
 def _row_bytes(plan: Plan, prediction: Prediction, predicted: TablePrediction) -> float:
@@ -244,9 +249,9 @@ def _row_bytes(plan: Plan, prediction: Prediction, predicted: TablePrediction) -
     return (predicted.host_bytes - rank.host_bytes.get("scores", 0) * own / sum(rows.values())) / own
 
 
-def _rank(predicted: RankPrediction, tables: Sequence[PlannedTableComparison], run: MeasuredRun) -> RankComparison:
+def _rank(predicted: RankPrediction, tables: Sequence[PlannedTableComparison], run: RunResult) -> RankComparison:
     """All cached tables of a rank; what was measured is the rank's own total."""
-    measured = run.rank(predicted.rank)
+    measured = run.caches.get(predicted.rank)
     own = [table.traffic for table in tables if table.rank == predicted.rank and table.kernel == "cached"]
     numbers: dict[str, float | None] = {
         name: sum(getattr(traffic, name).predicted or 0.0 for traffic in own)
@@ -258,7 +263,7 @@ def _rank(predicted: RankPrediction, tables: Sequence[PlannedTableComparison], r
     device_bytes = predicted.cache_device_bytes
     return RankComparison(
         rank=predicted.rank,
-        traffic=_traffic(numbers, measured),
+        traffic=_traffic(numbers, measured, run),
         cache_device_bytes=Pair(device_bytes, None if measured is None else measured.device_bytes),
         host_bytes=Pair(
             predicted.total_host_bytes - predicted.host_bytes.get("id_maps", 0),
@@ -298,18 +303,19 @@ def _device_verdict(ranks: Sequence[RankComparison]) -> PromiseVerdict:
     return PromiseVerdict(what, 100 * largest, promised, "%", f"of the caches, largest on rank {worst.rank}")
 
 
-def _sent_pairs(prediction: Prediction, run: MeasuredRun) -> dict[str, Pair]:
+def _sent_pairs(prediction: Prediction, run: RunResult) -> dict[str, Pair]:
     """Return what a rank sends in a step, on average, by kind.
 
     What some ranks send others receive, so the mean over ranks is that of the predicted links.
     """
-    if not run.steps:
+    if not run.measured_steps:
         return dict.fromkeys((*SENT_KINDS, "other"), Pair(None, None))
+    sent = run.sent_bytes.over(run.parts)
     pairs = {
-        kind: Pair(fmean(rank.work.get(name, 0.0) for rank in prediction.ranks), getattr(run.sent_bytes, kind))
+        kind: Pair(fmean(rank.work.get(name, 0.0) for rank in prediction.ranks), getattr(sent, kind))
         for kind, name in SENT_KINDS.items()
     }
-    return {**pairs, "other": Pair(None, run.sent_bytes.other)}
+    return {**pairs, "other": Pair(None, sent.other)}
 
 
 def _sent_verdict(sent_bytes: Mapping[str, Pair]) -> PromiseVerdict:
@@ -333,7 +339,7 @@ def _step_verdict(step_seconds: Pair) -> PromiseVerdict:
     return PromiseVerdict("step time", 100 * abs(error), promised, "%", detail)
 
 
-def notes(plan: Plan, run: MeasuredRun, other_settings: Sequence[str] = (), num_checkpoints: int = 0) -> list[str]:
+def notes(plan: Plan, run: RunResult, other_settings: Sequence[str] = (), num_checkpoints: int = 0) -> list[str]:
     """Return the reasons why the plan's prediction and the run may differ; first, how good the plan can be at most.
 
     Args:
@@ -353,49 +359,52 @@ def notes(plan: Plan, run: MeasuredRun, other_settings: Sequence[str] = (), num_
     ]
 
 
-def _which_plan(plan: Plan, run: MeasuredRun) -> Iterator[str]:
+def _which_plan(plan: Plan, run: RunResult) -> Iterator[str]:
     if run.plan_digest is None:
         yield "The run had no plan: tables may have been at other places, in caches of other sizes."
     elif run.plan_digest != plan.digest:
         yield f"The run obeyed another plan ({run.plan_digest}) than this one ({plan.digest})."
 
 
-def _which_steps(prediction: Prediction, run: MeasuredRun) -> Iterator[str]:
-    if run.all_steps != run.steps:
+def _which_steps(prediction: Prediction, run: RunResult) -> Iterator[str]:
+    if run.resumed_at:
         yield (
-            f"The run was resumed at step {run.all_steps - run.steps:,}: counts and step times are of the "
-            f"{run.steps:,} steps since, which began with caches as cold as a new run's."
+            f"The run was resumed at step {run.resumed_at:,}: counts and step times are of the "
+            f"{run.measured_steps:,} steps since, which began with caches as cold as a new run's."
         )
     if prediction.num_steps == 0:
-        yield f"The prediction is of the long run; of the run's {run.steps:,} steps the first ones fill the caches."
-    elif abs(run.steps - prediction.num_steps) > _SAME_STEPS * prediction.num_steps:
-        how_much = "more" if run.steps < prediction.num_steps else "less"
         yield (
-            f"The prediction is a mean over {prediction.num_steps:,} steps, the measurement over {run.steps:,}: the "
-            f"first steps, which fill the caches, weigh {how_much} in what was measured."
+            f"The prediction is of the long run; of the run's {run.measured_steps:,} steps the first ones fill the "
+            "caches."
+        )
+    elif abs(run.measured_steps - prediction.num_steps) > _SAME_STEPS * prediction.num_steps:
+        how_much = "more" if run.measured_steps < prediction.num_steps else "less"
+        yield (
+            f"The prediction is a mean over {prediction.num_steps:,} steps, the measurement over "
+            f"{run.measured_steps:,}: the first steps, which fill the caches, weigh {how_much} in what was measured."
         )
 
 
-def _which_speed(run: MeasuredRun) -> Iterator[str]:
+def _which_speed(run: RunResult) -> Iterator[str]:
     if run.step_seconds is not None and not run.is_steady:
         yield (
-            f"The run's {run.steps:,} steps are few beside its look-ahead: for the last ones no batch was left to be "
-            "read, so they are quicker than those of a long run. Train longer to compare step times."
+            f"The run's {run.measured_steps:,} steps are few beside its look-ahead: for the last ones no batch was "
+            "left to be read, so they are quicker than those of a long run. Train longer to compare step times."
         )
 
 
-def _which_tables(plan: Plan, prediction: Prediction, run: MeasuredRun) -> Iterator[str]:
+def _which_tables(plan: Plan, prediction: Prediction, run: RunResult) -> Iterator[str]:
     shards = [s for t in plan.tables if t.kernel == "cached" for s in shards_of(t, plan.ranks_per_node) if s.rows]
     cached = {(shard.table, shard.rank) for shard in shards}
     if not cached:
         yield "No table is cached: all are whole on the device, and only the step time can be compared."
-    elif not run.ranks:
+    elif not run.caches:
         yield (
             "The run had no cache (cache.enabled = false): its tables were whole on the device. Only the step time can "
             "be compared, and it was predicted with caches."
         )
     else:
-        measured = {(table, number) for number, rank in run.ranks.items() for table in rank.tables}
+        measured = {(table, number) for number, rank in run.caches.items() for table in rank.tables}
         predicted = {(table.table, table.rank) for table in prediction.tables}
         yield from _absent("predicted with a cache but not measured", cached & predicted - measured)
         yield from _absent("measured but not predicted", measured - predicted)
@@ -411,24 +420,25 @@ def _absent(what: str, tables: set[tuple[str, int]]) -> Iterator[str]:
         yield f"Tables {what}: {', '.join(named[:_SHOWN])}{more}."
 
 
-def _growths(run: MeasuredRun) -> Iterator[str]:
-    if not run.growths:
+def _growths(run: RunResult) -> Iterator[str]:
+    growths = sum(rank.overflow_growths for rank in run.caches.values())
+    if not growths:
         return
     where = [
-        f"{name} on rank {number} ({table.growths})"
-        for number, rank in sorted(run.ranks.items())
+        f"{name} on rank {number} ({table.overflow_growths})"
+        for number, rank in sorted(run.caches.items())
         for name, table in sorted(rank.tables.items())
-        if table.growths
+        if table.overflow_growths
     ]
     yield (
-        f"Caches grew {run.growths} times, for batches that did not fit; most misses were of "
+        f"Caches grew {growths} times, for batches that did not fit; most misses were of "
         f"{', '.join(where[:_SHOWN])}. They end with more slots and bytes than planned; plan with more slots, or look "
         "less far ahead."
     )
 
 
-def _write_backs(run: MeasuredRun, num_checkpoints: int) -> Iterator[str]:
-    if run.ranks and num_checkpoints:
+def _write_backs(run: RunResult, num_checkpoints: int) -> Iterator[str]:
+    if run.caches and num_checkpoints:
         how_many = "1 checkpoint" if num_checkpoints == 1 else f"{num_checkpoints} checkpoints"
         yield (
             f"Measured write-backs include what {how_many} wrote back from the caches; predicted ones are of evictions "

@@ -1,4 +1,4 @@
-"""What was measured in whole runs: curves over the training, caches per table and rank, and the time of a step."""
+"""What was measured in whole runs: curves over the training, quality by slice and as curves, caches, time of a step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from embershard.cache.totals import RankCaches
 from embershard.distributed.sent_bytes import SentBytes
-from embershard.metrics.quality_text import main_names, title_of
+from embershard.metrics.figures import main_names, slice_rows, title_of
 from embershard.reports.page.runs import (
     HITS_DIFFER,
     PageFigure,
@@ -23,8 +24,7 @@ from embershard.reports.page.runs import (
     new_figure,
     text,
 )
-from embershard.reports.publications import NOTE, TITLES, publication_cells
-from embershard.run_result import RankCaches
+from embershard.training.reports import Report
 from embershard.units import size
 
 _SAMPLES = "samples trained"
@@ -34,6 +34,14 @@ _COLUMNS_WITH_NUMBERS = 10
 _ROW_PIXELS, _LEAST_PIXELS = 20, 200
 # Above the heat map: at its right are Plotly's buttons.
 _COLOUR_BAR = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "len": 0.4, "thickness": 10}
+_DIAGONAL = {"color": "#888888", "dash": "dot", "width": 1}
+#: Panels of a figure: what is drawn, titles of the axes, and the name in the file.
+_PANELS = (
+    ("ROC", "false positive rate", "true positive rate", "roc"),
+    ("precision over recall", "recall", "precision", "precision_recall"),
+    ("reliability", "mean prediction", "mean label", "reliability"),
+    ("scores", "prediction", "share of the samples", "histogram"),
+)
 #: What is measured of a step, in milliseconds of a rank.
 _TIMES = (
     "whole step: half of the steps take less",
@@ -75,12 +83,72 @@ def training(runs: Sequence[Run]) -> Section:
     return Section("Training", parts)
 
 
+def by_slice(runs: Sequence[Run]) -> Section:
+    """Return the section of figures of slices, a table for each column."""
+    found = [(run, run.result.slices) for run in runs if run.result is not None]
+    parts = []
+    for column in dict.fromkeys(column for _, slices in found for column in slices):
+        own = [(run, slices[column]) for run, slices in found if column in slices]
+        values = dict.fromkeys(value for _, slices in own for value in slices)
+        named = {
+            f"{value} · {run.name}" if len(own) > 1 else value: slices[value]
+            for value in values
+            for run, slices in own
+            if value in slices
+        }
+        titles, rows = slice_rows(named)
+        parts.append(PageTable(f"By {column}", [column, *titles], rows, "Of the held-out samples, at the last step."))
+    return Section("Slices", parts)
+
+
+def curves(runs: Sequence[Run]) -> Section:
+    """Return the section of the curves of the last evaluation, a figure for each label."""
+    found = [(run, run.folder.curves) for run in runs]
+    labels = dict.fromkeys(label for _, of_labels in found for label in of_labels)
+    note = (
+        "Of the held-out samples, at the last evaluation. reliability: 20 parts of the samples by rising prediction; "
+        "scores: solid lines are the samples with label 1, dotted ones the others; of a regression, predictions and "
+        "labels."
+    )
+    parts = []
+    for label in labels:
+        own = [(run, of_labels[label]) for run, of_labels in found if label in of_labels]
+        title = f"Curves of {text(label)}" if len(labels) > 1 else "Curves"
+        parts.append(PageFigure(title, _curves(own, num_runs=len(runs)), note))
+    return Section("Curves of predictions", parts)
+
+
+def _curves(runs: Sequence[tuple[Run, dict[str, Any]]], num_runs: int) -> go.Figure:
+    panels = [panel for panel in _PANELS if any(of_run[panel[-1]] for _, of_run in runs)]
+    figure = new_figure(*(panel[0] for panel in panels), columns=2)
+    figure.update_layout(showlegend=num_runs > 1)
+    for number, (_, x_title, y_title, name) in enumerate(panels):
+        place = {"row": number // 2 + 1, "col": number % 2 + 1}
+        figure.update_xaxes(title=x_title, **place).update_yaxes(title=y_title, rangemode="tozero", **place)
+        for run, of_run in runs:
+            if not of_run[name]:
+                continue
+            x, *lines = of_run[name]
+            for line, y in enumerate(lines):
+                style = {**look(run.number), **({"dash": "dot"} if line else {})}
+                mode = "lines+markers" if name == "reliability" or len(x) == 1 else "lines"
+                group = {"legendgroup": text(run.name), "showlegend": not number and not line, "name": text(run.name)}
+                figure.add_trace(go.Scatter(x=x, y=y, mode=mode, line=style, **group), **place)
+        if name in ("roc", "reliability"):
+            ends = [0.0, 1.0]
+            if name == "reliability":
+                both = [value for _, of_run in runs for values in of_run[name] for value in values]
+                ends = [min(both), max(both)]
+            figure.add_trace(go.Scatter(x=ends, y=ends, mode="lines", line=_DIAGONAL, showlegend=False), **place)
+    return figure
+
+
 def windows(runs: Sequence[Run]) -> Section:
     """Return the section of runs in time order: the quality of each window before it trained."""
     ordered = [run for run in runs if run.folder.reports("window")]
     reports = [report for run in ordered for report in run.folder.reports("window")]
     parts = []
-    for name in main_names(reports, "ne", "calibration") if reports else ():
+    for name in main_names(reports, "windows") if reports else ():
         figure = new_figure()
         figure.update_layout(showlegend=len(runs) > 1)
         figure.update_xaxes(title="window, UTC").update_yaxes(title=title_of(name))
@@ -102,11 +170,14 @@ def windows(runs: Sequence[Run]) -> Section:
     return Section("Windows of time", parts)
 
 
-def published(runs: Sequence[Run]) -> Section:
-    """Return the section of what runs published while they trained."""
-    found = [(run.name, run.folder.reports("publication")) for run in runs]
-    rows = [(name, *publication_cells(lines)) for name, lines in found if lines]
-    return Section("Publications", [PageTable("Bases and deltas", ("run", *TITLES), rows, NOTE)] if rows else [])
+def reported(runs: Sequence[Run]) -> Section:
+    """Return the section of what sums up the reports of a kind."""
+    found = (
+        kind.table_of_runs({run.name: run.folder.reports(kind.kind) for run in runs})
+        for kind in Report.__subclasses__()
+    )
+    tables = [PageTable(each.title, (*each.left, *each.right), each.rows, each.caption) for each in found if each]
+    return Section("Reported while they trained", tables)
 
 
 def moved(runs: Sequence[Run]) -> Section:

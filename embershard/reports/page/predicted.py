@@ -9,7 +9,6 @@ import plotly.graph_objects as go
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, compare, notes
-from embershard.planning.verify.measured import MeasuredRun
 from embershard.reports.page.runs import PageFigure, PageTable, Run, Section, colour, fill, new_figure, text
 from embershard.sharding.plan import Prediction
 from embershard.units import size
@@ -36,10 +35,9 @@ def predicted(runs: Sequence[Run]) -> Section:
                 found = compare(plan, run.result)
                 assert plan.prediction is not None, "it was compared"
                 compared.append(_Compared(run, plan.prediction, found))
-                measured = MeasuredRun.from_result(run.result)
                 others = run.folder.other_settings(plan)
-                checkpoints = run.folder.num_checkpoints(measured)
-                said += [f"{run.name}: {note}" for note in notes(plan, measured, others, checkpoints)]
+                checkpoints = run.folder.num_checkpoints(run.result)
+                said += [f"{run.name}: {note}" for note in notes(plan, run.result, others, checkpoints)]
             except (ConfigError, ShardingError) as error:
                 said.append(f"{run.name}: {error}")
     if not compared:

@@ -11,10 +11,11 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.subplots import make_subplots
 
+from embershard.cache.totals import RunCaches
 from embershard.errors import ConfigError, ShardingError
-from embershard.metrics.quality_text import form_of, held_out_warning, main_names, steady_mark, title_of
+from embershard.metrics.figures import form_of, main_names, title_of
 from embershard.reports.run_folder import RunFolder
-from embershard.run_result import RunCaches, RunResult
+from embershard.run_result import RunResult, held_out_warning, steady_mark
 from embershard.units import number, size
 
 # Okabe and Ito's colours, which also readers with a colour vision deficiency can tell apart; then dashes.
@@ -140,7 +141,7 @@ HITS_DIFFER = (
 def summary(runs: Sequence[Run]) -> Section:
     """Return the section of all runs' results."""
     ended = [(run.name, run.result) for run in runs if run.result is not None]
-    names = main_names((result.quality for _, result in ended), "ne", "mae", "r2")
+    names = main_names((result.quality for _, result in ended), "page")
     header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "p95", "training loss"]
     header += [*map(title_of, names), "best, at step", "hits", "caches", "host", "sent"]
     note = (
@@ -164,7 +165,13 @@ def summary(runs: Sequence[Run]) -> Section:
         for name, result in ended
         if result.resumed_at
     ]
-    return Section("Runs", [PageTable("Results", header, [_summary_row(run, names) for run in runs], note)], text)
+    tables = [PageTable("Results", header, [_summary_row(run, names) for run in runs], note)]
+    closing = {name: {title: value for title, value, _ in result.closing_rows()} for name, result in ended}
+    titles = dict.fromkeys(title for of_run in closing.values() for title in of_run)
+    rows = [(title, *(of_run.get(title, "") for of_run in closing.values())) for title in titles]
+    if rows:
+        tables.append(PageTable("As each run's closing table has it", ("", *closing), rows))
+    return Section("Runs", tables, text)
 
 
 def _summary_row(run: Run, names: Sequence[str]) -> tuple[str, ...]:

@@ -10,9 +10,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from embershard import __version__
-from embershard.reports.page.measured import caches, moved, published, step_time, training, windows
+from embershard.reports.page.measured import by_slice, caches, curves, moved, reported, step_time, training, windows
 from embershard.reports.page.predicted import predicted
-from embershard.reports.page.quality import by_slice, curves
 from embershard.reports.page.runs import Run, Section, settings, summary
 from embershard.reports.page.sweep import sweep_section
 from embershard.reports.run_folder import RunFolder, is_sweep
@@ -68,7 +67,7 @@ def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
     if not runs:
         return
     quality = (training, by_slice, curves, windows)
-    for make in (summary, settings, *quality, published, moved, caches, step_time, predicted):
+    for make in (summary, settings, *quality, reported, moved, caches, step_time, predicted):
         yield make(runs)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, astuple, replace
 from statistics import fmean
 from typing import Any
 
@@ -12,12 +12,13 @@ from torch import nn
 
 from embershard.cache.ids.id_map import IdCounts
 from embershard.cache.statistics import CacheReport, TableStats
+from embershard.cache.totals import CacheTotals, PoolSize, RankCaches, RunCaches
 from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.metrics.predictions import Predicted, PredictionWindow
 from embershard.pipeline import LookAheadStats
-from embershard.run_result import CacheTotals, IdTotals
+from embershard.run_result import IdTotals, LookAheadTotals, SentTotals
 from embershard.sharding.torchrec import cache_stats, id_counts, pools_by_module
 from embershard.sharding.torchrec.modes.hot_cold import hot_totals
 from embershard.training.checkpoint.identity import global_batch
@@ -25,10 +26,6 @@ from embershard.training.checkpoint.saved_run import SavedRun, SettingsCompariso
 from embershard.training.parts.loss_monitor import Losses
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import EndReport, Report, TrainReport
-
-#: Numbers of `CacheTotals` that add up over tables.
-_SUMMED = [each.name for each in fields(CacheTotals) if not each.name.startswith("hit_rate")]
-_Pool = tuple[str, dict[str, Any]]
 
 
 class CacheReader:
@@ -50,19 +47,21 @@ class CacheReader:
         last, self._last = self._last, CacheReport(*counts.tolist())
         return self._last - last
 
-    def totals(self, ratio: float | None) -> dict[str, Any] | None:
-        """Return the run's cache block: totals, also per table and per rank, and there per table and pool.
-        Bytes and lookups of hot rows are in the totals and in those of ranks, not in those of tables and pools.
+    def totals(self, ratio: float | None) -> RunCaches | None:
+        """Return what all caches did: totals, also per table and per rank, and there per table and pool. Bytes and
+        lookups of hot rows are in the totals and in those of ranks, not in those of tables and pools.
 
         None without a cached table. Where modules have tables of one name, they are called `module.table`.
 
         Args:
             ratio: the configured ratio; None when a byte budget or a plan gives the size.
         """
-        mine = (cache_stats(self._model), _pools(self._model), hot_totals(self._model))
-        gathered: list[tuple[list[TableStats], list[_Pool], tuple[int, int]]] = self._ranks.all_gather_objects(mine)
-        tables = [table for on_rank, _, _ in gathered for table in on_rank]
-        hot_bytes, hot_lookups = (sum(of_ranks) for of_ranks in zip(*(hot for _, _, hot in gathered), strict=True))
+        pools = [
+            (module, set(pool.cache.tables), (pool.cache.num_slots, pool.cache.device_bytes, pool.cache.host_bytes))
+            for module, pool in pools_by_module(self._model)
+        ]
+        gathered = self._ranks.all_gather_objects((cache_stats(self._model), pools, hot_totals(self._model)))
+        tables: list[TableStats] = [table for on_rank, _, _ in gathered for table in on_rank]
         if not tables:
             return None
         namesakes = {table for table, modules in _modules_by_table(tables).items() if len(modules) > 1}
@@ -73,39 +72,31 @@ class CacheReader:
         by_name: dict[str, list[TableStats]] = {}
         for table in tables:
             by_name.setdefault(name_of(table.module, table.table), []).append(table)
-        return {
-            "ratio": ratio,
-            **with_hot_rows(summed(tables), hot_bytes, hot_lookups),
-            "tables": {name: summed(shards) for name, shards in sorted(by_name.items())},
-            "ranks": [
-                {
-                    "rank": rank,
-                    **with_hot_rows(summed(shards), *hot),
-                    "tables": {name_of(shard.module, shard.table): summed([shard]) for shard in shards},
-                    "pools": [
-                        {**pool, "tables": sorted(name_of(module, table) for table in pool["tables"])}
-                        for module, pool in pools
-                    ],
-                }
-                for rank, (shards, pools, hot) in enumerate(gathered)
-            ],
-        }
-
-
-def _pools(model: nn.Module) -> list[_Pool]:
-    """Return the module of every cache of this rank, and its slots and bytes on the device and in host memory."""
-    return [
-        (
-            module,
-            {
-                "tables": set(pool.cache.tables),
-                "slots": pool.cache.num_slots,
-                "device_bytes": pool.cache.device_bytes,
-                "host_bytes": pool.cache.host_bytes,
-            },
+        ranks = [
+            RankCaches.of(
+                shards,
+                *hot,
+                rank=rank,
+                tables={name_of(shard.module, shard.table): CacheTotals.of([shard]) for shard in shards},
+                pools=tuple(
+                    PoolSize(
+                        tables=tuple(sorted(name_of(module, name) for name in names)),
+                        slots=slots,
+                        device_bytes=device_bytes,
+                        host_bytes=host_bytes,
+                    )
+                    for module, names, (slots, device_bytes, host_bytes) in pools
+                ),
+            )
+            for rank, (shards, pools, hot) in enumerate(gathered)
+        ]
+        return RunCaches.of(
+            tables,
+            *(sum(of_ranks) for of_ranks in zip(*(hot for _, _, hot in gathered), strict=True)),
+            ratio=ratio,
+            tables={name: CacheTotals.of(shards) for name, shards in sorted(by_name.items())},
+            ranks=tuple(ranks),
         )
-        for module, pool in pools_by_module(model)
-    ]
 
 
 def _modules_by_table(tables: list[TableStats]) -> dict[str, set[str]]:
@@ -115,7 +106,7 @@ def _modules_by_table(tables: list[TableStats]) -> dict[str, set[str]]:
     return found
 
 
-def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, Any] | None:
+def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> LookAheadTotals | None:
     """Return what look-ahead did: depths over all ranks, the most memory of a rank, the seconds of all ranks.
 
     None without look-ahead. Collective.
@@ -129,38 +120,17 @@ def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> dict[str, A
         values = [value for each in per_rank if (value := getattr(each, name)) is not None]
         return merge(values) if values else None
 
-    return {
-        "steps": per_rank[0].steps,
-        "lookahead_min": over_ranks("lookahead_min", min),
-        "lookahead_mean": over_ranks("lookahead_mean", fmean),
-        "prefetch_min": over_ranks("prefetch_min", min),
-        "prefetch_mean": over_ranks("prefetch_mean", fmean),
-        "prefetch_depth": per_rank[0].prefetch_depth,
-        "max_known_bytes": over_ranks("max_known_bytes", max),
-        "stall_seconds": over_ranks("stall_seconds", sum),
-        "uses_worker": per_rank[0].uses_worker,
-    }
-
-
-def summed(tables: Sequence[TableStats]) -> dict[str, Any]:
-    """Return the entries of `CacheTotals` of some tables together."""
-    total = CacheReport.total(tables)
-    sums = {name: sum(getattr(table, name) for table in tables) for name in _SUMMED}
-    return {**sums, "hit_rate_unique": total.hit_rate_unique, "hit_rate_lookups": total.hit_rate_lookups}
-
-
-def with_hot_rows(totals: dict[str, Any], hot_bytes: int, hot_lookups: int) -> dict[str, Any]:
-    """Return totals of `summed` with the bytes and the lookups, all hits, of rows that every rank has."""
-    lookups, hits = totals["lookups"] + hot_lookups, totals["hits_lookups"] + hot_lookups
-    return {
-        **totals,
-        "device_bytes": totals["device_bytes"] + hot_bytes,
-        "lookups": lookups,
-        "hits_lookups": hits,
-        "hit_rate_lookups": hits / lookups if lookups else None,
-        "hot_rows_bytes": hot_bytes,
-        "hot_lookups": hot_lookups,
-    }
+    return LookAheadTotals(
+        steps=per_rank[0].steps,
+        lookahead_min=over_ranks("lookahead_min", min),
+        lookahead_mean=over_ranks("lookahead_mean", fmean),
+        prefetch_min=over_ranks("prefetch_min", min),
+        prefetch_mean=over_ranks("prefetch_mean", fmean),
+        prefetch_depth=per_rank[0].prefetch_depth,
+        max_known_bytes=over_ranks("max_known_bytes", max),
+        stall_seconds=over_ranks("stall_seconds", sum),
+        uses_worker=per_rank[0].uses_worker,
+    )
 
 
 class TrafficReader:
@@ -180,11 +150,12 @@ class TrafficReader:
         self._last = now
         return SentBytes(*self._ranks.all_gather(mine).sum(dim=0).tolist())
 
-    def totals(self) -> dict[str, Any]:
-        """Return the bytes of the run's record: of all ranks by kind, and of each rank."""
+    def totals(self) -> SentTotals:
+        """Return what all ranks sent, by kind, and each of them."""
         per_rank: list[SentBytes] = self._ranks.all_gather_objects(sent_bytes() - self._first)
         total = SentBytes(*map(sum, zip(*map(astuple, per_rank), strict=True)))
-        return {**asdict(total), "ranks": [{"rank": rank, **asdict(sent)} for rank, sent in enumerate(per_rank)]}
+        ranks = tuple({"rank": rank, **asdict(sent)} for rank, sent in enumerate(per_rank))
+        return SentTotals(**asdict(total), ranks=ranks)
 
 
 class IdReader:

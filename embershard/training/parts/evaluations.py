@@ -16,7 +16,7 @@ from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import InvalidCheckpointError
 from embershard.metrics.evaluation import Evaluation, Evaluator
-from embershard.metrics.figures import Judge, quality_values
+from embershard.metrics.figures import Judge
 from embershard.metrics.predictions import PredictionBuffer, predicted_of, until_stopped
 from embershard.training.arithmetic import autocast
 from embershard.training.checkpoint.saved_run import EvaluationProgress, SavedRun, SettingsComparison
@@ -53,7 +53,7 @@ class BestModel:
     def add(self, report: EvalReport) -> bool:
         """Note an evaluation; return True if it is the best so far. On every rank by the figures of the first one."""
         if report.step != self.progress.step:  # else a resumed run made it again
-            values = self._ranks.from_first(lambda: quality_values(report.quality))
+            values = self._ranks.from_first(lambda: report.quality)
             self._add(report.step, {name: value for name, value in values.items() if name != "samples"})
         best = self.progress.best
         return best is not None and best.step == report.step
@@ -216,4 +216,4 @@ class Evaluations(Part):
         kept = self.best.kept
         best = self.best.progress.best if kept is None else kept
         is_early = bool(self.best.stop_reason)
-        return {"best": best and asdict(best), "keeps_best": kept is not None, "stopped_early": is_early}
+        return {"best": best, "keeps_best": kept is not None, "stopped_early": is_early}

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -356,4 +355,4 @@ class FollowedFolder(Part):
         return self.follower.summary
 
     def result(self) -> dict[str, Any]:
-        return {"followed": asdict(self.follower.result())}
+        return {"followed": self.follower.result()}

@@ -18,6 +18,7 @@ from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.frequency import FrequencyProfile, HotRows
+from embershard.run_result import HotColdTotals
 from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
 from embershard.training.checkpoint.identity import ORDER, identity_of
 from embershard.training.config import RunConfig
@@ -74,14 +75,14 @@ class HotCold(Part):
         hot, schedule = self.hot, self.run.stream.schedule
         if hot is None or schedule is None:
             return {}
-        found = {
-            "threshold": hot.rows.threshold,
-            "hot_rows": hot.rows.total,
-            "hot_bytes": hot.rows.num_bytes,
-            "hot_samples": hot.samples.share,
-            "batches": dict(schedule.num_trained),
-            "rate": schedule.rate,
-        }
+        found = HotColdTotals(
+            threshold=hot.rows.threshold,
+            hot_rows=hot.rows.total,
+            hot_bytes=hot.rows.num_bytes,
+            hot_samples=hot.samples.share,
+            batches=dict(schedule.num_trained),
+            rate=schedule.rate,
+        )
         return {"hot_cold": found}
 
 

@@ -243,5 +243,5 @@ class Part:
         return self.stop_reason
 
     def result(self) -> dict[str, Any]:
-        """Return entries of the run's result, by name; on the first rank."""
+        """Return entries of the run's result, fields of `RunResult` by name; on the first rank."""
         return {}

@@ -32,6 +32,7 @@ from embershard.distributed.publish.published import (
 from embershard.distributed.ranks import keep_to_one_core
 from embershard.errors import CheckpointError, ConfigError, FailedPublicationError, os_problem
 from embershard.models import ModelTable
+from embershard.run_result import PublishedState
 from embershard.sharding.torchrec import cached_embeddings, without_flushes
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
@@ -569,4 +570,4 @@ class Publishing(Part):
 
     def result(self) -> dict[str, Any]:
         have = self.publisher.published
-        return {"published": {"name": have.name, "step": have.step, "problem": self.publisher.failure}}
+        return {"published": PublishedState(have.name, have.step, self.publisher.failure)}

@@ -21,9 +21,8 @@ from embershard.commands.score import ScoresFile
 from embershard.data import Target
 from embershard.errors import ConfigError
 from embershard.metrics.config import MetricsConfig
-from embershard.metrics.evaluation import judge_with, value_numbers
-from embershard.metrics.figures import quality_values
-from embershard.metrics.predictions import Predicted
+from embershard.metrics.evaluation import value_numbers
+from embershard.metrics.predictions import Predicted, judge
 from embershard.models.loss import class_logits
 from embershard.sweeps.outcomes import Outcome, keep_outcome
 from tests.unit.commands.conftest import start_here
@@ -317,7 +316,7 @@ def test_weighted_figures_are_those_of_the_evaluation(tmp_path, capsys, name):
     groups = value_numbers([pa.table({"user": users})], ["user"])["user"].numbers
     grouped = name != "stars"
     metrics = MetricsConfig(group="user" if grouped else None)
-    own = quality_values(judge_with(target, Predicted(*each, weights), metrics, torch.from_numpy(groups)))
+    own = judge(target, Predicted(*each, weights), metrics, torch.from_numpy(groups))
     words = ["--group", "user"] if grouped else []
 
     def found(*more: str) -> dict[str, float]:

@@ -103,8 +103,8 @@ def test_the_reports_count_them(run_dir, tmp_path, capsys):
     assert "Publications" in capsys.readouterr().out
     assert cli.main(["report", str(run_dir), "-o", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
-    assert "Bases and deltas" in page
-    rows = re.findall(r"<td[^>]*>(.*?)</td>", page[page.index("Bases and deltas") :], re.DOTALL)
+    assert "Publications: bases and deltas" in page
+    rows = re.findall(r"<td[^>]*>(.*?)</td>", page[page.index("bases and deltas") :], re.DOTALL)
     assert [text.strip() for text in rows[:2]] == ["longer", "1"]
 
 

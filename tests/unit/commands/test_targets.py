@@ -278,7 +278,7 @@ def test_files_without_labels_and_weights_are_scored(made, folder, capsys):
 def test_a_sweep_of_regressions_shows_its_error(made, folder):
     Path("samples.parquet").symlink_to(made)
     train(target_config(Path("samples.parquet"), "regression"))
-    from embershard.metrics.quality_text import main_names
+    from embershard.metrics.figures import main_names
 
     assert main_names([json.loads(Path("run/result.json").read_text())]) == ["rmse"]
 

@@ -13,7 +13,7 @@ from embershard.data import Target
 from embershard.errors import ConfigError
 from embershard.metrics import comparison
 from embershard.metrics.comparison import Samples, compare
-from embershard.metrics.figures import OF_TASK
+from embershard.metrics.figures import names_of
 from embershard.metrics.predictions import Predicted, judge
 from embershard.metrics.resampling import resampled_auc, resampled_sums
 
@@ -37,11 +37,9 @@ def test_figures_are_those_of_an_evaluation(task: Any, weighted: bool) -> None:
     quality = judge(
         Target(task=task), Predicted(outputs, torch.tensor(labels), None if weights is None else torch.tensor(weights))
     )
-    metrics = OF_TASK[task]
+    metrics = names_of(task)
     found = compare(Samples(labels, weights), a.astype(float), a.astype(float), metrics, num_replicates=2)
-    assert {each.metric: each.a for each in found} == pytest.approx(
-        {name: getattr(quality, name) for name in metrics}, rel=1e-5
-    )
+    assert {each.metric: each.a for each in found} == pytest.approx({name: quality[name] for name in metrics}, rel=1e-5)
     assert all(each.low == each.high == 0 and not each.is_different for each in found)
 
 
@@ -148,6 +146,6 @@ def test_metrics_that_cannot_be_had(metric: str, message: str) -> None:
 
 
 def test_a_figure_that_is_undefined_is_left_out() -> None:
-    found = compare(Samples(np.ones(9)), np.full(9, 0.5), np.full(9, 0.6), OF_TASK["binary"])
+    found = compare(Samples(np.ones(9)), np.full(9, 0.5), np.full(9, 0.6), names_of("binary"))
     assert [each.metric for each in found] == ["logloss", "accuracy", "calibration"]
     assert comparison.compare(Samples(np.empty(0)), np.empty(0), np.empty(0), ["auc", "logloss"]) == []

@@ -39,7 +39,7 @@ def test_weights_count_as_samples_and_few_points_keep_the_area() -> None:
     assert 100 < len(found.roc[0]) <= MOST_POINTS
     assert (found.roc[0][0], found.roc[1][0], found.roc[0][-1], found.roc[1][-1]) == (0, 0, 1, 1)
     area = np.trapezoid(found.roc[1], found.roc[0])
-    assert area == pytest.approx(judge(Target(), Predicted(logits, labels, weights)).auc, abs=1e-3)
+    assert area == pytest.approx(judge(Target(), Predicted(logits, labels, weights))["auc"], abs=1e-3)
 
 
 def test_reliability_is_the_mean_of_equal_parts() -> None:

@@ -24,9 +24,8 @@ from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.metrics.config import MetricsConfig
 from embershard.metrics.evaluation import MISSING, OTHERS, Evaluation, Evaluator, ValueNumbers, value_numbers
-from embershard.metrics.figures import OF_TASK, metric_names, metric_of, quality_values
+from embershard.metrics.figures import metric_names, metric_of, names_of, slice_rows
 from embershard.metrics.predictions import Predicted, judge
-from embershard.metrics.quality_text import slice_rows
 from embershard.models.loss import class_logits
 from tests.unit.metrics.columns import Columns
 
@@ -114,14 +113,14 @@ def test_every_figure_is_that_of_the_textbook(samples: list[tuple[int, float, fl
         (list(each) for each in zip(*samples, strict=True)) if samples else [[]] * 5
     )
     predicted = Predicted(torch.tensor(logits).float(), torch.tensor(labels).float(), torch.tensor(weights).float())
-    names = (*OF_TASK["binary"], *GROUPED)
+    names = (*names_of("binary"), *GROUPED)
     columns = {
         "user": pa.array([None if each < 0 else each for each in groups], pa.int64()),
         "country": pa.array([None if each < 0 else f"c{each}" for each in slices], pa.string()),
     }
     found = evaluate(predicted, MetricsConfig(names, "user", ("country",)), Target(weight="w"), **columns)
     rows = [(1 / (1 + math.exp(-x)), *rest) for x, *rest in samples]
-    told = {"": quality_values(found.quality), **found.slices["country"]}
+    told = {"": found.quality, **found.slices["country"]}
     assert set(found.slices["country"]) == {MISSING if each < 0 else f"c{each}" for each in slices}
     for value, figures in told.items():
         own = [row[:4] for row in rows if value in ("", MISSING if row[4] < 0 else f"c{row[4]}")]
@@ -135,7 +134,7 @@ def test_figures_are_those_of_torchmetrics() -> None:
     logits, labels = torch.randn(400), (torch.rand(400) < 0.4).long()
     users = torch.randint(0, 30, (400,))
     found = evaluate(Predicted(logits, labels.float()), MetricsConfig(GROUPED, "user"), user=users.tolist())
-    p, values = logits.sigmoid(), quality_values(found.quality)
+    p, values = logits.sigmoid(), found.quality
     assert values["auc"] == pytest.approx(float(binary_auroc(p, labels)), abs=1e-6)
     assert values["accuracy"] == pytest.approx(float(binary_accuracy(p, labels)))
     own = [(p[users == user], labels[users == user]) for user in range(30)]
@@ -144,7 +143,7 @@ def test_figures_are_those_of_torchmetrics() -> None:
         theirs = [float(function(*each, top_k=3)) for each in own if each[1].sum() or name == "precision@3"]
         assert values[name] == pytest.approx(np.mean(theirs), rel=1e-6), name
     outputs, stars = torch.randn(400), torch.randn(400)
-    values = quality_values(judge(Target(task="regression"), Predicted(outputs, stars)))
+    values = judge(Target(task="regression"), Predicted(outputs, stars))
     assert values["rmse"] == pytest.approx(float(mean_squared_error(outputs, stars, squared=False)), rel=1e-5)
     assert values["mae"] == pytest.approx(float(mean_absolute_error(outputs, stars)), rel=1e-5)
     assert values["r2"] == pytest.approx(float(r2_score(outputs, stars)), rel=1e-4)
@@ -161,7 +160,7 @@ def test_recalibrated_ne_is_torchrecs() -> None:
     columns = (each.double()[None] for each in (logits.double().sigmoid(), labels, weights))
     theirs.update(**dict(zip(("predictions", "labels", "weights"), columns, strict=True)))
     ne = next(float(each.value) for each in theirs._compute() if each.name.name == "NE")
-    values = quality_values(found.quality)
+    values = found.quality
     assert values["recalibrated_ne"] == pytest.approx(ne, rel=1e-9)
     assert values["recalibrated_ne"] != pytest.approx(values["ne"], rel=0.01)
 
@@ -177,7 +176,7 @@ def test_figures_of_classes_are_those_of_the_textbook(samples: list[tuple[int, f
     labels = torch.full((len(samples), 3), math.nan)
     there = classes < 3
     labels[torch.from_numpy(there)] = torch.eye(3)[classes[there]]
-    values = quality_values(judge(target, Predicted(class_logits(target, raw), labels, weights)))
+    values = judge(target, Predicted(class_logits(target, raw), labels, weights))
     own = list(zip(raw.double().softmax(dim=1).numpy()[there], classes[there], weights.numpy()[there], strict=True))
     total = sum(weight for *_, weight in own)
     names = {f"{name}/stars" for name in ("logloss", "accuracy")}

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, Target
 from embershard.distributed import Ranks
 from embershard.errors import DataError
-from embershard.metrics.figures import main_values, quality_values
+from embershard.metrics.figures import main_values
 from embershard.metrics.predictions import WINDOW_SAMPLES, Predicted, PredictionWindow, judge, predicted_of
 
 CLICKS = Target()
@@ -37,16 +37,16 @@ def test_against_formulas_written_out():
     logloss = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean().item()
     mean = labels.double().mean().item()
     background = -(mean * math.log(mean) + (1 - mean) * math.log(1 - mean))
-    assert quality.samples == 200
-    assert quality.auc == pytest.approx(pairs.mean().item(), rel=1e-12)
-    assert quality.logloss == pytest.approx(logloss, rel=1e-9)
-    assert quality.ne == pytest.approx(logloss / background, rel=1e-9)
-    assert quality.accuracy == pytest.approx(((p > 0.5) == (labels == 1)).double().mean().item())
-    assert quality.calibration == pytest.approx(p.sum().item() / labels.sum().item())
+    assert quality["samples"] == 200
+    assert quality["auc"] == pytest.approx(pairs.mean().item(), rel=1e-12)
+    assert quality["logloss"] == pytest.approx(logloss, rel=1e-9)
+    assert quality["ne"] == pytest.approx(logloss / background, rel=1e-9)
+    assert quality["accuracy"] == pytest.approx(((p > 0.5) == (labels == 1)).double().mean().item())
+    assert quality["calibration"] == pytest.approx(p.sum().item() / labels.sum().item())
 
 
 def test_ties_count_half():
-    assert judged(torch.zeros(10), torch.tensor([0.0, 1.0] * 5)).auc == pytest.approx(0.5)
+    assert judged(torch.zeros(10), torch.tensor([0.0, 1.0] * 5))["auc"] == pytest.approx(0.5)
 
 
 def test_a_weighted_auc_does_not_depend_on_the_order_of_equal_predictions():
@@ -58,7 +58,7 @@ def test_a_weighted_auc_does_not_depend_on_the_order_of_equal_predictions():
     for _ in range(5):
         order = torch.randperm(300, generator=generator)
         columns = predictions[order], labels[order], weights[order]
-        found.add(round(judged(torch.logit(columns[0]), *columns[1:]).auc, 12))
+        found.add(round(judged(torch.logit(columns[0]), *columns[1:])["auc"], 12))
         theirs.add(round(float(compute_auc(1, *([column.double()[None]] for column in columns))), 12))
     assert len(found) == 1
     assert len(theirs) > 1
@@ -66,11 +66,11 @@ def test_a_weighted_auc_does_not_depend_on_the_order_of_equal_predictions():
 
 def test_what_is_undefined_is_none():
     nothing = judged(torch.empty(0), torch.empty(0))
-    assert (nothing.samples, nothing.auc, nothing.logloss) == (0, None, None)
+    assert (nothing["samples"], nothing["auc"], nothing["logloss"]) == (0, None, None)
     no_clicks = judged(torch.randn(5), torch.zeros(5))
-    assert (no_clicks.auc, no_clicks.ne, no_clicks.calibration) == (None, None, None)
-    assert no_clicks.logloss is not None
-    assert judged(torch.randn(5), torch.ones(5)).auc is None
+    assert (no_clicks["auc"], no_clicks["ne"], no_clicks["calibration"]) == (None, None, None)
+    assert no_clicks["logloss"] is not None
+    assert judged(torch.randn(5), torch.ones(5))["auc"] is None
 
 
 def test_a_weight_of_n_counts_as_n_samples():
@@ -80,26 +80,25 @@ def test_a_weight_of_n_counts_as_n_samples():
     labels = (torch.rand(60, generator=generator) < 0.4).float()
     weights = torch.randint(0, 4, (60,), generator=generator)
     for target in (CLICKS, Target(task="regression")):
-        weighted = quality_values(judge(target, Predicted(logits, labels, weights.float())))
+        weighted = judge(target, Predicted(logits, labels, weights.float()))
         repeated = judge(target, Predicted(*(each.repeat_interleave(weights) for each in (logits, labels))))
         assert weighted.pop("samples") == 60
         for name, value in weighted.items():
-            assert value == pytest.approx(quality_values(repeated)[name], abs=1e-6), name
-            assert value != pytest.approx(quality_values(judge(target, Predicted(logits, labels)))[name], abs=1e-4)
+            assert value == pytest.approx(repeated[name], abs=1e-6), name
+            assert value != pytest.approx(judge(target, Predicted(logits, labels))[name], abs=1e-4)
 
 
 def test_regression_by_formulas_and_several_labels():
     outputs = torch.tensor([[1.0, 0.0], [2.0, 0.0], [4.0, 0.0]])
     labels = torch.tensor([[1.0, 5.0], [3.0, 5.0], [5.0, 5.0]])
-    found = judge(Target(("a", "b"), "regression"), Predicted(outputs, labels))
-    values = quality_values(found)
+    values = judge(Target(("a", "b"), "regression"), Predicted(outputs, labels))
     assert values["rmse/a"] == pytest.approx(math.sqrt(2 / 3))
     assert values["mae/a"] == pytest.approx(2 / 3)
     assert values["r2/a"] == pytest.approx(1 - (2 / 3) / (8 / 3))
     assert (values["rmse/b"], values["r2/b"]) == (5.0, None)
-    assert main_values(found) == {"rmse/a": values["rmse/a"], "rmse/b": 5.0}
+    assert main_values(values) == {"rmse/a": values["rmse/a"], "rmse/b": 5.0}
     nothing = judge(Target(task="regression"), Predicted(torch.empty(0), torch.empty(0)))
-    assert (nothing.samples, nothing.rmse, nothing.r2) == (0, None, None)
+    assert (nothing["samples"], nothing["rmse"], nothing["r2"]) == (0, None, None)
 
 
 class TwoRanks(Ranks):
@@ -123,12 +122,12 @@ def chosen(window: PredictionWindow) -> list[int]:
 
 def test_a_report_of_small_batches_has_the_newest_samples():
     window = PredictionWindow(CLICKS, world_size=2)
-    assert window.quality(RANKS).samples == 0
+    assert window.quality(RANKS)["samples"] == 0
     for start in range(0, 3000, 100):
         window.add(numbered(start, 100))
         window.add(Predicted(torch.empty(0), torch.empty(0)))
     assert chosen(window) == list(range(3000 - 2000, 3000))
-    assert window.quality(RANKS).samples == 2000
+    assert window.quality(RANKS)["samples"] == 2000
 
 
 @pytest.mark.parametrize("size", [129, 1000, 65_536])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embershard.data import Target
-from embershard.metrics.figures import Judge, LabelQualities, metric_names, metric_of, quality_values
+from embershard.metrics.figures import Judge, metric_names, metric_of
 from embershard.metrics.predictions import Predicted, judge
 from embershard.models.loss import loss_of
 from embershard.training.parts.loss_monitor import label_sums
@@ -26,25 +26,23 @@ def predicted(*, weighted: bool) -> Predicted:
 def test_figures_are_those_of_the_samples_with_the_label(weighted):
     target = Target(TARGET.labels, TARGET.task, weight="w" if weighted else None, may_be_missing=True)
     whole = predicted(weighted=weighted)
-    found = judge(target, whole)
-    assert isinstance(found, LabelQualities)
+    values = judge(target, whole)
     for place, (name, task) in enumerate(zip(TARGET.labels, TARGET.tasks, strict=True)):
         there = ~whole.labels[:, place].isnan()
         weights = None if whole.weights is None else whole.weights[there]
         alone = Predicted(whole.outputs[there, place], whole.labels[there, place], weights)
-        assert found.of[name] == judge(Target((name,), task), alone)
-        assert found.of[name].samples == there.sum()
-    values = quality_values(found)
+        own = judge(Target((name,), task), alone)
+        assert own.pop("samples") == values.get(f"samples/{name}", 60) == there.sum()
+        assert own == {each: values[f"{each}/{name}"] for each in own}
     assert set(metric_names(target)) == {name for name in values if metric_of(name) != "samples"}
-    assert {name: values[name] for name in values if metric_of(name) == "samples"} == {
-        "samples": 60, "samples/buy": found.of["buy"].samples, "samples/stars": found.of["stars"].samples
-    }  # fmt: skip
+    counts = {name for name in values if metric_of(name) == "samples"}
+    assert counts == {"samples", "samples/buy", "samples/stars"}
 
 
 def test_a_label_that_no_sample_has_has_no_figure():
     whole = predicted(weighted=False)
     whole.labels[:, 1] = float("nan")
-    values = quality_values(judge(TARGET, whole))
+    values = judge(TARGET, whole)
     assert {values[f"{name}/buy"] for name in ("auc", "ne", "logloss", "accuracy", "calibration")} == {None}
     assert values["auc/click"] is not None
 

@@ -14,7 +14,6 @@ from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
 from embershard.planning.recalibrate import Recalibration, measured_work, recalibrated
 from embershard.planning.verify.compare import Pair, PlanComparison, compare, notes
-from embershard.planning.verify.measured import MeasuredRun
 from embershard.run_result import RunResult
 from embershard.sharding.plan import Plan
 from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, sent_bytes, without_cache
@@ -35,16 +34,12 @@ def compared(plan: Plan, result: dict[str, Any]) -> PlanComparison:
     return compare(plan, RunResult.of(result))
 
 
-def measured_run(result: dict[str, Any]) -> MeasuredRun:
-    return MeasuredRun.from_result(RunResult.of(result))
-
-
 def corrected(topology: Topology, plan: Plan, result: dict[str, Any], **names: str) -> Recalibration:
     return recalibrated(topology, plan, RunResult.of(result), **names)
 
 
 def told(plan: Plan, result: dict[str, Any], *more: Any) -> str:
-    return " ".join(notes(plan, measured_run(result), *more))
+    return " ".join(notes(plan, RunResult.of(result), *more))
 
 
 def test_a_run_as_predicted_has_no_errors():
@@ -63,7 +58,7 @@ def test_a_run_as_predicted_has_no_errors():
             assert part.traffic.bytes_to_device.measured == part.traffic.fills.measured * 68
     assert [each.error for each in found.verdicts] == [pytest.approx(0, abs=1e-9)] * 5
     assert all(each.kept for each in found.verdicts)
-    assert notes(plan, measured_run(result_of(plan))) == [
+    assert notes(plan, RunResult.of(result_of(plan))) == [
         "1 of 3 tables are whole on the device: nothing is counted for them."
     ]
 
@@ -209,7 +204,7 @@ def test_recalibrated_rates_give_the_measured_step_for_the_measured_work(millise
     for rank in result["cache"]["ranks"]:
         rank.update(fills=fills * STEPS, lookups=ids * STEPS)
     found = corrected(machine(), plan, result, name="new", run_name="r")
-    works = measured_work(plan, measured_run(result))
+    works = measured_work(plan, RunResult.of(result))
     assert [(work.fills, work.planned_ids) for work in works] == [(pytest.approx(fills), pytest.approx(ids))] * 2
     seconds = max(sum(step_parts(work, found.topology.rates_for(2)).values()) for work in works)
     assert seconds == pytest.approx(milliseconds / 1e3)
@@ -223,7 +218,7 @@ def test_measured_work_keeps_what_runs_do_not_count():
     plan = predicted_plan()
     assert plan.prediction is not None
     result = changed(result_of(plan), 0, "a")
-    work = measured_work(plan, measured_run(without_cache(result)))[0]
+    work = measured_work(plan, RunResult.of(without_cache(result)))[0]
     predicted = StepWork(**plan.prediction.ranks[0].work)
     assert (work.dense_flops, work.all_to_all_bytes) == (predicted.dense_flops, predicted.all_to_all_bytes)
     assert (work.planned_ids, work.fills, work.bytes_to_host) == (0, 0, 0)

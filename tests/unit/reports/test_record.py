@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from embershard.cache import TableStats
+from embershard.cache.totals import RunCaches
 from embershard.commands.train.run import _Outputs
 from embershard.data import DataConfig, SyntheticConfig, Target, open_source
 from embershard.data.block import BadRow
@@ -29,12 +30,10 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
 from embershard.launch.run_dir import check_run_dir, lock_run_dir
 from embershard.launch.versions import git_commit, versions
-from embershard.metrics.figures import Quality, RegressionQuality
-from embershard.reports.progress import ProgressDisplay, closing_table, eval_line, train_line
+from embershard.reports.progress import ProgressDisplay, closing_table
 from embershard.reports.record import RunRecord, make_result, steady_steps
-from embershard.run_result import HotColdTotals, RunResult
+from embershard.run_result import HotColdTotals, LookAheadTotals, RunResult, SentTotals
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.parts.counts import summed, with_hot_rows
 from embershard.training.reports import (
     BadRowsReport,
     EvalReport,
@@ -51,7 +50,7 @@ KEYS = {
 }  # fmt: skip
 
 
-UNKNOWN = Quality(0, None, None, None, None, None)
+UNKNOWN = {"samples": 0, "auc": None, "ne": None, "logloss": None}
 
 
 def train_report(step: int) -> TrainReport:
@@ -60,7 +59,9 @@ def train_report(step: int) -> TrainReport:
 
 
 def eval_report(step: int) -> EvalReport:
-    return EvalReport(step, Quality(10, 0.4, 0.7, 0.9, 0.8, 1.1), 0.1)
+    return EvalReport(
+        step, {"samples": 10, "auc": 0.7, "ne": 0.9, "logloss": 0.4, "accuracy": 0.8, "calibration": 1.1}, 0.1
+    )
 
 
 def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), loss=0.5, is_evaluated=True, **changes):
@@ -77,7 +78,7 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), loss=0.5, is_evaluated=True,
         of_parts=lambda entries: entries(SimpleNamespace(result=lambda: {"skipped_batches": 3})),
         step_seconds=array("d", step_seconds),
     )
-    sent = {"ids": 8e6, "embeddings": 4e7, "gradients": 4e7, "dense_all_reduce": 8e5, "other": 1e3, "ranks": []}
+    sent = SentTotals(ids=8e6, embeddings=4e7, gradients=4e7, dense_all_reduce=8e5, other=1e3, ranks=())
     totals = {"cache": None, "look_ahead": None, "sent_bytes": sent, **changes}
     last = None if loss is None else SimpleNamespace(loss=loss, label_losses={})
     return make_result(trainer, last, eval_report(40) if is_evaluated else None, totals)
@@ -260,7 +261,7 @@ def test_plain_lines_when_not_a_terminal():
     assert sixth == "no space."
 
 
-@pytest.mark.parametrize("quality", [Quality(10, *[None] * 5), RegressionQuality(10, *[None] * 3)])
+@pytest.mark.parametrize("quality", [{"samples": 10, "auc": None, "ne": None}, {"samples": 10, "rmse": None}])
 def test_weights_of_0_alone_are_said_once(quality):
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=False, width=200), 20, 0)
@@ -275,7 +276,7 @@ def test_weights_of_0_alone_are_said_once(quality):
 def test_a_bar_on_a_terminal():
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=True, width=80, color_system=None), 20_000, 0)
-    quality = dataclasses.replace(UNKNOWN, auc=0.75)
+    quality = {**UNKNOWN, "auc": 0.75}
     display.show(dataclasses.replace(train_report(10_000), quality=quality, samples_per_second=1e6))
     display.close()
     text = screen.getvalue()
@@ -285,9 +286,9 @@ def test_a_bar_on_a_terminal():
 
 
 def test_what_is_undefined_is_shown_as_such():
-    assert "AUC n/a" in train_line(train_report(1))
-    assert train_line(train_report(1)).endswith("  sent 2.86 MiB/step")  # of other: not of training
-    assert "AUC n/a" in eval_line(EvalReport(1, Quality(3, 0.1, None, None, 1.0, None), 0.1))
+    assert "AUC n/a" in train_report(1).line()
+    assert train_report(1).line().endswith("  sent 2.86 MiB/step")  # of other: not of training
+    assert "AUC n/a" in EvalReport(1, {"samples": 3, "logloss": 0.1, "auc": None}, 0.1).line()
 
 
 def test_closing_table_with_and_without_a_cache():
@@ -297,14 +298,14 @@ def test_closing_table_with_and_without_a_cache():
         "bytes_to_device": 2**20, "bytes_to_host": 2**20, "device_bytes": 2**21, "host_bytes": 2**24,
         "seconds": 0.1, "stall_seconds": 0.05,
     }  # fmt: skip
-    ahead = {
-        "steps": 50, "lookahead_min": 60, "lookahead_mean": 63.5, "prefetch_min": 1, "prefetch_mean": 1.8,
-        "max_known_bytes": 2**20, "stall_seconds": 0.1, "uses_worker": True,
-    }  # fmt: skip
+    ahead = LookAheadTotals(
+        steps=50, lookahead_min=60, lookahead_mean=63.5, prefetch_min=1, prefetch_mean=1.8,
+        max_known_bytes=2**20, stall_seconds=0.1, uses_worker=True,
+    )  # fmt: skip
     screen = io.StringIO()
     console = Console(file=screen, width=140)
-    totals = summed([TableStats(table=name, **counts) for name in ("a", "b")])
-    cache = {**totals, "ratio": 0.1, "tables": {}, "ranks": []}
+    tables = [TableStats(table=name, **counts) for name in ("a", "b")]
+    cache = RunCaches.of(tables, ratio=0.1, tables={}, ranks=())
     console.print(closing_table(result(cache=cache, look_ahead=ahead), "dlrm on synthetic data"))
     text = screen.getvalue()
     for said in ("20 of 200", "10.0%", "80.0%", "50", "4.00 MiB device", "200 samples/s", "0.7000"):
@@ -312,7 +313,7 @@ def test_closing_table_with_and_without_a_cache():
     for said in ("63.5 batches known", "1.8 of them on the device", "2.00 ms a step"):
         assert said in text
     packed = HotColdTotals(hot_rows=30, hot_samples=0.4, batches={"cold": 3, "hot": 2})
-    hot = with_hot_rows(cache, hot_bytes=2**21, hot_lookups=300)
+    hot = RunCaches.of(tables, hot_bytes=2**21, hot_lookups=300, ratio=0.1, tables={}, ranks=())
     console.print(closing_table(dataclasses.replace(result(cache=hot), hot_cold=packed), "dlrm"))
     for said in ("50 of 200", "25.0%", "95.0%", "6.00 MiB device", "2.00 MiB device", "300 lookups, all hits", "80.0%"):
         assert said in screen.getvalue()[len(text) :]

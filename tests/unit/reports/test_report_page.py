@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
 from embershard.commands import cli
-from embershard.reports.page import measured, predicted, quality, runs, sweep
+from embershard.reports.page import measured, predicted, runs, sweep
 from embershard.reports.page.runs import PageFigure, PageTable, Run, Section
 from embershard.reports.run_folder import RunFolder
 from embershard.sharding.plan import Plan
@@ -344,11 +344,11 @@ def test_slices_and_curves_of_several_runs(planned: Path, uncached: Path):
     (planned / "curves.json").write_text(json.dumps({"step": 20, "labels": curves}))
     (uncached / "curves.json").write_text('{"labels": 3')
     both = runs_of(planned, uncached)
-    table = part(quality.by_slice(both), "By country")
+    table = part(measured.by_slice(both), "By country")
     assert table.header == ["country", "samples", "AUC"]
     assert table.rows[:2] == [["DE · planned", "90", "0.7000"], ["DE · uncached", "91", "0.7000"]]
     assert table.rows[3] == ["(missing) · uncached", "9", "n/a"]
-    figure = part(quality.curves(both), "Curves")
+    figure = part(measured.curves(both), "Curves")
     assert [each.text for each in figure.layout.annotations] == [
         "ROC",
         "precision over recall",
@@ -357,4 +357,4 @@ def test_slices_and_curves_of_several_runs(planned: Path, uncached: Path):
     ]
     assert lines_of(figure, "planned")[0] == ([0.0, 0.5, 1.0], [0.0, 0.75, 1.0])
     assert lines_of(figure, "planned")[3:] == [([0.1, 0.9], [0.2, 0.8]), ([0.1, 0.9], [0.6, 0.4])]
-    assert not quality.curves(runs_of(uncached)).parts
+    assert not measured.curves(runs_of(uncached)).parts

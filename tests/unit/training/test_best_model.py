@@ -18,7 +18,7 @@ from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
 from embershard.distributed.checkpoint.best import BEST, BestEvaluation
 from embershard.errors import ConfigError, InvalidCheckpointError
-from embershard.metrics.figures import Judge, Quality
+from embershard.metrics.figures import Judge
 from embershard.models import ModelConfig
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig, TrainConfig
@@ -60,7 +60,7 @@ def scripted(trainer: Trainer, values: Sequence[float | None] = SCRIPT, every: i
         if report is None:
             return None
         value = values[min(trainer.steps // every, len(values)) - 1]
-        return dataclasses.replace(report, quality=dataclasses.replace(report.quality, auc=value))
+        return dataclasses.replace(report, quality={**report.quality, "auc": value})
 
     trainer.evaluate = changed
 
@@ -270,8 +270,8 @@ def test_what_is_kept_by_default(train, checkpoint, keeps):
 @pytest.mark.parametrize(
     ("train", "checkpoint", "message"),
     [
-        ({"metric": "calibration"}, {}, "train.metric: got 'calibration', needed one of logloss, auc, ne, accuracy."),
-        ({"metric": "rmse"}, {}, "train.metric: got 'rmse', needed one of logloss, auc"),
+        ({"metric": "calibration"}, {}, "train.metric: got 'calibration', needed one of auc, ne, logloss, accuracy."),
+        ({"metric": "rmse"}, {}, "train.metric: got 'rmse', needed one of auc, ne, logloss"),
         (
             {"metric": "auc", "epochs": 1},
             {"keep_best": None, "asynchronous": None},
@@ -295,7 +295,7 @@ def test_nothing_is_held_out(section, name, value):
 
 
 def report(step: int, auc: float | None) -> EvalReport:
-    return EvalReport(step, Quality(9, 0.5, auc, None, None, None), 0.1)
+    return EvalReport(step, {"samples": 9, "auc": auc, "logloss": 0.5}, 0.1)
 
 
 def test_a_save_that_takes_long_is_awaited(ranks, tmp_path):

@@ -101,16 +101,16 @@ def test_a_report_names_the_module_only_of_namesakes(ranks):
     totals = CacheReader(train(TABLES, LOOKUPS), ranks).totals(0.5)
     assert totals is not None
     expected = {"age": (20, 3), "shop": (30, 2), "sparse.item.id": (60, 7), "sparse.user.id": (40, 5)}
-    (rank,) = totals["ranks"]
-    for tables in (totals["tables"], rank["tables"]):
-        assert {name: (table["rows"], table["lookups"]) for name, table in tables.items()} == expected
-    assert sorted(pool["tables"] for pool in rank["pools"]) == [["age", "sparse.user.id"], ["shop", "sparse.item.id"]]
-    assert totals["rows"] == rank["rows"] == 150
+    (rank,) = totals.ranks
+    for tables in (totals.tables, rank.tables):
+        assert {name: (table.rows, table.lookups) for name, table in tables.items()} == expected
+    assert sorted(pool.tables for pool in rank.pools) == [("age", "sparse.user.id"), ("shop", "sparse.item.id")]
+    assert totals.rows == rank.rows == 150
 
 
 @pytest.mark.slow
 def test_a_report_of_different_names_has_no_modules(ranks):
     totals = CacheReader(train({"user": {"id": 40}, "item": {"shop": 60}}, {"user": {"id": 5}}), ranks).totals(0.5)
     assert totals is not None
-    assert list(totals["tables"]) == ["id", "shop"]
-    assert sorted(pool["tables"] for pool in totals["ranks"][0]["pools"]) == [["id"], ["shop"]]
+    assert list(totals.tables) == ["id", "shop"]
+    assert sorted(pool.tables for pool in totals.ranks[0].pools) == [("id",), ("shop",)]

@@ -133,19 +133,21 @@ def test_lookups_and_bytes_of_hot_rows_are_reported(ranks):
         trainer.close()
         totals = trainer.metrics.cache_reader.totals(0.1)
         assert totals is not None
-        (rank,) = totals["ranks"]
+        (rank,) = totals.ranks
         for whole in (totals, rank):
-            of_tables = {key: sum(t[key] for t in whole["tables"].values()) for key in ("device_bytes", "lookups")}
-            assert whole["device_bytes"] == of_tables["device_bytes"] + whole["hot_rows_bytes"]
-            assert whole["lookups"] == of_tables["lookups"] + whole["hot_lookups"]
-        assert CacheReader(trainer.model, ranks).since_last().hit_rate_lookups == totals["hit_rate_lookups"]
+            of_tables = {
+                key: sum(getattr(t, key) for t in whole.tables.values()) for key in ("device_bytes", "lookups")
+            }
+            assert whole.device_bytes == of_tables["device_bytes"] + whole.hot_rows_bytes
+            assert whole.lookups == of_tables["lookups"] + whole.hot_lookups
+        assert CacheReader(trainer.model, ranks).since_last().hit_rate_lookups == totals.hit_rate_lookups
         found[mode.mode] = totals
     sharded, packed = found["sharded"], found["hot_cold"]
-    assert packed["lookups"] == sharded["lookups"] > packed["hot_lookups"] > 0
-    assert sharded["hot_lookups"] == sharded["hot_rows_bytes"] == 0
+    assert packed.lookups == sharded.lookups > packed.hot_lookups > 0
+    assert sharded.hot_lookups == sharded.hot_rows_bytes == 0
     hot = trainer.part(HotCold).hot
     map_bytes = 4 * (sum(table_rows(config).values()) + 1)
-    assert packed["hot_rows_bytes"] == hot.rows.num_bytes + map_bytes
+    assert packed.hot_rows_bytes == hot.rows.num_bytes + map_bytes
 
 
 def test_the_bits_are_kept_and_used_again_only_for_the_same_data_and_rows(ranks, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from embershard.distributed import Ranks, process_group
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import NotFiniteError
 from embershard.reports.record import RunRecord, make_result
+from embershard.run_result import SentTotals
 from embershard.training.parts.loss_monitor import (
     MOST_FILES,
     MOST_SKIPPED_IN_A_ROW,
@@ -192,5 +193,5 @@ def test_a_skipped_batch_is_recorded(ranks, tmp_path):
     (found,) = (line for line in lines if line["kind"] == "skipped_batch")
     del found["time"]
     assert found == {"kind": "skipped_batch", **values}
-    totals = {"cache": None, "look_ahead": None, "sent_bytes": {**dataclasses.asdict(SentBytes()), "ranks": []}}
+    totals = {"cache": None, "look_ahead": None, "sent_bytes": SentTotals(**dataclasses.asdict(SentBytes()), ranks=())}
     assert make_result(trainer, None, None, totals).skipped_batches == 1

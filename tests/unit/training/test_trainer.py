@@ -80,7 +80,7 @@ def test_reports_come_when_they_are_due(ranks, tmp_path):
     assert (last.epoch, last.samples) == (1, 1800)
     assert 0 < last.hit_rate_unique < 1  # of the last batch; that of the one before came in before the last report
     assert 0 < reports[1].hit_rate_unique < reports[1].hit_rate_lookups < 1
-    assert all(report.quality.samples == 100 for report in reports if isinstance(report, EvalReport))
+    assert all(report.quality["samples"] == 100 for report in reports if isinstance(report, EvalReport))
 
 
 @pytest.mark.parametrize(("arch", "policy"), covering(FACTORIZED, ("lookahead", "static")))
