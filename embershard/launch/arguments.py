@@ -268,7 +268,8 @@ def examples() -> dict[str, Path]:
             installed = metadata.files("embershard") or []
         except metadata.PackageNotFoundError:
             installed = []
-        found = [Path(str(each.locate())).resolve() for each in installed if _IN_WHEEL in each.as_posix()]
+        ours = [each for each in installed if _IN_WHEEL in each.as_posix() and each.suffix == ".toml"]
+        found = [Path(str(each.locate())).resolve() for each in ours]
     return {path.stem: path for path in sorted(found)}
 
 

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import yambda
+import yambda_like
 
 from embershard.settings.decoding import to_toml
 from tests.ranks import commands, time_order
@@ -105,9 +107,9 @@ def test_a_run_that_goes_on_reports_all_its_windows(tmp_path: Path) -> None:
 def test_days_of_music_killed_and_resumed_are_those_of_a_whole_run(tmp_path: Path) -> None:
     """HSTU, caches with evictions, two ranks: killed before the end of a day whose next one is then evaluated."""
     log, made = str(tmp_path / "log"), str(tmp_path / "samples")
-    embershard(tmp_path, "data", "yambda-like", "--scale", "0.0001", "--events", "30", "--days", "4", "-o", log)
-    sizes = ("--history", "12", "--cross-scale", "0.0001")
-    embershard(tmp_path, "data", "yambda", f"{log}/multi_event.parquet", *sizes, "-o", made)
+    assert yambda_like.main(["--scale", "0.0001", "--events", "30", "--days", "4", "-o", log]) == 0
+    sizes = ["--history", "12", "--cross-scale", "0.0001"]
+    assert yambda.main([f"{log}/multi_event.parquet", *sizes, "-o", made]) == 0
     train = ("train", "--config", f"{made}/run.toml", "--nproc", "2", "--set", "train.device=cpu", "--set")
     train = (*train, "train.batch_size=16", "--set", "cache.ratio=0.6", "--set", "checkpoint.every_steps=20")
     run_dirs = {name: tmp_path / name for name in ("whole", "parts")}

@@ -350,7 +350,11 @@ def wrong_paths(text: str) -> list[str]:
 
 @functools.cache
 def words_of_the_code() -> frozenset[str]:
-    files = [file for folder in ("embershard", "tests", "benchmarks") for file in (PROJECT / folder).rglob("*.py")]
+    files = [
+        file
+        for folder in ("embershard", "tests", "benchmarks", "examples")
+        for file in (PROJECT / folder).rglob("*.py")
+    ]
     files += [PROJECT / "setup.cfg", PROJECT / "Makefile"]
     return frozenset(word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8")))
 

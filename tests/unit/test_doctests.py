@@ -16,7 +16,7 @@ from tests.unit import doctest_names
 pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).resolve().parents[2]
-FILES = sorted((PROJECT / "embershard").rglob("*.py"))
+FILES = sorted([*(PROJECT / "embershard").rglob("*.py"), *(PROJECT / "examples" / "dlrm_v4").glob("*.py")])
 ROOMS = [file for file in FILES if file.name == "__init__.py" and "__all__" in file.read_text(encoding="utf-8")]
 
 

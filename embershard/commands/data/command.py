@@ -10,7 +10,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from embershard.commands.data.yambda import add_yambda
 from embershard.launch.arguments import add_action, add_settings, make_parser, positive, step_or_last, whole
 
 _HELP = """Look at data, convert them, and check them before training.
@@ -89,7 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(action)
     action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")
     _add_events(actions)
-    add_yambda(actions)
     text = "start a run with tables of ids from one with hashed rows"
     action = add_action(actions, "ids", text, _IDS_HELP, run="start_ids:start_ids")
     action.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run with hashed rows")

@@ -153,13 +153,17 @@ def test_a_wheel_works_from_an_empty_folder(project_dir, tmp_path):
     assert ran.returncode == 0, ran.stderr
     (own,) = venv.glob("lib/python*/site-packages")
     (own / "others.pth").write_text(sysconfig.get_path("purelib"))
-    shipped = sorted(path.name for path in (venv / "share" / "embershard" / "examples").iterdir())
+    given = venv / "share" / "embershard" / "examples"
+    shipped = sorted(path.name for path in given.glob("*.toml"))
     assert shipped == sorted(path.name for path in arguments.examples().values())
     empty.mkdir()
     for words, said in (["--version"], "embershard 0."), (["train", "--config", "quickstart", "--dry-run"], "[train]"):
         command = [str(venv / "bin" / "embershard"), *words]
         ran = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
         assert (ran.returncode, said in ran.stdout) == (0, True), ran.stdout + ran.stderr
+    program = [str(venv / "bin" / "python"), str(given / "dlrm_v4" / "yambda_like.py"), "--help"]
+    ran = subprocess.run(program, cwd=empty, env=environment, capture_output=True, text=True)
+    assert (ran.returncode, "Generates a log of music" in ran.stdout) == (0, True), ran.stdout + ran.stderr
     where = [str(venv / "bin" / "python"), "-c", "import embershard; print(embershard.__file__)"]
     ran = subprocess.run(where, cwd=empty, env=environment, capture_output=True, text=True)
     assert ran.stdout.startswith(str(own)), "the wheel ran, not the source"

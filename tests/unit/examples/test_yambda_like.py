@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import yambda_like
+from yambda import DAY, EVENT_TYPES
+from yambda_like import MEAN_EVENTS, MEDIAN_EVENTS, MOST_EVENTS, LogOptions, write_log
 
-from embershard.data.sources import yambda_like
-from embershard.data.sources.yambda import DAY, EVENT_TYPES
-from embershard.data.sources.yambda_like import MEAN_EVENTS, MEDIAN_EVENTS, MOST_EVENTS, LogOptions, write_log
 from embershard.errors import ConfigError
 
 OPTIONS = LogOptions(scale=0.001, mean_events=100, num_days=20, seed=3)

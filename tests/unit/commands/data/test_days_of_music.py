@@ -1,4 +1,4 @@
-"""`embershard data yambda` and `yambda-like`: from a generated log to samples that train day by day."""
+"""examples/dlrm_v4/yambda_like.py and yambda.py: from a generated log to samples that train day by day."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yambda
+import yambda_like
+from yambda import CROSSES, HISTORY, SPARSE, TARGET
 
 from embershard.commands import cli
 from embershard.data import BatchStream, open_source, schema_of
-from embershard.data.sources.yambda import CROSSES, HISTORY, SPARSE, TARGET
 from embershard.models import model_tables
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
@@ -23,9 +25,9 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "dlrm_v4.toml"
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("yambda")
     log, samples = str(folder / "log"), str(folder / "samples")
-    assert cli.main(["data", "yambda-like", "--scale", "0.0001", "--events", "30", "--days", "4", "-o", log]) == 0
+    assert yambda_like.main(["--scale", "0.0001", "--events", "30", "--days", "4", "-o", log]) == 0
     options = ["--history", "12", "--cross-scale", "0.0001", "-o", samples]
-    assert cli.main(["data", "yambda", f"{log}/multi_event.parquet", *options]) == 0
+    assert yambda.main([f"{log}/multi_event.parquet", *options]) == 0
     return folder
 
 
@@ -55,15 +57,15 @@ def test_a_run_trains_and_every_day_but_the_first_is_evaluated_before(folder, on
 
 
 def test_what_is_there_is_not_overwritten(folder, capsys):
-    assert cli.main(["data", "yambda-like", "-o", str(folder / "log")]) == 2
-    assert cli.main(["data", "yambda", str(folder / "log" / "multi_event.parquet"), "-o", str(folder / "samples")]) == 2
+    assert yambda_like.main(["-o", str(folder / "log")]) == 2
+    assert yambda.main([str(folder / "log" / "multi_event.parquet"), "-o", str(folder / "samples")]) == 2
     assert "exists; give the name of a new folder" in capsys.readouterr().err
 
 
 def test_a_log_that_is_none_leaves_nothing_behind(folder, tmp_path, capsys):
     pq.write_table(pa.table({"uid": [1]}), tmp_path / "listens.parquet")
     options = ["--metadata", str(folder / "log"), "-o", str(tmp_path / "samples")]
-    assert cli.main(["data", "yambda", str(tmp_path / "listens.parquet"), *options]) == 2
+    assert yambda.main([str(tmp_path / "listens.parquet"), *options]) == 2
     assert "has no column 'timestamp'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["listens.parquet"]
 

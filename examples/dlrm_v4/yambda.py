@@ -1,13 +1,19 @@
-"""Yambda's logs of music (uid, item, time, what was done) as samples in time order, as in MLPerf Training's DLRMv4.
+"""Makes samples of a log of music like Yambda's: a listen, its user's history before it, and whether at least half of
+the track was played. A history has no event of the listen's moment or of a later one.
 
-A sample is a listen, its user's history before it, and whether at least half of the track was played. The layout is
-that which Yandex publishes: Parquet with one event per row ("flat") or one user per row ("sequential"), and two files
-that say whose an item is.
+FILE is Yambda's multi_event.parquet, or its files of single types of events, flat (a row per event) or sequential (a
+row of lists per user), as Yandex publishes them. Written are a Parquet file per day and run.toml, which trains a small
+HSTU on them, day by day (docs/dlrm_v4.md).
+
+  python examples/dlrm_v4/yambda.py flat/5b/multi_event.parquet --metadata . --days 30 -o samples
+  embershard train --config samples/run.toml
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +29,11 @@ from numpy.typing import NDArray
 
 from embershard.data.hashing import Ids, add_part, mix64
 from embershard.data.sources.events import SampleWriter, need_at_least
-from embershard.errors import ConfigError, DataError, naming_file
+from embershard.errors import ConfigError, DataError, EmbershardError, naming_file
+from embershard.launch.arguments import check_new_folder, help_parts, positive, whole
+from embershard.launch.screen import plain_console, say
+from embershard.settings.decoding import to_toml
+from embershard.whole_file import whole_folder
 
 EVENT_TYPES = ("listen", "like", "dislike", "unlike", "undislike")
 #: Bits of `hist_action`: played to at least half, liked, played less. No history has the other types of events.
@@ -371,3 +381,80 @@ class _Columns:
         for part in CROSSES[name][0]:
             keys = add_part(keys, self._of_event[part][scored].astype(np.uint64))
         return (keys % np.uint64(self._options.cross_rows(name) - 1)).astype(np.int64) + 1
+
+
+_NOTE = """# Samples that examples/dlrm_v4/yambda.py made: {samples:,} listens of {users:,} users on {days} days.
+# A small HSTU, to try them; examples/dlrm_v4.toml has the sizes of MLPerf Training's DLRMv4.
+
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make samples of a log; return the exit code."""
+    parser = argparse.ArgumentParser("yambda.py", **help_parts(__doc__))
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="the log")
+    parser.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
+    text = "folder of artist_item_mapping.parquet and album_item_mapping.parquet (that of the first FILE)"
+    parser.add_argument("--metadata", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--history", type=positive, default=4086, metavar="N", help="most events of a history (4086)")
+    text = "events before a listen that becomes a sample (0)"
+    parser.add_argument("--min-history", type=whole, default=0, metavar="N", help=text)
+    text = "of the log's clock: the first one with samples (0)"
+    parser.add_argument("--first-day", type=whole, default=0, metavar="N", help=text)
+    parser.add_argument("--days", type=positive, metavar="N", help="so many days with samples (all)")
+    text = "rows of the crossed features' tables, relative to the reference's (1)"
+    parser.add_argument("--cross-scale", type=float, default=1.0, metavar="SHARE", help=text)
+    given = parser.parse_args(argv)
+    folder: Path = given.output
+    try:
+        options = ListenOptions(given.history, given.min_history, given.first_day, given.days, given.cross_scale)
+        check_new_folder(folder)
+        with whole_folder(folder) as partial:
+            listens = write_listens(given.files, given.metadata or given.files[0].parent, partial, options)
+            with naming_file(folder):
+                text = _settings(folder.absolute(), listens, options.history)
+                (partial / "run.toml").write_text(text, encoding="utf-8")
+    except EmbershardError as error:
+        print(f"yambda.py: {error}", file=sys.stderr)
+        return 2
+    share = listens.num_positive / listens.num_samples
+    say(
+        plain_console(),
+        f"{listens.num_events:,} events of {listens.num_users:,} users: {listens.num_samples:,} samples on "
+        f"{len(listens.days)} days, {share:.1%} played to at least half, in {folder}.",
+        f"Train on them: embershard train --config {folder / 'run.toml'}",
+    )
+    return 0
+
+
+def _settings(folder: Path, listens: Listens, history: int) -> str:
+    settings = {
+        "data": {
+            "kind": "parquet",
+            "path": str(folder),
+            "parquet": {
+                "sparse": list(SPARSE),
+                "num_rows": [listens.num_rows[name] for name in SPARSE],
+                "id_mapping": "none",
+            },
+            "time": {"column": "time", "window": DAY},
+        },
+        "model": {
+            "arch": "hstu",
+            "embedding_dim": 16,
+            "over_arch_layer_sizes": [32, 1],
+            "target": list(TARGET),
+            "history": list(HISTORY),
+            "hstu": {"num_layers": 2, "num_heads": 2, "head_dim": 8, "max_events": history, "times": list(TIMES)},
+        },
+        "cache": {"ratio": 0.05},
+        "embedding_optimizer": {"kind": "rowwise_adagrad", "lr": 0.05},
+        "dense_optimizer": {"kind": "adam", "lr": 0.002},
+        "train": {"batch_size": 128},
+    }
+    note = _NOTE.format(samples=listens.num_samples, users=listens.num_users, days=len(listens.days))
+    return note + to_toml(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yambda
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from yambda import CROSSES, DAY, EVENT_TYPES, HISTORY, SPARSE, ListenOptions, write_listens
 
 from embershard.data.hashing import add_part
-from embershard.data.sources import yambda
-from embershard.data.sources.yambda import CROSSES, DAY, EVENT_TYPES, HISTORY, SPARSE, ListenOptions, write_listens
 from embershard.errors import ConfigError, DataError
 
 Event = tuple[int, int, int, str, int | None, int]  # uid, time, item, type, played, is_organic

@@ -1,12 +1,18 @@
-"""A generated log of music with Yambda's published numbers, in its layout, whose listens a model can learn.
+"""Generates a log of music with Yambda's published numbers, in its layout, to try everything without its data. Which
+tracks are played to at least half can be foretold, in part, from user and item.
 
 Everything about a user is a function of (seed, user), so a log can be made in parts.
+
+  python examples/dlrm_v4/yambda_like.py --scale 0.001 --events 200 --days 20 -o log
+  python examples/dlrm_v4/yambda.py log/multi_event.parquet --history 99 --cross-scale 0.001 -o samples
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from scipy.special import expit, ndtri
+from yambda import DAY, EVENT_TYPES
 
 from embershard.data.hashing import Ids, add_part, make_key, mix64, random_words, unit_floats
 from embershard.data.sources.events import need_at_least
-from embershard.data.sources.yambda import DAY, EVENT_TYPES
-from embershard.errors import ConfigError, naming_file
+from embershard.errors import ConfigError, EmbershardError, naming_file
+from embershard.launch.arguments import check_new_folder, help_parts, positive, whole
+from embershard.launch.screen import plain_console, say
+from embershard.whole_file import whole_folder
 
 #: Published: users, items, artists and albums of Yambda-5B (rows of the reference's tables, less row 0).
 NUM_USERS, NUM_ITEMS, NUM_ARTISTS, NUM_ALBUMS = 1_000_000, 9_390_623, 1_293_394, 3_367_691
@@ -205,3 +214,29 @@ def _bias() -> float:
     """Return the logit at which the published share of listens is played: the spread draws a sigmoid to the middle."""
     variance = _ITEM_SPREAD**2 + _TASTE_SPREAD**2 + _LIKED**2 * _OF_FAVOURITES * (1 - _OF_FAVOURITES)
     return math.log(_PLAYED / (1 - _PLAYED)) * math.sqrt(1 + math.pi * variance / 8)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Generate a log; return the exit code."""
+    parser = argparse.ArgumentParser("yambda_like.py", **help_parts(__doc__))
+    parser.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
+    text = "users, items, artists and albums, relative to Yambda-5B (0.001)"
+    parser.add_argument("--scale", type=float, default=0.001, metavar="SHARE", help=text)
+    parser.add_argument("--events", type=positive, default=4763, metavar="N", help="of a user, on average (4763)")
+    parser.add_argument("--days", type=positive, default=300, metavar="N", help="of the log (300)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of everything (0)")
+    given = parser.parse_args(argv)
+    try:
+        options = LogOptions(given.scale, given.events, given.days, given.seed)
+        check_new_folder(given.output)
+        with whole_folder(given.output) as partial:
+            num_events = write_log(partial, options)
+    except EmbershardError as error:
+        print(f"yambda_like.py: {error}", file=sys.stderr)
+        return 2
+    say(plain_console(), f"{num_events:,} events in {given.output}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
