@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from embershard.errors import ConfigError
+from embershard.models.arch_section import ArchSection
 from embershard.models.hstu_config import HstuConfig
 from embershard.models.schema import TargetLike
 from embershard.settings.own_code import names_function
@@ -242,11 +243,12 @@ class ModelConfig:
 
     def _check_history(self) -> None:
         given = [name for name in ("target", "history", "history_layer_sizes") if getattr(self, name)]
-        if self.arch != "hstu" and (changed := self.hstu.changed()):
-            raise ConfigError(
-                f"model.hstu.{changed[0]} has no effect with arch={self.arch!r}. Remove it, or set model.arch to "
-                '"hstu".'
-            )
+        for name, section in self.sections.items():
+            if name != self.arch and (changed := section.changed()):
+                raise ConfigError(
+                    f"model.{name}.{changed[0]} has no effect with arch={self.arch!r}. Remove it, or set model.arch to "
+                    f'"{name}".'
+                )
         if self.arch not in WITH_HISTORY:
             if given:
                 raise ConfigError(
@@ -254,10 +256,10 @@ class ModelConfig:
                     '"din", "tbsm" or "hstu".'
                 )
             return
-        if self.arch == "hstu" and self.history_layer_sizes is not None:
-            raise ConfigError('model.history_layer_sizes has no effect with arch="hstu". Remove it.')
+        if self.section is not None and self.history_layer_sizes is not None:
+            raise ConfigError(f'model.history_layer_sizes has no effect with arch="{self.arch}". Remove it.')
         more = len(self.history) - len(self.target)
-        if not self.target or more < 0 or (more and self.arch != "hstu"):
+        if not self.target or more < 0 or (more and self.section is None):
             raise ConfigError(
                 f'model.target and model.history: got {list(self.target)} and {list(self.history)}, arch="{self.arch}" '
                 "needs a feature of the history for each of the target, at least one. For instance "
@@ -318,12 +320,28 @@ class ModelConfig:
     @property
     def drops(self) -> bool:
         """Training leaves out some numbers by chance."""
-        return any((self.dropout, self.hstu.input_dropout, self.hstu.linear_dropout))
+        return bool(self.dropout) or (self.section is not None and self.section.drops)
+
+    @property
+    def sections(self) -> dict[str, ArchSection]:
+        """The settings that are of one architecture each, by its name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, ArchSection)}
+
+    @property
+    def section(self) -> ArchSection | None:
+        """The settings of this architecture alone."""
+        return self.sections.get(self.arch)
+
+    @property
+    def times(self) -> tuple[str, ...]:
+        """Two features whose ids are seconds and look up no table: of the sample, and of the history's events."""
+        return () if self.section is None else tuple(self.section.times)
 
     @property
     def event_features(self) -> set[str]:
         """The features of the scored item and of the history's events."""
-        return {*self.target, *self.history, *self.hstu.times}
+        return {*self.target, *self.history, *self.times}
 
     def over_layers(self, num_labels: int) -> tuple[int, ...]:
         """Return `over_arch_layer_sizes` with an output for each label."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from embershard.models.arch_section import FLOPS_PER_MULTIPLY_ADD, mlp_parameters
 from embershard.models.config import (
     DCN_LOW_RANK_DIM,
     DCN_NUM_LAYERS,
@@ -16,10 +17,7 @@ from embershard.models.config import (
     Arch,
     ModelConfig,
 )
-from embershard.models.hstu_config import NUM_TIME_BUCKETS
 from embershard.models.schema import SchemaLike
-
-_FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradients of inputs and of weights
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class DenseSize:
             multiply_adds += self._own_weights + (0 if self.arch == "wide_deep" else 2 * self._crossed)
         else:
             multiply_adds += self._features**2 * self.dim
-        return float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds)
+        return float(FLOPS_PER_MULTIPLY_ADD * multiply_adds)
 
     @property
     def parameter_bytes(self) -> int:
@@ -170,48 +168,13 @@ def built_in_parameters(config: ModelConfig, schema: SchemaLike) -> int:
     events, dim, over = len(config.target), config.embedding_dim, config.over_layers(num_labels)
     others = num_sparse - len(config.event_features) + (num_dense > 0)
     sizes = config.history_layer_sizes or HISTORY_LAYER_SIZES
-    dense = learned + (_mlp_parameters(num_dense, *config.dense_arch_layer_sizes) if num_dense else 0)
-    if config.arch == "hstu":
-        return dense + _hstu_parameters(config) + _mlp_parameters(dim, *over)
+    dense = learned + (mlp_parameters(num_dense, *config.dense_arch_layer_sizes) if num_dense else 0)
+    if config.section is not None:
+        return dense + config.section.num_parameters(len(config.history), dim) + mlp_parameters(dim, *over)
     if config.arch == "din":
         slopes = len(sizes) + len(over) - 1 if config.activation == "prelu" else 0
-        unit = _mlp_parameters(4 * events * dim, *sizes, 1)
-        return dense + slopes + unit + _mlp_parameters((3 * events + others) * dim, *over)
+        unit = mlp_parameters(4 * events * dim, *sizes, 1)
+        return dense + slopes + unit + mlp_parameters((3 * events + others) * dim, *over)
     vectors = events + others
-    step = _mlp_parameters(vectors * dim + vectors * (vectors - 1) // 2, *sizes)
-    return dense + step + 1 + _mlp_parameters(3 * sizes[-1], *over)
-
-
-def _mlp_parameters(*widths: int) -> int:
-    return sum((a + 1) * b for a, b in pairwise(widths))
-
-
-def _hstu_parameters(config: ModelConfig) -> int:
-    """Return the number of weights, biases and scales of HSTU's projection of events, of its layers, and its norm."""
-    dim, sizes = config.embedding_dim, config.hstu
-    biases = sizes.max_events + 1 + (NUM_TIME_BUCKETS if sizes.times else 0)
-    maps = _mlp_parameters(dim, sizes.token_width(4)) + _mlp_parameters(sizes.token_width(3), dim)
-    layer = maps + biases + 2 * dim + 2 * sizes.token_width(1)
-    return _mlp_parameters(len(config.history) * dim, dim) + sizes.num_layers * layer + 2 * dim
-
-
-def hstu_sample(config: ModelConfig, num_contexts: int, batch_size: int) -> tuple[float, float]:
-    """Return operations of forward and backward, and numbers kept for the backward, of a sample with a full history.
-
-    Both are of HSTU's layers. A layer keeps three numbers of each two tokens and head. Of a batch that goes through the
-    layers in groups, one group is kept at a time, and of the others what the first layer gets; a group's forward is
-    then computed twice.
-
-    >>> hstu_sample(ModelConfig("hstu", target=("item",), history=("past",)), num_contexts=1, batch_size=1)
-    (62611968.0, 996912.0)
-    """
-    sizes, dim = config.hstu, config.embedding_dim
-    tokens, width = sizes.max_events + num_contexts + 1, sizes.token_width(1)
-    events = (sizes.max_events + 1) * len(config.history) * dim**2
-    layers = sizes.num_layers * tokens * (7 * width * dim + 2 * tokens * width)
-    kept = sizes.num_layers * tokens * (2 * dim + 11 * width + 3 * sizes.num_heads * tokens)
-    at_once = sizes.samples_at_once(tokens)
-    flops = float(_FLOPS_PER_MULTIPLY_ADD * (events + layers))
-    if batch_size <= at_once:
-        return flops, float(kept)
-    return flops + _FLOPS_PER_MULTIPLY_ADD / 3 * layers, tokens * dim + kept * at_once / batch_size
+    step = mlp_parameters(vectors * dim + vectors * (vectors - 1) // 2, *sizes)
+    return dense + step + 1 + mlp_parameters(3 * sizes[-1], *over)

@@ -18,7 +18,6 @@ from torchrec.modules.mlp import MLP
 from embershard.errors import DataError
 from embershard.models.config import HISTORY_LAYER_SIZES, ModelConfig
 from embershard.models.dropout import add_dropout
-from embershard.models.hstu import HSTU
 from embershard.models.loss import WithLoss
 from embershard.models.schema import SchemaLike
 from embershard.models.table_modules import bags_of, sequences_of
@@ -58,8 +57,8 @@ class HistoryEmbeddings(nn.Module):
         num_dense = len(schema.dense)
         layers = list(config.dense_arch_layer_sizes)
         self.dense_arch = MLP(num_dense, layers, device=device) if num_dense else None
-        self._others, self.read_as_ids = names, list(config.hstu.times)
-        self._most = config.hstu.max_events if config.arch == "hstu" else None
+        self._others, self.read_as_ids = names, list(config.times)
+        self._most = None if config.section is None else (f"model.{config.arch}.max_events", config.section.max_events)
         self.num_others = len(names) + (num_dense > 0)
 
     def forward(self, dense: Tensor, features: Any) -> LookedUp:
@@ -97,9 +96,10 @@ class HistoryEmbeddings(nn.Module):
         problems = [f"{differ}; needed an id in each for every event"]
         are_met = [(lengths == lengths[:1]).all()]
         if self._most is not None:
-            longer = f"a history in {names[0]} has more events than model.hstu.max_events = {self._most}"
+            setting, most = self._most
+            longer = f"a history in {names[0]} has more events than {setting} = {most}"
             problems.append(f"{longer}; raise it, or shorten the histories")
-            are_met.append((lengths <= self._most).all())
+            are_met.append((lengths <= most).all())
         if torch.compiler.is_exporting():  # a program has no branches on values
             for is_met, problem in zip(are_met, problems, strict=True):
                 torch._assert_async(is_met, problem)
@@ -141,14 +141,14 @@ def features_read_as_ids(model: nn.Module) -> list[str]:
 
 
 def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
-    """Build a DIN, TBSM or HSTU: see `build_model`."""
+    """Build a DIN, a TBSM, or the network of an `ArchSection`: see `build_model`."""
     embeddings = HistoryEmbeddings(config, schema, device)
     sizes = list(config.history_layer_sizes or HISTORY_LAYER_SIZES)
     over, dim = config.over_layers(len(schema.target.labels)), config.embedding_dim
     with device:
         network: Any
-        if config.arch == "hstu":
-            network = HSTU(len(config.history), dim, config.hstu, over)
+        if config.section is not None:
+            network = config.section.network(len(config.history), dim, over)
         else:
             counts = len(config.target), embeddings.num_others, dim
             is_din = config.arch == "din"

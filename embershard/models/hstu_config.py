@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError
+from embershard.models.arch_section import FLOPS_PER_MULTIPLY_ADD, ArchSection, mlp_parameters
 from embershard.settings.resume_rules import OfModel, OfTraining
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _HALF_OCTAVES = 64  # differences of times up to 2^32 seconds are told apart
 #: Least seconds of each bucket of such differences but the first: about sqrt(2) times those of the bucket before.
@@ -17,7 +23,7 @@ GROUP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class HstuConfig:
+class HstuConfig(ArchSection):
     """Sizes of HSTU's layers, and what its attention sees. Only for arch "hstu".
 
     >>> HstuConfig(num_layers=5, num_heads=4, head_dim=128, max_events=2039).token_width(4)
@@ -70,6 +76,35 @@ class HstuConfig:
         """Return the most samples, of so many tokens each, that go through the layers together."""
         return max(1, GROUP_BYTES // (4 * self.num_heads * num_tokens**2))
 
-    def changed(self) -> list[str]:
-        """Return the names of the settings that are not the default ones."""
-        return [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+    @property
+    def drops(self) -> bool:
+        return any((self.input_dropout, self.linear_dropout))
+
+    def network(self, num_features: int, dim: int, over_layers: Sequence[int]) -> nn.Module:
+        from embershard.models.hstu import HSTU  # it loads TorchRec
+
+        return HSTU(num_features, dim, self, over_layers)
+
+    def num_parameters(self, num_features: int, dim: int) -> int:
+        biases = self.max_events + 1 + (NUM_TIME_BUCKETS if self.times else 0)
+        maps = mlp_parameters(dim, self.token_width(4)) + mlp_parameters(self.token_width(3), dim)
+        layer = maps + biases + 2 * dim + 2 * self.token_width(1)
+        return mlp_parameters(num_features * dim, dim) + self.num_layers * layer + 2 * dim
+
+    def sample_cost(self, num_features: int, dim: int, num_contexts: int, batch_size: int) -> tuple[float, float]:
+        """Count the layers alone. A layer keeps three numbers of each two tokens and head. Of a batch that goes through
+        the layers in groups, one group is kept at a time, and of the others what the first layer gets; a group's
+        forward is then computed twice.
+
+        >>> HstuConfig().sample_cost(num_features=1, dim=16, num_contexts=1, batch_size=1)
+        (62611968.0, 996912.0)
+        """
+        tokens, width = self.max_events + num_contexts + 1, self.token_width(1)
+        events = (self.max_events + 1) * num_features * dim**2
+        layers = self.num_layers * tokens * (7 * width * dim + 2 * tokens * width)
+        kept = self.num_layers * tokens * (2 * dim + 11 * width + 3 * self.num_heads * tokens)
+        at_once = self.samples_at_once(tokens)
+        flops = float(FLOPS_PER_MULTIPLY_ADD * (events + layers))
+        if batch_size <= at_once:
+            return flops, float(kept)
+        return flops + FLOPS_PER_MULTIPLY_ADD / 3 * layers, tokens * dim + kept * at_once / batch_size

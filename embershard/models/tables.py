@@ -90,7 +90,7 @@ def _table(
 
 def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
     """Raise unless the features of target and history are in the schema, once, and fit each other."""
-    settings = {"target": config.target, "history": config.history, "hstu.times": config.hstu.times}
+    settings = {"target": config.target, "history": config.history, f"{config.arch}.times": config.times}
     named = [(setting, name) for setting, names in settings.items() for name in names]
     for number, (setting, name) in enumerate(named):
         if name not in rows:
@@ -114,7 +114,7 @@ def _check_tables(config: ModelConfig, schema: SchemaLike) -> None:
         if feature.name in events and (feature.table is not None or feature.pooling != "sum"):
             raise ConfigError(
                 f"data.table.features.{feature.name}: table and pooling have no effect on a feature of model.target or "
-                "model.history (each pair shares a table of sequences) or of model.hstu.times. Leave them out."
+                "model.history (each pair shares a table of sequences), or of times. Leave them out."
             )
         if feature.name not in events and feature.table in events:
             raise ConfigError(

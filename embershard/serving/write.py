@@ -126,7 +126,7 @@ def _write(request: ExportRequest, trained: TrainedRun, folder: Path) -> dict[st
         for table in tables
         for feature in table.features
     ]
-    inputs["lookups"] += [{"feature": name, "table": None, "pooling": ""} for name in config.model.hstu.times]
+    inputs["lookups"] += [{"feature": name, "table": None, "pooling": ""} for name in config.model.times]
     about = {
         "run": str(request.checkpoints.parent.absolute()),
         "step": trained.saved.step,

@@ -338,16 +338,17 @@ class RunConfig:
                 )
 
     def _check_times(self) -> None:
-        """Raise where the ids of `model.hstu.times` would not be seconds."""
-        if self.model.hstu.times and self.data.kind not in ("parquet", "table"):
-            raise ConfigError(f'model.hstu.times: got data.kind = "{self.data.kind}", needed "parquet" or "table".')
-        for name in self.model.hstu.times:
+        """Raise where the ids of the model's times would not be seconds."""
+        setting = f"model.{self.model.arch}.times"
+        if self.model.times and self.data.kind not in ("parquet", "table"):
+            raise ConfigError(f'{setting}: got data.kind = "{self.data.kind}", needed "parquet" or "table".')
+        for name in self.model.times:
             feature = columns_of_files(self.data).of_kind("sparse").get(name)
             if feature is None:
                 continue  # the model says so when it is built
             if feature.mapping not in ("none", "modulo") or feature.table_rows < _ALL_TIMES:
                 raise ConfigError(
-                    f'model.hstu.times: {name!r} has the mapping "{feature.mapping}" and num_rows = '
+                    f'{setting}: {name!r} has the mapping "{feature.mapping}" and num_rows = '
                     f'{feature.table_rows}; needed "none" or "modulo" and at least {_ALL_TIMES:_}, so that ids are '
                     "seconds. (They look up no table, so that takes no memory.)"
                 )
@@ -416,7 +417,9 @@ class RunConfig:
             "look_ahead": ("lookahead", "prefetch"),
             "profile": ("path", "samples"),
             "model": tuple(
-                field.name for field in dataclasses.fields(self.model) if field.name not in ("dropout", "hstu")
+                field.name
+                for field in dataclasses.fields(self.model)
+                if field.name not in ("dropout", *self.model.sections)
             ),
             "embedding_optimizer": ("kind",),
             "dense_optimizer": ("kind",),
@@ -426,7 +429,7 @@ class RunConfig:
         found = {
             f"{part}.{name}": getattr(getattr(self, part), name) for part, names in depends.items() for name in names
         }
-        layers = dataclasses.asdict(self.model.hstu)
-        found |= {f"model.hstu.{name}": value for name, value in layers.items() if not name.endswith("dropout")}
+        for arch, section in self.model.sections.items():
+            found |= {f"model.{arch}.{name}": value for name, value in section.without_dropout().items()}
         found["train.batch_size"] = self.train.rank_batch_size(world_size)
         return {**found, "cache.policy": self.cache.policy or "lookahead", "train.device": device}

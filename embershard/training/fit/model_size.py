@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from embershard.data import schema_of
 from embershard.models import ModelTable, model_tables, num_parameters
-from embershard.models.dense_size import DenseSize, hstu_sample
+from embershard.models.dense_size import DenseSize
 from embershard.sharding.shards import groups_of
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
@@ -45,7 +45,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     """Return the size of the config's model over tables with these rows.
 
     The dense part of a model with a history, or of one's own, is estimated from its parameters: what a sample
-    computes and keeps depends on the lengths of its sequences. That of HSTU is for full histories.
+    computes and keeps depends on the lengths of its sequences. Of an `ArchSection`, it is for full histories.
 
     >>> model_size(RunConfig(), table_rows(RunConfig())).num_rows
     337648
@@ -87,10 +87,11 @@ def _dense_part(config: RunConfig) -> tuple[float, int, float]:
     parameters = num_parameters(config.model, schema)
     kept = 4.0 * sum(table.dim * len(table.features) for table in tables_of_run(config))
     flops = float(_FLOPS_PER_PARAMETER * parameters)
-    if config.model.arch == "hstu":
+    if (section := config.model.section) is not None:
         num_contexts = len(schema.sparse) - len(config.model.event_features) + (schema.num_dense > 0)
-        flops, kept = hstu_sample(
-            config.model, num_contexts, config.train.batch_size or config.train.rank_batch_size(1)
+        batch_size = config.train.batch_size or config.train.rank_batch_size(1)
+        flops, kept = section.sample_cost(
+            len(config.model.history), config.model.embedding_dim, num_contexts, batch_size
         )
     return flops, _FLOAT_BYTES * parameters, _FLOAT_BYTES * kept
 

@@ -16,7 +16,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.data import Batch, Schema, SparseFeature
 from embershard.errors import ConfigError, DataError
 from embershard.models import ModelConfig, build_model, hstu, hstu_config, model_tables
-from embershard.models.dense_size import hstu_sample
 from embershard.models.hstu import HSTU
 from embershard.models.hstu_config import HstuConfig
 from tests.covering import examples, matrix
@@ -212,14 +211,13 @@ def test_operations_and_memory_are_those_that_are_planned_with(times, batch_size
     lengths = torch.full((batch_size,), 100)
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         network.encode(*given_[:2], lengths, given_[2], moments).sum().backward()
-    config = ModelConfig(**{**SETTINGS, "embedding_dim": 16, "dense_arch_layer_sizes": (16,)}, hstu=settings)
-    flops, numbers = hstu_sample(config, 2, batch_size)
+    flops, numbers = settings.sample_cost(len(SETTINGS["history"]), 16, 2, batch_size)
     assert counter.get_total_flops() == flops * batch_size
     if batch_size == 3:
         own = sum(each.untyped_storage().nbytes() for each in network.parameters())
         assert (sum(kept.values()) - own) / 4 / batch_size == pytest.approx(numbers, rel=0.2)
     else:
-        assert numbers < 0.3 * hstu_sample(config, 2, 1)[1]
+        assert numbers < 0.3 * settings.sample_cost(len(SETTINGS["history"]), 16, 2, 1)[1]
 
 
 @pytest.mark.parametrize("events", [1000, matrix(2000)])
