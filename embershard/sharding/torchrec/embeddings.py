@@ -207,9 +207,9 @@ class CachedTableBatchedEmbeddings(HostTables):
         spec, fused_params = take_spec(config)
         self._device = device or torch.device("cpu")
         share, shards = None, config.embedding_tables
-        if spec.whole_tables is not None:
-            assert group is not None, "data_parallel tables have a process group"
-            share, config = spec.whole_tables(config, group, self._device, spec.config)
+        if (mode := spec.mode_of_whole_tables) is not None:
+            assert group is not None, "tables that ranks share have a process group"
+            share, config = mode.whole_tables(config, group, self._device, spec.config)
         tables = config.embedding_tables
         dim = tables[0].local_cols
         assert all(table.local_cols == dim for table in tables), "TorchRec groups cached tables by dim"

@@ -38,10 +38,10 @@ from embershard.sharding.torchrec.lookups import (
     OwnInput,
     OwnShardingInfo,
 )
+from embershard.sharding.torchrec.modes.mode import ShardingInfos
+from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
 from embershard.sharding.torchrec.table_arguments import check_row_types, check_table_arguments
-
-ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
 
 
 def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
@@ -287,9 +287,9 @@ class CachedShardedEmbeddingBagCollection(CachedModule, ShardedEmbeddingBagColle
         fused_params, spec = _without_spec(fused_params)
         infos = super().create_grouped_sharding_infos(module, params, prefix, fused_params, *rest)
         infos = _mark_cached(infos, spec)
-        for group in spec.groupings:
-            infos = group(infos, spec)
-        return infos
+        for mode in spec.modes:
+            infos = mode.group(infos, spec, is_sequence=False)
+        return group_replicated(infos)
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -328,8 +328,8 @@ class CachedShardedEmbeddingCollection(CachedModule, ShardedEmbeddingCollection)
     ) -> ShardingInfos:
         fused_params, spec = _without_spec(fused_params)
         infos = _mark_cached(super().create_grouped_sharding_infos(module, params, fused_params, *rest), spec)
-        for group in spec.groupings:
-            infos = group(infos, spec)
+        for mode in spec.modes:
+            infos = mode.group(infos, spec, is_sequence=True)
         return infos
 
     @classmethod

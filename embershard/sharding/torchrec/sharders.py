@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,16 +25,11 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.config import ShardingConfig, check_no_size
 from embershard.sharding.plan import Plan
-from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.shards import Exchange, Shard, empty_group_problem
 from embershard.sharding.torchrec.counter_init import CounterInit
-from embershard.sharding.torchrec.ids.id_shardings import group_ids, group_sequence_ids
 from embershard.sharding.torchrec.inspection import write_initial_weights
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
-from embershard.sharding.torchrec.modes.data_parallel import group_data_parallel, whole_tables
-from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection
-from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
-from embershard.sharding.torchrec.modes.rows_exchange import group_rows
+from embershard.sharding.torchrec.modes.mode import ShardingMode, modes_of
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
     CachedShardedEmbeddingCollection,
@@ -42,11 +37,6 @@ from embershard.sharding.torchrec.modules import (
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
 
-# The modes of `modes/` that shard tables in their own way. With hot rows, the module is of another class, too:
-# `sharded_module_type`.
-_SHARDED_GROUPINGS = (group_rows, group_replicated, group_ids)
-_SEQUENCE_GROUPINGS = (group_sequence_ids,)
-_DATA_PARALLEL_GROUPINGS = (group_data_parallel,)
 POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
 
@@ -76,10 +66,8 @@ class _Cached:
     _profile: FrequencyProfile | None
     _plan: Plan | None
     _init_seed: int | None
-    _is_data_parallel = False
-    _hot_rows: Mapping[str, Tensor] | None = None
     _ids: Mapping[str, IdTable]
-    _groupings: ClassVar[tuple[Any, ...]]
+    _modes: tuple[ShardingMode, ...]
 
     def _configure(
         self,
@@ -88,6 +76,7 @@ class _Cached:
         plan: Plan | None,
         init_seed: int | None,
         ids: Mapping[str, IdTable] | None,
+        **asked: Any,
     ) -> None:
         if cache is not None and not isinstance(cache, CacheConfig):
             raise ConfigError(f"cache must be a CacheConfig, got {type(cache).__name__}; write CacheConfig(ratio=0.05)")
@@ -99,22 +88,8 @@ class _Cached:
             check_no_size(self._cache)
         self._cache.policy_for(profile is not None)  # raises here rather than in the middle of sharding
         self._ids = dict(ids or {})
-        if self._ids:
-            self._check_ids()
-
-    def _check_ids(self) -> None:
-        for table, rules in self._ids.items():
-            if not isinstance(rules, IdTable):
-                raise ConfigError(f"ids of table {table!r}: got {rules!r}, needed an IdTable; write IdTable(...)")
-        if self._init_seed is None:
-            raise ConfigError(
-                "ids without init_seed: a row that gets another id draws its weights by seed and id. Set it"
-            )
-        if self._profile is not None:
-            raise ConfigError(
-                "ids with a profile, which is about rows: those of ids that come and go have no counts yet. Remove one "
-                "of the two"
-            )
+        given = {"profile": profile, "plan": plan, "init_seed": init_seed, "ids": self._ids}
+        self._modes = modes_of({**given, "exchange": "pooled", "mode": "sharded", "hot_rows": None, **asked})
 
     @property
     def cache(self) -> CacheConfig:
@@ -131,8 +106,10 @@ class _Cached:
         """True if all rows are written to host memory while the model is built."""
         return self._cache.host == "memory" and self._init_seed is None
 
-    def _rows_tables(self, params: dict[str, ParameterSharding]) -> frozenset[str]:
-        return frozenset()
+    def types_of(self, table: str, num_rows: int) -> Sequence[str] | None:
+        """Return the sharding types that a mode asks of a table; None: of this one, none does. See `ShardingMode`."""
+        found = (mode.types_of(table, num_rows) for mode in self._modes)
+        return next((types for types in found if types is not None), None)
 
     def drop_profile(self) -> None:
         """Free the profile once the modules are sharded: `DistributedModelParallel` keeps its sharders."""
@@ -163,11 +140,10 @@ class _Cached:
                 f"{sorted(params)[:5]}, or DistributedModelParallel over all ranks"
             )
         device_type = torch.device(device or "cpu").type
-        is_data_parallel = self._is_data_parallel and env.world_size > 1
-        rows_tables = self._rows_tables(params) if env.world_size > 1 else frozenset()  # one rank exchanges nothing
-        check_groups(module, params, device_type, rows_tables)
-        if self._ids:
-            _check_ids_of(module, device)
+        modes = tuple(mode for mode in self._modes if env.world_size > 1 or not mode.needs_ranks)
+        check_groups(module, params, device_type, modes)
+        for mode in modes:
+            mode.check_module(module, device)
         self._warn_without_cache(params)
         init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
         spec = CacheSpec.make(
@@ -178,11 +154,8 @@ class _Cached:
             self._plan,
             device_type,
             init,
-            rows_tables,
-            self._hot_rows,
-            groupings=_DATA_PARALLEL_GROUPINGS if is_data_parallel else self._groupings,
-            whole_tables=whole_tables if is_data_parallel else None,
-            ids=self._ids,
+            modes,
+            self._ids,
         )
         sharded = new_sharded_module(
             cls,
@@ -243,7 +216,6 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
 
     _STOCK = "StockEmbeddingBagCollectionSharder"
     _REPLICATED_KERNELS: ClassVar[list[str]] = [EmbeddingComputeKernel.DENSE.value, REPLICATED_KERNEL]
-    _groupings = _SHARDED_GROUPINGS
 
     def __init__(
         self,
@@ -259,51 +231,16 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         ids: Mapping[str, IdTable] | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-        self._configure(cache, profile, plan, init_seed, ids)
-        if exchange not in get_args(Exchange):  # such as "auto", which needs a plan
-            raise ConfigError(
-                f"exchange: got {exchange!r}, needed one of {', '.join(get_args(Exchange))}. To choose per table, make "
-                "a plan (embershard plan --set sharding.exchange=auto) and train with it"
-            )
-        if plan is not None and exchange != "pooled":
-            raise ConfigError(f"exchange={exchange!r} has no effect with a plan, which says it per table. Remove one")
-        self._exchange = exchange
-        self._is_data_parallel = mode == "data_parallel"
-        if mode not in ("sharded", "data_parallel"):
-            raise ConfigError(f"mode: got {mode!r}, needed 'sharded' or 'data_parallel'")
-        if self._is_data_parallel and (plan is not None or exchange != "pooled"):
-            given = "a plan" if plan is not None else f"exchange={exchange!r}"
-            raise ConfigError(
-                f'mode="data_parallel" with {given}: no row travels, so there is nothing to place or '
-                "exchange. Remove one of the two"
-            )
-        if hot_rows is not None:
-            self._hot_rows = {table: _ascending(table, rows) for table, rows in hot_rows.items()}
-        if self._ids and self.mode_of_split_bags is not None:
-            raise ConfigError(
-                f"ids with {self.mode_of_split_bags}: which row an id has is known to its owner alone. Remove one of "
-                "the two"
-            )
+        self._configure(cache, profile, plan, init_seed, ids, exchange=exchange, mode=mode, hot_rows=hot_rows)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all types that can do the exchange, on every device."""
-        if self._is_data_parallel:
-            return [ShardingType.ROW_WISE.value]
-        return POOLED_TYPES if self._exchange == "pooled" else [ShardingType.DATA_PARALLEL.value, *ROWS_TYPES]
+        return list(next((mode.types for mode in self._modes if mode.types is not None), POOLED_TYPES))
 
     @property
     def mode_of_split_bags(self) -> str | None:
         """The argument by which a sample's ids of a feature are looked up in several parts; None: in one."""
-        if self._is_data_parallel:
-            return 'mode="data_parallel"'
-        if self._hot_rows is not None:
-            return "hot_rows"
-        return 'exchange="rows"' if self._exchange == "rows" else None
-
-    def _rows_tables(self, params: dict[str, ParameterSharding]) -> frozenset[str]:
-        if self._plan is not None:
-            return frozenset(table.table for table in self._plan.tables if table.exchange == "rows")
-        return frozenset(params) if self._exchange == "rows" else frozenset()
+        return next((str(mode) for mode in self._modes if mode.splits_bags), None)
 
     def shard(
         self,
@@ -319,8 +256,8 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
     @property
     def sharded_module_type(self) -> type[CachedShardedEmbeddingBagCollection]:
         """Type of the sharded module."""
-        has_hot_rows = self._hot_rows is not None
-        return HotColdShardedEmbeddingBagCollection if has_hot_rows else CachedShardedEmbeddingBagCollection
+        found = (mode.bags_module for mode in self._modes)
+        return next((cls for cls in found if cls is not None), CachedShardedEmbeddingBagCollection)
 
 
 class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
@@ -334,7 +271,6 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
     """
 
     _STOCK = "StockEmbeddingCollectionSharder"
-    _groupings = _SEQUENCE_GROUPINGS
 
     def __init__(
         self,
@@ -391,23 +327,6 @@ class CachedEmbeddingCollectionSharder(_Cached, EmbeddingCollectionSharder):
     def sharded_module_type(self) -> type[CachedShardedEmbeddingCollection]:
         """Type of the sharded module."""
         return CachedShardedEmbeddingCollection
-
-
-def _check_ids_of(module: Any, device: Any) -> None:
-    if getattr(module, "need_indices", lambda: False)():
-        raise ConfigError(
-            "ids with need_indices=True: the ids that come back would be mixed ones. Remove one of the two"
-        )
-    if torch.device(device or "cpu").type != "cpu":
-        raise ConfigError(f"ids on {device}: tables of ids are cached on a CPU only so far. Remove ids, or use a CPU")
-
-
-def _ascending(table: str, rows: Tensor) -> Tensor:
-    """Return hot rows in order; raise `ConfigError` where they are not rows, or some are in twice."""
-    distinct = rows.long().cpu().unique()
-    if len(distinct) < rows.numel() or (len(distinct) and int(distinct[0]) < 0):
-        raise ConfigError(f"hot_rows of table {table!r}: needed distinct row numbers from 0 on")
-    return distinct
 
 
 def _on_host(param: ParameterSharding) -> ParameterSharding:
@@ -484,7 +403,7 @@ def check_groups(
     module: Any,
     params: Mapping[str, ParameterSharding],
     device_type: str,
-    rows_tables: Collection[str] = (),
+    modes: Sequence[ShardingMode] = (),
 ) -> None:
     """Check a plan of a module's tables, made by anybody. A cache may have no row.
 
@@ -492,7 +411,7 @@ def check_groups(
         module: with embedding configs.
         params: by table.
         device_type: of the training. On a GPU there is no such limit.
-        rows_tables: those that exchange distinct rows, which TorchRec groups by their columns.
+        modes: of the sharder.
 
     Raises:
         ShardingError: on a CPU, a rank has no row of a group that has no cache. It would end with a corrupt heap, or
@@ -510,7 +429,7 @@ def check_groups(
             Shard(config.name, shard.placement.rank(), *shard.shard_sizes, *shard.shard_offsets)
             for shard in spec.shards
         ]
-        columns = str(shards[0].columns) if config.name in rows_tables else ""
+        columns = str(shards[0].columns) if any(mode.are_by_columns(config.name) for mode in modes) else ""
         pooling = str(getattr(config, "pooling", ""))
         tables.append(((param.sharding_type, param.compute_kernel, str(config.data_type), pooling, columns), shards))
     if problem := empty_group_problem(tables):

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
@@ -22,21 +18,13 @@ from torchrec.distributed.types import ParameterSharding
 from embershard.cache.config import CacheConfig, CachePolicy
 from embershard.cache.ids.config import IdTable
 from embershard.cache.key_map import map_kind
-from embershard.cache.rows.host_store import NodeShare
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
-from embershard.frequency.statistics import Ints
 from embershard.sharding.memory_model import PoolMemory, cache_memory, slots_without_plan
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec.counter_init import CounterInit
-
-#: Gives some tables, in groups by sharding type, to groups of its own.
-Grouping = Callable[[dict[str, list[EmbeddingShardingInfo]], "CacheSpec"], dict[str, list[EmbeddingShardingInfo]]]
-#: Returns a rank's share of the host rows of a group of shards, and the group of their whole tables. Collective.
-WholeTables = Callable[
-    [GroupedEmbeddingConfig, dist.ProcessGroup, torch.device, CacheConfig], tuple[NodeShare, GroupedEmbeddingConfig]
-]
+from embershard.sharding.torchrec.modes.mode import ShardingMode
 
 SPEC_KEY = "_embershard_cache"
 #: Of tables that get any ids as they are: TorchRec groups tables by it. Those without get row numbers, or mixed ids.
@@ -62,11 +50,7 @@ class CacheSpec:
         device_type: of the slots.
         planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
         counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
-        rows_tables: tables whose distinct rows are exchanged, in place of pooled embeddings.
-        groupings: of modes, applied in turn; each gives some tables of a pooled module a sharding of its own.
-        whole_tables: a machine's ranks share one host copy, and each caches rows of the whole tables; it writes those
-            of its shard. None: a rank has its shards.
-        hot_rows: int64 ascending by table: rows with copies on every rank, which no cache needs; None: no such mode.
+        modes: that change how tables are sharded and cached.
         ids: rules of the tables that take any id, by name.
     """
 
@@ -78,10 +62,7 @@ class CacheSpec:
     device_type: str = "cpu"
     planned_slots: dict[tuple[str, ...], int] | None = None
     counter_init: CounterInit | None = None
-    rows_tables: frozenset[str] = frozenset()
-    hot_rows: Mapping[str, Tensor] | None = None
-    groupings: tuple[Grouping, ...] = ()
-    whole_tables: WholeTables | None = None
+    modes: tuple[ShardingMode, ...] = ()
     ids: Mapping[str, IdTable] = field(default_factory=dict)
 
     @classmethod
@@ -94,16 +75,14 @@ class CacheSpec:
         plan: Plan | None = None,
         device_type: str = "cpu",
         counter_init: CounterInit | None = None,
-        rows_tables: frozenset[str] = frozenset(),
-        hot_rows: Mapping[str, Tensor] | None = None,
-        groupings: tuple[Grouping, ...] = (),
-        whole_tables: WholeTables | None = None,
+        modes: tuple[ShardingMode, ...] = (),
         ids: Mapping[str, IdTable] | None = None,
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
         shards = [shard for p in cached if p.sharding_spec for shard in p.sharding_spec.shards]
-        here = [shard.shard_sizes for shard in shards if whole_tables is not None or shard.placement.rank() == rank]
+        has_all = any(mode.has_whole_tables for mode in modes)
+        here = [shard.shard_sizes for shard in shards if has_all or shard.placement.rank() == rank]
         return cls(
             config=config,
             policy=config.policy_for(profile is not None),
@@ -113,12 +92,14 @@ class CacheSpec:
             device_type=device_type,
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
             counter_init=counter_init,
-            rows_tables=rows_tables,
-            hot_rows=hot_rows,
-            groupings=groupings,
-            whole_tables=whole_tables,
+            modes=modes,
             ids=ids or {},
         )
+
+    @property
+    def mode_of_whole_tables(self) -> ShardingMode | None:
+        """The mode by which each rank caches rows of the whole tables; None: it caches those of its shards."""
+        return next((mode for mode in self.modes if mode.has_whole_tables), None)
 
     def has_ids(self, tables: Sequence[ShardedEmbeddingTable]) -> bool:
         """Return True for a group of tables that take any id; they are in groups of their own."""
@@ -130,14 +111,12 @@ class CacheSpec:
         if profile is None:
             return None
         shards = (
-            profile.shard(t.name, t.num_embeddings, first_row(t), t.local_rows).without(self._hot_in(t)) for t in tables
+            profile.shard(t.name, t.num_embeddings, first_row(t), t.local_rows).without(
+                np.concatenate([np.empty(0, np.int64), *(m.uncached_rows(t.name) for m in self.modes)]) - first_row(t)
+            )
+            for t in tables
         )
         return RowCounts.of_shards(zip(shards, (t.local_rows for t in tables), strict=True))
-
-    def _hot_in(self, table: ShardedEmbeddingTable) -> Ints:
-        """Return the hot rows of a shard, numbered in it; with others, which are in no shard."""
-        hot = (self.hot_rows or {}).get(table.name)
-        return np.empty(0, np.int64) if hot is None else hot.numpy() - first_row(table)
 
     def num_slots(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> int:
         """Return the slots of the pool of `tables`, whose rows take `row_bytes` each.

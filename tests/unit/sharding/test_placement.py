@@ -255,7 +255,7 @@ def test_tables_of_ids_are_placed_whole_or_by_rows_in_caches(place, is_refused):
     plan = make_plan(tables, 2, 2)
     sharder = CachedEmbeddingBagCollectionSharder(plan=plan, init_seed=1, ids={"t0": IdTable()})
     if is_refused:
-        with pytest.raises(ShardingError, match=r"table 't0' takes any id, and the plan has it .*; needed table_wise"):
+        with pytest.raises(ShardingError, match=r"table 't0': the plan has it .*; needed table_wise"):
             torchrec_plan(plan, model_of(tables), [sharder], "cpu")
     else:
         placed = torchrec_plan(plan, model_of(tables), [sharder], "cpu").plan["tables"]

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import CachedEmbeddingBagCollectionSharder
 from embershard.errors import ConfigError, ShardingError
-from embershard.sharding.torchrec.modes.rows_exchange import RowsInput, RowsShardingInfo, group_rows
+from embershard.sharding.torchrec.modes.rows_exchange import RowsExchangeMode, RowsInput, RowsShardingInfo
 from tests.unit.sharding.plans import small_plan
 
 
@@ -26,8 +26,10 @@ def info(name: str, columns: tuple[int, ...] = (16,)) -> Any:
     )
 
 
-def spec_of(rows_tables: str) -> Any:
-    return SimpleNamespace(rows_tables=frozenset(rows_tables))
+def group_rows(infos: dict[str, list[Any]], rows_tables: str) -> dict[str, list[Any]]:
+    tables = [SimpleNamespace(table=name, exchange="rows") for name in rows_tables]
+    mode = RowsExchangeMode({"exchange": "pooled", "plan": SimpleNamespace(tables=tables)})
+    return mode.group(infos, spec=None, is_sequence=False)
 
 
 def test_tables_that_exchange_rows_are_grouped_by_type_and_columns():
@@ -36,7 +38,7 @@ def test_tables_that_exchange_rows_are_grouped_by_type_and_columns():
         "row_wise": [info("e", (16, 16))],
         "data_parallel": [info("f")],
     }
-    grouped = group_rows(infos, spec_of("bcdef"))
+    grouped = group_rows(infos, "bcdef")
     names = {key: [member.embedding_config.name for member in members] for key, members in grouped.items()}
     assert names == {
         "table_wise": ["a"],
@@ -51,9 +53,9 @@ def test_tables_that_exchange_rows_are_grouped_by_type_and_columns():
 
 def test_what_cannot_exchange_rows_is_refused():
     with pytest.raises(ConfigError, match="table 'a': exchange \"rows\" with sharding 'grid_shard'; needed one of"):
-        group_rows({"grid_shard": [info("a")]}, spec_of("a"))
+        group_rows({"grid_shard": [info("a")]}, "a")
     with pytest.raises(ConfigError, match=r"table 'a': .* needs column shards of equal size, got \[4, 12\]"):
-        group_rows({"column_wise": [info("a", (12, 4))]}, spec_of("a"))
+        group_rows({"column_wise": [info("a", (12, 4))]}, "a")
 
 
 def test_the_sharder_s_setting():

@@ -7,6 +7,7 @@ takes the bucket of a mixed id in place of its row, and keeps the id.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torchrec.distributed.embedding_types import ShardingType
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import mixed
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS, OwnShardingInfo
+from embershard.sharding.torchrec.modes.mode import Arguments, ShardingInfos, ShardingMode
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, RAW_IDS_KEY, CacheSpec
 
 _TABLE_WISE, _ROW_WISE = ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value
@@ -89,15 +92,8 @@ class IdShardingInfo(OwnShardingInfo):
         return sharding  # type: ignore[no-any-return]
 
 
-def group_sequence_ids(
-    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec
-) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Do what :func:`group_ids` does, in a module of sequences."""
-    return group_ids(infos, spec, is_sequence=True)
-
-
 def group_ids(
-    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec, is_sequence: bool = False
+    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec, is_sequence: bool
 ) -> dict[str, list[EmbeddingShardingInfo]]:
     """Take the row-wise tables of `spec.ids` out of the groups by sharding type, into groups of their own. Table-wise
     ones stay in theirs, where an entry in `fused_params` gives them a pool of their own.
@@ -147,3 +143,51 @@ def _check(info: EmbeddingShardingInfo, spec: CacheSpec) -> None:
             f"as many whole buckets on every rank. Use {', '.join(map(str, fitting[:16]))} ranks, place it table_wise, "
             "or start anew with another number of buckets (IdTable(buckets=...))"
         )
+
+
+class IdMode(ShardingMode):
+    """`ids`: tables that take any id."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._rules: Mapping[str, IdTable] = arguments["ids"]
+        for table, rules in self._rules.items():
+            if not isinstance(rules, IdTable):
+                raise ConfigError(f"ids of table {table!r}: got {rules!r}, needed an IdTable; write IdTable(...)")
+        if arguments["init_seed"] is None:
+            raise ConfigError(
+                "ids without init_seed: a row that gets another id draws its weights by seed and id. Set it"
+            )
+        if arguments["profile"] is not None:
+            raise ConfigError(
+                "ids with a profile, which is about rows: those of ids that come and go have no counts yet. Remove one "
+                "of the two"
+            )
+
+    def __str__(self) -> str:
+        return "ids"
+
+    def check_beside(self, others: Sequence[ShardingMode]) -> None:
+        for other in others:
+            if other.splits_bags:
+                raise ConfigError(
+                    f"ids with {other}: which row an id has is known to its owner alone. Remove one of the two"
+                )
+
+    def check_module(self, module: Any, device: Any) -> None:
+        if getattr(module, "need_indices", lambda: False)():
+            raise ConfigError(
+                "ids with need_indices=True: the ids that come back would be mixed ones. Remove one of the two"
+            )
+        if torch.device(device or "cpu").type != "cpu":
+            raise ConfigError(
+                f"ids on {device}: tables of ids are cached on a CPU only so far. Remove ids, or use a CPU"
+            )
+
+    def types_of(self, table: str, num_rows: int) -> Sequence[str] | None:
+        if table not in self._rules:
+            return None
+        self._rules[table].buckets_of(table, num_rows)
+        return ID_SHARDINGS
+
+    def group(self, infos: ShardingInfos, spec: Any, is_sequence: bool) -> ShardingInfos:
+        return group_ids(infos, spec, is_sequence)

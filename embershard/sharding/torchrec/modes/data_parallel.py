@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,10 @@ from embershard.errors import ConfigError
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS, OwnShardingInfo
 from embershard.sharding.torchrec.modes.bags import DistinctIds
+from embershard.sharding.torchrec.modes.mode import Arguments, ShardingInfos, ShardingMode
 from embershard.sharding.torchrec.modes.replicated_rows import trained_alike
 from embershard.sharding.torchrec.modes.rows_exchange import ExchangesRows, RowsContext
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, CacheSpec, first_row
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, first_row
 
 
 @dataclass
@@ -178,31 +179,8 @@ class DataParallelShardingInfo(OwnShardingInfo):
     def make_sharding(
         infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
     ) -> EmbeddingSharding[Any, Any, Any, Any]:
-        """Return the sharding of one of the groups that :func:`group_data_parallel` made."""
+        """Return the sharding of one of the groups that :class:`DataParallelMode` made."""
         return _DataParallel(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs)
-
-
-def group_data_parallel(
-    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec
-) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Group tables by their columns: each group has one exchange of ids.
-
-    Raises:
-        ConfigError: a table is not sharded row-wise behind a cache.
-    """
-    grouped: dict[str, list[EmbeddingShardingInfo]] = {}
-    for kind, members in infos.items():
-        for info in members:
-            table, kernel = info.embedding_config, info.param_sharding.compute_kernel
-            if (kind, kernel) != (ShardingType.ROW_WISE.value, CACHED_KERNEL):
-                raise ConfigError(
-                    f'table {table.name!r}: mode "data_parallel" with sharding {kind!r} and compute kernel {kernel!r}; '
-                    f'needed "row_wise" and {CACHED_KERNEL!r}, which say who writes its rows. Make the plan with '
-                    "plan_sharding and this sharder"
-                )
-            key = f"{kind}, data-parallel, of {table.embedding_dim}"
-            grouped.setdefault(key, []).append(DataParallelShardingInfo(**vars(info)))
-    return grouped
 
 
 def share_of(
@@ -230,14 +208,49 @@ def share_of(
     return NodeShare(memory.zeros, own, *(Meetings(part, rank) for part in cells))
 
 
-def whole_tables(
-    config: GroupedEmbeddingConfig, group: dist.ProcessGroup, device: torch.device, cache: CacheConfig
-) -> tuple[NodeShare, GroupedEmbeddingConfig]:
-    """Return this rank's share in the host rows of a group of shards, and the group of their whole tables: each rank
-    caches rows of these. Collective."""
-    tables = [
-        dataclasses.replace(shard, local_rows=shard.num_embeddings, local_metadata=None)
-        for shard in config.embedding_tables
-    ]
-    share = share_of(config.embedding_tables, group, device, cache)
-    return share, dataclasses.replace(config, embedding_tables=tables)
+class DataParallelMode(ShardingMode):
+    """`mode="data_parallel"`."""
+
+    needs_ranks: ClassVar[bool] = True
+    splits_bags = True
+    types = (ShardingType.ROW_WISE.value,)
+    has_whole_tables: ClassVar[bool] = True
+
+    def __init__(self, arguments: Arguments) -> None:
+        if arguments["mode"] != "data_parallel":
+            raise ConfigError(f"mode: got {arguments['mode']!r}, needed 'sharded' or 'data_parallel'")
+        if arguments["plan"] is not None or arguments["exchange"] != "pooled":
+            given = "a plan" if arguments["plan"] is not None else f"exchange={arguments['exchange']!r}"
+            raise ConfigError(
+                f'mode="data_parallel" with {given}: no row travels, so there is nothing to place or '
+                "exchange. Remove one of the two"
+            )
+
+    def __str__(self) -> str:
+        return 'mode="data_parallel"'
+
+    def group(self, infos: ShardingInfos, spec: Any, is_sequence: bool) -> ShardingInfos:
+        """Group tables by their columns: each group has one exchange of ids."""
+        grouped: ShardingInfos = {}
+        for kind, members in infos.items():
+            for info in members:
+                table, kernel = info.embedding_config, info.param_sharding.compute_kernel
+                if (kind, kernel) != (ShardingType.ROW_WISE.value, CACHED_KERNEL):
+                    raise ConfigError(
+                        f'table {table.name!r}: mode "data_parallel" with sharding {kind!r} and compute kernel '
+                        f'{kernel!r}; needed "row_wise" and {CACHED_KERNEL!r}, which say who writes its rows. Make the '
+                        "plan with plan_sharding and this sharder"
+                    )
+                key = f"{kind}, data-parallel, of {table.embedding_dim}"
+                grouped.setdefault(key, []).append(DataParallelShardingInfo(**vars(info)))
+        return grouped
+
+    def whole_tables(
+        self, config: GroupedEmbeddingConfig, group: dist.ProcessGroup, device: torch.device, cache: CacheConfig
+    ) -> tuple[NodeShare, GroupedEmbeddingConfig]:
+        tables = [
+            dataclasses.replace(shard, local_rows=shard.num_embeddings, local_metadata=None)
+            for shard in config.embedding_tables
+        ]
+        share = share_of(config.embedding_tables, group, device, cache)
+        return share, dataclasses.replace(config, embedding_tables=tables)

@@ -6,12 +6,13 @@ batch that has hot ids only, on all ranks, nothing travels but the gradients of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
@@ -23,14 +24,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, map_kind
 from embershard.errors import ConfigError, ShardingError
+from embershard.frequency.statistics import Ints
 from embershard.sharding.torchrec.compat import as_keyed_jagged
 from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
 from embershard.sharding.torchrec.modes.bags import check_weights
 from embershard.sharding.torchrec.modes.hot_tables import HotTable, HotTables, OutputFeature
+from embershard.sharding.torchrec.modes.mode import Arguments, ShardingInfos, ShardingMode
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedBags
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
-    ShardingInfos,
     cached_kernels,
     ids_are_checked,
     pools_of_module,
@@ -145,12 +147,12 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        spec = kwargs["fused_params"][SPEC_KEY]
+        (mode,) = (mode for mode in kwargs["fused_params"][SPEC_KEY].modes if isinstance(mode, HotColdMode))
         device = self._device or torch.device("cpu")
         table_of_feature = {
             name: config.name for config in self._embedding_bag_configs for name in config.feature_names
         }
-        tables = self._hot_table_of(spec.hot_rows)
+        tables = self._hot_table_of(mode.hot_rows)
         names = [name.split("@")[0] for name in self._embedding_names]
         output = [OutputFeature(name, tables[table_of_feature[name]]) for name in names]
         self._hot = HotTables(output, device, self._env.process_group)
@@ -169,7 +171,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
                 self._hot.add_shard(pool.host, table.name, (row, table.local_rows), column, first_key)
         self._optim = CombinedOptimizer([*self.fused_optimizer.optimizers, ("", self._hot.optimizer)])
 
-    def _hot_table_of(self, hot_rows: dict[str, Tensor]) -> dict[str, HotTable]:
+    def _hot_table_of(self, hot_rows: Mapping[str, Tensor]) -> dict[str, HotTable]:
         found = {}
         for infos in self.sharding_type_to_sharding_infos.values():
             for info in infos:
@@ -298,6 +300,33 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         """Take the hot rows from the host tier before the next batch."""
         CachedShardedEmbeddingBagCollection._pre_load_state_dict_hook(module, *args)
         module._hot.host_was_loaded()
+
+
+class HotColdMode(ShardingMode):
+    """`hot_rows`: each table's rows with copies on every rank, int64 ascending."""
+
+    splits_bags = True
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.hot_rows = {table: _ascending(table, rows) for table, rows in arguments["hot_rows"].items()}
+
+    def __str__(self) -> str:
+        return "hot_rows"
+
+    @property
+    def bags_module(self) -> type:
+        return HotColdShardedEmbeddingBagCollection
+
+    def uncached_rows(self, table: str) -> Ints:
+        return self.hot_rows[table].numpy() if table in self.hot_rows else np.empty(0, np.int64)
+
+
+def _ascending(table: str, rows: Tensor) -> Tensor:
+    """Return hot rows in order; raise `ConfigError` where they are not rows, or some are in twice."""
+    distinct = rows.long().cpu().unique()
+    if len(distinct) < rows.numel() or (len(distinct) and int(distinct[0]) < 0):
+        raise ConfigError(f"hot_rows of table {table!r}: needed distinct row numbers from 0 on")
+    return distinct
 
 
 def hot_totals(model: nn.Module) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.feature_keys import add_per_feature, feature_lengths
 from embershard.sharding.torchrec.lookups import OwnShardingInfo, check_dims
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedRows
-from embershard.sharding.torchrec.spec import REPLICATED_KERNEL, CacheSpec
+from embershard.sharding.torchrec.spec import REPLICATED_KERNEL
 from embershard.sharding.torchrec.table_arguments import check_row_types, check_table_arguments
 
 
@@ -46,9 +46,7 @@ class ReplicatedShardingInfo(OwnShardingInfo):
         return ReplicatedSharding(infos, env, device)
 
 
-def group_replicated(
-    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec
-) -> dict[str, list[EmbeddingShardingInfo]]:
+def group_replicated(infos: dict[str, list[EmbeddingShardingInfo]]) -> dict[str, list[EmbeddingShardingInfo]]:
     """Take replicated tables out of TorchRec's `data_parallel` ones, into groups of equal dim.
 
     Raises:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.cache.rows import memory
 from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.sharding_types import ROWS_TYPES
+from embershard.sharding.shards import Exchange
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS, OwnInput, OwnShardingInfo
 from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds, check_weights
-from embershard.sharding.torchrec.spec import CacheSpec
+from embershard.sharding.torchrec.modes.mode import Arguments, ShardingInfos, ShardingMode
 
 _COLUMN_WISE = SEQUENCE_SHARDINGS[ShardingType.COLUMN_WISE.value]
 
@@ -211,30 +212,48 @@ class RowsShardingInfo(OwnShardingInfo):
     def make_sharding(
         infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
     ) -> EmbeddingSharding[Any, Any, Any, Any]:
-        """Return the sharding of one of the groups that :func:`group_rows` made."""
+        """Return the sharding of one of the groups that :class:`RowsExchangeMode` made."""
         sharding = _SHARDINGS[infos[0].param_sharding.sharding_type]
         extra = {"permute_embeddings": True} if issubclass(sharding, _COLUMN_WISE) else {}
         return sharding(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs, **extra)
 
 
-def group_rows(
-    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec
-) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Take `spec.rows_tables` out of the groups by sharding type, into groups of their own by type and columns.
+class RowsExchangeMode(ShardingMode):
+    """`exchange="rows"`, or a plan that says so per table."""
 
-    Raises:
-        ConfigError: a table's sharding type cannot exchange rows, or its column shards differ in columns.
-    """
-    grouped: dict[str, list[EmbeddingShardingInfo]] = {}
-    for kind, members in infos.items():
-        for info in members:
-            name = info.embedding_config.name
-            if name not in spec.rows_tables or kind == ShardingType.DATA_PARALLEL.value:
-                grouped.setdefault(kind, []).append(info)
-            else:
-                key = f"{kind}, rows of {_columns(name, kind, info)}"
-                grouped.setdefault(key, []).append(RowsShardingInfo(**vars(info)))
-    return grouped
+    needs_ranks: ClassVar[bool] = True
+
+    def __init__(self, arguments: Arguments) -> None:
+        exchange, plan = arguments["exchange"], arguments["plan"]
+        if exchange not in get_args(Exchange):  # such as "auto", which needs a plan
+            raise ConfigError(
+                f"exchange: got {exchange!r}, needed one of {', '.join(get_args(Exchange))}. To choose per table, make "
+                "a plan (embershard plan --set sharding.exchange=auto) and train with it"
+            )
+        if plan is not None and exchange != "pooled":
+            raise ConfigError(f"exchange={exchange!r} has no effect with a plan, which says it per table. Remove one")
+        self._tables = None if plan is None else {table.table for table in plan.tables if table.exchange == "rows"}
+        if plan is None:
+            self.splits_bags, self.types = True, [ShardingType.DATA_PARALLEL.value, *ROWS_TYPES]
+
+    def __str__(self) -> str:
+        return 'exchange="rows"'
+
+    def are_by_columns(self, table: str) -> bool:
+        return self._tables is None or table in self._tables
+
+    def group(self, infos: ShardingInfos, spec: Any, is_sequence: bool) -> ShardingInfos:
+        """Give its tables to groups by type and columns."""
+        grouped: ShardingInfos = {}
+        for kind, members in infos.items():
+            for info in members:
+                name = info.embedding_config.name
+                if kind == ShardingType.DATA_PARALLEL.value or not self.are_by_columns(name):
+                    grouped.setdefault(kind, []).append(info)
+                else:
+                    key = f"{kind}, rows of {_columns(name, kind, info)}"
+                    grouped.setdefault(key, []).append(RowsShardingInfo(**vars(info)))
+        return grouped
 
 
 def _columns(name: str, kind: str, info: EmbeddingShardingInfo) -> int:

@@ -31,7 +31,6 @@ from embershard.sharding.plan import Plan
 from embershard.sharding.shards import PoolPlacement, Shard, TablePlacement, groups_of, no_rows_problem, shards_of
 from embershard.sharding.torchrec.compat import lookups_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.ids.id_shardings import ID_SHARDINGS
 from embershard.sharding.torchrec.lookups import CachedEmbedding, CachedEmbeddingBag
 from embershard.sharding.torchrec.planner.torchrec_planner import shardable_tables
 from embershard.sharding.torchrec.sharders import has_cache, inner_sharder
@@ -80,15 +79,16 @@ def model_groups(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[st
             table.name: (
                 table.path,
                 poolings.get(table.path, {}).get(table.name, ""),
-                _takes_ids(table.name, table.sharder),
+                _own_types(table.name, table.weight.shape[0], table.sharder) is not None,
             )
             for table in tables
         }
     )
 
 
-def _takes_ids(table: str, sharder: ModuleSharder) -> bool:
-    return has_cache(sharder) and table in inner_sharder(sharder).ids
+def _own_types(table: str, num_rows: int, sharder: ModuleSharder) -> Sequence[str] | None:
+    """Return the sharding types that a mode of the sharder asks of a table; None: no mode does."""
+    return inner_sharder(sharder).types_of(table, num_rows) if has_cache(sharder) else None
 
 
 def _check_groups(plan: Plan, groups: Mapping[str, str]) -> None:
@@ -251,10 +251,11 @@ def _check_sharder(placement: TablePlacement, sharder: ModuleSharder, device_typ
             f"sharder is {type(sharder).__name__}"
         )
     place = placement.sharding, placement.kernel, placement.exchange
-    if _takes_ids(placement.table, sharder) and place not in [(kind, "cached", "pooled") for kind in ID_SHARDINGS]:
+    types = _own_types(placement.table, placement.rows, sharder)
+    if types is not None and place not in [(kind, "cached", "pooled") for kind in types]:
         raise ShardingError(
-            f"table {placement.table!r} takes any id, and the plan has it {', '.join(place)}; needed "
-            f"{' or '.join(ID_SHARDINGS)}, cached, pooled. Plan again with this run's config and data"
+            f"table {placement.table!r}: the plan has it {', '.join(place)}; needed {' or '.join(types)}, cached, "
+            "pooled, by the sharder's arguments. Plan again with this run's config and data"
         )
 
 

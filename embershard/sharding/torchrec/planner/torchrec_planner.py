@@ -38,7 +38,6 @@ from embershard.frequency.curves import BatchMisses
 from embershard.machine import host_memory
 from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import rows_problem
-from embershard.sharding.torchrec.ids.id_shardings import ID_SHARDINGS
 from embershard.sharding.torchrec.sharders import bags_of, check_groups, has_cache, inner_sharder
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 from embershard.sharding.torchrec.table_arguments import check_row_types
@@ -285,14 +284,12 @@ def _constraint(given: ParameterConstraints | None, table: ShardableTable, devic
     """Add our defaults to the user's constraint: cached if the sharder caches, sharded rather than replicated."""
     constraint = copy.deepcopy(given) if given is not None else ParameterConstraints()
     replicated, caches = constraint.sharding_types == [_DATA_PARALLEL], has_cache(table.sharder)
-    rules = inner_sharder(table.sharder).ids.get(table.name) if caches else None
-    if rules is not None:
-        rules.buckets_of(table.name, table.weight.shape[0])  # raises for rows that no such table can have
+    own_types = inner_sharder(table.sharder).types_of(table.name, table.weight.shape[0]) if caches else None
     if constraint.sharding_types is None:
         types = table.sharder.sharding_types(device_type)
         constraint.sharding_types = [t for t in types if t not in _ONLY_ON_REQUEST]
-        if rules is not None:
-            constraint.sharding_types = [t for t in constraint.sharding_types if t in ID_SHARDINGS]
+        if own_types is not None:
+            constraint.sharding_types = [t for t in constraint.sharding_types if t in own_types]
     if caches and constraint.compute_kernels is None:
         constraint.compute_kernels = [_DENSE] if replicated else [CACHED_KERNEL]
     if caches and (_FUSED if replicated else CACHED_KERNEL) in (constraint.compute_kernels or ()):
