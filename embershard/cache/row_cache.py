@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
 from embershard.cache.gpu.readback import Reads, planned, read_at_once, timed
 from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
-from embershard.cache.ids.births import Births
 from embershard.cache.next_use import KnownBatch, OtherTables
 from embershard.cache.own_policy import own_scores
 from embershard.cache.planner import CachePlan, PinWatch, Shortage, grown_slots
@@ -32,6 +31,9 @@ from embershard.cache.tickets import InFlight, Ticket
 from embershard.errors import CacheError
 from embershard.frequency.counts import RowCounts
 from embershard.stages import is_stage
+
+if TYPE_CHECKING:
+    from embershard.cache.ids.births import Births
 
 
 class RowCache:

@@ -24,7 +24,6 @@ from embershard.models.own_model import build_own
 from embershard.models.schema import SchemaLike
 from embershard.models.table_modules import bags_of
 from embershard.models.tables import built_in_tables
-from embershard.models.tasks import build_towers
 
 
 def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
@@ -70,6 +69,8 @@ def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) ->
             cross = config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
             model = DLRM_DCN(collection, len(schema.dense), *layers, *cross, dense_device=device)
         if has_towers:
+            from embershard.models.tasks import build_towers
+
             width = next(each.in_features for each in model.over_arch.modules() if isinstance(each, nn.Linear))
             model.over_arch = build_towers(config, width, schema.target.heads)
         add_dropout(model.over_arch, config.dropout)

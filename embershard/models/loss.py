@@ -5,6 +5,7 @@ Letters: B samples, T labels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss, softplus
 
 from embershard.models.schema import TargetLike
-from embershard.models.tasks import Towers
 
 
 def loss_of(
@@ -112,6 +112,15 @@ def _log_sum_of_others(z: Tensor) -> Tensor:
     return torch.where(is_largest, without_largest, whole + torch.log1p(-share))
 
 
+class OwnOutputs(nn.Module, ABC):
+    """Layers that end in a layer of its own for each label."""
+
+    @property
+    @abstractmethod
+    def last_layers(self) -> list[nn.Linear]:
+        """The last layer of each label."""
+
+
 class WithLoss(nn.Module):
     """A model with the loss. Of one binary label without weights it does what TorchRec's `DLRMTrain` does.
 
@@ -133,7 +142,7 @@ class WithLoss(nn.Module):
     def _start_at(self, means: Sequence[float]) -> None:
         """Let the outputs of regressions start at their labels' means."""
         places = [place for place, task in enumerate(self.target.tasks) if task == "regression"]
-        towers = [module for module in self.model.modules() if isinstance(module, Towers)]
+        towers = [module for module in self.model.modules() if isinstance(module, OwnOutputs)]
         if towers:
             heads = zip(self.target.heads.values(), towers[0].last_layers, strict=True)
             last_layers = [layer for head, layer in heads if head.start in places]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchrec.modules.mlp import MLP
 
 from embershard.models.config import ModelConfig
+from embershard.models.loss import OwnOutputs
 
 
 class SharedBottom(nn.Module):
@@ -138,7 +139,7 @@ def _mixture(scores: Tensor, outputs: list[Tensor]) -> Tensor:
     return (scores.softmax(dim=1).unsqueeze(1) @ torch.stack(outputs, dim=1)).squeeze(1)
 
 
-class Towers(nn.Module):
+class Towers(OwnOutputs):
     """An MLP for each label over what `bottom` gives it; in place of the MLP over the interaction.
 
     With a funnel, labels come after each other, as click and buy, and each one's tower gives the probability under the

@@ -18,12 +18,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from embershard.cache.gpu.readback import Reads
-from embershard.cache.next_use import KnownBatch
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.compat import batch_sizes
-from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.ids.id_tables import KnownIds
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings, Known
 from embershard.sharding.torchrec.inspection import narrowed, pools_with_features
 from embershard.stages import is_stage
 
@@ -45,7 +43,7 @@ class ModuleInput:
         self._is_sent = False
         self._received: Any = None
         self._groups: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] | None = None
-        self._known: dict[int, KnownBatch | KnownIds | None] = {}  # by pool
+        self._known: dict[int, Known | None] = {}  # by pool
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
         self.is_used = False
@@ -127,7 +125,7 @@ class ModuleInput:
         if ticket is None:
             return False
         self._tickets[number] = ticket
-        if not isinstance(self._known.get(number), KnownIds):  # its rows are those found when it became known
+        if self._pools[number][0].ids is None:  # else its rows are those found when it became known
             self._known[number] = None
         return True
 

@@ -21,11 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.cache.ids.config import Buckets
-from embershard.cache.ids.id_map import mixed
 from embershard.data import DataConfig, open_source, schema_of
 from embershard.data.block import Block
 from embershard.data.hashing import Ids
-from embershard.data.order.hot_samples import HotRowsFilter
 from embershard.data.order.order import EpochOrder
 from embershard.data.sources.held_out import HeldOut, alone
 from embershard.errors import ConfigError, SetupError
@@ -181,6 +179,8 @@ def rows_of_ids(ids: NDArray[np.int64], buckets: Buckets) -> NDArray[np.int64]:
     >>> rows_of_ids(np.array([7, -7, 7]), Buckets(num_buckets=24, rows=10, reserve=2)) // 10
     array([ 4, 19,  4])
     """
+    from embershard.cache.ids.id_map import mixed
+
     words = mixed(ids).view(np.uint64)
     bucket, rest = words % np.uint64(buckets.num_buckets), words // np.uint64(buckets.num_buckets)
     return (bucket * np.uint64(buckets.rows) + rest % np.uint64(buckets.rows - 1) + np.uint64(1)).view(np.int64)
@@ -397,6 +397,8 @@ def _make_worker(config: DataConfig, held_out: HeldOut, rows: Sequence[Ids]) -> 
 
 
 def _worker(reader: PartReader, rows: Sequence[Ids]) -> Callable[[int, int], list[ClickCounts]]:
+    from embershard.data.order.hot_samples import HotRowsFilter
+
     of_rows = HotRowsFilter(rows)
 
     def count(start: int, stop: int) -> list[ClickCounts]:

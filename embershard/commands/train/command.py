@@ -32,7 +32,6 @@ from embershard.launch.launcher import default_ranks, planned_ranks, warn_of_cor
 from embershard.launch.rank import PROGRAM, Job, is_rank, run_rank
 from embershard.launch.run_dir import check_run_dir, default_run_dir, was_resumed_by_this_job
 from embershard.launch.stop_signals import stop_code
-from embershard.reports.tracking.trackers import check_trackers
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
@@ -152,7 +151,10 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser(starts_ranks=True).parse_intermixed_args(argv)
     job = TrainJob.of(arguments)
     config = job.config
-    check_trackers(config.tracking)
+    if config.tracking.trackers:
+        from embershard.reports.tracking.trackers import check_trackers
+
+        check_trackers(config.tracking)
     num_ranks = planned_ranks(config, arguments.nproc, is_started=not arguments.dry_run)
     run_dir = arguments.run_dir or default_run_dir(job.file)
     check_run_dir(run_dir, resume=job.resume is not None or arguments.dry_run)

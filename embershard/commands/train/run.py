@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -20,8 +20,6 @@ from embershard.launch.run_dir import check_run_dir, lock_run_dir, note_resume
 from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
 from embershard.reports.progress import ProgressDisplay, closing_table
 from embershard.reports.record import RunRecord, make_result, report_line
-from embershard.reports.tracking.run import TrackedRun
-from embershard.reports.tracking.trackers import Trackers
 from embershard.run_result import RunResult
 from embershard.settings.decoding import flat
 from embershard.settings.files import CHECKPOINTS
@@ -35,6 +33,9 @@ from embershard.training.parts.counts import look_ahead_totals
 from embershard.training.parts.step_trace import StepTrace
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from embershard.reports.tracking.trackers import Trackers
 
 
 def train_run(
@@ -151,26 +152,16 @@ class _Outputs:
     def __init__(self, trainer: Trainer, run_dir: Path, resumed_at: int | None, console: Console) -> None:
         self._trainer, self._folder, self._console = trainer, run_dir, console
         self._record = RunRecord(run_dir, trainer.config, resumed_at, trainer.plan)
-        settings = flat(dataclasses.asdict(trainer.config))
-        ranks = trainer.ranks
-        device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
-        run = TrackedRun(
-            run_dir,
-            settings,
-            trainer.config.tracking,
-            resumed_at,
-            ranks.world_size,
-            global_batch(trainer.config, ranks.world_size),
-            trainer.source.chunks("train").num_samples,
-            f"{ranks.world_size} x {device}",
+        self._trackers = (
+            _trackers_of(trainer, run_dir, resumed_at, console) if trainer.config.tracking.trackers else None
         )
-        self._trackers = Trackers(run, partial(say, console))
         self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
         self._last: TrainReport | None = None
         self._evaluation: EvalReport | None = None
 
     def add(self, report: Report) -> None:
-        if self._record.add(report):  # what stands there from before a resume, trackers have, too
+        is_new = self._record.add(report)  # what stands there from before a resume, trackers have, too
+        if is_new and self._trackers is not None:
             self._trackers.add(report.kind, report.values())
         if isinstance(self._console, JsonLines):
             self._console.show(report_line(report))
@@ -185,7 +176,8 @@ class _Outputs:
         self._display.close()
         result = make_result(self._trainer, self._last, self._evaluation, totals, self._record.windows())
         result.write(self._folder)
-        self._trackers.finish(result.to_dict())
+        if self._trackers is not None:
+            self._trackers.finish(result.to_dict())
         if isinstance(self._console, JsonLines):
             self._console.show({"kind": "result", "time": time_now(), **result.to_dict()})
             return
@@ -209,8 +201,28 @@ class _Outputs:
 
     def close(self) -> None:
         self._display.close()
-        self._trackers.close()
+        if self._trackers is not None:
+            self._trackers.close()
         self._record.close()
+
+
+def _trackers_of(trainer: Trainer, run_dir: Path, resumed_at: int | None, console: Console) -> Trackers:
+    from embershard.reports.tracking.run import TrackedRun
+    from embershard.reports.tracking.trackers import Trackers
+
+    config, ranks = trainer.config, trainer.ranks
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    run = TrackedRun(
+        run_dir,
+        flat(dataclasses.asdict(config)),
+        config.tracking,
+        resumed_at,
+        ranks.world_size,
+        global_batch(config, ranks.world_size),
+        trainer.source.chunks("train").num_samples,
+        f"{ranks.world_size} x {device}",
+    )
+    return Trackers(run, partial(say, console))
 
 
 def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:

@@ -83,6 +83,10 @@ class HotSamples(SampleBits):
         """Share of the samples that are hot."""
         return self.count / max(1, self.num_samples)
 
+    def in_chunks(self, chunks: ChunkTable) -> HotChunks:
+        """Return the hot samples of each chunk of the training data."""
+        return HotChunks(self, chunks)
+
     def save(self, path: Path) -> None:
         """Write a `.npz` file; an earlier one is replaced when the new one is complete."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,6 +136,10 @@ class HotChunks:
         """Return whether the chunk's samples are hot: bool [its rows]."""
         start = int(self._starts[chunk])
         return self._hot.between(start, start + int(self.num_rows[chunk]))
+
+    def packed(self, order: EpochOrder) -> PackedOrder:
+        """Return the order of the same epoch with the hot samples first."""
+        return PackedOrder(order, self)
 
 
 class PackedOrder:

@@ -8,20 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from embershard.data.batch import Batch
 from embershard.data.block import BadRow, BadRowTally, Block, empty_block
 from embershard.data.config import DataConfig
-from embershard.data.order.hot_samples import HotChunks, HotSamples, PackedOrder
 from embershard.data.order.order import EpochOrder
 from embershard.data.order.segments import PackedState, Ranges, SegmentSchedule, batches_of_epoch, part_of
 from embershard.data.schema import Schema
 from embershard.data.sources.source import GrowingSource, RecentlyUsed, Source, Split, in_threads
 from embershard.errors import ConfigError, DataError
 from embershard.stages import is_stage
+
+if TYPE_CHECKING:
+    from embershard.data.order.hot_samples import HotSamples, PackedOrder
 
 
 class SampleReader:
@@ -39,7 +41,7 @@ class SampleReader:
 
     def __init__(self, source: Source, split: Split, config: DataConfig, hot: HotSamples | None = None) -> None:
         self._source, self._split, self._config = source, split, config
-        self._hot = None if hot is None else HotChunks(hot, source.chunks(split))
+        self._hot = None if hot is None else hot.in_chunks(source.chunks(split))
         self._orders = RecentlyUsed(self._make_order, capacity=2)
 
     def read(self, epoch: int, ranges: Sequence[tuple[int, int]]) -> Block:
@@ -56,8 +58,8 @@ class SampleReader:
 
     def hot_among_first(self, epoch: int, count: int) -> int:
         """Return how many of the first `count` samples of an epoch's plain order are hot; 0 without hot samples."""
-        order = self._orders.get(epoch)
-        return order.hot_among_first(count) if isinstance(order, PackedOrder) else 0
+        order: Any = self._orders.get(epoch)
+        return 0 if self._hot is None else order.hot_among_first(count)
 
     def blocks(self, stop: int, size: int, start: int = 0) -> Iterator[Block]:
         """Yield the samples [start, stop) of epoch 0, in order, in blocks of `size`; threads read ahead."""
@@ -70,7 +72,7 @@ class SampleReader:
         config, chunks = self._config, self._source.chunks(self._split)
         shuffle = config.shuffle and self._split == "train"
         order = EpochOrder(chunks, seed=config.seed, epoch=epoch, shuffle=shuffle, window=config.shuffle_window)
-        return order if self._hot is None else PackedOrder(order, self._hot)
+        return order if self._hot is None else self._hot.packed(order)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embershard.data.config import DataConfig
 from embershard.data.hashing import make_key, random_words, unit_floats
-from embershard.data.order.time_windows import TimeWindows
 from embershard.data.sample_bits import SampleBits
+
+if TYPE_CHECKING:
+    from embershard.data.order.time_windows import TimeWindows
 
 _RANDOM = 10  # a stream of random words of its own
 _SAMPLES_AT_ONCE = 1 << 16

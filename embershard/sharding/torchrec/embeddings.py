@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.cache.gpu.readback import Reads
 from embershard.cache.guards import CopiesGuard
 from embershard.cache.key_map import map_kind
-from embershard.cache.next_use import KnownBatch, pinned_tables
+from embershard.cache.next_use import pinned_tables
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.choose_transfer import transfer_kind
 from embershard.cache.rows.frozen_rows import FrozenRows
@@ -30,13 +30,19 @@ from embershard.cache.rows.host_store import HostStore
 from embershard.cache.slot_state import CacheContents
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
-from embershard.distributed.publish.write import BehindRows, TouchedRows
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
-from embershard.sharding.torchrec.ids.id_tables import KnownIds, PoolIdMaps
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row, take_spec
+
+if TYPE_CHECKING:
+    from embershard.distributed.publish.write import BehindRows, TouchedRows
+    from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
+
+
+#: What a pool knows of a batch before it is resident: `KnownBatch`, or `KnownIds` of tables that take any id.
+Known = Any
 
 
 class CopiesOfRows(Protocol):
@@ -243,6 +249,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
         self._announcer: object = None
         if spec.has_ids(tables):
+            from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
+
             self.ids = PoolIdMaps.of_tables(spec, tables, self.host.row_offsets, self._table_of_feature, self.cache)
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
@@ -286,7 +294,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             assert ticket is not None
             self._prefetched.append((ticket, indices))
 
-    def know(self, features: KeyedJaggedTensor) -> KnownBatch | KnownIds | None:
+    def know(self, features: KeyedJaggedTensor) -> Known | None:
         """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`."""
         if self.ids is not None:
             ids = PoolIds.of(features)
@@ -294,7 +302,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         return self.cache.know(*self.feature_keys.of(PoolIds.of(features))) if self.cache.next_use_index else None
 
     def prefetch_if_it_fits(
-        self, features: KeyedJaggedTensor, known: KnownBatch | KnownIds | None, critical_path: bool
+        self, features: KeyedJaggedTensor, known: Known | None, critical_path: bool
     ) -> Ticket | None:
         """Make a batch resident; return the ticket to :meth:`hand` before its forward, None if it does not fit beside
         those in flight.
@@ -307,10 +315,10 @@ class CachedTableBatchedEmbeddings(HostTables):
         return self._prepare(PoolIds.of(features), critical_path, known, if_it_fits=True)
 
     def prefetching(
-        self, features: KeyedJaggedTensor, known: KnownBatch | KnownIds | None, critical_path: bool
+        self, features: KeyedJaggedTensor, known: Known | None, critical_path: bool
     ) -> Reads[Ticket | None]:
         """Do `prefetch_if_it_fits` in parts: yield where the host needs numbers of the device."""
-        if self.ids is not None or isinstance(known, KnownIds):
+        if self.ids is not None:
             return self.prefetch_if_it_fits(features, known, critical_path)
         keys, lengths = self.feature_keys.of(PoolIds.of(features))
         ticket = yield from self.cache.preparing(keys, lengths, critical_path, known, True)
@@ -320,10 +328,9 @@ class CachedTableBatchedEmbeddings(HostTables):
         """Give the next forward with gradients its ticket; None: its batch has none."""
         self._handed[:] = (ticket,)
 
-    def skip(self, features: KeyedJaggedTensor, known: KnownBatch | KnownIds | None) -> None:
+    def skip(self, features: KeyedJaggedTensor, known: Known | None) -> None:
         """Take back the announcement of the next known batch; None: it was taken back or became resident."""
-        if isinstance(known, KnownIds):
-            assert self.ids is not None
+        if self.ids is not None and known is not None:
             self.ids.skip(known)
         elif known is not None:
             self.cache.skip(self.feature_keys.of(PoolIds.of(features))[0], known)
@@ -367,14 +374,12 @@ class CachedTableBatchedEmbeddings(HostTables):
         self,
         ids: PoolIds,
         critical_path: bool,
-        known: KnownBatch | KnownIds | None = None,
+        known: Known | None = None,
         if_it_fits: bool = False,
     ) -> Ticket | None:
         if self.ids is not None:
-            assert known is None or isinstance(known, KnownIds)
             lengths = self.feature_keys.lengths(ids) if known is None else known.lengths
             return self.ids.prepare(ids.indices, lengths, critical_path, known, if_it_fits)
-        assert not isinstance(known, KnownIds)
         keys, lengths = self.feature_keys.of(ids)
         return self._in_pinned_slots(self.cache.prepare(keys, lengths, critical_path, known, if_it_fits), lengths)
 
@@ -500,6 +505,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         Raises:
             CacheError: rows of which other ranks have copies, and a backward that did not end on this rank.
         """
+        from embershard.distributed.publish.write import TouchedRows
+
         assert self.cache.touched is not None, "updates are not tracked"
         if self.copies_guard is not None:
             self.copies_guard.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.ids.id_map import IdCounts
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
@@ -22,6 +22,9 @@ from embershard.sharding.torchrec.compat import lookups_of, with_int32_ids
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modules import CachedModule
+
+if TYPE_CHECKING:
+    from embershard.cache.ids.id_map import IdCounts
 
 
 def cached_embeddings(model: nn.Module) -> Iterator[CachedTableBatchedEmbeddings]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,10 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
-from embershard.cache.ids.id_map import RESERVED_ID
 from embershard.errors import ConfigError, IdOutOfRangeError
 from embershard.known_bounds import ANY_ID, bounds_of
 from embershard.sharding.torchrec.compat import as_keyed_jagged, lookups_of, supported
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.ids.id_states import IdStates
 from embershard.sharding.torchrec.lookups import (
     PERMUTED_SHARDINGS,
     POOLED_SHARDINGS,
@@ -42,6 +40,9 @@ from embershard.sharding.torchrec.modes.mode import ShardingInfos
 from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
 from embershard.sharding.torchrec.table_arguments import check_row_types, check_table_arguments
+
+if TYPE_CHECKING:
+    from embershard.sharding.torchrec.ids.id_states import IdStates
 
 
 def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
@@ -142,6 +143,8 @@ class CachedModule:
         self._table_of_ids = {name: config.name for config, _ in with_rules for name in config.feature_names}
         tables = {c.name: (rules, rules.buckets_of(c.name, c.num_embeddings)) for c, rules in with_rules}
         if tables:
+            from embershard.sharding.torchrec.ids.id_states import IdStates
+
             holder = "embedding_bags" if hasattr(self, "embedding_bags") else "embeddings"
             self._id_states = states = IdStates(self, holder, pools_of_module(self), tables)
             self._register_state_dict_hook(lambda _, found, prefix, *__: states.add_to(found, prefix))  # type: ignore[attr-defined]
@@ -426,6 +429,8 @@ def check_any_ids(features: KeyedJaggedTensor, tables: Mapping[str, str]) -> Non
     Raises:
         IdOutOfRangeError: the one id that is reserved.
     """
+    from embershard.cache.ids.id_map import RESERVED_ID
+
     start, is_reserved = 0, features.values() == RESERVED_ID
     if not bool(is_reserved.any()):
         return

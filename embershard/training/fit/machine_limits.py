@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from embershard.distributed import Ranks, check_disk
-from embershard.distributed.publish.published import published
 from embershard.errors import ConfigError, os_problem
 from embershard.machine import HostMemory, host_memory
 from embershard.sharding.plan import Plan
@@ -249,5 +248,7 @@ def _bases_bytes(config: RunConfig) -> int:
 
 
 def _bytes_of_bases(folder: Path) -> int:
+    from embershard.distributed.publish.published import published
+
     files = (path for _, base in published(folder, "base") for path in base.rglob("*"))
     return sum(path.stat().st_size for path in files if path.is_file())

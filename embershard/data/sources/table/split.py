@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from embershard.data.config import DataConfig, TableConfig, TableFeature
 from embershard.data.hashing import Ids, make_key, random_words, unit_floats
-from embershard.data.order.time_windows import NEVER, TimeWindows
 from embershard.data.sample_bits import Flags, SampleBits
 from embershard.data.sources.held_out import HeldOut
 from embershard.data.sources.source import in_threads
@@ -70,6 +69,8 @@ def in_windows(config: DataConfig, files: TableFiles, chunks: Ids, newest: int |
     Raises:
         DataError: as `hold_out_by_column`; or there are too few windows, or too many.
     """
+    from embershard.data.order.time_windows import NEVER, TimeWindows
+
     columns, time = _SplitColumns(config, files, chunks), config.time
     assert time.column is not None, "samples are in time order"
     assert time.window is not None, "it was checked"

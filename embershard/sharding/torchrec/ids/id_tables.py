@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +23,11 @@ from embershard.cache.ids.id_map import IdGuard, IdMap, mixed
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import Ticket
-from embershard.distributed.publish.published_ids import ChangedRows
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.spec import RAW_IDS_KEY, CacheSpec, first_row
+
+if TYPE_CHECKING:
+    from embershard.distributed.publish.published_ids import ChangedRows
 
 
 @dataclass(eq=False)
@@ -279,6 +282,8 @@ class PoolIdMaps:
         Args:
             keys: int64 [N] of the pool, ascending.
         """
+        from embershard.distributed.publish.published_ids import ChangedRows
+
         found, changes = list[np.ndarray](), list[ChangedRows]()
         with self._lock:
             for ids_map, offset in zip(self._maps, self._offsets, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.touched import TouchedKeys
-from embershard.distributed.publish.write import TouchedRows
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedBags, ReplicatedRows
+
+if TYPE_CHECKING:
+    from embershard.distributed.publish.write import TouchedRows
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,8 @@ class HotTables:
         Raises:
             CacheError: a backward did not end on this rank.
         """
+        from embershard.distributed.publish.write import TouchedRows
+
         found = []
         for shard in self._shards:
             if shard.host is host:
