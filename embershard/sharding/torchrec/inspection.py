@@ -178,6 +178,16 @@ def cache_stats(model: nn.Module) -> list[TableStats]:
     return [found[place] for place in sorted(found)]
 
 
+def copied_rows(model: nn.Module) -> tuple[int, int]:
+    """Return the bytes of this rank's rows with copies on every rank, and how many ids of them it looked up so far.
+
+    >>> copied_rows(model)  # a sharded model, without such rows
+    (0, 0)
+    """
+    found = [module.copied_rows() for module in model.modules() if isinstance(module, CachedModule)]
+    return sum(num_bytes for num_bytes, _ in found), sum(lookups for _, lookups in found)
+
+
 def id_counts(model: nn.Module) -> dict[str, IdCounts]:
     """Return what became of the ids of this rank's shards, in the batches that trained, by table.
 

@@ -184,6 +184,11 @@ class CachedModule:
         """Return a context in which this module gets ids of `batch`; for modes whose work depends on the batch."""
         return nullcontext()
 
+    def copied_rows(self) -> tuple[int, int]:
+        """Return the device memory of rows with copies on every rank, and how many ids of them were looked up so far;
+        no cache counts these."""
+        return 0, 0
+
     def host_rows_changed(self, table: str | None, rows: Tensor | None) -> None:
         """Do nothing: the pools know of a write to host rows. Modes that keep copies of rows take them again."""
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from embershard.cache.ids.id_map import IdCounts
 from embershard.cache.statistics import CacheReport, TableStats
 from embershard.cache.totals import CacheTotals, PoolSize, RankCaches, RunCaches
 from embershard.distributed import Ranks
@@ -19,13 +18,15 @@ from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.metrics.predictions import Predicted, PredictionWindow
 from embershard.pipeline import LookAheadStats
 from embershard.run_result import IdTotals, LookAheadTotals, SentTotals
-from embershard.sharding.torchrec import cache_stats, id_counts, pools_by_module
-from embershard.sharding.torchrec.modes.hot_cold import hot_totals
+from embershard.sharding.torchrec import cache_stats, copied_rows, id_counts, pools_by_module
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.loss_monitor import Losses
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import EndReport, Report, TrainReport
+
+if TYPE_CHECKING:
+    from embershard.cache.ids.id_map import IdCounts
 
 
 class CacheReader:
@@ -41,7 +42,7 @@ class CacheReader:
     def since_last(self) -> CacheReport:
         """Report what all ranks' caches did since the last call."""
         found = CacheReport.total(cache_stats(self._model))
-        hot = hot_totals(self._model)[1]
+        hot = copied_rows(self._model)[1]
         mine = astuple(replace(found, lookups=found.lookups + hot, hits_lookups=found.hits_lookups + hot))
         counts = self._ranks.all_gather(torch.tensor(mine, device=self._ranks.device)).sum(dim=0)
         last, self._last = self._last, CacheReport(*counts.tolist())
@@ -60,7 +61,7 @@ class CacheReader:
             (module, set(pool.cache.tables), (pool.cache.num_slots, pool.cache.device_bytes, pool.cache.host_bytes))
             for module, pool in pools_by_module(self._model)
         ]
-        gathered = self._ranks.all_gather_objects((cache_stats(self._model), pools, hot_totals(self._model)))
+        gathered = self._ranks.all_gather_objects((cache_stats(self._model), pools, copied_rows(self._model)))
         tables: list[TableStats] = [table for on_rank, _, _ in gathered for table in on_rank]
         if not tables:
             return None
@@ -173,11 +174,13 @@ class IdReader:
 
     def totals(self) -> dict[str, IdTotals]:
         """Return what happened since the model was built, or a state was loaded."""
-        return {table: _id_totals(counts, IdCounts()) for table, counts in self._counts().items()}
+        return {table: _id_totals(counts, type(counts)()) for table, counts in self._counts().items()}
 
     def _counts(self) -> dict[str, IdCounts]:
         if not self._has_ids:
             return {}
+        from embershard.cache.ids.id_map import IdCounts
+
         mine = {table: astuple(counts) for table, counts in id_counts(self._model).items()}
         by_table: dict[str, list[tuple[int, ...]]] = {}
         for of_rank in self._ranks.all_gather_objects(mine):

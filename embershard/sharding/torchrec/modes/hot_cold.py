@@ -216,10 +216,9 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
             info.embedding_config.pooling = PoolingType.SUM
         return grouped
 
-    @property
-    def hot_bytes(self) -> int:
-        """Device memory of the hot rows, their optimizer states and the map that finds them."""
-        return self._hot.num_bytes + self._ids.num_bytes
+    def copied_rows(self) -> tuple[int, int]:
+        """Return the bytes of the hot rows, their optimizer states and the map that finds them, and their lookups."""
+        return self._hot.num_bytes + self._ids.num_bytes, self.num_hot_lookups
 
     def host_rows_changed(self, table: str | None, rows: Tensor | None) -> None:
         """Copy rows that were written to from the host tiers of all ranks. Collective."""
@@ -327,12 +326,6 @@ def _ascending(table: str, rows: Tensor) -> Tensor:
     if len(distinct) < rows.numel() or (len(distinct) and int(distinct[0]) < 0):
         raise ConfigError(f"hot_rows of table {table!r}: needed distinct row numbers from 0 on")
     return distinct
-
-
-def hot_totals(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of this rank's hot rows, and how many ids of hot rows it looked up so far."""
-    modules = [each for each in model.modules() if isinstance(each, HotColdShardedEmbeddingBagCollection)]
-    return sum(module.hot_bytes for module in modules), sum(module.num_hot_lookups for module in modules)
 
 
 def follow_hot_batches(model: nn.Module) -> None:
