@@ -1,0 +1,88 @@
+"""Without the rooms of a capability beside the core, all other modules import, and a run trains and resumes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.covering import keep
+from tests.without import CAPABILITIES, PROJECT, hiding_environment, imports_of, is_in, needs, rooms_of
+
+PACKAGE = PROJECT / "embershard"
+#: The quickstart, small, without a tracker.
+SMALL = (
+    *("data.synthetic.num_samples=9000", "data.synthetic.scale=0.0001", "train.batch_size=256", "train.log_every=5"),
+    *("train.eval_every=10", "checkpoint.every_steps=10", "profile.samples=2000", "train.device=cpu"),
+    "tracking.trackers=[]",
+)
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(PROJECT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_from(rooms: frozenset[str]) -> Iterator[str]:
+    """Yield the imports of rooms that other modules make when they are imported."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if not is_in(module_name(file), rooms):
+            found = imports_of(ast.parse(file.read_text(encoding="utf-8")).body)
+            yield from (f"{module_name(file)} imports {name}" for name in found if is_in(name, rooms))
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_nothing_else_imports_a_room_when_it_is_imported(name):
+    assert list(imports_from(rooms_of([name]))) == []
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_its_rooms_are_there(name):
+    assert [room for room in rooms_of([name]) if find_spec(room) is None] == []
+
+
+def test_an_import_is_noticed_wherever_it_runs():
+    text = "import a.b\nif x:\n    from c import d\nclass E:\n    import e\ndef f():\n    import g\n"
+    text += "if TYPE_CHECKING:\n    import h\ntry:\n    import i\nfinally:\n    pass\n"
+    assert set(imports_of(ast.parse(text).body)) == {"a.b", "c", "c.d", "e", "i"}
+
+
+def test_a_test_file_that_needs_a_room_through_another_is_found():
+    rooms = rooms_of(["several_labels"])
+    assert needs(PROJECT / "tests" / "unit" / "models" / "test_tasks.py", rooms)
+    assert not needs(Path(__file__), rooms)
+
+
+def run(arguments: list[str], environment: dict[str, str], folder: Path) -> None:
+    command = [sys.executable, "-m", "embershard", "train", "quickstart", "--nproc", "1", *arguments]
+    command += ["--run-dir", str(folder / "run")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names", keep([tuple(CAPABILITIES)], [tuple(CAPABILITIES), *((name,) for name in CAPABILITIES)])
+)
+def test_a_run_trains_and_resumes(names, tmp_path):
+    environment = hiding_environment(tmp_path, names)
+    small = [word for setting in SMALL for word in ("--set", setting)]
+    run([*small, "--set", "train.max_steps=10"], environment, tmp_path)
+    run([*small, "--set", "train.max_steps=14", "--resume"], environment, tmp_path)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 14
+
+
+@pytest.mark.slow
+def test_what_is_hidden_is_not_found(tmp_path):
+    """By any Python process of that environment; a negative control of the runs above."""
+    environment = hiding_environment(tmp_path, ["hstu"])
+    done = subprocess.run(
+        [sys.executable, "-c", "import embershard.models.hstu"], env=environment, capture_output=True, text=True
+    )
+    assert "embershard.models.hstu is taken out" in done.stderr
