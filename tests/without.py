@@ -45,6 +45,7 @@ CAPABILITIES = {
     "hot_cold": Capability(
         (
             "data.order.hot_samples",
+            "sharding.hot_rows",
             "sharding.torchrec.modes.hot_cold",
             "sharding.torchrec.modes.hot_tables",
             "training.parts.hot_cold",

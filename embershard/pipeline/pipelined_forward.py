@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import _symbolic_trace
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.train_pipeline.utils import _rewrite_model
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -25,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.errors import CacheError, ShardingError
 from embershard.pipeline.left_steps import BackwardWatch
 from embershard.pipeline.module_input import ModuleInput, features_among
+from embershard.sharding.torchrec.compat import unwrapped
 from embershard.sharding.torchrec.modules import check_ids, ids_are_checked, in_batch
 
 _log = logging.getLogger(__name__)
@@ -246,10 +246,9 @@ def _torch_fx_undone() -> Iterator[None]:
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule]:
     """Return the sharded modules of a `DistributedModelParallel`, by name."""
-    inner: Any = model.module
-    while isinstance(inner, DistributedDataParallel):
-        inner = inner.module
-    return {name: module for name, module in inner.named_modules() if isinstance(module, ShardedModule)}
+    return {
+        name: module for name, module in unwrapped(model.module).named_modules() if isinstance(module, ShardedModule)
+    }
 
 
 def _named_forwards(model: nn.Module, batch: Any, step: OpenStep, features: Features) -> list[PipelinedForward]:

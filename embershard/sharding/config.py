@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from embershard.cache.config import CacheConfig
 from embershard.errors import ConfigError
 from embershard.settings.resume_rules import AsOrder, Free, OfTraining
+
+if TYPE_CHECKING:
+    from embershard.sharding.run_shape import ModeMemory
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
 ExchangeChoice = Literal["pooled", "rows", "auto"]
@@ -71,6 +74,15 @@ class ShardingConfig:
                     f"sharding.{name}={getattr(self, name)!r} has no effect with sharding.mode='data_parallel': no "
                     "table is placed, and no embedding travels. Remove one of the two."
                 )
+
+    @property
+    def mode_memory(self) -> ModeMemory | None:
+        """What the mode takes of each rank's device memory beside caches and tables; None: nothing."""
+        if self.hot_bytes is None:
+            return None
+        from embershard.sharding.hot_rows import HotRowsMemory
+
+        return HotRowsMemory(self.hot_bytes)
 
     @property
     def number_bytes(self) -> tuple[int, int]:

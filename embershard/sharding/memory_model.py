@@ -33,8 +33,8 @@ class RankMemory:
     """Bytes of one rank, by what for.
 
     Attributes:
-        device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; with copies of
-            hot rows also "hot_rows", and "reserve" where some is left free.
+        device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; also those
+            of `RunShape.mode_memory`, and "reserve" where some is left free.
         host: "rows" and "scores" of cached tables, and "id_maps" of those that take any id.
     """
 
@@ -207,8 +207,8 @@ def step_bytes(
     shape: RunShape,
     lookups_per_sample: float,
 ) -> dict[str, int]:
-    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; with copies of hot
-    rows, for these: "hot_rows"; and what is left free: "reserve".
+    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; what its mode takes;
+    and what is left free: "reserve".
 
     `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in
     training: sent, received, and their gradients. Batches are kept for the window, which `MAX_KNOWN_BYTES` limits;
@@ -229,7 +229,7 @@ def step_bytes(
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
         "activations": round(model.activation_bytes_per_sample * batch),
         "input_buffers": round(window + 2 * lookups_per_sample * batch * ID_BYTES + vectors),
-        **_hot_rows_bytes(model, shape),
+        **({} if shape.mode_memory is None else shape.mode_memory.device_bytes(model, shape.device)),
         **({"reserve": shape.reserve_bytes} if shape.reserve_bytes else {}),
     }
 
@@ -269,14 +269,3 @@ def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
     about as many as it sends."""
     vectors = 2 * lookups if shard.exchange == "rows" or shard.table.is_sequence else num_samples
     return 2 * shard.columns * vectors * _FLOAT_BYTES
-
-
-def _hot_rows_bytes(model: ModelSize, shape: RunShape) -> dict[str, int]:
-    """Return the bytes of the hot rows' copies and of the map that finds them; of a hashed map, the most."""
-    if not shape.hot_bytes:
-        return {}
-    rows = sum(table.rows for table in model.tables)
-    most_hot = shape.hot_bytes // min(table.row_bytes() for table in model.tables)
-    is_array = map_kind(None, rows, shape.device) == "array"
-    map_bytes = ARRAY_ROW_BYTES * rows if is_array else HASHED_SLOT_BYTES * most_hot
-    return {"hot_rows": shape.hot_bytes + map_bytes}

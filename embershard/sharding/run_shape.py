@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from embershard.cache.config import CachePolicy, MapKind
 from embershard.sharding.config import ExchangeChoice
+from embershard.sharding.sizes import ModelSize
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,13 @@ class ReplaySettings:
     shuffle_window: int = 0
 
 
+class ModeMemory(Protocol):
+    """Device memory of each rank that a mode takes beside caches and tables."""
+
+    def device_bytes(self, model: ModelSize, device: str) -> dict[str, int]:
+        """Return the bytes on "cpu" or "cuda", by what for; no name of `RankMemory`'s is among them."""
+
+
 @dataclass(frozen=True)
 class RunShape:
     """A run: the ranks, the batches and the caches' settings.
@@ -45,7 +53,7 @@ class RunShape:
         number_bytes: bytes of one number of an embedding, and of its gradient, between ranks.
         slot_map: kind of the maps from rows to slots; None where each pool's size decides.
         exchange: what travels between ranks; "auto": of each table what takes fewer bytes.
-        hot_bytes: memory of each rank for copies of hot rows and their optimizer states; 0: there are none.
+        mode_memory: what the mode takes beside caches and tables; None: nothing.
         reserve_bytes: device memory of a rank that is left free.
         cores_per_node: that a CPU's ranks share; None: every rank has its own.
     """
@@ -59,7 +67,7 @@ class RunShape:
     number_bytes: tuple[float, float] = (4, 4)
     slot_map: MapKind | None = None
     exchange: ExchangeChoice = "pooled"
-    hot_bytes: int = 0
+    mode_memory: ModeMemory | None = None
     cores_per_node: int | None = None
     reserve_bytes: int = 0
 

@@ -56,7 +56,7 @@ def make_workload(
         number_bytes=config.sharding.number_bytes,
         slot_map=config.cache.slot_map,
         exchange=config.sharding.exchange if config.cache.enabled else "pooled",
-        hot_bytes=config.sharding.hot_bytes or 0,
+        mode_memory=config.sharding.mode_memory,
         cores_per_node=cores_per_node,
         reserve_bytes=reserve_bytes,
     )

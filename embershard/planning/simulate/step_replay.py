@@ -103,8 +103,8 @@ class Pipeline:
     def cores_for(self, num_ranks: int) -> int | None:
         """Return the cores that the ranks of a node take turns on, of so many ranks in all; None: each has its own."""
         local, cores = min(self.ranks_per_node, num_ranks), self.cores_per_node
-        is_shared = self.device == "cpu" and cores is not None and local > cores and num_ranks % local == 0
-        return cores if is_shared else None
+        take_turns = self.device == "cpu" and cores is not None and local > cores and num_ranks % local == 0
+        return cores if take_turns else None
 
 
 @dataclass(frozen=True)

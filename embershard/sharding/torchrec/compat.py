@@ -52,6 +52,11 @@ def lookups_of(module: Any) -> Iterator[Any]:
     """Yield the lookups of a sharded module, one for each of its shardings, without the wrappers of data-parallel ones;
     none for any other module."""
     for lookup in getattr(module, "_lookups", None) or ():
-        while isinstance(lookup, DistributedDataParallel):
-            lookup = lookup.module
-        yield lookup
+        yield unwrapped(lookup)
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the module inside of the wrappers of data-parallel ones."""
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
@@ -18,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
-from embershard.sharding.torchrec.compat import lookups_of, with_int32_ids
+from embershard.sharding.torchrec.compat import lookups_of, unwrapped, with_int32_ids
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modules import CachedModule
@@ -93,7 +92,7 @@ def _named_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tup
         return
     seen.add(id(module))
     yield path, module
-    is_wrapper = isinstance(module, DistributedModelParallel | DistributedDataParallel)
+    is_wrapper = isinstance(module, DistributedModelParallel) or unwrapped(module) is not module
     for name, child in module.named_children():
         yield from _named_modules(child, path if is_wrapper else f"{path}.{name}".lstrip("."), seen)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import _remote_device
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
@@ -35,10 +35,10 @@ from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingCollection,
     new_sharded_module,
 )
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
 
-POOLED_TYPES = [ShardingType.DATA_PARALLEL.value, *POOLED_SHARDINGS]
-SEQUENCE_TYPES = [ShardingType.DATA_PARALLEL.value, *SEQUENCE_SHARDINGS]
+POOLED_TYPES = [REPLICATED, *POOLED_SHARDINGS]
+SEQUENCE_TYPES = [REPLICATED, *SEQUENCE_SHARDINGS]
 
 
 def has_cache(sharder: object) -> bool:
@@ -118,7 +118,7 @@ class _Cached:
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Return the kernels: cached or fused for sharded tables; dense or fused for replicated ones, whose rows the
         dense optimizer or the fused one trains."""
-        if sharding_type == ShardingType.DATA_PARALLEL.value:
+        if sharding_type == REPLICATED:
             return self._REPLICATED_KERNELS
         fused = EmbeddingComputeKernel.FUSED.value
         # TorchRec's planner fails on cached tables on a CPU, for which it has no bandwidth: see `plan_sharding`.

@@ -12,6 +12,7 @@ from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
+    ShardingType,
 )
 from torchrec.distributed.types import ParameterSharding
 
@@ -33,7 +34,9 @@ RAW_IDS_KEY = "_embershard_raw_ids"
 # Cached tables carry TorchRec's label for them: so its planner, state dicts, optimizer states and prefetch hooks apply.
 # CUSTOMIZED_KERNEL would leave them out of the state dict.
 CACHED_KERNEL = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-# Of `data_parallel` tables that the fused optimizer trains; TorchRec's own have DENSE.
+#: Of tables with a copy on every rank, as TorchRec calls their sharding type.
+REPLICATED = ShardingType.DATA_PARALLEL.value
+# Of such tables that the fused optimizer trains; TorchRec's own have DENSE.
 REPLICATED_KERNEL = EmbeddingComputeKernel.FUSED.value
 
 

@@ -144,7 +144,7 @@ def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
         ranks.device,
         ReplaySettings(policy, known, depths.prefetch),
         slot_map=config.cache.slot_map,
-        hot_bytes=config.sharding.hot_bytes or 0,
+        mode_memory=config.sharding.mode_memory,
     )
 
 

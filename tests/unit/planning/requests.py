@@ -14,6 +14,7 @@ from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.request import Budget, PlanRequest, Workload
 from embershard.sharding.config import ExchangeChoice
+from embershard.sharding.hot_rows import HotRowsMemory
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
@@ -73,7 +74,7 @@ def make_workload(
         num_steps,
         slot_map=slot_map,
         exchange=exchange,
-        hot_bytes=hot_bytes,
+        mode_memory=HotRowsMemory(hot_bytes) if hot_bytes else None,
         cores_per_node=cores_per_node,
     )
     return Workload(model_of(rows, dims, **table), data or data_of(tuple(rows)), shape)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag, BatchedFusedEmbeddingBag
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardingType
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.dp_sharding import (
     BaseDpEmbeddingSharding,
     DpPooledEmbeddingDist,
@@ -31,7 +31,7 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.sharding.torchrec.feature_keys import add_per_feature, feature_lengths
 from embershard.sharding.torchrec.lookups import OwnShardingInfo, check_dims
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedRows
-from embershard.sharding.torchrec.spec import REPLICATED_KERNEL
+from embershard.sharding.torchrec.spec import REPLICATED, REPLICATED_KERNEL
 from embershard.sharding.torchrec.table_arguments import check_row_types, check_table_arguments
 
 
@@ -56,7 +56,7 @@ def group_replicated(infos: dict[str, list[EmbeddingShardingInfo]]) -> dict[str,
     grouped: dict[str, list[EmbeddingShardingInfo]] = {}
     for kind, members in infos.items():
         for info in members:
-            if (kind, info.param_sharding.compute_kernel) != (ShardingType.DATA_PARALLEL.value, REPLICATED_KERNEL):
+            if (kind, info.param_sharding.compute_kernel) != (REPLICATED, REPLICATED_KERNEL):
                 grouped.setdefault(kind, []).append(info)
                 continue
             _check(info)

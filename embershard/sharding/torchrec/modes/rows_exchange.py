@@ -33,6 +33,7 @@ from embershard.sharding.shards import Exchange
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS, OwnInput, OwnShardingInfo
 from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds, check_weights
 from embershard.sharding.torchrec.modes.mode import Arguments, ShardingInfos, ShardingMode
+from embershard.sharding.torchrec.spec import REPLICATED
 
 _COLUMN_WISE = SEQUENCE_SHARDINGS[ShardingType.COLUMN_WISE.value]
 
@@ -234,7 +235,7 @@ class RowsExchangeMode(ShardingMode):
             raise ConfigError(f"exchange={exchange!r} has no effect with a plan, which says it per table. Remove one")
         self._tables = None if plan is None else {table.table for table in plan.tables if table.exchange == "rows"}
         if plan is None:
-            self.splits_bags, self.types = True, [ShardingType.DATA_PARALLEL.value, *ROWS_TYPES]
+            self.splits_bags, self.types = True, [REPLICATED, *ROWS_TYPES]
 
     def __str__(self) -> str:
         return 'exchange="rows"'
@@ -248,7 +249,7 @@ class RowsExchangeMode(ShardingMode):
         for kind, members in infos.items():
             for info in members:
                 name = info.embedding_config.name
-                if kind == ShardingType.DATA_PARALLEL.value or not self.are_by_columns(name):
+                if kind == REPLICATED or not self.are_by_columns(name):
                     grouped.setdefault(kind, []).append(info)
                 else:
                     key = f"{kind}, rows of {_columns(name, kind, info)}"

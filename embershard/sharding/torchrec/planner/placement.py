@@ -14,7 +14,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbeddingBag,
 )
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardingType
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding_plan import placement as placed_on
 from torchrec.distributed.types import (
@@ -34,7 +34,7 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import CachedEmbedding, CachedEmbeddingBag
 from embershard.sharding.torchrec.planner.torchrec_planner import shardable_tables
 from embershard.sharding.torchrec.sharders import has_cache, inner_sharder
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED_KERNEL
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED, REPLICATED_KERNEL
 
 #: Rows, columns and dtype of a table.
 TableShape = tuple[int, int, str]
@@ -156,7 +156,7 @@ def placements_of(
                 raise ShardingError(f"table {name!r}: plans do not know the compute kernel {param.compute_kernel!r}")
             shards = [] if param.sharding_spec is None else param.sharding_spec.shards
             ranks = tuple(shard.placement.rank() for shard in shards)
-            is_replicated = param.sharding_type == ShardingType.DATA_PARALLEL.value
+            is_replicated = param.sharding_type == REPLICATED
             kernel: Any = "replicated" if is_replicated else _OUR_KERNELS[param.compute_kernel]
             rows, dim, dtype = tables[name]
             placement: Any = (name, rows, dim, dtype, param.sharding_type, kernel, ranks, "pooled", groups[name])
@@ -217,7 +217,7 @@ def _built(model: nn.Module, rank: int) -> tuple[list[_BuiltShard], list[PoolPla
     for sharding, kernel in _kernels(model):
         tables = kernel.config.embedding_tables
         kind = next((name for types, name in _BUILT_KERNELS if isinstance(kernel, types)), type(kernel).__name__)
-        if sharding == ShardingType.DATA_PARALLEL.value:
+        if sharding == REPLICATED:
             kind = "replicated"
         for table, (rows, columns, *_) in zip(tables, kernel.emb_module.embedding_specs, strict=True):
             offsets = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)

@@ -39,13 +39,13 @@ from embershard.machine import host_memory
 from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.sharders import bags_of, check_groups, has_cache, inner_sharder
-from embershard.sharding.torchrec.spec import CACHED_KERNEL
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED
 from embershard.sharding.torchrec.table_arguments import check_row_types
 from embershard.units import size
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _DENSE = EmbeddingComputeKernel.DENSE.value
-_TABLE, _DATA_PARALLEL = ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value
+_TABLE = ShardingType.TABLE_WISE.value
 _MOST_PLACED_SHARDS = 100_000  # by one proposer: a second of a run's start, for hundreds of tables
 #: In place of TorchRec's 128 GB per rank: rows may be in files, or made when they are used.
 _HOST_BYTES = 2**50
@@ -283,7 +283,7 @@ def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> lis
 def _constraint(given: ParameterConstraints | None, table: ShardableTable, device_type: str) -> ParameterConstraints:
     """Add our defaults to the user's constraint: cached if the sharder caches, sharded rather than replicated."""
     constraint = copy.deepcopy(given) if given is not None else ParameterConstraints()
-    replicated, caches = constraint.sharding_types == [_DATA_PARALLEL], has_cache(table.sharder)
+    replicated, caches = constraint.sharding_types == [REPLICATED], has_cache(table.sharder)
     own_types = inner_sharder(table.sharder).types_of(table.name, table.weight.shape[0]) if caches else None
     if constraint.sharding_types is None:
         types = table.sharder.sharding_types(device_type)
@@ -295,7 +295,7 @@ def _constraint(given: ParameterConstraints | None, table: ShardableTable, devic
     if caches and (_FUSED if replicated else CACHED_KERNEL) in (constraint.compute_kernels or ()):
         check_row_types({table.name: table.weight.dtype})
     if CACHED_KERNEL in (constraint.compute_kernels or ()):
-        constraint.sharding_types = [kind for kind in constraint.sharding_types if kind != _DATA_PARALLEL]
+        constraint.sharding_types = [kind for kind in constraint.sharding_types if kind != REPLICATED]
         if not constraint.sharding_types:
             raise ShardingError(
                 f"table {table.name!r}: sharding type 'data_parallel' with compute kernel {CACHED_KERNEL!r}; copies on "
