@@ -127,8 +127,20 @@ def hiding_environment(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 @cache
 def _imports(path: Path) -> frozenset[str]:
-    """Return the modules that a file imports when it is imported itself."""
-    return frozenset(name for name in imports_of(ast.parse(path.read_text(encoding="utf-8")).body))
+    """Return the modules that a file imports when it is imported itself; lazy names of a room as their modules."""
+    names = imports_of(ast.parse(path.read_text(encoding="utf-8")).body)
+    return frozenset(_lazy_names(name.rpartition(".")[0]).get(name, name) for name in names)
+
+
+@cache
+def _lazy_names(package: str) -> dict[str, str]:
+    """Return the modules of a room's lazy names, by the names with the package in front."""
+    path = PROJECT / package.replace(".", "/") / "__init__.py"
+    if not package or not path.exists():
+        return {}
+    for_type_checkers = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
+    imports = [each for node in for_type_checkers for each in node.body if isinstance(each, ast.ImportFrom)]
+    return {f"{package}.{name.name}": str(node.module) for node in imports for name in node.names}
 
 
 def imports_of(statements: Iterable[ast.stmt]) -> Iterator[str]:
