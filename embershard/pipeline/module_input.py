@@ -43,7 +43,7 @@ class ModuleInput:
         self._is_sent = False
         self._received: Any = None
         self._groups: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] | None = None
-        self._known: dict[int, Known | None] = {}  # by pool
+        self._known: dict[int, Known] = {}  # by pool
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
         self.is_used = False

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from embershard.distributed.publish.write import BehindRows, TouchedRows
     from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 
-
-#: What a pool knows of a batch before it is resident: `KnownBatch`, or `KnownIds` of tables that take any id.
+#: What a pool knows of a batch before it is resident: `KnownBatch`, or `KnownIds` of tables that take any id; or None.
 Known = Any
 
 
@@ -294,16 +293,14 @@ class CachedTableBatchedEmbeddings(HostTables):
             assert ticket is not None
             self._prefetched.append((ticket, indices))
 
-    def know(self, features: KeyedJaggedTensor) -> Known | None:
+    def know(self, features: KeyedJaggedTensor) -> Known:
         """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`."""
         if self.ids is not None:
             ids = PoolIds.of(features)
             return self.ids.know(ids.indices, self.feature_keys.lengths(ids))
         return self.cache.know(*self.feature_keys.of(PoolIds.of(features))) if self.cache.next_use_index else None
 
-    def prefetch_if_it_fits(
-        self, features: KeyedJaggedTensor, known: Known | None, critical_path: bool
-    ) -> Ticket | None:
+    def prefetch_if_it_fits(self, features: KeyedJaggedTensor, known: Known, critical_path: bool) -> Ticket | None:
         """Make a batch resident; return the ticket to :meth:`hand` before its forward, None if it does not fit beside
         those in flight.
 
@@ -314,9 +311,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         """
         return self._prepare(PoolIds.of(features), critical_path, known, if_it_fits=True)
 
-    def prefetching(
-        self, features: KeyedJaggedTensor, known: Known | None, critical_path: bool
-    ) -> Reads[Ticket | None]:
+    def prefetching(self, features: KeyedJaggedTensor, known: Known, critical_path: bool) -> Reads[Ticket | None]:
         """Do `prefetch_if_it_fits` in parts: yield where the host needs numbers of the device."""
         if self.ids is not None:
             return self.prefetch_if_it_fits(features, known, critical_path)
@@ -328,7 +323,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         """Give the next forward with gradients its ticket; None: its batch has none."""
         self._handed[:] = (ticket,)
 
-    def skip(self, features: KeyedJaggedTensor, known: Known | None) -> None:
+    def skip(self, features: KeyedJaggedTensor, known: Known) -> None:
         """Take back the announcement of the next known batch; None: it was taken back or became resident."""
         if self.ids is not None and known is not None:
             self.ids.skip(known)
@@ -371,11 +366,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.forget_ids_ahead()
 
     def _prepare(
-        self,
-        ids: PoolIds,
-        critical_path: bool,
-        known: Known | None = None,
-        if_it_fits: bool = False,
+        self, ids: PoolIds, critical_path: bool, known: Known = None, if_it_fits: bool = False
     ) -> Ticket | None:
         if self.ids is not None:
             lengths = self.feature_keys.lengths(ids) if known is None else known.lengths

@@ -93,7 +93,7 @@ class IdShardingInfo(OwnShardingInfo):
 
 
 def group_ids(
-    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec, is_sequence: bool
+    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec, is_sequence: bool = False
 ) -> dict[str, list[EmbeddingShardingInfo]]:
     """Take the row-wise tables of `spec.ids` out of the groups by sharding type, into groups of their own. Table-wise
     ones stay in theirs, where an entry in `fused_params` gives them a pool of their own.
