@@ -9,7 +9,7 @@ from embershard.lazy_names import lazy_names
 if TYPE_CHECKING:
     from embershard.models.build import build_model
     from embershard.models.config import ModelConfig
-    from embershard.models.outline import model_tables, num_parameters
+    from embershard.models.dense_size import model_tables, num_parameters
     from embershard.models.schema import table_name
     from embershard.models.tables import ModelTable
 else:

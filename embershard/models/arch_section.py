@@ -6,10 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import nn
+from typing import Any, ClassVar
 
 FLOPS_PER_MULTIPLY_ADD = 2 * 3  # the forward, and in the backward the gradients of inputs and of weights
 
@@ -19,8 +16,13 @@ class ArchSection(ABC):
     its architecture. All numbers of events are of one history.
 
     P features of the scored item and Q >= P of an event, of dim D.
+
+    Attributes:
+        network: class of what is over the embeddings, "module:class", made of Q, D, the section and the widths of the
+            last MLP, which is its `over`; called as `HSTU` is.
     """
 
+    network: ClassVar[str]
     times: Sequence[str]
     max_events: int
 
@@ -28,10 +30,6 @@ class ArchSection(ABC):
     @abstractmethod
     def drops(self) -> bool:
         """Training leaves out some numbers by chance."""
-
-    @abstractmethod
-    def network(self, num_features: int, dim: int, over_layers: Sequence[int]) -> nn.Module:
-        """Build what is over the embeddings, called as `HSTU` is, with the last MLP in `over`; `num_features` is Q."""
 
     @abstractmethod
     def num_parameters(self, num_features: int, dim: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.de
     with device:
         network: Any
         if config.section is not None:
-            network = config.section.network(len(config.history), dim, over)
+            network = resolve_name(config.section.network)(len(config.history), dim, config.section, over)
         else:
             counts = len(config.target), embeddings.num_others, dim
             is_din = config.arch == "din"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from embershard.errors import ConfigError
 from embershard.models.arch_section import FLOPS_PER_MULTIPLY_ADD, ArchSection, mlp_parameters
 from embershard.settings.resume_rules import OfModel, OfTraining
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _HALF_OCTAVES = 64  # differences of times up to 2^32 seconds are told apart
 #: Least seconds of each bucket of such differences but the first: about sqrt(2) times those of the bucket before.
@@ -29,6 +25,8 @@ class HstuConfig(ArchSection):
     >>> HstuConfig(num_layers=5, num_heads=4, head_dim=128, max_events=2039).token_width(4)
     2048
     """
+
+    network: ClassVar[str] = "embershard.models.hstu:HSTU"
 
     num_layers: OfModel[int] = 2
     """Layers of attention."""
@@ -79,11 +77,6 @@ class HstuConfig(ArchSection):
     @property
     def drops(self) -> bool:
         return any((self.input_dropout, self.linear_dropout))
-
-    def network(self, num_features: int, dim: int, over_layers: Sequence[int]) -> nn.Module:
-        from embershard.models.hstu import HSTU  # it loads TorchRec
-
-        return HSTU(num_features, dim, self, over_layers)
 
     def num_parameters(self, num_features: int, dim: int) -> int:
         biases = self.max_events + 1 + (NUM_TIME_BUCKETS if self.times else 0)

@@ -10,7 +10,7 @@ from embershard.errors import ConfigError
 from embershard.settings.resume_rules import AsOrder, Free, OfTraining
 
 if TYPE_CHECKING:
-    from embershard.sharding.run_shape import ModeMemory
+    from embershard.sharding.sizes import ModeMemory
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
 ExchangeChoice = Literal["pooled", "rows", "auto"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from embershard.cache.config import CachePolicy, MapKind
 from embershard.sharding.config import ExchangeChoice
-from embershard.sharding.sizes import ModelSize
+from embershard.sharding.sizes import ModeMemory
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,6 @@ class ReplaySettings:
     prefetch: int = 2
     profile_samples: int | None = 0
     shuffle_window: int = 0
-
-
-class ModeMemory(Protocol):
-    """Device memory of each rank that a mode takes beside caches and tables."""
-
-    def device_bytes(self, model: ModelSize, device: str) -> dict[str, int]:
-        """Return the bytes on "cpu" or "cuda", by what for; no name of `RankMemory`'s is among them."""
 
 
 @dataclass(frozen=True)

@@ -168,3 +168,10 @@ def by_pool(shards: Sequence[PlacedShard]) -> dict[PoolKey, list[PlacedShard]]:
 def names_in_pool(members: Iterable[PlacedShard]) -> tuple[str, ...]:
     """Return the tables of the shards that share a cache, as a plan's pool names them."""
     return tuple(sorted({shard.table.table for shard in members}))
+
+
+class ModeMemory(Protocol):
+    """Device memory of each rank that a mode takes beside caches and tables."""
+
+    def device_bytes(self, model: ModelSize, device: str) -> dict[str, int]:
+        """Return the bytes on "cpu" or "cuda", by what for; no name of `RankMemory`'s is among them."""
