@@ -31,8 +31,10 @@ def batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:
 
 
 def with_int32_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the features with their ids as int32.
+    """Return the features with their ids as int32. What the host knows of their lengths it still knows: to ask for them
+    is a wait for the device.
 
+    >>> import torch
     >>> with_int32_ids(KeyedJaggedTensor(["user"], torch.tensor([7, 5]), lengths=torch.tensor([2, 0]))).values()
     tensor([7, 5], dtype=torch.int32)
     """
@@ -44,6 +46,7 @@ def with_int32_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         lengths=features.lengths(),
         stride=features.stride() if strides is None else None,
         stride_per_key_per_rank=strides,
+        length_per_key=features.length_per_key_or_none(),
         inverse_indices=features.inverse_indices_or_none(),
     )
 

@@ -47,10 +47,10 @@ class Pools(training.Module):
         self._lookups = [SimpleNamespace(_emb_modules=[each], _feature_splits=[len(rows)]) for each in kernels]
 
     def input_dist(self, context: Any, features: Any) -> Any:
-        """Once for each lookup."""
+        """Once for each lookup; the host knows the lengths, as behind TorchRec's all-to-all."""
         arriving, count = super().input_dist(context, features), len(self.pools)
         return SimpleNamespace(
-            wait=lambda: SimpleNamespace(wait=lambda: KJTList([*arriving.wait().wait()] * count)),
+            wait=lambda: SimpleNamespace(wait=lambda: KJTList([each.sync() for each in arriving.wait().wait()] * count)),
         )
 
     def compute_and_output_dist(self, context: Any, received: KJTList) -> Tensor:
