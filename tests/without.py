@@ -64,25 +64,30 @@ CAPABILITIES = {
             "cache.ids.births",
             "cache.ids.changed_ids",
             "cache.ids.id_map",
+            "commands.data.start_ids",
             "sharding.torchrec.ids",
         ),
         ("ids", "id_", "_id"),
     ),
     "publications": Capability(
-        ("commands.export.publish", "distributed.publish", "training.parts.publishing"),
+        ("commands.publish", "distributed.publish", "training.parts.publishing"),
         ("publish", "publication", "replica"),
         carries=("serving",),
     ),
     "following": Capability(
         ("data.sources.followed", "training.parts.following"), ("follow", "journal", "idle", "arriv")
     ),
-    "time_order": Capability(("data.order.time_windows",), ("time", "window", "days"), carries=("following",)),
+    "time_order": Capability(
+        ("data.order.time_windows", "training.parts.windows"), ("time", "window", "days"), carries=("following",)
+    ),
     "several_labels": Capability(("models.tasks",), ("task", "label", "tower", "mmoe", "ple", "bottom", "funnel")),
     "trackers": Capability(("reports.tracking",), ("track", "mlperf", "tensorboard", "wandb", "mlflow", "prometheus")),
     "engines": Capability(
         ("sweeps.on_kubernetes", "sweeps.on_ray", "sweeps.on_slurm"), ("ray", "slurm", "kubernetes", "cluster")
     ),
-    "serving": Capability(("commands.export", "serving"), ("export", "serv", "publish", "replica", "predict")),
+    "serving": Capability(
+        ("commands.export", "commands.serve", "serving"), ("export", "serv", "publish", "replica", "predict")
+    ),
     "hstu": Capability(("models.hstu",), ("hstu", "music", "times", "events")),
 }
 
