@@ -1,4 +1,4 @@
-"""First touches of host rows, by what the system does for them (docs/decisions/rows.md#0057-first-touches-of-host-memory-cost-what-the-rows-cost).
+"""First touches of host rows, by what the system does for them (decision 0057).
 
     python -m benchmarks.first_touch
 

@@ -48,7 +48,9 @@ from embershard.settings.files import load_config
 from embershard.sharding.torchrec.modules import CachedModule
 from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig
+from embershard.training.parts import part as part_module
 from embershard.training.parts.counts import StepMetrics
+from embershard.training.parts.loss_monitor import Losses
 from embershard.training.trainer import Trainer
 
 #: The shape of MLPerf's DLRM, with narrow layers: their operations do not count, or should take no time.
@@ -92,7 +94,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "quality": [(PredictionWindow, "add")],
     "report of quality": [(PredictionWindow, "quality")],
     "report": [(StepMetrics, "report")],
-    "loss": [(Trainer, "_check_loss")],
+    "loss": [(Losses, "add")],
 }
 _REPORTS = ("report of quality", "report")  # at every step here, and at every 20th by default
 _ON_HOST = ("input", "ids", "inputs", "quality", "loss", REST)  # others have work of kernels that no operation shows
@@ -265,7 +267,7 @@ class Steps:
             RunConfig, folder / "run.toml", [f"{name}={json.dumps(value)}" for name, value in own.items()]
         )
         on_thread = functools.partial(LookAheadPipeline, worker=False)  # as on a GPU
-        stack.enter_context(mock.patch.object(trainer_module, "LookAheadPipeline", on_thread))
+        stack.enter_context(mock.patch.object(part_module, "LookAheadPipeline", on_thread))
         trainer = Trainer(config, self._ranks)
         stack.callback(trainer.close)
         return trainer

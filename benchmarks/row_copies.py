@@ -1,4 +1,4 @@
-"""Time of copying one batch's rows, by element width and page size (docs/decisions/rows.md#0003-rows-are-copied-in-the-widest-elements-on-huge-pages).
+"""Time of copying one batch's rows, by element width and page size (decision 0003).
 
 python -m benchmarks.row_copies
 """

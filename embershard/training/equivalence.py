@@ -100,7 +100,7 @@ def compare_with_stock(config: RunConfig, ranks: Ranks, steps: int) -> Equivalen
 
     Both have the same tables at the same places, the same batches, and `train.deterministic`. Where they are equal and
     pins hardly mattered, the cache is halved and compared again, until they did or a smaller cache grows back
-    (docs/decisions/checkpoints.md#0055-embershard-verify-makes-caches-smaller-until-pins-matter). Where they differ, the step is found by bisection, by training
+    (decision 0055). Where they differ, the step is found by bisection, by training
     again from the start: nothing is read from the caches before the step that is compared.
 
     Raises:

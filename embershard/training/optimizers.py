@@ -35,7 +35,7 @@ _STATE_BYTES: dict[str, tuple[int, int]] = {
 _FUSED_ON_CPU = ("sgd", "rowwise_adagrad", "adagrad")
 _WITH_FUSED_DECAY = ("adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
 _WITH_BETAS = (*_WITH_FUSED_DECAY, "adamw")
-#: Why a fused optimizer decays no rows, or not those that it should (docs/decisions/rows.md#0061-which-rows-decay-and-what-dropout-draws-from).
+#: Why a fused optimizer decays no rows, or not those that it should (decision 0061).
 _WITHOUT_WEIGHT_DECAY = {
     "sgd": "FBGEMM's kernels of it have none",
     "adagrad": "FBGEMM's kernels of it have none",

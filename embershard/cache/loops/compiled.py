@@ -94,7 +94,7 @@ class ResultFiles(IndexDataCacheFile):  # type: ignore[misc]
 
     Numba's own has numbered files and an index. Processes that compile at once, as ranks do after an installation,
     write both over each other, so that an entry can name the result of other types, or of the source before an edit:
-    a loop then runs the wrong code (docs/decisions/rows.md#0060-a-result-of-a-compilation-has-a-file-of-its-own).
+    a loop then runs the wrong code (decision 0060).
     """
 
     def save(self, key: Any, data: Any) -> None:

@@ -32,7 +32,7 @@ def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False, small_pages
     `whole_pages`, on pages that it shares with nothing else, however small it is.
 
     Random rows of a table of gigabytes miss the TLB at nearly every access with pages of 4 KiB; with 2 MiB, row copies
-    take less time (docs/decisions/rows.md#0003-rows-are-copied-in-the-widest-elements-on-huge-pages). Pages are allocated as they are written, so memory that is
+    take less time (decision 0003). Pages are allocated as they are written, so memory that is
     written here and there, and perhaps never whole, wants `small_pages` (docs/decisions/0024). None: from 512 MiB on.
 
     The system is not asked to keep memory for all of it: it may be larger than the machine's.
@@ -82,7 +82,7 @@ def use_huge_pages(tensor: Tensor) -> None:
 
 def expect_random_reads(tensor: Tensor) -> None:
     """Keep the system from reading ahead in a mapped file: with each row that is not in memory it would read many that
-    nobody wants, and drop as many that somebody does (docs/decisions/rows.md#0074-mapped-rows-are-read-without-reading-ahead)."""
+    nobody wants, and drop as many that somebody does (decision 0074)."""
     if hasattr(mmap, "MADV_RANDOM"):
         advise(tensor, mmap.MADV_RANDOM)
 

@@ -48,10 +48,12 @@ class Pools(training.Module):
 
     def input_dist(self, context: Any, features: Any) -> Any:
         """Once for each lookup; the host knows the lengths, as behind TorchRec's all-to-all."""
-        arriving, count = super().input_dist(context, features), len(self.pools)
-        return SimpleNamespace(
-            wait=lambda: SimpleNamespace(wait=lambda: KJTList([each.sync() for each in arriving.wait().wait()] * count)),
-        )
+        arriving = super().input_dist(context, features)
+
+        def received() -> KJTList:
+            return KJTList([each.sync() for each in arriving.wait().wait()] * len(self.pools))
+
+        return SimpleNamespace(wait=lambda: SimpleNamespace(wait=received))
 
     def compute_and_output_dist(self, context: Any, received: KJTList) -> Tensor:
         """All forwards."""

@@ -17,7 +17,7 @@ from embershard.models import history, loss
 from embershard.pipeline.module_input import ModuleInput
 from embershard.sharding.torchrec import feature_keys
 from embershard.sharding.torchrec.modes import hot_cold, hot_tables, replicated_tables, rows_exchange
-from embershard.training import trainer
+from embershard.training.parts import loss_monitor
 from tests.covering import keep
 from tests.unit.gpu_model.cases import Case
 from tests.unit.gpu_model.device import CUDA
@@ -110,7 +110,7 @@ WAITS: dict[str, tuple[Fault, tuple[str, str]]] = {
     "replicated tables": (waiting(replicated_tables.ReplicatedTables, "forward"), PLANNED),
     "histories": (waiting(history.HistoryEmbeddings, "_check"), ("planned", "tbsm")),
     "the loss": (waiting(loss, "loss_of"), ("pooled", "wide_deep")),
-    "sums of labels": (waiting(trainer, "label_sums"), ("pooled", "shared_bottom")),
+    "sums of labels": (waiting(loss_monitor, "label_sums"), ("pooled", "shared_bottom")),
 }
 
 
