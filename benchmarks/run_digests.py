@@ -53,7 +53,7 @@ ratio = 0.6
 batch_size = 64
 max_steps = {steps}
 log_every = 4
-eval_every = {eval_every}
+{evals}
 [checkpoint]
 every_steps = {every}
 """
@@ -77,7 +77,7 @@ RUNS: dict[str, tuple[dict[str, str], list[str]]] = {
     "deepfm": ({"arch": "deepfm", "model": "over_arch_layer_sizes = [16, 1]"}, ["look_ahead.lookahead=8"]),
     "tasks": (_TASKS, ["look_ahead.lookahead=8"]),
     "ids": ({"mapping": "ids"}, ["ids.*.admit_after=2", "look_ahead.lookahead=8"]),
-    "time order": ({"data": '[data.time]\ncolumn = "at"\nwindow = 3600', "eval_every": "0"}, []),
+    "time order": ({"data": '[data.time]\ncolumn = "at"\nwindow = 3600', "evals": ""}, []),
 }
 
 
@@ -113,7 +113,7 @@ def compare(name: str, old: Path, samples: Path, folder: Path) -> dict[str, Any]
         "arch": "dlrm",
         "model": _DLRM,
     }
-    text |= {"samples": str(samples), "eval_every": "12", **values}
+    text |= {"samples": str(samples), "evals": "eval_every = 12", **values}
     whole.write_text(_TABLE.format(**text, steps=STEPS, every=STEPS), encoding="utf-8")
     half.write_text(_TABLE.format(**text, steps=STEPS, every=STEPS // 2), encoding="utf-8")
     words = [word for setting in settings for word in ("--set", setting)]
