@@ -63,7 +63,8 @@ _TASKS = {
     "label": '["click", "bought", "minutes"]',
     "table": 'task = ["binary", "binary", "regression"]\nlabel_masks = ["", "click", "click"]\nlabel_mean = [6.0]',
     "arch": "mmoe",
-    "model": "num_experts = 3\nexpert_layer_sizes = [8]\nover_arch_layer_sizes = [8, 1]",
+    "model": "dense_arch_layer_sizes = [16, 8]\nnum_experts = 3\n"
+    "expert_layer_sizes = [8]\nover_arch_layer_sizes = [8, 1]",
 }
 #: Of each run: values of the settings' text, and further words of the command.
 RUNS: dict[str, tuple[dict[str, str], list[str]]] = {
