@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,7 @@ def pools_by_module(model: nn.Module) -> Iterator[tuple[str, CachedTableBatchedE
     seen: set[int] = set()
     for path, module in _named_modules(model, "", set()):
         for lookup in lookups_of(module):
-            for kernel in getattr(lookup, "_emb_modules", ()):
-                pool = getattr(kernel, "emb_module", None)
+            for pool in _tables_of(lookup):
                 if isinstance(pool, CachedTableBatchedEmbeddings) and id(pool) not in seen:
                     seen.add(id(pool))
                     yield path, pool
@@ -66,7 +65,7 @@ def pools_with_features(
     if not len(received):
         return
     for features, lookup in zip(received, lookups_of(module), strict=True):
-        pools = [getattr(kernel, "emb_module", None) for kernel in getattr(lookup, "_emb_modules", ())]
+        pools = _tables_of(lookup)
         if any(isinstance(pool, CachedTableBatchedEmbeddings) for pool in pools):
             for pool, group in zip(pools, features.split(lookup._feature_splits), strict=True):
                 if isinstance(pool, CachedTableBatchedEmbeddings):
@@ -79,11 +78,16 @@ def narrowed(module: ShardedModule, received: KJTList, given: Tensor) -> KJTList
     own = given.untyped_storage().data_ptr()
     found = []
     for features, lookup in zip(received, lookups_of(module), strict=True):
-        pools = [getattr(kernel, "emb_module", None) for kernel in getattr(lookup, "_emb_modules", ())]
+        pools = _tables_of(lookup)
         has_rows = all(isinstance(pool, CachedTableBatchedEmbeddings) and pool.ids is None for pool in pools)
         is_own = features.values().untyped_storage().data_ptr() == own
         found.append(with_int32_ids(features) if pools and has_rows and not is_own else features)
     return KJTList(found)
+
+
+def _tables_of(lookup: Any) -> list[Any]:
+    """Return the tables of each of a lookup's kernels: a pool, FBGEMM's own, or None."""
+    return [getattr(kernel, "emb_module", None) for kernel in getattr(lookup, "_emb_modules", ())]
 
 
 def _named_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -223,8 +223,13 @@ class Losses(Part):
         run = self.run
         kept = None if run.checkpoints is None else KeptBatches(run.checkpoints, run.ranks)
         skips = run.config.train.on_non_finite == "skip"
-        observe = lambda loss: run.stream.observe(loss)  # the stream that is open by then  # noqa: E731
-        return LossMonitor(run.ranks, skips=skips, kept=kept, before_stop=self._before_stop, observe=observe)
+        return LossMonitor(
+            run.ranks,
+            skips=skips,
+            kept=kept,
+            before_stop=self._before_stop,
+            observe=lambda loss: run.stream.observe(loss),  # the stream that is open by then
+        )
 
     def add(self, loss: torch.Tensor, predicted: Predicted, batch: Batch) -> str:
         """Add a batch before its backward; return why it must be skipped, or nothing. Ranks learn here which of them
