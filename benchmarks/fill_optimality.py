@@ -9,7 +9,7 @@ throughout), `drift` (generated, popularity moves to other rows), `all` of these
 Every figure comes from running the cache itself, which starts empty, over all tables of the stream in one pool. Each
 batch adds one to its rows, and at the end every row of the host tier must hold the number of batches that used it.
 With look-ahead L and prefetch depth P, L batches beyond the one in training are known and P of them are resident. P
-is 1 here, as in training while no step waits (docs/decisions/0018).
+is 1 here, as in training while no step waits (decision 0018).
 
 The optimum (embershard/planning/simulate/hit_rate_curve.py) knows the whole stream and holds one batch at a time. More
 references explain the difference: `holds 1` and `holds 2` are the optimum of a cache that also holds 1 or 2 batches

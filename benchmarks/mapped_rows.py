@@ -1,4 +1,4 @@
-"""Rows in files that are larger than the memory, with and without the system's reading ahead (docs/decisions/0074).
+"""Rows in files that are larger than the memory, with and without the system's reading ahead (decision 0074).
 
     python -m benchmarks.mapped_rows --folder FOLDER
 

@@ -317,7 +317,7 @@ def pinned_tables(rows: Sequence[int], num_slots: int) -> dict[int, tuple[int, i
     """Choose a pool's tables to pin: number of the table -> first slot and rows.
 
     These are the smallest tables that together take at most a tenth of the slots. Nearly all of their rows are hot
-    anyway; in consecutive slots FBGEMM sorts their ids in fewer passes (docs/decisions/0008).
+    anyway; in consecutive slots FBGEMM sorts their ids in fewer passes (decision 0008).
     """
     pinned: dict[int, tuple[int, int]] = {}
     first = 1

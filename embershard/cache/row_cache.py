@@ -162,7 +162,7 @@ class RowCache:
             known: result of `know` for the batch.
             if_it_fits: do nothing if the batch does not fit beside the batches in flight. Do nothing, either, for a
                 known batch if two others are in flight and the three would take more than half of the slots: rows
-                pinned that early cost more fills than they save time (docs/decisions/0011).
+                pinned that early cost more fills than they save time (decision 0011).
             births: rows that begin anew with this batch; see `begin_anew`.
 
         Returns:

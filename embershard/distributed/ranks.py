@@ -1,7 +1,7 @@
 """Start and end of the process group, and the few collectives that the trainer needs.
 
 Threads beside the training keep to one core: with more OpenMP threads than cores, libgomp's barriers sleep where they
-would spin, in all threads, as long as the threads are there: a step of 20 ms takes 30 (docs/decisions/0022, 0029). So
+would spin, in all threads, as long as the threads are there: a step of 20 ms takes 30 (decision 0022, 0029). So
 no thread but the training one may start an OpenMP team, gloo's among them.
 """
 

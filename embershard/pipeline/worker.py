@@ -81,7 +81,7 @@ class WorkerTrial:
 
     Beside the training, planning uses cores that the training leaves idle, but takes turns with it for Python's
     interpreter and, where there is no idle core, for a core. Which of the two weighs more depends on the model, the
-    batch and the machine, so it is measured (docs/decisions/0022). It decides neither what is trained nor which rows
+    batch and the machine, so it is measured (decision 0022). It decides neither what is trained nor which rows
     are cached.
 
     Attributes:
@@ -126,7 +126,7 @@ _QUIET_ROUNDS = 8  # measurements without waiting before a rank tries a smaller 
 class PrefetchDepth:
     """The fewest batches for which no step waits, between 1 and `most`.
 
-    Every batch held early pins slots and so costs fills (docs/decisions/0018). It pays only where the caches' thread is
+    Every batch held early pins slots and so costs fills (decision 0018). It pays only where the caches' thread is
     sometimes late. So the depth starts at 1 and follows the time that steps waited:
 
     * more than 2 % of the time: one deeper. If waiting does not fall, back, and twice as long until the next try;

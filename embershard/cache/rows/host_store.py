@@ -90,7 +90,7 @@ class HostStore:
         self._table_ends = torch.tensor(self.rows_per_table).cumsum(0)
         self.row_bytes = dim * dtype.itemsize + sum(math.prod(shape) * t.itemsize for _, shape, t in states)
         # Where all is written at once, huge pages take less time; locking touches every page anyway. Elsewhere the
-        # first write to a row would wait for the system to find and clear a huge one (docs/decisions/0057).
+        # first write to a row would wait for the system to find and clear a huge one (decision 0057).
         self._has_small_pages = host == "memory" and share is None and not whole_pages and not fills_all
         self._num_written = 0
         allocate = self._allocator(host_dir if host == "mmap" else None, whole_pages)

@@ -22,7 +22,7 @@ from torch import Tensor
 from embershard.cache import loops
 from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array
 
-#: Weights of a block: about a page of memory, which is allocated when the block is made (docs/decisions/0024).
+#: Weights of a block: about a page of memory, which is allocated when the block is made (decision 0024).
 BLOCK_BYTES = 4096
 _CHUNK_BYTES = 8 << 20  # made in one go by each thread of `make_all`, and by `make_bytes`
 _LOWEST_PRIORITY = 19  # "niceness"

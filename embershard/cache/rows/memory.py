@@ -33,7 +33,7 @@ def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False, small_pages
 
     Random rows of a table of gigabytes miss the TLB at nearly every access with pages of 4 KiB; with 2 MiB, row copies
     take less time (decision 0003). Pages are allocated as they are written, so memory that is
-    written here and there, and perhaps never whole, wants `small_pages` (docs/decisions/0024). None: from 512 MiB on.
+    written here and there, and perhaps never whole, wants `small_pages` (decision 0024). None: from 512 MiB on.
 
     The system is not asked to keep memory for all of it: it may be larger than the machine's.
 

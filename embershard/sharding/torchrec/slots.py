@@ -195,7 +195,7 @@ class SlotTable(nn.Module):
 
         It sorts ids table by table, with as many passes as a table's ids have bytes, and takes features with equal
         entries here for one table. A slot belongs to one logical table at a time, so no result changes, and the sorts
-        are shorter (docs/decisions/0004).
+        are shorter (decision 0004).
         """
         pinned = zip(self._table_of_feature, self._pinned_of_feature, strict=True)
         sizes = {table: rows or num_slots + 1 for table, (_, rows) in pinned}

@@ -156,7 +156,7 @@ class Publisher:
     steps, the training thread copies the touched rows and the dense weights; a thread writes them.
 
     A run that goes on from a checkpoint publishes, with its next delta, the rows of all deltas after the checkpoint's
-    state: those are the only ones in which a replica can differ from it (docs/decisions/0064).
+    state: those are the only ones in which a replica can differ from it (decision 0064).
 
     Args:
         checkpoints: folder of the run's checkpoints, which say which deltas a resume needs.

@@ -57,7 +57,7 @@ def test_every_row_is_right_after_a_warm_up_that_leaves_host_rows_for_later(oper
 
 
 def test_a_warm_up_makes_no_row_while_a_step_waits_for_it_and_is_a_stage(monkeypatch):
-    """A page of host memory for each row took 3 s of the first step (docs/decisions/0057)."""
+    """A page of host memory for each row took 3 s of the first step (decision 0057)."""
     monkeypatch.setattr(copies, "_MOST_MADE_AT_ONCE", 0)
     later = mock.Mock()
     monkeypatch.setattr(LazyRows, "make_later", later)
