@@ -167,17 +167,18 @@ class UpdateGate:
         Raises:
             CacheError: an update has been running for a minute.
         """
-        if not self._changed.wait_for(self._is_idle, _MOST_SECONDS):
+
+        def is_idle() -> bool:
+            if self._running is None:
+                return True
+            thread, ticket = self._running
+            return thread == threading.get_ident() or ticket() is None
+
+        if not self._changed.wait_for(is_idle, _MOST_SECONDS):
             raise CacheError(
                 f"{self._pool}: rows cannot be copied, because a backward pass in another thread has been updating "
                 f"them for {_MOST_SECONDS:.0f} seconds. If it failed, drop its loss and its output first"
             )
-
-    def _is_idle(self) -> bool:
-        if self._running is None:
-            return True
-        thread, ticket = self._running
-        return thread == threading.get_ident() or ticket() is None
 
 
 _ON_A_CPU = nullcontext()
@@ -196,7 +197,8 @@ class StreamOrder:
         self._done: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._end(torch.cuda.current_stream(device))
+            self._stream = torch.cuda.current_stream(device)
+            self._done = self._stream.record_event()
 
     def next(self) -> AbstractContextManager[None]:
         """Make the body one turn, on the current stream."""
@@ -210,10 +212,7 @@ class StreamOrder:
         try:
             yield
         finally:
-            self._end(stream)
-
-    def _end(self, stream: torch.cuda.Stream) -> None:
-        self._done, self._stream = stream.record_event(), stream
+            self._done, self._stream = stream.record_event(), stream
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -119,13 +119,9 @@ class NextUseIndex:
             IndexError: on a CPU, a key is not in [0, R). Nothing became known.
         """
         self._newest += 1
-        if self._map.array is not None:
-            batch = self._know_in_loop(self._map.array, keys, feature_lengths)
-        else:
-            positions = None
-            if self._tables is not None:
-                keys, positions = self._tables.select(keys, self._map)
-            batch = self._know(keys, positions)
+        batch = (
+            self._know(keys) if self._map.array is None else self._know_in_loop(self._map.array, keys, feature_lengths)
+        )
         self._known.append(batch)
         return batch
 
@@ -145,7 +141,8 @@ class NextUseIndex:
         places = kept if positions is uses else torch.from_numpy(positions[start:].copy())
         return KnownBatch(self._newest, first_use, kept, places)
 
-    def _know(self, keys: Tensor, positions: Tensor | None) -> KnownBatch:
+    def _know(self, keys: Tensor) -> KnownBatch:
+        keys, positions = (keys, None) if self._tables is None else self._tables.select(keys, self._map)
         first_use, count = self._reserve(keys.numel()), keys.numel()
         uses = self._numbers(first_use, torch.arange(count, dtype=torch.int32, device=keys.device))
         entries = self._map.entries(keys)

@@ -219,35 +219,20 @@ class CachePlanner(Planner):
             return Shortage(num_missing, fill_keys)
         num_free = fill_keys.numel() - victims.numel()
         fill_slots = torch.cat([self._map.next_free(num_free), victims]) if num_free else victims
-        fill = self._fill if self._map.array is None else self._fill_in_loop
-        evicted_keys, dirty = fill(slots, missed, fill_slots, inverse, victims)
+        if self._map.array is None:
+            slots.scatter_(0, missed, fill_slots.index_select(0, inverse))
+            evicted_keys, dirty = self._map.keys(victims), self.state.is_dirty(victims)
+            are_all_dirty = bool(dirty.all())
+        else:
+            evicted_keys, dirty = torch.empty_like(victims), torch.empty_like(victims, dtype=torch.bool)
+            ids = (missed.numpy(), inverse.numpy(), fill_slots.numpy(), victims.numpy())
+            state = (self._map.keys_array, self._map.stamps_array, self.state.clean_through)
+            num_dirty = loops.fill(*ids, *state, slots.numpy(), evicted_keys.numpy(), dirty.numpy())
+            are_all_dirty = num_dirty == victims.numel()
         fills, evictions, write_backs = (fill_keys, fill_slots), (evicted_keys, victims), (evicted_keys, victims)
-        if dirty is not None:
+        if not are_all_dirty:
             write_backs = evicted_keys[dirty], victims[dirty]
         return CachePlan(batch, slots, *fills, *evictions, *write_backs, first_hits, missed)
-
-    def _fill(
-        self, slots: Tensor, missed: Tensor, fill_slots: Tensor, inverse: Tensor, victims: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Give the ids that were `missed` the slots of their rows, number `inverse` of `fill_slots`.
-
-        Returns:
-            Keys of the victims, int64 [E]; and which of these need a write-back, bool [E], None: all.
-        """
-        slots.scatter_(0, missed, fill_slots.index_select(0, inverse))
-        dirty = self.state.is_dirty(victims)
-        return self._map.keys(victims), None if bool(dirty.all()) else dirty
-
-    def _fill_in_loop(
-        self, slots: Tensor, missed: Tensor, fill_slots: Tensor, inverse: Tensor, victims: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Do what `_fill` does."""
-        count = victims.numel()
-        evicted_keys, dirty = np.empty(count, np.int64), np.empty(count, np.bool_)
-        ids = (missed.numpy(), inverse.numpy(), fill_slots.numpy(), victims.numpy())
-        state = (self._map.keys_array, self._map.stamps_array, self.state.clean_through)
-        num_dirty = loops.fill(*ids, *state, slots.numpy(), evicted_keys, dirty)
-        return torch.from_numpy(evicted_keys), None if num_dirty == count else torch.from_numpy(dirty)
 
     def _choose_victims(self, count: int, oldest_pinned: int) -> Tensor:
         """Slots to evict so that `count` rows fit: int64; fewer than needed when the others are pinned."""

@@ -297,10 +297,19 @@ class RowCache:
         """Plan the next batch, and grow if it does not fit; None if it may fit after a release."""
         batch = self._in_flight.next_batch()  # not used again if planning fails: slots may be stamped with it
         oldest = self._in_flight.oldest
-        if self.state.is_static:
-            self._remove_passing(batch if oldest is None else oldest)
         pinned = batch if oldest is None else oldest
-        found = yield from planned(self._planner.plan_with_reads(keys, batch, pinned), self._version)
+        if self.state.is_static:  # rows that earlier batches brought in and no later one uses leave
+            passing, num_passing = self._planner.removal_of_passing(pinned)
+            if passing.evicted_slots.numel():
+                passing = self._own_write_backs(passing)  # the next plan's meeting orders them
+                self._copies.write_back_evicted(passing)
+                with self._guard.change("removing rows from a static cache"):
+                    self._planner.remove(passing, num_passing)
+                    self._note_evicted(passing)
+        found = yield from planned(
+            self._planner.plan_with_reads(keys, batch, pinned),
+            lambda: (self._guard.num_changes, self._in_flight.newest, self.state.clean_through),
+        )
         if found is not None and self._pin_watch is not None:
             self._pin_watch.add(found, batch, pinned)
         if isinstance(found, Shortage):
@@ -310,10 +319,6 @@ class RowCache:
             found = self._planner.plan(keys, batch, batch)
             assert isinstance(found, CachePlan), "the cache grew by what was missing"
         return found
-
-    def _version(self) -> tuple[int, int, int]:
-        """Numbers that tell states apart: a plan is for one of them."""
-        return self._guard.num_changes, self._in_flight.newest, self.state.clean_through
 
     # -- rows move first, and the state changes afterwards, so that the two always agree
 
@@ -372,27 +377,12 @@ class RowCache:
         own_keys, own_slots = plan.write_back_keys[is_own], plan.write_back_slots[is_own]
         return dataclasses.replace(plan, write_back_keys=own_keys, write_back_slots=own_slots)
 
-    def _remove_passing(self, oldest_pinned: int) -> None:
-        """Evict the rows of a static cache that batches before `oldest_pinned` brought in and no later batch uses."""
-        plan, num_passing = self._planner.removal_of_passing(oldest_pinned)
-        if not plan.evicted_slots.numel():
-            return
-        plan = self._own_write_backs(plan)  # the next plan's meeting orders them
-        self._copies.write_back_evicted(plan)
-        with self._guard.change("removing rows from a static cache"):
-            self._planner.remove(plan, num_passing)
-            self._note_evicted(plan)
-
     def _note_evicted(self, plan: CachePlan) -> None:
         self.counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
         self.counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
 
     def _grow(self, shortage: Shortage) -> None:
-        """Add the slots that the newest batch lacks.
-
-        Raises:
-            CacheOverflowError: `overflow` forbids it, or other batches are in flight.
-        """
+        """Add the slots that the newest batch lacks, if `overflow` and the batches in flight allow it."""
         slots, rows = self._map.num_slots, self.host.num_rows
         grown = grown_slots(
             self.name, slots, shortage.num_slots, rows, self._slot_bytes, self._in_flight, self._overflow
@@ -469,14 +459,8 @@ class RowCache:
 
     @one_at_a_time
     def host_rows_changed(self, keys: Tensor | None = None) -> None:
-        """Fill the slots of host rows that somebody wrote to with the new contents.
-
-        Args:
-            keys: int64 [K]; None for all rows.
-
-        Raises:
-            CacheError: some of these rows were trained and not written back, or wait for their backward.
-        """
+        """Fill the slots of host rows that somebody wrote to with the new contents; arguments and errors as for
+        `_fetch_again`."""
         self._check()
         self._fetch_again(keys)
 
@@ -496,9 +480,8 @@ class RowCache:
         return self.host.version != self._host_version
 
     def _fetch_again(self, keys: Tensor | None = None) -> None:
-        """Fill the slots of host rows that somebody wrote to: `keys` (int64 [K]), or any if None.
-
-        Includes rows of batches that were prepared and not forwarded.
+        """Fill the slots of host rows that somebody wrote to: `keys` (int64 [K]), or any if None. Includes rows of
+        batches that were prepared and not forwarded.
 
         Raises:
             CacheError: some of these rows were trained and not written back, or wait for their backward; or somebody

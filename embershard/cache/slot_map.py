@@ -139,20 +139,17 @@ class SlotMap:
         """
         first = self.first_stamp(batch)
         if self.array is not None:
-            return self._find_in_loop(self.array, keys, first)
+            wanted, count = keys.contiguous().numpy(), keys.numel()
+            found, missing, hits = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
+            num_missed = loops.find(wanted, self.array, self.stamps_array, first, found, hits, missing)
+            self._check(wanted, -1 - num_missed)
+            return torch.from_numpy(found), torch.from_numpy(hits), torch.from_numpy(missing[count - num_missed :])
         slots = self.lookup(keys)
         stamps = torch.arange(first, first + slots.numel(), dtype=torch.int64, device=self.device)
         self.use_stamp.scatter_(0, slots, stamps)
         first_hits = self.use_stamp.gather(0, slots) == stamps
         missed = (slots == NULL_SLOT).nonzero().flatten()
         return slots, first_hits.index_fill_(0, missed, False), missed
-
-    def _find_in_loop(self, entries: loops.Int32s, keys: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        wanted, count = keys.contiguous().numpy(), keys.numel()
-        slots, missed, first_hits = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
-        num_missed = loops.find(wanted, entries, self.stamps_array, first, slots, first_hits, missed)
-        self._check(wanted, -1 - num_missed)
-        return torch.from_numpy(slots), torch.from_numpy(first_hits), torch.from_numpy(missed[count - num_missed :])
 
     def key_array(self, keys: Tensor) -> loops.Int64s:
         """Return a batch's `keys` (int64 [N]) for compiled loops, which check nothing.

@@ -164,31 +164,18 @@ class CacheCounters:
 
     def add_plan(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
         """Count a planned batch; `feature_lengths` int64 [F] splits its N ids by feature."""
-        if self.values.is_cpu:
-            self._add_plan_in_loop(plan, feature_lengths, critical_path)
-            return
-        from embershard.cache.gpu.counters import count_plan
-
         parts = (plan.first_hits, plan.missed, plan.fill_keys, plan.evicted_keys, plan.write_back_keys)
-        count_plan(self.values, self._table_of_feature, self._ends, feature_lengths, parts, critical_path)
+        if not self.values.is_cpu:
+            from embershard.cache.gpu.counters import count_plan
 
-    def _add_plan_in_loop(self, plan: CachePlan, feature_lengths: Tensor, critical_path: bool) -> None:
+            count_plan(self.values, self._table_of_feature, self._ends, feature_lengths, parts, critical_path)
+            return
         lengths, num_ids = feature_lengths.contiguous().numpy(), plan.slots.numel()
         assert lengths.size == self._table_of_feature.numel(), f"{lengths.size} features"
         assert lengths.sum() == num_ids, f"{lengths.sum()} ids in {lengths.size} features, {num_ids} ids in the batch"
         values, table_of_feature, ends = self._arrays
-        loops.count_plan(
-            loops.Counters(values),
-            table_of_feature,
-            lengths,
-            ends,
-            plan.first_hits.numpy(),
-            plan.missed.numpy(),
-            plan.fill_keys.numpy(),
-            plan.evicted_keys.numpy(),
-            plan.write_back_keys.numpy(),
-            critical_path,
-        )
+        arrays = (part.numpy() for part in parts)
+        loops.count_plan(loops.Counters(values), table_of_feature, lengths, ends, *arrays, critical_path)
 
     def add_seconds(self, critical_path: bool, seconds: float) -> None:
         """Count host time of a batch's plan and copies, for which the training waits if it is on the critical path."""

@@ -53,28 +53,10 @@ def _add_rows(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _count_plan(  # type: ignore[no-untyped-def]
-    first_hits,
-    missed,
-    fill_keys,
-    evicted_keys,
-    dirty_keys,
-    feature_ends,
-    table_of_feature,
-    table_ends,
-    values,
-    num_ids,
-    num_missed,
-    num_fills,
-    num_evicted,
-    num_dirty,
-    num_features,
-    num_tables,
-    second,
-    count,
-    FEATURES: tl.constexpr,
-    TABLES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    first_hits, missed, fill_keys, evicted_keys, dirty_keys, feature_ends, table_of_feature, table_ends, values,
+    num_ids, num_missed, num_fills, num_evicted, num_dirty, num_features, num_tables, second, count,
+    FEATURES: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The first programs count ids, the next ones missed ids, then rows filled, evicted, and written back."""
     part, lanes = tl.program_id(0), tl.arange(0, BLOCK).to(tl.int64)
     if part < tl.cdiv(num_ids, BLOCK):

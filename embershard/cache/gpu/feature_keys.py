@@ -12,18 +12,9 @@ from embershard.cache.gpu.launch import COUNTED, kernel, launch
 
 @kernel()
 def _keys_of_ids(  # type: ignore[no-untyped-def]
-    ids,
-    offsets,
-    first_keys,
-    keys,
-    lengths,
-    samples,
-    num_ids,
-    num_features,
-    count,
-    FEATURES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids, offsets, first_keys, keys, lengths, samples, num_ids, num_features, count,
+    FEATURES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Feature f has the ids from `offsets[f * samples]` on. `count` is 1 at least: without ids there are lengths."""
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < num_ids

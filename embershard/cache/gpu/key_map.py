@@ -189,16 +189,9 @@ def _cell_in(held_keys, start, key, inside, CELLS: tl.constexpr, FRESH: tl.const
 
 @triton.jit
 def _cell_of(  # type: ignore[no-untyped-def]
-    key,
-    held_keys,
-    tallies,
-    num_buckets,
-    num_cells,
-    inside,
-    FACTORS: tl.constexpr,
-    BUCKET: tl.constexpr,
-    SPILL: tl.constexpr,
-):
+    key, held_keys, tallies, num_buckets, num_cells, inside,
+    FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr,
+):  # fmt: skip
     cell = tl.zeros_like(key) - 1
     for which in tl.static_range(len(FACTORS)):
         start = _bucket(key, num_buckets, FACTORS[which]) * BUCKET
@@ -212,16 +205,9 @@ def _cell_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def place_of(  # type: ignore[no-untyped-def]
-    key,
-    held_keys,
-    tallies,
-    num_buckets,
-    num_cells,
-    inside,
-    FACTORS: tl.constexpr,
-    BUCKET: tl.constexpr,
-    SPILL: tl.constexpr,
-):
+    key, held_keys, tallies, num_buckets, num_cells, inside,
+    FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr,
+):  # fmt: skip
     """The place of each key that is `inside`, -1 for none; in an array (`BUCKET` 0) the key is its own."""
     if BUCKET == 0:
         place = tl.where(inside, key, -1)
@@ -233,20 +219,9 @@ def place_of(  # type: ignore[no-untyped-def]
 
 @kernel("held_keys")
 def _look_up(  # type: ignore[no-untyped-def]
-    cells,
-    entries,
-    keys,
-    held_keys,
-    held_entries,
-    tallies,
-    num_buckets,
-    num_cells,
-    count,
-    FACTORS: tl.constexpr,
-    BUCKET: tl.constexpr,
-    SPILL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    cells, entries, keys, held_keys, held_entries, tallies, num_buckets, num_cells, count,
+    FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     key = tl.load(keys + place, mask=inside, other=0)
@@ -258,20 +233,9 @@ def _look_up(  # type: ignore[no-untyped-def]
 
 @kernel("held_keys")
 def _mark_absent(  # type: ignore[no-untyped-def]
-    absent,
-    keys,
-    held_keys,
-    held_entries,
-    tallies,
-    num_buckets,
-    num_cells,
-    no_key,
-    count,
-    FACTORS: tl.constexpr,
-    BUCKET: tl.constexpr,
-    SPILL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    absent, keys, held_keys, held_entries, tallies, num_buckets, num_cells, no_key, count,
+    FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Keep the keys without a cell: `absent` int32 [count]; `no_key` elsewhere."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + place, mask=place < count, other=-1)
@@ -282,19 +246,9 @@ def _mark_absent(  # type: ignore[no-untyped-def]
 
 @kernel("held_keys")
 def _claim(  # type: ignore[no-untyped-def]
-    cells,
-    keys,
-    held_keys,
-    tallies,
-    no_key,
-    num_buckets,
-    num_cells,
-    count,
-    FACTORS: tl.constexpr,
-    BUCKET: tl.constexpr,
-    SPILL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    cells, keys, held_keys, tallies, no_key, num_buckets, num_cells, count,
+    FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Give a cell to each of `keys` that is below `no_key` and has none; repeats of a key follow it at once, and get no
     cell here. `cells`: those of the keys, -1 for none."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

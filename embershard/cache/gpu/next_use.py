@@ -112,28 +112,10 @@ def _entries_of(keys, places, entries, position, count, num_keys, num_pinned):  
 
 @kernel("held_keys")
 def _append(  # type: ignore[no-untyped-def]
-    keys,
-    places,
-    tally,
-    held_keys,
-    held_entries,
-    tallies,
-    num_buckets,
-    num_cells,
-    next_uses,
-    last_uses,
-    next_batches,
-    num_keys,
-    num_pinned,
-    first,
-    batch,
-    capacity,
-    count,
-    FACTORS: tl.constexpr,
-    BUCKET: tl.constexpr,
-    SPILL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, places, tally, held_keys, held_entries, tallies, num_buckets, num_cells, next_uses, last_uses,
+    next_batches, num_keys, num_pinned, first, batch, capacity, count,
+    FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < count
     key = tl.load(keys + position, mask=inside, other=-1)

@@ -112,23 +112,10 @@ _NO_KEY = tl.constexpr(2**31 - 1)  # above every key
 
 @kernel("held_keys")
 def _find(  # type: ignore[no-untyped-def]
-    keys,
-    held_keys,
-    held_entries,
-    tallies,
-    num_buckets,
-    num_cells,
-    use_stamps,
-    numbers,
-    slots,
-    first_stamp,
-    num_keys,
-    count,
-    FACTORS: tl.constexpr,
-    BUCKET: tl.constexpr,
-    SPILL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, held_keys, held_entries, tallies, num_buckets, num_cells, use_stamps, numbers, slots, first_stamp,
+    num_keys, count,
+    FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < count
     key = tl.load(keys + position, mask=inside, other=0)
@@ -200,20 +187,9 @@ def _give_slots(slots, fill_of_id, fill_slots, count, BLOCK: tl.constexpr):  # t
 
 @kernel()
 def _bind(  # type: ignore[no-untyped-def]
-    keys,
-    places,
-    slots,
-    entries,
-    key_of_slot,
-    use_stamps,
-    next_uses,
-    last_uses,
-    stamp,
-    soon,
-    count,
-    USES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, places, slots, entries, key_of_slot, use_stamps, next_uses, last_uses, stamp, soon, count,
+    USES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     slot = tl.load(slots + at, mask=inside, other=0)
@@ -229,21 +205,9 @@ def _bind(  # type: ignore[no-untyped-def]
 
 @kernel("held_keys")
 def _unbind(  # type: ignore[no-untyped-def]
-    keys,
-    slots,
-    held_keys,
-    held_entries,
-    tallies,
-    num_buckets,
-    num_cells,
-    last_uses,
-    count,
-    USES: tl.constexpr,
-    FACTORS: tl.constexpr,
-    BUCKET: tl.constexpr,
-    SPILL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, slots, held_keys, held_entries, tallies, num_buckets, num_cells, last_uses, count,
+    USES: tl.constexpr, FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     key = tl.load(keys + at, mask=inside, other=0)

@@ -44,27 +44,10 @@ def _limits(numbers, num_free, width, is_whole):  # type: ignore[no-untyped-def]
 
 @kernel()
 def rank_candidates(  # type: ignore[no-untyped-def]
-    queue_slots,
-    queue_stamps,
-    queue_ranks,
-    queue_uses,
-    offered,
-    use_stamps,
-    next_uses,
-    score_bits,
-    worst,
-    numbers,
-    ranks,
-    stride,
-    oldest_pinned,
-    num_free,
-    width,
-    is_whole,
-    count,
-    USES: tl.constexpr,
-    SCORES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    queue_slots, queue_stamps, queue_ranks, queue_uses, offered, use_stamps, next_uses, score_bits, worst, numbers,
+    ranks, stride, oldest_pinned, num_free, width, is_whole, count,
+    USES: tl.constexpr, SCORES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rank the candidates, of the W entries `width` and the offered slots `offered` [3, stride]; `count` is W + O."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     queued, inside = place < width, place < count
@@ -118,20 +101,10 @@ def _numbered(is_marked, counts, KIND: tl.constexpr, BLOCK: tl.constexpr):  # ty
 
 @kernel()
 def mark_victims(  # type: ignore[no-untyped-def]
-    queue_slots,
-    offered,
-    ranks,
-    ascending,
-    use_stamps,
-    numbers,
-    marks,
-    counts,
-    clean_through,
-    num_free,
-    width,
+    queue_slots, offered, ranks, ascending, use_stamps, numbers, marks, counts, clean_through, num_free, width,
     count,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Mark the candidates below the rank of the last victim, those of that rank, and where the slot's row must be
     written back: `marks` int8 [count], and their `counts` [4, programs]. `ascending` [count] are the sorted ranks."""
     candidate = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -157,20 +130,9 @@ def mark_victims(  # type: ignore[no-untyped-def]
 
 @kernel()
 def choose_victims(  # type: ignore[no-untyped-def]
-    queue_slots,
-    offered,
-    marks,
-    counts,
-    key_of_slot,
-    numbers,
-    ranks,
-    victims,
-    num_free,
-    width,
-    is_whole,
-    count,
+    queue_slots, offered, marks, counts, key_of_slot, numbers, ranks, victims, num_free, width, is_whole, count,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write the victims' slots and keys, and slots and keys of those to write back: `victims` int64 [4, count]. The
     ranks of victims become `NEVER`."""
     candidate = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -202,19 +164,9 @@ def choose_victims(  # type: ignore[no-untyped-def]
 
 @kernel()
 def mark_waiting(  # type: ignore[no-untyped-def]
-    offered,
-    ranks,
-    numbers,
-    marks,
-    counts,
-    stride,
-    oldest_pinned,
-    num_free,
-    width,
-    is_whole,
-    count,
+    offered, ranks, numbers, marks, counts, stride, oldest_pinned, num_free, width, is_whole, count,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Mark, of the W entries and the O offered slots, those that wait outside of the ranking, and offered ones that are
     still pinned: `marks` int8 [W + O], `counts` [2, programs]. Entries that are not passed are still in the ranking."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -234,19 +186,9 @@ def mark_waiting(  # type: ignore[no-untyped-def]
 
 @kernel()
 def keep_waiting(  # type: ignore[no-untyped-def]
-    queue_slots,
-    queue_stamps,
-    offered,
-    ranks,
-    marks,
-    counts,
-    numbers,
-    kept,
-    stride,
-    width,
-    count,
+    queue_slots, queue_stamps, offered, ranks, marks, counts, numbers, kept, stride, width, count,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write what `mark_waiting` marked, first what waits: slots, stamps and ranks, `kept` int64 [3, W + O]."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, queued = place < count, place < width
@@ -300,20 +242,9 @@ NUM_FOUND = 8
 
 @kernel()
 def rank_slots(  # type: ignore[no-untyped-def]
-    use_stamps,
-    next_uses,
-    score_bits,
-    ranks,
-    pinned_ranks,
-    found,
-    num_pinned,
-    oldest_pinned,
-    count,
-    USES: tl.constexpr,
-    SCORES: tl.constexpr,
-    FOUND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    use_stamps, next_uses, score_bits, ranks, pinned_ranks, found, num_pinned, oldest_pinned, count,
+    USES: tl.constexpr, SCORES: tl.constexpr, FOUND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rank slots 1 to `count`: `ranks` [count] of those that may be evicted, and `pinned_ranks` [count] of those that
     batches in flight pin; `NEVER` elsewhere. Sets `found` [FOUND] to 0, and its worst rank to -1."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -359,19 +290,9 @@ def drop_above_sample(ranks, sample, found, at, least, count, BLOCK: tl.constexp
 
 @kernel()
 def keep_lowest(  # type: ignore[no-untyped-def]
-    ascending,
-    order,
-    use_stamps,
-    next_uses,
-    queue_slots,
-    queue_stamps,
-    queue_ranks,
-    queue_uses,
-    found,
-    count,
-    USES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ascending, order, use_stamps, next_uses, queue_slots, queue_stamps, queue_ranks, queue_uses, found, count,
+    USES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the ranking: the first `count` of the sorted ranks of all slots, whose places before were `order`."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count

@@ -173,19 +173,9 @@ def _may_have_row(
 
 @compiled
 def _give_row(
-    x: int,
-    count: int,
-    bucket: int,
-    clock: int,
-    size: int,
-    cells: Int32s,
-    records: Int64s,
-    ring: Int32s,
-    heads: Int64s,
-    num_free: Int64s,
-    born: Int64s,
-    num_born: int,
-) -> int:
+    x: int, count: int, bucket: int, clock: int, size: int, cells: Int32s, records: Int64s, ring: Int32s,
+    heads: Int64s, num_free: Int64s, born: Int64s, num_born: int,
+) -> int:  # fmt: skip
     """Give x the free row of its bucket that has waited for longest; note it in `born`. Return it, -1 if no row may be
     used yet."""
     row = ring[bucket * size + heads[bucket]]
@@ -201,21 +191,9 @@ def _give_row(
 
 @compiled
 def admit_ids(
-    mixed: Int64s,
-    positions: Int64s,
-    clock: int,
-    rules: Int64s,
-    cells: Int32s,
-    records: Int64s,
-    ring: Int32s,
-    heads: Int64s,
-    num_free: Int64s,
-    candidates: Int64s,
-    rows: Int64s,
-    born: Int64s,
-    changes: Int64s,
-    is_due: Bools,
-) -> tuple[int, int, int]:
+    mixed: Int64s, positions: Int64s, clock: int, rules: Int64s, cells: Int32s, records: Int64s, ring: Int32s,
+    heads: Int64s, num_free: Int64s, candidates: Int64s, rows: Int64s, born: Int64s, changes: Int64s, is_due: Bools,
+) -> tuple[int, int, int]:  # fmt: skip
     """Give rows to those of `mixed` ids [M] without one, ascending, that may have one. Return how many got one, how
     many `candidates` [2 * B * sets * 8] changed, and how many distinct ids found no row free; -1, and nothing else
     holds, if an id's bucket is not here. `ring` [R] has each bucket's rows that are not live, in the order in which
@@ -305,21 +283,9 @@ def _last_of_ties(
 
 @compiled
 def evict_ids(
-    buckets: Int64s,
-    clock: int,
-    oldest: int,
-    decay: int,
-    release: int,
-    size: int,
-    reserve: int,
-    least_free: int,
-    cells: Int32s,
-    records: Int64s,
-    ring: Int32s,
-    heads: Int64s,
-    num_free: Int64s,
-    evicted: Int64s,
-) -> int:
+    buckets: Int64s, clock: int, oldest: int, decay: int, release: int, size: int, reserve: int, least_free: int,
+    cells: Int32s, records: Int64s, ring: Int32s, heads: Int64s, num_free: Int64s, evicted: Int64s,
+) -> int:  # fmt: skip
     """Evict ids of `buckets`: those not used since batch `oldest`, and the lowest until the reserve is free. Return
     how many; write the rows, their ids and their uses to `evicted`. Batch `release` may use them again.
     """

@@ -12,15 +12,9 @@ _BLOCK = 512  # ids whose state is fetched from memory together
 
 @numba.njit(nogil=True)
 def _know_block(
-    keys: Int64s,
-    state: tuple[Int32s, Int32s, Int32s, Int32s],
-    first_use: int,
-    stop: int,
-    batch: int,
-    wrap: int,
-    uses: Int32s,
-    end: int,
-) -> int:
+    keys: Int64s, state: tuple[Int32s, Int32s, Int32s, Int32s], first_use: int, stop: int, batch: int, wrap: int,
+    uses: Int32s, end: int,
+) -> int:  # fmt: skip
     """Append the keys of a block, whose uses end before `stop`; return where its uses begin in `uses`."""
     entries, next_uses, last_uses, next_batches = state
     fetched = np.empty(keys.size, np.int32)  # all at once: memory is far
@@ -59,19 +53,9 @@ def _is_of_batch(use: int, first_use: int, count: int, wrap: int) -> bool:
 
 @compiled
 def know(
-    keys: Int64s,
-    feature_lengths: Int64s,
-    takes_part: Bools,
-    entries: Int32s,
-    next_uses: Int32s,
-    last_uses: Int32s,
-    next_batches: Int32s,
-    first_use: int,
-    batch: int,
-    wrap: int,
-    uses: Int32s,
-    positions: Int32s,
-) -> int:
+    keys: Int64s, feature_lengths: Int64s, takes_part: Bools, entries: Int32s, next_uses: Int32s, last_uses: Int32s,
+    next_batches: Int32s, first_use: int, batch: int, wrap: int, uses: Int32s, positions: Int32s,
+) -> int:  # fmt: skip
     """Append known batch `batch` to the chains of its keys' uses (`next_use.py`).
 
     Args:
@@ -109,17 +93,9 @@ def know(
 
 @compiled
 def arrive(
-    slots: Int64s,
-    uses: Int32s,
-    positions: Int32s,
-    first_use: int,
-    wrap: int,
-    next_batches: Int32s,
-    next_uses: Int32s,
-    last_uses: Int32s,
-    distinct_slots: Int64s,
-    following: Int32s,
-) -> None:
+    slots: Int64s, uses: Int32s, positions: Int32s, first_use: int, wrap: int, next_batches: Int32s,
+    next_uses: Int32s, last_uses: Int32s, distinct_slots: Int64s, following: Int32s,
+) -> None:  # fmt: skip
     """Give the slots of a known batch their rows' next uses.
 
     Args:

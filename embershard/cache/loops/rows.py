@@ -124,17 +124,9 @@ def pool_gradients(
 
 @compiled
 def give_places(
-    keys: Int64s,
-    start: int,
-    lowest: int,
-    shift: int,
-    heads: Int32s,
-    following: Int32s,
-    kept: Int64s,
-    free: Int64s,
-    places: Int64s,
-    placed: Int64s,
-) -> tuple[int, int]:
+    keys: Int64s, start: int, lowest: int, shift: int, heads: Int32s, following: Int32s, kept: Int64s, free: Int64s,
+    places: Int64s, placed: Int64s,
+) -> tuple[int, int]:  # fmt: skip
     """Give a place to each of `keys[start:]` that is at least `lowest` and has none, until no place is free.
 
     Writes the new places to `places`, and their keys to `placed`. Returns the position of the first key that was not
@@ -167,15 +159,9 @@ def give_places(
 
 @compiled
 def take_places(
-    first: int,
-    stop: int,
-    shift: int,
-    heads: Int32s,
-    following: Int32s,
-    kept: Int64s,
-    places: Int64s,
+    first: int, stop: int, shift: int, heads: Int32s, following: Int32s, kept: Int64s, places: Int64s,
     placed: Int64s,
-) -> int:
+) -> int:  # fmt: skip
     """Remove the keys below `stop` from the chains of the groups of [first, stop).
 
     Writes their places to `places`, and the keys to `placed`. Returns their number.

@@ -26,14 +26,9 @@ def out_of_range(keys: Int64s, end: int) -> int:
 
 @compiled
 def find(
-    keys: Int64s,
-    entries: Int32s,
-    use_stamps: Int64s,
-    first_stamp: int,
-    slots: Int64s,
-    first_hits: Bools,
+    keys: Int64s, entries: Int32s, use_stamps: Int64s, first_stamp: int, slots: Int64s, first_hits: Bools,
     missed: Int64s,
-) -> int:
+) -> int:  # fmt: skip
     """Look up `keys` [N] and stamp the slots found: position p with `first_stamp` + p, the last of a slot's.
 
     Args:
@@ -107,17 +102,9 @@ def bind(keys: Int64s, slots: Int64s, entries: Int32s, key_of_slot: Int32s, use_
 
 @compiled
 def fill(
-    missed: Int64s,
-    inverse: Int64s,
-    fill_slots: Int64s,
-    victims: Int64s,
-    key_of_slot: Int32s,
-    use_stamps: Int64s,
-    clean_through: int,
-    slots: Int64s,
-    evicted_keys: Int64s,
-    are_dirty: Bools,
-) -> int:
+    missed: Int64s, inverse: Int64s, fill_slots: Int64s, victims: Int64s, key_of_slot: Int32s, use_stamps: Int64s,
+    clean_through: int, slots: Int64s, evicted_keys: Int64s, are_dirty: Bools,
+) -> int:  # fmt: skip
     """Give the missed ids the slots of their rows, and look up the rows to evict.
 
     Args:
@@ -168,17 +155,9 @@ def _table_of(key: int, table_ends: Int64s) -> int:
 
 @compiled
 def count_plan(
-    counters: Counters,
-    table_of_feature: Int64s,
-    feature_lengths: Int64s,
-    table_ends: Int64s,
-    first_hits: Bools,
-    missed: Int64s,
-    fill_keys: Int64s,
-    evicted_keys: Int64s,
-    write_back_keys: Int64s,
-    critical_path: bool,
-) -> None:
+    counters: Counters, table_of_feature: Int64s, feature_lengths: Int64s, table_ends: Int64s, first_hits: Bools,
+    missed: Int64s, fill_keys: Int64s, evicted_keys: Int64s, write_back_keys: Int64s, critical_path: bool,
+) -> None:  # fmt: skip
     """Add a plan's numbers to its tables' `counters` [T, 9], whose columns are those of `Counter`.
 
     Args:

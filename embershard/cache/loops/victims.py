@@ -23,13 +23,8 @@ def _rank(slot: int, stamp: int, next_use: int, score_bits: Int32s) -> int:
 
 @compiled
 def offer(
-    slots: Int64s,
-    next_uses: Int32s,
-    worst: int,
-    worst_next_use: int,
-    use_stamps: Int64s,
-    score_bits: Int32s,
-) -> tuple[Int64s, Int64s, Int64s, Int32s]:
+    slots: Int64s, next_uses: Int32s, worst: int, worst_next_use: int, use_stamps: Int64s, score_bits: Int32s,
+) -> tuple[Int64s, Int64s, Int64s, Int32s]:  # fmt: skip
     """Keep those of `slots` [M] whose rank is at most `worst`.
 
     Args:
@@ -57,14 +52,9 @@ def offer(
 
 @compiled
 def _count_usable(
-    slots: Int64s,
-    stamps: Int64s,
-    known_next_uses: Int32s,
-    width: int,
-    oldest_pinned: int,
-    use_stamps: Int64s,
+    slots: Int64s, stamps: Int64s, known_next_uses: Int32s, width: int, oldest_pinned: int, use_stamps: Int64s,
     next_uses: Int32s,
-) -> int:
+) -> int:  # fmt: skip
     """Count those of the first `width` entries of a queue that may be evicted and whose rank still holds."""
     usable = 0
     for place in range(width):
@@ -76,19 +66,10 @@ def _count_usable(
 
 @compiled
 def candidates(
-    queue_slots: Int64s,
-    queue_stamps: Int64s,
-    queue_ranks: Int64s,
-    queue_next_uses: Int32s,
-    ready_slots: Int64s,
-    ready_stamps: Int64s,
-    count: int,
-    oldest_pinned: int,
-    worst: int,
-    use_stamps: Int64s,
-    next_uses: Int32s,
+    queue_slots: Int64s, queue_stamps: Int64s, queue_ranks: Int64s, queue_next_uses: Int32s, ready_slots: Int64s,
+    ready_stamps: Int64s, count: int, oldest_pinned: int, worst: int, use_stamps: Int64s, next_uses: Int32s,
     score_bits: Int32s,
-) -> tuple[Int64s, Int64s, Int64s, Int64s, int, int]:
+) -> tuple[Int64s, Int64s, Int64s, Int64s, int, int]:  # fmt: skip
     """Collect the slots that may be evicted: of the rest of a victim queue and of the slots offered since its refill.
 
     Args:
@@ -163,15 +144,9 @@ def choose(
 
 @compiled
 def lowest_ranks(
-    use_stamps: Int64s,
-    next_uses: Int32s,
-    score_bits: Int32s,
-    end: int,
-    num_pinned: int,
-    oldest_pinned: int,
-    bound: int,
-    stride: int,
-) -> tuple[Int64s, Int64s, Int64s]:
+    use_stamps: Int64s, next_uses: Int32s, score_bits: Int32s, end: int, num_pinned: int, oldest_pinned: int,
+    bound: int, stride: int,
+) -> tuple[Int64s, Int64s, Int64s]:  # fmt: skip
     """Rank every `stride`-th slot from 1 to `end` - 1.
 
     Args:

@@ -71,17 +71,10 @@ def _copy_part(  # type: ignore[no-untyped-def]
 # One kernel for all batches: by default triton compiles others for one row, multiples of 16, and each alignment.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["target_rows", "source_rows"])
 def _copy_rows(  # type: ignore[no-untyped-def]
-    targets,
-    sources,
-    target_rows,
-    source_rows,
-    num_rows,
-    TARGET_STRIDES: tl.constexpr,
-    SOURCE_STRIDES: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    targets, sources, target_rows, source_rows, num_rows,
+    TARGET_STRIDES: tl.constexpr, SOURCE_STRIDES: tl.constexpr, WORDS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     for first in range(tl.program_id(0) * BLOCK_ROWS, num_rows, tl.num_programs(0) * BLOCK_ROWS):
         place = first + tl.arange(0, BLOCK_ROWS)
         inside = place < num_rows
