@@ -174,8 +174,9 @@ class CacheCounters:
         assert lengths.size == self._table_of_feature.numel(), f"{lengths.size} features"
         assert lengths.sum() == num_ids, f"{lengths.sum()} ids in {lengths.size} features, {num_ids} ids in the batch"
         values, table_of_feature, ends = self._arrays
-        arrays = (part.numpy() for part in parts)
-        loops.count_plan(loops.Counters(values), table_of_feature, lengths, ends, *arrays, critical_path)
+        hits, missed, filled, evicted, written = (part.numpy() for part in parts)
+        rows = (filled, evicted, written)
+        loops.count_plan(loops.Counters(values), table_of_feature, lengths, ends, hits, missed, *rows, critical_path)
 
     def add_seconds(self, critical_path: bool, seconds: float) -> None:
         """Count host time of a batch's plan and copies, for which the training waits if it is on the critical path."""

@@ -14,7 +14,7 @@ The solver is HiGHS, by scipy (Huangfu and Hall 2018).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -119,8 +119,15 @@ def lower_bound(costs: CostArrays) -> Bound:
     for own in shares:
         program.equal(1.0, (own, 1.0))
     _add_memory(program, costs, shares)
-    _add_stages(program, costs, shares, stages)
-    groups = _add_groups(program, costs, shares)
+    for number, name in enumerate(STAGES):
+        _slowest(program, costs, shares, np.array([stages[name]]), [number], float(base[number]))
+    names = sorted({option.group for options in costs.options for option in options})
+    groups = program.variables(len(names))  # 1 where a table is in the group
+    for own, options in zip(shares, costs.options, strict=True):
+        for group, name in zip(groups, names, strict=True):
+            inside = np.array([float(option.group == name) for option in options])
+            if inside.any():
+                program.at_most(0.0, (own, inside), (np.array([group]), -1.0))
     step = _add_step(program, costs, shares, stages, groups)
     return Bound(max(fixed, (1 - _TOLERANCE) * program.least(int(step[0]))), fixed)
 
@@ -131,9 +138,8 @@ def _add_memory(program: _Program, costs: CostArrays, shares: list[NDArray[np.in
     nodes, world_size = -(-costs.world_size // costs.ranks_per_node), costs.world_size
     if costs.host_limit is not None:
         pairs = zip(shares, costs.options, strict=True)
-        program.at_most(
-            costs.host_limit * nodes, *((own, _sums(o.host_bytes.sum() for o in options)) for own, options in pairs)
-        )
+        terms = [(own, np.array([float(o.host_bytes.sum()) for o in options])) for own, options in pairs]
+        program.at_most(costs.host_limit * nodes, *terms)
     if costs.device_limit is None:
         return
     batch = MEMORY.index("batch")
@@ -144,19 +150,8 @@ def _add_memory(program: _Program, costs: CostArrays, shares: list[NDArray[np.in
         weights = np.array([{"fixed": 1.0, "batch": times, cache: 1.0}.get(name, 0.0) for name in MEMORY])
         left = (costs.device_limit - float(costs.base_memory @ weights)) * world_size
         pairs = zip(shares, costs.options, strict=True)
-        program.at_most(
-            left, *((own, _sums(o.memory.sum(axis=0) @ weights for o in options)) for own, options in pairs)
-        )
-
-
-def _sums(values: Iterable[float]) -> Floats:
-    return np.fromiter(values, float)
-
-
-def _add_stages(program: _Program, costs: CostArrays, shares: list[NDArray[np.int64]], stages: dict[str, int]) -> None:
-    """Each stage takes the mean over the ranks at least, and each table's largest shard."""
-    for number, name in enumerate(STAGES):
-        _slowest(program, costs, shares, np.array([stages[name]]), [number], float(costs.base_seconds[number]))
+        terms = [(own, np.array([float(o.memory.sum(axis=0) @ weights) for o in options])) for own, options in pairs]
+        program.at_most(left, *terms)
 
 
 def _slowest(
@@ -167,7 +162,8 @@ def _slowest(
     columns: list[int],
     fixed: float,
 ) -> None:
-    """The variable is at least the seconds of the slowest rank in these stages together."""
+    """The variable is at least the seconds of the slowest rank in these stages together: the mean over the ranks, and
+    each table's largest shard."""
     lookup, alone = STAGES.index("lookup") in columns, _alone(costs, columns)
     means = []
     for own, options in zip(shares, costs.options, strict=True):
@@ -187,18 +183,6 @@ def _alone(costs: CostArrays, columns: list[int]) -> float:
     return 1.0 if cores is None or not _NEEDS_CORE.issuperset(columns) else cores / local
 
 
-def _add_groups(program: _Program, costs: CostArrays, shares: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return a variable for each group of tables: 1 where a table is in it."""
-    names = sorted({option.group for options in costs.options for option in options})
-    groups = program.variables(len(names))
-    for own, options in zip(shares, costs.options, strict=True):
-        for group, name in zip(groups, names, strict=True):
-            inside = np.array([float(option.group == name) for option in options])
-            if inside.any():
-                program.at_most(0.0, (own, inside), (np.array([group]), -1.0))
-    return groups
-
-
 def _add_step(
     program: _Program,
     costs: CostArrays,
@@ -209,9 +193,8 @@ def _add_step(
     """Return the variable of a step: see `StepFormula.seconds`, whose maxima are rows here."""
     formula, step = costs.formula, program.variables(1)
     _, last_bucket, late = map(float, formula.reduction(1))  # at least
-    out, back, sent = map(
-        float, formula.latencies(1)
-    )  # proportional to the groups, as is the all-reduce's: `out` again
+    # Proportional to the groups, as is the all-reduce's: `out` again.
+    out, back, sent = map(float, formula.latencies(1))
     base = dict(zip(STAGES, map(float, costs.base_seconds), strict=True))
 
     def of(*names: str) -> tuple[NDArray[np.int64], float]:

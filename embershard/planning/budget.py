@@ -108,9 +108,11 @@ class LeastNeed:
         if problem:
             budget = request.budget
             changes = _other_changes(request, device=budget.rank_bytes, host=budget.host_bytes)
+            free = replace(request, types=None, only={})
+            helps = free.allowed != request.allowed and not least_need(free, by_rows=True).excess_rows
             raise ShardingError(
                 f"the plan does not fit: {problem}. Give its tables fewer rows (hash their ids into fewer)"
-                f"{_cut_by_rows(request)}{changes}"
+                f"{'; or allow row_wise sharding for them' if helps else ''}{changes}"
             )
 
     def check_device(self, request: PlanRequest) -> None:
@@ -354,14 +356,6 @@ def _fits_by_rows(request: PlanRequest) -> bool:
     if not request.may_mix or no_rows_problem(whole, ranks_per_node):
         return False
     return need_of(request.workload, whole).fits_device(budget)
-
-
-def _cut_by_rows(request: PlanRequest) -> str:
-    """Return the advice to allow row-wise sharding, where the types that were asked for keep too many rows together."""
-    free = replace(request, types=None, only={})
-    if free.allowed == request.allowed or least_need(free, by_rows=True).excess_rows:
-        return ""
-    return "; or allow row_wise sharding for them"
 
 
 def _bytes(count: int) -> str:

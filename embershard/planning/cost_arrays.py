@@ -430,13 +430,14 @@ class _Options:
         if self._at_best and kernel == "cached" and np.ptp(shares - parts):
             # A batch has fewer distinct rows of blocks that are looked up unevenly, and caches of their own.
             arriving = replace(arriving, unique_ids=0.0, hits_unique=0.0, fills=0.0, write_backs=0.0)
-        corners = [shard_work(workload, whole, _part(arriving, *part)) for part in ((0, 0), (1, 0), (0, 1))]
+        corners = [shard_work(workload, whole, arriving.part(*part)) for part in ((0, 0), (1, 0), (0, 1))]
         by_stage = stage_seconds(corners, self._request.rates)
         none, all_lookups, all_rows = np.stack(
             [sum(by_stage[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES], axis=-1
         )
         seconds = none + np.outer(shares, all_lookups - none) + np.outer(parts, all_rows - none)
         host = sum(memory_model.host_bytes([whole], shape).values())
+        row_ids = workload.lookups_per_sample[table.table] * shape.batch_size if exchange == "rows" else 0.0
         return Option(
             sharding,
             kernel,
@@ -445,12 +446,8 @@ class _Options:
             seconds=np.tile(seconds, (cuts, 1)),
             memory=np.tile(self._memory(whole, size, done, shares, parts), (cuts, 1)),
             host_bytes=np.tile(parts * host, cuts),
-            row_id_seconds=self._row_id_seconds(table) if exchange == "rows" else 0.0,
+            row_id_seconds=row_ids * self._request.rates.seconds_per_row_id,
         )
-
-    def _row_id_seconds(self, table: TableSize) -> float:
-        ids = self._workload.lookups_per_sample[table.table] * self._shape.batch_size
-        return ids * self._request.rates.seconds_per_row_id
 
     def _memory(
         self, whole: PlacedShard, report: ShardReport, done: ShardReport, shares: Floats, parts: Floats
@@ -488,9 +485,3 @@ class _Options:
         found[:, 1] = np.minimum(parts * whole.rows, parts * needed) * memory.slot_bytes
         found[:, 2] = np.minimum(parts * whole.rows, parts * held) * memory.slot_bytes
         return found
-
-
-def _part(report: ShardReport, share: float, rows: float) -> ShardReport:
-    """Return the report of so large a share of a table's lookups and of its rows."""
-    part = report.scaled(rows)
-    return replace(part, lookups=share * report.lookups, hits_lookups=share * report.hits_lookups)

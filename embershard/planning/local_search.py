@@ -81,7 +81,12 @@ def local_search(
 
 
 def _beginnings(costs: CostArrays, given: Sequence[Sequence[TablePlacement]]) -> Iterator[_SearchState]:
-    for types in () if given else _first_types(costs):
+    by_table = [{option.sharding for option in options} for options in costs.options]
+    # One type for all, where that is allowed, since each type has collectives of its own; and all types.
+    first: list[frozenset[str]] = [
+        frozenset([name]) for name in ("table_wise", "row_wise") if all(name in names for names in by_table)
+    ]
+    for types in () if given else (*first, frozenset[str]().union(*by_table)):
         state = _SearchState(costs)
         for table in state.by_size():
             state.insert(table, types)
@@ -95,14 +100,6 @@ def _beginnings(costs: CostArrays, given: Sequence[Sequence[TablePlacement]]) ->
                 state.put(numbers[each.table], Choice(option, each.ranks))
         if all(option is not None for option, _ in own):
             yield state
-
-
-def _first_types(costs: CostArrays) -> list[frozenset[str]]:
-    """Return the sharding types that placements to begin with are made of: one type for all, where that is allowed,
-    since each type has collectives of its own; and all."""
-    by_table = [{option.sharding for option in options} for options in costs.options]
-    each = [frozenset([name]) for name in ("table_wise", "row_wise") if all(name in names for names in by_table)]
-    return [*each, frozenset().union(*by_table)]
 
 
 def _improve(
@@ -225,7 +222,9 @@ class _SearchState:
         are overlooked by chance."""
         best, found = math.inf, Choice(0, ())
         for way in self._ways[table]:
-            values, ranks = self._priced(way)
+            groups = np.array([len(self._groups) + (group not in self._groups) for group in way.groups], float)
+            price = self._one_by_one if way.kind == "any" else self._block_by_block
+            values, ranks = price(way, self._totals + way.everywhere[:, None, :], groups)
             values[[types is not None and name not in types for name in way.types]] = math.inf
             if rng is not None:
                 values[rng.random(len(values)) < _OVERLOOKED] = math.inf
@@ -237,17 +236,9 @@ class _SearchState:
         else:
             self.put(table, found)
 
-    def _priced(self, way: _Way) -> tuple[Floats, list[list[int]]]:
-        """Return the value with each of a table's options, [O], and the best ranks for its shards."""
-        groups = np.array([len(self._groups) + (group not in self._groups) for group in way.groups], float)
-        totals = self._totals + way.everywhere[:, None, :]
-        if way.kind == "any":
-            return self._one_by_one(way, totals, groups)
-        return self._block_by_block(way, totals, groups)
-
     def _block_by_block(self, way: _Way, totals: Floats, groups: Floats) -> tuple[Floats, list[list[int]]]:
         """Place the blocks of a table's columns one after the other, each on all ranks of a node of its own, or on all
-        ranks of the run."""
+        ranks of the run; return the value with each of the options, [O], and the best ranks for its shards."""
         size = self._costs.world_size
         per_block = size if way.kind == "all" else self._costs.ranks_per_node
         count, all_ranks = len(groups), np.arange(size).reshape(-1, per_block)
@@ -276,13 +267,14 @@ class _SearchState:
         return values, ranks
 
     def _one_by_one(self, way: _Way, totals: Floats, groups: Floats) -> tuple[Floats, list[list[int]]]:
-        """Place the shards of a table one after the other, each on a rank of its own."""
+        """Place the shards of a table one after the other, each on a rank of its own; return what `_block_by_block`
+        does."""
         count = len(groups)
         memory, host = np.tile(self._memory, (count, 1, 1)), np.tile(self._host, (count, 1))
         taken, ranks, every = np.zeros(host.shape, bool), [list[int]() for _ in range(count)], np.arange(count)
         for shard in range(way.seconds.shape[1]):
             cost = (way.seconds[:, shard], way.memory[:, shard], way.host_bytes[:, shard])
-            values = self._with_one(totals, *cost, memory, host, groups[:, None])
+            values = self._with_one(cost, totals, memory, host, groups[:, None])
             values[taken] = math.inf
             best = values.argmin(axis=1)
             for place, rank in enumerate(best.tolist()):
@@ -296,17 +288,14 @@ class _SearchState:
         return values[every, best], ranks
 
     def _with_one(
-        self,
-        totals: Floats,
-        seconds: Floats,
-        added_memory: Floats,
-        host_bytes: Floats,
-        memory: Floats,
-        host: Floats,
-        groups: Floats,
+        self, cost: tuple[Floats, Floats, Floats], totals: Floats, memory: Floats, host: Floats, groups: Floats
     ) -> Floats:
-        """Return the value, [O, R], with one shard of each option on each of the ranks, whose totals are these."""
-        formula = self._costs.formula
+        """Return the value, [O, R], with one shard of each option on each of the ranks, whose totals are these.
+
+        Args:
+            cost: of the shards: seconds, memory and host bytes.
+        """
+        formula, (seconds, added_memory, host_bytes) = self._costs.formula, cost
         load, added = totals.sum(axis=-1), seconds.sum(axis=-1)[:, None]
         spread = np.sqrt((np.square(load).sum(axis=-1, keepdims=True) + 2 * load * added + added**2) / load.shape[-1])
         value = formula.seconds(formula.slowest_with(totals, seconds), groups) + _SPREAD * spread
@@ -380,20 +369,14 @@ def _ways(options: Sequence[Option]) -> list[_Way]:
     for number, option in enumerate(options):
         over = SHARDING_TYPES[option.sharding].rows_over
         kinds.setdefault(("any" if over == "one" else over, option.num_shards), []).append(number)
-    return [_way(kind, numbers, [options[number] for number in numbers]) for (kind, _), numbers in kinds.items()]
-
-
-def _way(kind: str, numbers: Sequence[int], own: Sequence[Option]) -> _Way:
-    everywhere = np.zeros((len(own), len(STAGES)))
-    everywhere[:, STAGES.index("lookup")] = [option.row_id_seconds for option in own]
-    return _Way(
-        tuple(numbers),
-        kind,
-        np.array([option.seconds for option in own]),
-        np.array([option.memory for option in own]),
-        np.array([option.host_bytes for option in own]),
-        everywhere,
-        tuple(option.sharding for option in own),
-        tuple(option.group for option in own),
-        tuple(SHARDING_TYPES[option.sharding].on_one_node for option in own),
-    )
+    found = []
+    for (kind, _), numbers in kinds.items():
+        own = [options[number] for number in numbers]
+        everywhere = np.zeros((len(own), len(STAGES)))
+        everywhere[:, STAGES.index("lookup")] = [option.row_id_seconds for option in own]
+        seconds, memory, host = (np.array([getattr(o, n) for o in own]) for n in ("seconds", "memory", "host_bytes"))
+        types = tuple(option.sharding for option in own)
+        on_one_node = tuple(SHARDING_TYPES[name].on_one_node for name in types)
+        groups = tuple(option.group for option in own)
+        found.append(_Way(tuple(numbers), kind, seconds, memory, host, everywhere, types, groups, on_one_node))
+    return found

@@ -91,9 +91,12 @@ def best_candidate(request: PlanRequest) -> Candidate:
     """
     found, bound = _searched(request), best_bound(request)
     needs: list[LeastNeed] = []
-    if not found or (bound is not None and not _is_close(bound.gap(min(each.step_seconds for each in found)))):
+    gap = bound.gap(min(each.step_seconds for each in found)) if found and bound is not None else 0.0
+    if not found or not -_AS_FAST <= gap <= _CLOSE:  # a bound above a plan is none
         if not found or _is_for_torchrec(request):
-            needs = _least_needs(request)
+            need = least_need(request)
+            others = (least_need_without_caches(request), least_need_of_some_caches(request, need))
+            needs = [need, *(other for other in others if other is not None)]
             found += all_sized(request, [*(need.tables for need in needs), *by_torchrec(request, needs[0])])
         if found:
             fastest = sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
@@ -114,23 +117,13 @@ def best_candidate(request: PlanRequest) -> Candidate:
     raise ShardingError(_no_room(request, need))
 
 
-def _is_close(gap: float) -> bool:
-    return -_AS_FAST <= gap <= _CLOSE  # a bound above a plan is none
-
-
 def _searched(request: PlanRequest) -> list[Candidate]:
     return all_sized(request, _plain(request)) + by_local_search(request)
 
 
-def _least_needs(request: PlanRequest) -> list[LeastNeed]:
-    """Return the placements that need the least memory: with caches, without them, and with some."""
-    need = least_need(request)
-    others = (least_need_without_caches(request), least_need_of_some_caches(request, need))
-    return [need, *(other for other in others if other is not None)]
-
-
 def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
-    """Return the least of these needs, or a lesser one that searches find: for the least memory first, then as for a
+    """Return the least of these needs (with caches, without them, with some), or a lesser one that searches find: for
+    the least memory first, then as for a
     plan, with a byte less than the least so far, until that finds none."""
     need = min(needs, key=lambda each: each.asked(request.budget))
     if request.budget.rank_bytes is None or request.workload.shape.world_size == 1 or not request.sharded:
@@ -265,7 +258,10 @@ def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacem
 
     least = sized(replace(request, budget=replace(budget, host_bytes=None)), need.tables)
     num_slots = sum(pool.slots for pool in least.pools) if least is not None else 1
-    kept, local = _without_tables(request, need), min(shape.ranks_per_node, shape.world_size)
+    model, local = request.workload.model, min(shape.ranks_per_node, shape.world_size)
+    dense = model.dense_parameter_bytes + model.dense_state_bytes
+    taken = dense + round(model.activation_bytes_per_sample * shape.batch_size) + shape.reserve_bytes
+    kept = min(taken, *(rank.fixed_bytes for rank in need.ranks))  # of a rank, whatever the placement
     kinds, found = {False: need.excess_rows or need.fits_device(budget), True: _may_be_resident(request)}, []
     for resident in (kind for kind, is_tried in kinds.items() if is_tried):
         costs = ShardCosts(request.workload, request.rates, num_slots, resident=resident)
@@ -301,14 +297,6 @@ def _choices(request: PlanRequest) -> list[dict[str, list[str]]]:
         if all(only in types for types in allowed.values())
     ]
     return [allowed, *(choice for choice in one_type if choice != allowed)]
-
-
-def _without_tables(request: PlanRequest, need: LeastNeed) -> int:
-    """Return the bytes of a rank that no placement changes: the dense model, its activations, and what is kept free."""
-    model, shape = request.workload.model, request.workload.shape
-    dense = model.dense_parameter_bytes + model.dense_state_bytes
-    taken = dense + round(model.activation_bytes_per_sample * shape.batch_size) + shape.reserve_bytes
-    return min(taken, *(rank.fixed_bytes for rank in need.ranks))
 
 
 def _may_be_resident(request: PlanRequest) -> bool:

@@ -135,14 +135,18 @@ def rank_work(
     """Return the work of a whole rank's step: its shards, its part of the dense model, its samples, and its part in the
     exchange of so many groups of tables, wherever these are."""
     shape, model = workload.shape, workload.model
-    copies = work.copies_groups(shards)
+    copies, copies_bytes = work.copies_groups(shards), 0.0
+    for columns in copies:
+        tables = [shard.table.table for shard in shards if shard.kernel == "replicated" and shard.columns == columns]
+        num_rows, variance = sum(map(workload.distinct_per_rank, tables)), sum(map(workload.distinct_variance, tables))
+        copies_bytes += work.copies_bytes(num_rows, variance, columns, shape.world_size)
     dense = StepWork(
         dense_flops=model.dense_flops_per_sample * shape.batch_size,
         activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
         update_bytes=model.dense_parameter_bytes,
         all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.world_size),
         sent_id_bytes=work.sizes_bytes(num_groups, shape.world_size),
-        sent_gradient_bytes=sum(_copies_bytes(workload, shards, columns) for columns in copies),
+        sent_gradient_bytes=copies_bytes,
         num_collectives=work.num_collectives(num_groups, shape.world_size, len(copies)),
         input_seconds=(workload.data.read_seconds_per_sample or 0.0) * shape.batch_size,
     )
@@ -153,12 +157,6 @@ def _row_ids(workload: Workload, shards: Sequence[PlacedShard]) -> float:
     """Return the ids of a rank's samples in the tables that exchange distinct rows, wherever those tables are."""
     tables = {shard.table.table for shard in shards if shard.exchange == "rows"}
     return sum(workload.lookups_per_sample[table] for table in tables) * workload.shape.batch_size
-
-
-def _copies_bytes(workload: Workload, shards: Sequence[PlacedShard], columns: int) -> float:
-    tables = [shard.table.table for shard in shards if shard.kernel == "replicated" and shard.columns == columns]
-    num_rows, variance = sum(map(workload.distinct_per_rank, tables)), sum(map(workload.distinct_variance, tables))
-    return work.copies_bytes(num_rows, variance, columns, workload.shape.world_size)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embershard.planning.request import column_block
-from embershard.planning.shard_costs import CostOfShards, ShardCost, cached
+from embershard.planning.shard_costs import CostOfShards, cached
 from embershard.sharding.sharding_types import Sharding
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
@@ -76,7 +76,7 @@ def place(
     order = SortBy.PERF if sort_by == "seconds" else SortBy.STORAGE
     partitioner: Partitioner = GreedyPerfPartitioner(sort_by=order)
     if limit_rows:
-        partitioner = PoolRowsPartitioner(lambda option: _pool_of(by_name[option.name]), order)
+        partitioner = PoolRowsPartitioner(lambda each: (by_name[each.name].dtype, by_name[each.name].group), order)
     with _quiet():
         topology = _topology(world_size, ranks_per_node, device_bytes, host_bytes)
         constraints = {name: _constraint(types, by_name[name], world_size) for name, types in allowed.items()}
@@ -97,8 +97,15 @@ def place(
 def _planned(
     planner: EmbeddingShardingPlanner, tables: Sequence[TableSize], ranks_per_node: int
 ) -> ShardingPlan | None:
+    configs = [
+        EmbeddingBagConfig(
+            name=table.table, embedding_dim=table.dim, num_embeddings=table.rows, feature_names=[f"f{number}"]
+        )
+        for number, table in enumerate(tables)
+    ]
+    module = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     try:
-        return planner.plan(_tables_module(tables), [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+        return planner.plan(module, [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
     except PlannerError as error:
         if error.error_type not in _NOTHING_FITS:
             raise
@@ -114,10 +121,6 @@ def _constraint(types: Sequence[str], table: TableSize, world_size: int) -> Para
         compute_kernels=[EmbeddingComputeKernel.FUSED.value],
         min_partition=column_block(table.dim, world_size),
     )
-
-
-def _pool_of(table: TableSize) -> tuple[str, str]:
-    return table.dtype, table.group
 
 
 def _topology(world_size: int, ranks_per_node: int, device_bytes: int | None, host_bytes: int | None) -> Topology:
@@ -141,29 +144,15 @@ class _Estimator(ShardEstimator):
             shards = [self._placed(option, shard) for shard in option.shards]
             for shard, cost in zip(option.shards, self._costs(shards), strict=True):
                 shard.storage = Storage(hbm=cost.device_bytes, ddr=cost.host_bytes)
-                shard.perf = self._perf(cost)
+                lookup, sent, copies = (cost.seconds.get(each, 0.0) for each in ("lookup", "communication", "copies"))
+                # Forward compute and communication, then backward's; the last is prefetching.
+                perf = Perf(lookup, sent, 0.0, 0.0, prefetch_compute=copies)
+                shard.perf = Perf(float(cost.device_bytes), 0.0, 0.0, 0.0) if self._by_memory else perf
 
     def _placed(self, option: ShardingOption, shard: Shard) -> PlacedShard:
         (rows, columns), first = shard.size, shard.offset[0]
         kind = cast(Sharding, option.sharding_type)
         return PlacedShard(self._tables[option.name], shard.rank or 0, first, first + rows, columns, kind, "cached")
-
-    def _perf(self, cost: ShardCost) -> Perf:
-        """Return forward compute and communication, then backward's; the last is prefetching."""
-        if self._by_memory:
-            return Perf(float(cost.device_bytes), 0.0, 0.0, 0.0)
-        lookup, communication, copies = (cost.seconds.get(part, 0.0) for part in ("lookup", "communication", "copies"))
-        return Perf(lookup, communication, 0.0, 0.0, prefetch_compute=copies)
-
-
-def _tables_module(tables: Sequence[TableSize]) -> EmbeddingBagCollection:
-    configs = [
-        EmbeddingBagConfig(
-            name=table.table, embedding_dim=table.dim, num_embeddings=table.rows, feature_names=[f"f{number}"]
-        )
-        for number, table in enumerate(tables)
-    ]
-    return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
 
 
 def _placements(plan: ShardingPlan, tables: Sequence[TableSize]) -> list[TablePlacement]:

@@ -11,7 +11,7 @@ from embershard.planning.cost.rates import Rates, step_parts
 from embershard.planning.exchange import exchange_of
 from embershard.planning.predict import as_exchanged, counted_reports, shard_work
 from embershard.planning.request import Workload
-from embershard.planning.simulate.pool_report import RowRange, ShardReport
+from embershard.planning.simulate.pool_report import RowRange
 from embershard.sharding import memory_model
 from embershard.sharding.sharding_types import Sharding
 from embershard.sharding.shards import TablePlacement
@@ -71,7 +71,8 @@ class ShardCosts:
 
     def _cost(self, shard: PlacedShard) -> ShardCost:
         workload, shape = self._workload, self._workload.shape
-        report = _part(self._reports[shard.table.table], shard, workload.share_of_lookups(shard))
+        shares = (workload.share_of_lookups(shard), shard.rows / shard.table.rows)
+        report = replace(self._reports[shard.table.table].part(*shares), shard=RowRange.of(shard))
         shard = replace(shard, exchange=exchange_of(workload, shard.table.table, shard.sharding, shard.columns))
         report = as_exchanged(workload, shard, report)
         if self._resident:
@@ -93,11 +94,3 @@ class ShardCosts:
             + round(memory_model.vector_bytes(shard, shape.global_batch_size, workload.lookups_per_step(shard))),
             host_bytes=sum(memory_model.host_bytes([shard], shape).values()),
         )
-
-
-def _part(report: ShardReport, shard: PlacedShard, share: float) -> ShardReport:
-    """Return a shard's share of its table's report: distinct rows in proportion to its rows, lookups to its `share`."""
-    part = report.scaled(shard.rows / shard.table.rows)
-    return replace(
-        part, lookups=share * report.lookups, hits_lookups=share * report.hits_lookups, shard=RowRange.of(shard)
-    )

@@ -6,7 +6,7 @@ Plans for few ranks are searched; for more, the best of a few plain placements i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from embershard.errors import ShardingError
@@ -174,22 +174,15 @@ def _alike(request: PlanRequest, kind: ShardingType) -> tuple[TablePlacement, ..
     local = per_table  # ranks that a shard is cut over, one after the other
     places = [(0.0, number) for number in range(shape.world_size // local)]
     found: dict[str, list[int]] = {table.table: [] for table in tables}
-    for seconds, table in sorted(_by_cost(request, kinds, blocks, local), key=lambda pair: (-pair[0], pair[1].table)):
+    costs: list[tuple[float, TableSize]] = []  # seconds of each shard's work in a step, once per shard
+    for table in tables:
+        count = blocks[table.table] if SHARDING_TYPES[kinds[table.table]].cuts_columns else 1
+        rows, columns = -(-table.rows // local), table.dim // count
+        shard = PlacedShard(table, 0, 0, rows, columns, kinds[table.table], "device")
+        work = shard_work(request.workload, shard, resident_report(request.workload, shard))
+        costs += [(sum(step_parts(work, request.rates).values()), table)] * count
+    for seconds, table in sorted(costs, key=lambda pair: (-pair[0], pair[1].table)):
         load, number = heapq.heappop(places)
         found[table.table] += range(number * local, (number + 1) * local)
         heapq.heappush(places, (load + seconds, number))
     return placed(request, [cached(table, kinds[table.table], found[table.table]) for table in tables])
-
-
-def _by_cost(
-    request: PlanRequest, kinds: Mapping[str, Sharding], blocks: dict[str, int], local: int
-) -> Sequence[tuple[float, TableSize]]:
-    """Return the seconds of each shard's work in a step, with its table, once per shard."""
-    found = []
-    for table in request.sharded:
-        kind = kinds[table.table]
-        count = blocks[table.table] if SHARDING_TYPES[kind].cuts_columns else 1
-        shard = PlacedShard(table, 0, 0, -(-table.rows // local), table.dim // count, kind, "device")
-        work = shard_work(request.workload, shard, resident_report(request.workload, shard))
-        found += [(sum(step_parts(work, request.rates).values()), table)] * count
-    return found

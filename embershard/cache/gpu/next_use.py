@@ -59,9 +59,16 @@ class KernelNextUseIndex(NextUseIndex):
         self._newest += 1
         first_use, first = self._reserve_ascending(keys.numel())
         self._places.claim_places(keys)
-        state = (self.next_use, self._last_use, self._next_batch)
-        marks, count = know(keys, self._places, *state, self._num_pinned, first, self._newest)
-        batch = MarkedBatch(self._newest, first_use, marks, marks, first, self.readback.count(count))
+        marks, count = torch.empty_like(keys, dtype=torch.bool), keys.numel()
+        tally = keys.new_empty(1) if count else keys.new_zeros(1)
+        table, constants = self._places.key_table, self._places.key_constants
+        places, entries = torch.empty_like(keys) if constants["BUCKET"] else keys, table[1]
+        links = (self.next_use, self._last_use, self._next_batch)
+        which, capacity = (self._map.num_keys, self._num_pinned, first), self._next_batch.numel() - 1
+        launch(_append, count, keys, places, tally, *table, *links, *which, self._newest, capacity, **constants)
+        launch(_number_last, count, keys, places, entries, self._last_use, *which)
+        launch(_mark_last, count, keys, places, entries, self._last_use, marks, tally, *which)
+        batch = MarkedBatch(self._newest, first_use, marks, marks, first, self.readback.count(tally))
         self._known.append(batch)
         return batch
 
@@ -176,39 +183,6 @@ def _advance(  # type: ignore[no-untyped-def]
     tl.store(following + position, batch, mask=inside)
     tl.store(next_uses + slot, batch, mask=marked)
     tl.store(last_uses + slot, tl.zeros_like(batch), mask=marked & (batch == 0))
-
-
-def know(
-    keys: Tensor,
-    slot_map: KernelSlotMap,
-    next_uses: Tensor,
-    last_uses: Tensor,
-    next_batches: Tensor,
-    num_pinned: int,
-    first: int,
-    batch: int,
-) -> tuple[Tensor, Tensor]:
-    """Append known batch `batch` to the chains of its keys' uses; `loops.know` explains the other arguments.
-
-    Args:
-        keys: int64 [N]; each one that is not pinned has a place in `slot_map`.
-        num_pinned: rows in slots 1 to this one have no next uses.
-        first: number of the batch's first use.
-
-    Returns:
-        bool [N], True at the last use of each distinct row; and their number, int64 [1].
-    """
-    marks, count = torch.empty_like(keys, dtype=torch.bool), keys.numel()
-    if not count:
-        return marks, keys.new_zeros(1)
-    tally, table, constants = keys.new_empty(1), slot_map.key_table, slot_map.key_constants
-    places, entries = torch.empty_like(keys) if constants["BUCKET"] else keys, table[1]
-    which = (slot_map.num_keys, num_pinned, first)
-    links = (next_uses, last_uses, next_batches)
-    launch(_append, count, keys, places, tally, *table, *links, *which, batch, next_batches.numel() - 1, **constants)
-    launch(_number_last, count, keys, places, entries, last_uses, *which)
-    launch(_mark_last, count, keys, places, entries, last_uses, marks, tally, *which)
-    return marks, tally
 
 
 def advance(

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from embershard.cache.gpu import victim_kernels as kernels
+from embershard.cache.gpu.launch import launch
 from embershard.cache.gpu.next_use import KernelNextUseIndex
 from embershard.cache.gpu.readback import Readback, Reads, read_at_once
-from embershard.cache.gpu.slot_map import FILLS, MISSED, OUT_OF_RANGE, KernelSlotMap, give_slots, number_fills
+from embershard.cache.gpu.slot_map import FILLS, MISSED, OUT_OF_RANGE, KernelSlotMap, give_slots
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.planner import CachePlan, Planner, Shortage
 from embershard.cache.slot_state import SlotState
@@ -31,8 +32,7 @@ class KernelPlanner(Planner):
     def plan_with_reads(self, keys: Tensor, batch: int, oldest_pinned: int) -> Reads[CachePlan | Shortage]:
         self._begin()
         numbers = keys.new_zeros(kernels.NUM_NUMBERS)
-        slots, first_hits, missed_keys = self._places.find_missed(keys, batch, numbers)
-        fill_keys, fill_of_id, order = number_fills(missed_keys, numbers)
+        slots, first_hits, fill_keys, fill_of_id, order = self._places.find_missed(keys, batch, numbers)
 
         def read() -> Reads[list[int]]:
             return self._read(numbers)
@@ -60,7 +60,7 @@ class KernelPlanner(Planner):
         if num_victims < num_fills:
             free = self._map.next_free(num_fills - num_victims)
             fill_slots = torch.cat([free, evicted_slots]) if num_victims else free
-        give_slots(slots, fill_of_id, fill_slots)
+        launch(give_slots, slots.numel(), slots, fill_of_id, fill_slots)
         rows = (fill_keys, fill_slots, evicted_keys, evicted_slots, dirty_keys, dirty_slots)
         return CachePlan(batch, slots, *rows, first_hits, order[: found[MISSED.value]])
 

@@ -44,15 +44,18 @@ class KernelSlotMap(SlotMap):
         """Give the entries of `keys` (int64 [N]) places where they have none. The caller sets these entries at once."""
         self._entries.claim_absent(keys)
 
-    def find_missed(self, keys: Tensor, batch: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Look up `keys` [N] and stamp the slots found: the last position of a slot leaves its stamp.
+    def find_missed(self, keys: Tensor, batch: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Look up `keys` [N] and stamp the slots found: the last position of a slot leaves its stamp. Number the
+        distinct rows that were not found, in ascending order.
 
         Args:
-            numbers: gets the number of keys that are no rows.
+            numbers: gets the number of keys that are no rows, of ids that were not found, and of their rows.
 
         Returns:
-            Slots int64 [N], 0 where a key is not cached; bool [N], True at the position whose stamp a slot has; and
-            int32 [N], the keys that are not cached, and a number above all keys elsewhere.
+            Slots int64 [N], 0 where a key is not cached; bool [N], True at the position whose stamp a slot has; the
+            keys of the rows not found, int64 [N], of which the first ones count; for each id the number of its row
+            among them, int32 [N], -1 where it was found; and the positions of all ids, int64 [N], first those not
+            found, by key.
         """
         slots, missed_keys = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
         first_hits = torch.empty_like(keys, dtype=torch.bool)
@@ -60,7 +63,11 @@ class KernelSlotMap(SlotMap):
         table = self.key_table
         launch(_find, count, keys, *table, stamps, numbers, slots, first, self.num_keys, **self.key_constants)
         launch(_mark_missed, count, keys, slots, stamps, first_hits, missed_keys, first, self.num_keys)
-        return slots, first_hits, missed_keys
+        (ascending, order), counts = missed_keys.sort(), block_counts(missed_keys)
+        launch(_count_new, count, ascending, counts, block=COUNTED)
+        fill_keys, fill_of_id = torch.empty_like(order), torch.empty_like(missed_keys)
+        launch(_number_fills, count, ascending, order, counts, fill_keys, fill_of_id, numbers, block=COUNTED)
+        return slots, first_hits, fill_keys, fill_of_id, order
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         self.bind_with(keys, slots, batch, None)
@@ -178,7 +185,8 @@ def _number_fills(  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def _give_slots(slots, fill_of_id, fill_slots, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def give_slots(slots, fill_of_id, fill_slots, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the slots of the rows to fill (`fill_slots` int64 [M]) into a batch's `slots` (int64 [count])."""
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     fill = tl.load(fill_of_id + position, mask=position < count, other=-1)
     slot = tl.load(fill_slots + fill, mask=fill >= 0, other=0)
@@ -222,27 +230,3 @@ def _unbind(  # type: ignore[no-untyped-def]
         tl.store(held_keys + place, tl.zeros_like(trace) - 1, mask=is_gone)
         num_gone = tl.sum(is_gone.to(tl.int64))
         tl.atomic_add(tallies + LIVE, -num_gone, mask=num_gone > 0, sem="relaxed")
-
-
-def number_fills(missed_keys: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Number the distinct rows of a batch that were not found, in ascending order. `numbers` gets their count, and that
-    of the ids.
-
-    Args:
-        missed_keys: int32 [N], as `find_missed` returned them.
-
-    Returns:
-        The rows' keys int64 [N], of which the first ones count; for each id the number of its row, int32 [N], -1 where
-        it was found; and the positions of all ids, int64 [N], first those not found, by key.
-    """
-    ascending, order = missed_keys.sort()
-    counts, count = block_counts(missed_keys), missed_keys.numel()
-    launch(_count_new, count, ascending, counts, block=COUNTED)
-    fill_keys, fill_of_id = torch.empty_like(order), torch.empty_like(missed_keys)
-    launch(_number_fills, count, ascending, order, counts, fill_keys, fill_of_id, numbers, block=COUNTED)
-    return fill_keys, fill_of_id, order
-
-
-def give_slots(slots: Tensor, fill_of_id: Tensor, fill_slots: Tensor) -> None:
-    """Write the slots of the rows to fill (`fill_slots` int64 [M]) into a batch's `slots` (int64 [N])."""
-    launch(_give_slots, slots.numel(), slots, fill_of_id, fill_slots)

@@ -1,5 +1,5 @@
-"""Triton kernels that choose victims: what `loops.take_lowest` and `loops.lowest_ranks` do, with numbers that stay on
-the device (`slot_map.py`).
+"""Triton kernels that choose victims: what `loops.candidates`, `loops.choose` and `loops.lowest_ranks` do, with numbers
+that stay on the device (`slot_map.py`).
 
 The candidates of a plan are numbered: W entries of the ranking whose rank holds, the same W entries again for those
 that were ranked anew, and the O slots that were offered; `ranks` [2 W + O] has their ranks, `NEVER` for none.

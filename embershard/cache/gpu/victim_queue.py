@@ -117,7 +117,15 @@ class KernelVictimQueue:
             taken = self._take_again(numbers, 2 * needed, False, oldest_pinned)
             found = yield from read()
             taken, found = yield from self._take_more(taken, found, numbers, read, needed, oldest_pinned)
-        self._pass(taken, found, needed, oldest_pinned)
+        self._num_expected = needed
+        self._cursor += taken.limit(needed) - found[kernels.LEFT.value]
+        num_waiting = found[kernels.WAITING.value]
+        count = num_waiting + found[kernels.PINNED.value]
+        kept = _PartBeside(0, taken.waiting[:, :count], count)
+        if num_waiting > 4 * needed:
+            kept = self._trim(kept, num_waiting, 2 * needed)
+        later = [part for part in self._parts if part.batch >= oldest_pinned]
+        self._parts = [kept, *later] if count else later
         if in_flight is not None:
             self._offer_pinned(in_flight, batch)
         if found[kernels.VICTIMS.value] < needed:
@@ -214,17 +222,6 @@ class KernelVictimQueue:
             taken = self._take_again(numbers, self._num_left(), True, oldest_pinned)
             found = yield from read()
         return taken, found
-
-    def _pass(self, taken: _Taken, found: list[int], needed: int, oldest_pinned: int) -> None:
-        self._num_expected = needed
-        self._cursor += taken.limit(needed) - found[kernels.LEFT.value]
-        num_waiting, num_pinned = found[kernels.WAITING.value], found[kernels.PINNED.value]
-        later = [part for part in self._parts if part.batch >= oldest_pinned]
-        count = num_waiting + num_pinned
-        kept = _PartBeside(0, taken.waiting[:, :count], count)
-        if num_waiting > 4 * needed:
-            kept = self._trim(kept, num_waiting, 2 * needed)
-        self._parts = [kept, *later] if count else later
 
     def _trim(self, part: _PartBeside, num_waiting: int, enough: int) -> _PartBeside:
         """Keep the best `enough` of many slots that wait, and end the ranking at the worst of these."""

@@ -1,4 +1,8 @@
-"""Compiled loops that write initial weights, of `ShardWeights` and `LazyRows`."""
+"""Compiled loops that write initial weights, of `ShardWeights` and `LazyRows`.
+
+`pool` is `PoolWeights.arrays`: ends, first counters, counters per row, keys, lows and spans of the tables, and the
+groups of 4 columns. Table t of the pool has rows [ends[t], ends[t + 1]).
+"""
 
 # mypy: disable-error-code="no-untyped-call, untyped-decorator"
 from __future__ import annotations
@@ -52,12 +56,9 @@ def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @compiled_when_called(error_model="numpy")
-def write_rows(out, at, row, stop, ends, firsts, widths, keys, lows, spans, groups):  # type: ignore[no-untyped-def]
-    """Write rows [row, stop) of a pool to `out` [4 * groups * rows], from element `at` on.
-
-    Table t of the pool has rows [ends[t], ends[t + 1]), its first counter in `firsts` and its counters per row in
-    `widths`.
-    """
+def write_rows(out, at, row, stop, pool):  # type: ignore[no-untyped-def]
+    """Write rows [row, stop) of a pool to `out` [4 * groups * rows], from element `at` on."""
+    ends, firsts, widths, keys, lows, spans, groups = pool
     table = np.searchsorted(ends, row, side="right") - 1
     while row < stop:
         while ends[table + 1] <= row:
@@ -91,11 +92,12 @@ def write_run(out, at, counter, num, key0, key1, low, span):  # type: ignore[no-
 
 
 @compiled_when_called(error_model="numpy")
-def write_rows_of_ids(rows, ids, out, ends, firsts, widths, keys, lows, spans, groups):  # type: ignore[no-untyped-def]
+def write_rows_of_ids(rows, ids, out, pool):  # type: ignore[no-untyped-def]
     """Write the weights of `ids` [M] to `rows` [M] of a pool, in `out` [4 * groups * R].
 
     The words of a counter are two of the id, the group of columns in the whole table, and 1: those of rows end with 0.
     """
+    ends, firsts, widths, keys, lows, spans, groups = pool
     for place in range(rows.size):
         row, n = rows[place], np.uint64(ids[place])
         table = np.searchsorted(ends, row, side="right") - 1
@@ -111,53 +113,51 @@ def write_rows_of_ids(rows, ids, out, ends, firsts, widths, keys, lows, spans, g
 
 
 @compiled_when_called()
-def make_blocks_of(keys, made, shift, out, num_rows, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
+def make_blocks_of(keys, made, shift, out, num_rows, pool):  # type: ignore[no-untyped-def]
     """Make the blocks of rows `keys` that are not `made`, in `out`; return their number."""
     count = 0
     for key in keys:
         block = key >> shift
         if not made[block]:
-            count += make_blocks(
-                block, block + 1, made, shift, out, num_rows, ends, firsts, widths, hashes, lows, spans, groups
-            )
+            count += make_blocks(block, block + 1, made, shift, out, num_rows, pool)
     return count
 
 
 @compiled_when_called()
-def make_blocks(first, stop, made, shift, out, num_rows, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
+def make_blocks(first, stop, made, shift, out, num_rows, pool):  # type: ignore[no-untyped-def]
     """Make blocks [first, stop) that are not `made`, in `out`; return their number."""
     count = 0
     for block in range(first, stop):
         if not made[block]:
             row = block << shift
             end = min(row + (1 << shift), num_rows)
-            write_rows(out, 4 * groups * row, row, end, ends, firsts, widths, hashes, lows, spans, groups)
+            write_rows(out, 4 * pool[6] * row, row, end, pool)
             made[block] = True
             count += 1
     return count
 
 
 @compiled_when_called()
-def read_rows(keys, places, made, shift, weights, out, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
+def read_rows(keys, places, made, shift, weights, out, pool):  # type: ignore[no-untyped-def]
     """Copy rows `keys` of `weights` to rows `places` of `out`, and write those of blocks that are not `made` there."""
-    columns = 4 * groups
+    columns = 4 * pool[6]
     for number in range(keys.size):
         key, at = keys[number], columns * places[number]
         if made[key >> shift]:
             out[at : at + columns] = weights[columns * key : columns * (key + 1)]
         else:
-            write_rows(out, at, key, key + 1, ends, firsts, widths, hashes, lows, spans, groups)
+            write_rows(out, at, key, key + 1, pool)
 
 
 @compiled_when_called()
-def read_blocks(first, stop, made, shift, weights, out, ends, firsts, widths, hashes, lows, spans, groups):  # type: ignore[no-untyped-def]
+def read_blocks(first, stop, made, shift, weights, out, pool):  # type: ignore[no-untyped-def]
     """Copy rows [first, stop) of `weights` to `out`, and write those of blocks that are not `made` there."""
-    row, columns = first, 4 * groups
+    row, columns = first, 4 * pool[6]
     while row < stop:
         block = row >> shift
         end, at = min(stop, (block + 1) << shift), columns * (row - first)
         if made[block]:
             out[at : at + columns * (end - row)] = weights[columns * row : columns * end]
         else:
-            write_rows(out, at, row, end, ends, firsts, widths, hashes, lows, spans, groups)
+            write_rows(out, at, row, end, pool)
         row = end

@@ -102,13 +102,13 @@ class PoolWeights:
         lows = np.array([shard.low for shard in shards], np.float32)
         spans = np.array([shard.high for shard in shards], np.float32) - lows
         keys = np.array([shard.key for shard in shards], np.uint32).reshape(-1, 2)
-        #: The first arguments of the loops below.
-        self.arrays = (ends, first_rows * groups + np.array(first_groups, np.int64), groups, keys, lows, spans)
-        self.groups = columns // _GROUP
+        firsts = first_rows * groups + np.array(first_groups, np.int64)
+        #: `pool` of the compiled loops.
+        self.arrays = (ends, firsts, groups, keys, lows, spans, columns // _GROUP)
 
     def write(self, out: Tensor, row: int) -> None:
         """Write the weights of the pool's rows from `row` on to `out` float32 or float16 [n, columns], contiguous."""
-        loops.write_rows(as_array(out), 0, row, row + out.shape[0], *self.arrays, self.groups)
+        loops.write_rows(as_array(out), 0, row, row + out.shape[0], self.arrays)
 
 
 def as_array(weights: Tensor) -> NDArray[Any]:

@@ -83,33 +83,19 @@ class LazyRows:
         if self.num_unmade:
             with self._lock:
                 self.num_unmade -= loops.make_blocks_of(
-                    keys,
-                    self._made,
-                    self._shift,
-                    self._out,
-                    self._num_rows,
-                    *self._pool.arrays,
-                    self._pool.groups,
+                    keys, self._made, self._shift, self._out, self._num_rows, self._pool.arrays
                 )
 
     def read(self, keys: Tensor, out: Tensor, places: Tensor) -> None:
         """Write the weights of rows `keys` to rows `places` (both int64 [M]) of `out` [S, D], all in host memory. Rows
         that are missing stay so."""
         with self._lock:
-            loops.read_rows(
-                keys.numpy(),
-                places.numpy(),
-                self._made,
-                self._shift,
-                self._out,
-                as_array(out),
-                *self._pool.arrays,
-                self._pool.groups,
-            )
+            which = (keys.numpy(), places.numpy(), self._made, self._shift)
+            loops.read_rows(*which, self._out, as_array(out), self._pool.arrays)
 
     def begin_anew(self, keys: Tensor, ids: Tensor) -> None:
         """Write the initial weights of `ids` to rows `keys` (both int64 [M], in host memory), whose blocks are made."""
-        loops.write_rows_of_ids(keys.numpy(), ids.numpy(), self._out, *self._pool.arrays, self._pool.groups)
+        loops.write_rows_of_ids(keys.numpy(), ids.numpy(), self._out, self._pool.arrays)
 
     def make_later(self, keys: Tensor) -> None:
         """Make the rows `keys`, as `make` does, in a thread of the lowest priority."""
@@ -153,23 +139,13 @@ class LazyRows:
         with self._lock:
             frozen = FrozenLazyRows(self._out, self._made.copy(), self._shift, self._pool)
         # Compiles: the reader may be a thread of the lowest priority, and others would wait for Numba's lock.
-        loops.read_blocks(
-            0, 0, frozen.made, self._shift, self._out, self._out[:0], *self._pool.arrays, self._pool.groups
-        )
+        loops.read_blocks(0, 0, frozen.made, self._shift, self._out, self._out[:0], self._pool.arrays)
         return frozen
 
     def _make_blocks(self, first: int, stop: int) -> int:
         """Make blocks [first, stop) where they are missing; return how many were."""
-        return loops.make_blocks(
-            first,
-            min(stop, self._made.size),
-            self._made,
-            self._shift,
-            self._out,
-            self._num_rows,
-            *self._pool.arrays,
-            self._pool.groups,
-        )
+        end = min(stop, self._made.size)
+        return loops.make_blocks(first, end, self._made, self._shift, self._out, self._num_rows, self._pool.arrays)
 
 
 def _make_later(reference: weakref.ref[LazyRows], keys: NDArray[np.int64]) -> None:
@@ -205,6 +181,4 @@ class FrozenLazyRows:
 
     def read(self, first: int, stop: int, out: Tensor) -> None:
         """Write the weights of rows [first, stop) to `out` [stop - first, D]."""
-        loops.read_blocks(
-            first, stop, self.made, self.shift, self.weights, as_array(out), *self.pool.arrays, self.pool.groups
-        )
+        loops.read_blocks(first, stop, self.made, self.shift, self.weights, as_array(out), self.pool.arrays)

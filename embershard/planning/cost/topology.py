@@ -170,13 +170,21 @@ class Topology:
 
     def rates_for(self, num_ranks: int | None = None) -> Rates:
         """Return the rates of `num_ranks` (default: all): calibrated for that number, or derived from the nearest, else
-        estimated."""
-        num_ranks = num_ranks or self.world_size
-        if self.rates:
-            return _derived(self, self._nearest(num_ranks), num_ranks)
-        if num_ranks > self.ranks_per_node:
-            self._check_network()
-        return _estimate(self, num_ranks)
+        estimated. Ranks beyond the node's cores share them, and a collective has a message for each other rank."""
+        num_ranks, cores = num_ranks or self.world_size, self.cores_per_node
+        if not self.rates:
+            if num_ranks > self.ranks_per_node:
+                self._check_network()
+            return _estimate(self, num_ranks)
+        calibrated = self._nearest(num_ranks)
+        rates = self.rates[calibrated]
+        if num_ranks == calibrated:
+            return rates
+        local = num_ranks if self.num_nodes == 1 else min(num_ranks, self.ranks_per_node)
+        share = max(1.0, local / cores) / max(1.0, calibrated / cores) if cores is not None else 1.0
+        messages = (num_ranks - 1) / (calibrated - 1) if calibrated > 1 else 1.0
+        rates = rates.scaled(share)
+        return replace(rates, seconds_per_collective=rates.seconds_per_collective * messages)
 
     def jitter_for(self, num_ranks: int) -> float:
         """Return the jitter of so many ranks' times: 0 where their rates were calibrated, which have it in them."""
@@ -312,19 +320,6 @@ def save_topology(topology: Topology, path: str | Path) -> None:
         del values["assumptions"]
     with naming_file(path):
         Path(path).write_text(to_toml({name: values}), encoding="utf-8")
-
-
-def _derived(topology: Topology, calibrated: int, num_ranks: int) -> Rates:
-    """Return the rates of `num_ranks` from those calibrated for another number. Ranks beyond the node's cores share
-    them, and a collective has a message for each other rank."""
-    rates, cores = topology.rates[calibrated], topology.cores_per_node
-    if num_ranks == calibrated:
-        return rates
-    local = num_ranks if topology.num_nodes == 1 else min(num_ranks, topology.ranks_per_node)
-    share = max(1.0, local / cores) / max(1.0, calibrated / cores) if cores is not None else 1.0
-    messages = (num_ranks - 1) / (calibrated - 1) if calibrated > 1 else 1.0
-    rates = rates.scaled(share)
-    return replace(rates, seconds_per_collective=rates.seconds_per_collective * messages)
 
 
 def _estimate(topology: Topology, num_ranks: int) -> Rates:

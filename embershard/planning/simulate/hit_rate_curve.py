@@ -134,8 +134,14 @@ class _Stream:
     @classmethod
     def of(cls, batches: Sequence[Ids]) -> _Stream:
         """Number the keys of these batches."""
-        numbered, num_keys = _number(batches)
-        return cls(numbered, _next_uses(numbered, num_keys), num_keys)
+        distinct = [np.unique(batch) for batch in batches]
+        keys = np.unique(np.concatenate(distinct))
+        numbered = [np.searchsorted(keys, batch) for batch in distinct]
+        upcoming, following = np.full(keys.size, len(batches), dtype=np.int64), []
+        for now in reversed(range(len(batches))):
+            following.append(upcoming[numbered[now]])
+            upcoming[numbered[now]] = now
+        return cls(numbered, following[::-1], keys.size)
 
 
 def _fills(stream: _Stream, capacity: int, prefetch: int, lookahead: int) -> int | None:
@@ -159,20 +165,3 @@ def _fills(stream: _Stream, capacity: int, prefetch: int, lookahead: int) -> int
             resident[others[np.argpartition(staying, excess - 1)[:excess]]] = False
             held = capacity
     return fills
-
-
-def _number(batches: Sequence[Ids]) -> tuple[list[Ids], int]:
-    """Return the distinct keys of each batch, numbered from 0 without gaps, and the number of keys."""
-    distinct = [np.unique(batch) for batch in batches]
-    keys = np.unique(np.concatenate(distinct))
-    return [np.searchsorted(keys, batch) for batch in distinct], keys.size
-
-
-def _next_uses(batches: Sequence[Ids], num_keys: int) -> list[Ids]:
-    """Return for each key of each batch the next batch that has it; the number of batches where none has."""
-    upcoming = np.full(num_keys, len(batches), dtype=np.int64)
-    following = []
-    for now in reversed(range(len(batches))):
-        following.append(upcoming[batches[now]])
-        upcoming[batches[now]] = now
-    return following[::-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,11 @@ class ShardReport(CacheReport):
     held_rows: float
     shard: RowRange
     first_touches: float = 0.0
+
+    def part(self, lookups: float, rows: float) -> ShardReport:
+        """Return the report of such shares of the lookups and of the rows; distinct ones in proportion to these."""
+        shares = {name: lookups * getattr(self, name) for name in ("lookups", "hits_lookups")}
+        return replace(self.scaled(rows), **shares)
 
 
 @dataclass(frozen=True)

@@ -199,17 +199,11 @@ def _in_turn(stages: Mapping[str, Mapping[str, Floats]], pipeline: Pipeline, fac
             for part, seconds in own:
                 spent[part] += seconds * stretch
             spent[STRAGGLERS] += ends.max() - ends
-            _exchange(stages[collective], spent)
+            slowest = int(np.sum(list(stages[collective].values()), axis=0).argmax())  # has most to send
+            for name, seconds in stages[collective].items():
+                spent[name] += seconds[slowest]
     parts = {name: seconds / num_steps for name, seconds in spent.items()}
     return StepReplay(float(np.sum([seconds[0] for seconds in parts.values()])), parts)
-
-
-def _exchange(parts: Mapping[str, Floats], spent: Mapping[str, Floats]) -> None:
-    """Add a collective: all ranks are done when the one with the most to send is."""
-    total = np.sum(list(parts.values()), axis=0)
-    slowest = int(total.argmax())
-    for name, seconds in parts.items():
-        spent[name] += seconds[slowest]
 
 
 def _shared(work: Floats, pipeline: Pipeline) -> Floats:
@@ -279,9 +273,11 @@ class _Overlapping:
         self._train("forward", factor)
         began = self._free["train"]
         self._train("backward", factor)
-        self._reduce_early(began)
+        ended, num_buckets = self._free["train"], self._num_buckets
+        for number in range(1, num_buckets):  # all but the last, each as soon as the backward has its gradients
+            self._collective("all_reduce", began + (ended - began) * number / num_buckets, 1 / num_buckets)
         gradients = self._collective("gradients", self._free["train"])
-        reduced = self._collective("all_reduce", self._free["train"], 1 / self._num_buckets)
+        reduced = self._collective("all_reduce", self._free["train"], 1 / num_buckets)
         self._wait_for(gradients, "gradients")
         self._train("update", factor)
         self._wait_for(reduced, "all_reduce")
@@ -317,12 +313,6 @@ class _Overlapping:
         done = began + share * float(self._seconds[stage].max())
         self._free["exchange"] = np.full(self._num_ranks, done)
         return reached, began, done
-
-    def _reduce_early(self, began: Floats) -> None:
-        """Add up all buckets but the last, each as soon as the backward has its gradients."""
-        ended = self._free["train"]
-        for number in range(1, self._num_buckets):
-            self._collective("all_reduce", began + (ended - began) * number / self._num_buckets, 1 / self._num_buckets)
 
     def _wait_for(self, collective: tuple[Floats, float, float], stage: str) -> None:
         """Training waits for a collective: for those before it, for slower ranks, for its bytes and its latency."""

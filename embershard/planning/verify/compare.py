@@ -162,7 +162,13 @@ def compare(plan: Plan, run: RunResult) -> PlanComparison:
         ShardingError: the plan has no prediction, or is for another number of ranks.
     """
     prediction = predicted_for(plan, run)
-    tables = sorted((_table(plan, prediction, each, run) for each in prediction.tables), key=_largest_error_first)
+    found = [_table(plan, prediction, each, run) for each in prediction.tables]
+
+    def largest_error_first(table: PlannedTableComparison) -> tuple[float, float, str, int]:
+        points = table.traffic.worst_points  # unmeasured tables come last; of equal errors, more fills come first
+        return math.inf if points is None else -points, -(table.traffic.fills.predicted or 0), table.table, table.rank
+
+    tables = sorted(found, key=largest_error_first)
     ranks = tuple(_rank(each, tables, run) for each in prediction.ranks)
     step_seconds = Pair(prediction.step_seconds, run.step_seconds)
     sent_bytes = _sent_pairs(prediction, run)
@@ -274,12 +280,6 @@ def _rank(predicted: RankPrediction, tables: Sequence[PlannedTableComparison], r
     )
 
 
-def _largest_error_first(table: PlannedTableComparison) -> tuple[float, float, str, int]:
-    """Sort key: unmeasured tables come last; of equal errors, more fills come first."""
-    points = table.traffic.worst_points
-    return (math.inf if points is None else -points, -(table.traffic.fills.predicted or 0), table.table, table.rank)
-
-
 def _hit_rate_verdict(
     what: str, tables: Sequence[PlannedTableComparison], rate: Callable[[PlannedTableComparison], Pair]
 ) -> PromiseVerdict:
@@ -352,10 +352,8 @@ def notes(plan: Plan, run: RunResult, other_settings: Sequence[str] = (), num_ch
         *_which_plan(plan, run),
         *(f"Another setting: {sentence}." for sentence in other_settings),
         *_which_steps(plan.prediction, run),
-        *_which_speed(run),
         *_which_tables(plan, plan.prediction, run),
-        *_growths(run),
-        *_write_backs(run, num_checkpoints),
+        *_more_traffic(run, num_checkpoints),
     ]
 
 
@@ -383,9 +381,6 @@ def _which_steps(prediction: Prediction, run: RunResult) -> Iterator[str]:
             f"The prediction is a mean over {prediction.num_steps:,} steps, the measurement over "
             f"{run.measured_steps:,}: the first steps, which fill the caches, weigh {how_much} in what was measured."
         )
-
-
-def _which_speed(run: RunResult) -> Iterator[str]:
     if run.step_seconds is not None and not run.is_steady:
         yield (
             f"The run's {run.measured_steps:,} steps are few beside its look-ahead: for the last ones no batch was "
@@ -420,24 +415,19 @@ def _absent(what: str, tables: set[tuple[str, int]]) -> Iterator[str]:
         yield f"Tables {what}: {', '.join(named[:_SHOWN])}{more}."
 
 
-def _growths(run: RunResult) -> Iterator[str]:
-    growths = sum(rank.overflow_growths for rank in run.caches.values())
-    if not growths:
-        return
-    where = [
-        f"{name} on rank {number} ({table.overflow_growths})"
-        for number, rank in sorted(run.caches.items())
-        for name, table in sorted(rank.tables.items())
-        if table.overflow_growths
-    ]
-    yield (
-        f"Caches grew {growths} times, for batches that did not fit; most misses were of "
-        f"{', '.join(where[:_SHOWN])}. They end with more slots and bytes than planned; plan with more slots, or look "
-        "less far ahead."
-    )
-
-
-def _write_backs(run: RunResult, num_checkpoints: int) -> Iterator[str]:
+def _more_traffic(run: RunResult, num_checkpoints: int) -> Iterator[str]:
+    if growths := sum(rank.overflow_growths for rank in run.caches.values()):
+        where = [
+            f"{name} on rank {number} ({table.overflow_growths})"
+            for number, rank in sorted(run.caches.items())
+            for name, table in sorted(rank.tables.items())
+            if table.overflow_growths
+        ]
+        yield (
+            f"Caches grew {growths} times, for batches that did not fit; most misses were of "
+            f"{', '.join(where[:_SHOWN])}. They end with more slots and bytes than planned; plan with more slots, or "
+            "look less far ahead."
+        )
     if run.caches and num_checkpoints:
         how_many = "1 checkpoint" if num_checkpoints == 1 else f"{num_checkpoints} checkpoints"
         yield (
