@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embershard.errors import ConfigError
 from embershard.frequency.statistics import CountHistogram, DataStatistics, TableStatistics
@@ -48,7 +47,8 @@ def _table(table: AssumedTable, num_samples: int) -> TableStatistics:
     ids = max(1, -(-table.num_rows // table.bag_size))  # as many ids as have bags of their own
     edges = np.unique(np.concatenate([np.arange(1, min(ids, 200) + 1), np.geomspace(1, ids, _BINS).round()]))
     edges = np.append(edges, ids + 1.0)
-    mass = np.diff(_cumulative(edges - 0.5, table.zipf_exponent))
+    ranks, power = edges - 0.5, 1.0 - table.zipf_exponent
+    mass = np.diff(np.log(ranks) if abs(power) < 1e-9 else ranks**power / power)  # integral of rank ** -zipf_exponent
     counts = num_samples * mass / mass.sum() / np.diff(edges)
     rows = np.diff(edges) * table.num_rows / ids
     counts = counts * ids * table.bag_size / table.num_rows  # the last bag may be shorter
@@ -56,6 +56,7 @@ def _table(table: AssumedTable, num_samples: int) -> TableStatistics:
     bags = np.zeros(table.bag_size + 1)
     bags[-1] = 1.0
     windows = np.array([256, 1024, 4096, 16384, 65536], dtype=np.int64)
+    absent = np.log1p(-np.minimum(histogram.counts / num_samples, 1.0 - 1e-12))  # log of the chance not to be in a sample
     return TableStatistics(
         table=table.table,
         num_rows=table.num_rows,
@@ -63,18 +64,5 @@ def _table(table: AssumedTable, num_samples: int) -> TableStatistics:
         histogram=histogram,
         bag_sizes=bags,
         window_samples=windows,
-        window_rows=np.array([_distinct(histogram, window, num_samples) for window in windows]),
+        window_rows=np.array([(histogram.rows * -np.expm1(window * absent)).sum() for window in windows]),
     )
-
-
-def _cumulative(ranks: NDArray[np.float64], exponent: float) -> NDArray[np.float64]:
-    """The integral of rank ** -exponent."""
-    if abs(exponent - 1.0) < 1e-9:
-        return np.log(ranks)
-    return ranks ** (1.0 - exponent) / (1.0 - exponent)
-
-
-def _distinct(histogram: CountHistogram, window: int, num_samples: int) -> float:
-    """Expected distinct rows of `window` samples."""
-    chance = np.minimum(histogram.counts / num_samples, 1.0 - 1e-12)
-    return float((histogram.rows * -np.expm1(window * np.log1p(-chance))).sum())

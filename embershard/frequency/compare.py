@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.curves import pooled
@@ -104,7 +103,14 @@ def measure_drift(trace: SampledTrace | None, share_of_rows: float = 0.01) -> Dr
     num_parts = 0 if trace is None else min(MAX_PARTS, trace.num_lookups // MIN_LOOKUPS, trace.num_samples)
     if trace is None or num_parts < 2:
         return None
-    counts = _counts_by_part(trace, num_parts)
+    edges = np.linspace(0, trace.num_samples, num_parts + 1).round().astype(np.int64)
+    blocks = []
+    for table in trace.tables.values():
+        distinct, places = np.unique(table.rows, return_inverse=True)
+        parts = itertools.pairwise(np.searchsorted(table.samples, edges))
+        of_parts = [np.bincount(places[start:stop], minlength=len(distinct)) for start, stop in parts]
+        blocks.append(np.stack(of_parts).astype(np.int32))
+    counts = np.concatenate(blocks, axis=1)  # [P, rows that were followed, all tables one after another]
     num_constant = sum(len(rows) for rows in trace.constant_rows.values())
     constant_hits = sum(int(hits.sum()) for hits in trace.constant_lookups.values()) / num_parts
     occurring = counts.shape[1] / trace.rate + num_constant
@@ -120,15 +126,3 @@ def measure_drift(trace: SampledTrace | None, share_of_rows: float = 0.01) -> Dr
         new_rows_share=float(unseen / max(lookups[-1], 1e-9)),
         share_of_rows=share_of_rows,
     )
-
-
-def _counts_by_part(trace: SampledTrace, num_parts: int) -> NDArray[np.int32]:
-    """Return the lookups in every part of each row that was followed, all tables one after another: [P, rows]."""
-    edges = np.linspace(0, trace.num_samples, num_parts + 1).round().astype(np.int64)
-    blocks = []
-    for table in trace.tables.values():
-        distinct, places = np.unique(table.rows, return_inverse=True)
-        parts = itertools.pairwise(np.searchsorted(table.samples, edges))
-        counts = [np.bincount(places[start:stop], minlength=len(distinct)) for start, stop in parts]
-        blocks.append(np.stack(counts).astype(np.int32))
-    return np.concatenate(blocks, axis=1)

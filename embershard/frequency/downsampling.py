@@ -115,14 +115,11 @@ def downsampled(trace: SampledTrace, max_lookups: int) -> SampledTrace:
     constant = {number: trace.constant_rows[name] for number, name in enumerate(names) if name in trace.constant_rows}
     builder = TraceBuilder(names, max_lookups, Following(trace.rate, constant))
     builder.add([trace.tables[name] for name in names], trace.num_samples)
-    counts = [_counts_of(trace, name) for name in names]
+    counts = []  # of the rows that were followed or are constant; other rows are missing
+    for name in names:
+        parts = [RowCounts.of_rows(trace.tables[name].rows)]
+        if name in trace.constant_rows:
+            parts.append(RowCounts(trace.constant_rows[name], trace.constant_lookups[name]))
+        counts.append(sum_counts(parts))
     builder.downsample(counts)
     return builder.finish(counts)
-
-
-def _counts_of(trace: SampledTrace, table: str) -> RowCounts:
-    """Return the lookups of the rows of `table` that were followed or are constant; other rows are missing."""
-    parts = [RowCounts.of_rows(trace.tables[table].rows)]
-    if table in trace.constant_rows:
-        parts.append(RowCounts(trace.constant_rows[table], trace.constant_lookups[table]))
-    return sum_counts(parts)

@@ -55,9 +55,15 @@ def _law(seen: Floats, num_rows: float, num_lookups: float) -> tuple[Floats, Flo
         seen: rows that were seen once, twice, and so on.
         num_rows, num_lookups: that the law has.
     """
-    least = _least_logs(num_lookups / num_rows)
-    most = math.log(_MOST_RARE + 0.5)
-    edges = np.exp(least[:, None] + (most - least[:, None]) * np.linspace(0.0, 1.0, _NUM_BINS + 1))
+    most, mean = _MOST_RARE + 0.5, num_lookups / num_rows
+    low, high = np.full(len(_EXPONENTS), -40.0), np.full(len(_EXPONENTS), math.log(most) - 1e-6)
+    for _ in range(_BISECTIONS):  # for the logarithm of the least frequency with which each law has this mean
+        middle = (low + high) / 2
+        least = np.exp(middle)
+        lookups = _EXPONENTS / (1.0 - _EXPONENTS) * (most ** (1.0 - _EXPONENTS) - least ** (1.0 - _EXPONENTS))
+        is_low = lookups / (least**-_EXPONENTS - most**-_EXPONENTS) < mean
+        low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
+    edges = np.exp(low[:, None] + (math.log(most) - low[:, None]) * np.linspace(0.0, 1.0, _NUM_BINS + 1))
     power = _EXPONENTS[:, None]
     shares = -np.diff(edges**-power, axis=1)
     rates = power / (1.0 - power) * np.diff(edges ** (1.0 - power), axis=1) / shares
@@ -66,16 +72,3 @@ def _law(seen: Floats, num_rows: float, num_lookups: float) -> tuple[Floats, Flo
     explained = (rows[..., None] * chances).sum(axis=1)
     best = int((np.square(explained - seen) / np.maximum(explained, 1.0)).sum(axis=1).argmin())
     return rates[best] * (num_lookups / (rates[best] * rows[best]).sum()), rows[best]
-
-
-def _least_logs(mean: float) -> Floats:
-    """Return for each exponent the logarithm of the least frequency for which the law has this mean."""
-    most = _MOST_RARE + 0.5
-    low, high = np.full(len(_EXPONENTS), -40.0), np.full(len(_EXPONENTS), math.log(most) - 1e-6)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        least = np.exp(middle)
-        lookups = _EXPONENTS / (1.0 - _EXPONENTS) * (most ** (1.0 - _EXPONENTS) - least ** (1.0 - _EXPONENTS))
-        is_low = lookups / (least**-_EXPONENTS - most**-_EXPONENTS) < mean
-        low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
-    return low

@@ -75,8 +75,11 @@ def _corrected(rows: NDArray[np.int64], rate: float, num_lookups: float, counts:
             f"the counts hold {counts.num_lookups:.0f} lookups and the table has {num_lookups:.0f}; needed the counts "
             "of all rows over the same lookups (leave the counts out where they are not complete)"
         )
-    rows, followed = _without_hottest(rows, counts, (1.0 - rate) / rate)
-    distances, lookups = _count(_reuse_distances(rows))
+    place = int(np.searchsorted(np.cumsum(counts.rows), (1.0 - rate) / rate, side="right"))
+    hottest = counts.counts[place] if place < len(counts.counts) else 0.0  # rows with more lookups are left out
+    _, row_of, hits = np.unique(rows, return_inverse=True, return_counts=True)
+    followed = CountHistogram.of_counts(hits[hits <= hottest])
+    distances, lookups = _count(_reuse_distances(rows[(hits <= hottest)[row_of]]))
     num_slots = _sizes(counts.num_rows)
     found = np.interp(num_slots * rate, np.append(0.0, distances + 1), np.append(0.0, np.cumsum(lookups) / rate))
     followed = CountHistogram(followed.counts, followed.rows * (1 / rate))
@@ -86,16 +89,6 @@ def _corrected(rows: NDArray[np.int64], rate: float, num_lookups: float, counts:
     # What is found by few slots is the least certain, so it gives way where more slots would find less.
     found = np.minimum.accumulate(np.clip(found, 0.0, most)[::-1])[::-1]
     return StackDistances(num_slots - 1, np.diff(found, prepend=0.0), num_lookups=float(num_lookups), rate=rate)
-
-
-def _without_hottest(
-    rows: NDArray[np.int64], counts: CountHistogram, num_hottest: float
-) -> tuple[NDArray[np.int64], CountHistogram]:
-    """Return `rows` without the table's hottest, ties left in; and the counts of the others."""
-    place = int(np.searchsorted(np.cumsum(counts.rows), num_hottest, side="right"))
-    most = counts.counts[place] if place < len(counts.counts) else 0.0
-    _, row_of, lookups = np.unique(rows, return_inverse=True, return_counts=True)
-    return rows[(lookups <= most)[row_of]], CountHistogram.of_counts(lookups[lookups <= most])
 
 
 # -- exact distances

@@ -297,18 +297,6 @@ class LookAheadPipeline:
                 return
             self._num_resident += 1
 
-    def _end_plan(self) -> None:
-        """End the plan that was begun. What fails is raised before the next step, as this one is complete."""
-        begun, self._begun = self._begun, None
-        if begun is None:
-            return
-        plan, (staged, *others) = begun
-        try:
-            if staged.end_resident(plan):
-                self._look_ahead(others, self._num_resident + 1)
-        except Exception as error:
-            self._failure = error
-
     def _look_ahead(self, coming: Sequence[StagedBatch], num_before: int = 0) -> None:
         """Make the next batches resident, in order, as many as fit, after `num_before` others."""
         self._num_resident = num_before
@@ -328,8 +316,16 @@ class LookAheadPipeline:
         self._is_in_debt = False
 
     def _join(self) -> float:
-        """Wait for the work beside the step; return the seconds waited."""
-        self._end_plan()
+        """Wait for the work beside the step, and end the plan that was begun; return the seconds waited. What fails is
+        raised before the next step, as this one is complete."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            plan, (staged, *others) = begun
+            try:
+                if staged.end_resident(plan):
+                    self._look_ahead(others, self._num_resident + 1)
+            except Exception as error:
+                self._failure = error
         if self._worker is None:
             return 0.0
         try:

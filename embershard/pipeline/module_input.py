@@ -266,7 +266,7 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
 def _reader(cls: type) -> Callable[[Any], Any] | None:
     """Return the function that gives what an object of this class consists of; None for tensors and other values."""
     if issubclass(cls, KeyedJaggedTensor):
-        return _parts_of_features
+        return lambda it: (it.values(), it.weights_or_none(), it.lengths_or_none(), it.offsets_or_none())
     if issubclass(cls, KJTList | list | tuple):
         return iter
     if issubclass(cls, dict):
@@ -274,23 +274,15 @@ def _reader(cls: type) -> Callable[[Any], Any] | None:
     if issubclass(cls, torch.Tensor | nn.Module):  # a module that a batch refers to is no part of it
         return None
     if dataclasses.is_dataclass(cls) or issubclass(cls, Multistreamable) or hasattr(cls, "to"):
-        return functools.partial(_attributes, _slots(cls))
+        members = [member for each in cls.__mro__ for member in vars(each).items()]
+        slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+
+        def attributes(value: Any) -> list[Any]:
+            found = [getattr(value, name) for name in slots if hasattr(value, name)]
+            return [*found, *getattr(value, "__dict__", {}).values()]
+
+        return attributes
     return None
-
-
-def _parts_of_features(features: KeyedJaggedTensor) -> tuple[torch.Tensor | None, ...]:
-    return features.values(), features.weights_or_none(), features.lengths_or_none(), features.offsets_or_none()
-
-
-def _attributes(slots: list[str], value: Any) -> list[Any]:
-    """Return an object's attributes: those in the `__slots__` of its classes and in its `__dict__`."""
-    found = [getattr(value, name) for name in slots if hasattr(value, name)]
-    return [*found, *getattr(value, "__dict__", {}).values()]
-
-
-def _slots(cls: type) -> list[str]:
-    members = [vars(each).items() for each in cls.__mro__]
-    return [name for each in members for name, member in each if isinstance(member, types.MemberDescriptorType)]
 
 
 def tensor_bytes(value: Any) -> int:
