@@ -85,12 +85,11 @@ class VictimQueue:
 
     def pop(self, count: int, oldest_pinned: int) -> Tensor:
         """Take up to `count` slots whose last batch is before `oldest_pinned`: int64 [<= count]."""
-        take = self._take_first if self._next_use_index is None else self._take_lowest
-        victims = take(count, oldest_pinned)
+        victims = self._take(count, oldest_pinned)
         if victims.numel() < count:
             # The slots taken above still hold their rows, so the new ranking has them again: start over.
             self._refill(count, oldest_pinned)
-            victims = take(count, oldest_pinned)
+            victims = self._take(count, oldest_pinned)
             if victims.numel() < count:
                 self.clear()  # nobody will evict these
         return victims
@@ -124,13 +123,6 @@ class VictimQueue:
         next_uses = none if index is None else index.next_use_array
         return self._map.stamps_array, next_uses, none if scores is None else scores.numpy().view(np.int32)
 
-    def _take_first(self, count: int, oldest_pinned: int) -> Tensor:
-        window, usable = self._next_usable(count, oldest_pinned)
-        usable = usable[:count]
-        if 0 < usable.numel() == count:
-            self._cursor += int(usable[-1]) + 1
-        return window.slots.index_select(0, usable)
-
     def _next_usable(self, count: int, oldest_pinned: int) -> tuple[_Ranked, Tensor]:
         """Return a window of the queue with `count` usable entries, or the whole rest, and the positions of these."""
         remaining = self._queue.slots.numel() - self._cursor
@@ -141,8 +133,14 @@ class VictimQueue:
                 break
         return window, usable
 
-    def _take_lowest(self, count: int, oldest_pinned: int) -> Tensor:
-        """Take the lowest ranks of the queue and of the slots offered since the refill, together."""
+    def _take(self, count: int, oldest_pinned: int) -> Tensor:
+        """Take the lowest ranks of the queue and, with an index of next uses, of the slots offered since the refill."""
+        if self._next_use_index is None:
+            window, usable = self._next_usable(count, oldest_pinned)
+            usable = usable[:count]
+            if 0 < usable.numel() == count:
+                self._cursor += int(usable[-1]) + 1
+            return window.slots.index_select(0, usable)
         ready = [part for batch, part in self._offered if batch < oldest_pinned]
         pinned = [(batch, part) for batch, part in self._offered if batch >= oldest_pinned]
         victims, passed, waiting = self._lowest(count, oldest_pinned, ready)

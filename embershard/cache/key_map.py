@@ -141,18 +141,13 @@ class HashedKeyMap:
 
     def _look_up(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return cells (int64 [N], -1 for absent keys) and entries (int32 [N], 0 for absent keys) of `keys`."""
-        cells = self._find(keys)
-        return cells, self._entries.gather(0, cells.clamp_min(0)).masked_fill_(cells < 0, 0)
-
-    def _find(self, keys: Tensor) -> Tensor:
-        """Return the cells of `keys`: int64 [N]; -1 for absent keys."""
         wanted, cells = keys.int().unsqueeze(1), torch.full_like(keys, NOBODY)
         held = self._keys[: self._num_buckets * BUCKET].view(-1, BUCKET)
         for buckets in self._buckets(keys):
             is_it = held.index_select(0, buckets) == wanted
             lane = is_it.to(torch.uint8).argmax(1)
             cells = torch.where(is_it.any(1), buckets * BUCKET + lane, cells)
-        return cells
+        return cells, self._entries.gather(0, cells.clamp_min(0)).masked_fill_(cells < 0, 0)
 
     def _buckets(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return both buckets of `keys`: int64 [N] each."""
@@ -161,7 +156,12 @@ class HashedKeyMap:
 
     def _insert(self, keys: Tensor, entries: Tensor) -> None:
         """Insert keys that are absent. Of several keys that choose one cell, one gets it; the others try again."""
-        self._make_room(keys.numel())
+        count = keys.numel()
+        if self._most_live + count > LOAD * self._num_cells:
+            self._most_live = int((self._keys != NOBODY).sum())
+            while self._most_live + count > LOAD * self._num_cells:
+                self._grow()
+        self._most_live += count
         while keys.numel():
             cells = self._free_cells(keys)
             if cells is None:
@@ -188,14 +188,6 @@ class HashedKeyMap:
         free = torch.where(takes_second.unsqueeze(1), is_free[1], is_free[0])
         lane = free.to(torch.uint8).argmax(1)
         return torch.where(takes_second, second, first) * BUCKET + lane
-
-    def _make_room(self, count: int) -> None:
-        limit = LOAD * self._num_cells
-        if self._most_live + count > limit:
-            self._most_live = int((self._keys != NOBODY).sum())
-            while self._most_live + count > LOAD * self._num_cells:
-                self._grow()
-        self._most_live += count
 
     def _grow(self) -> None:
         live = (self._keys != NOBODY).nonzero().flatten()

@@ -5,16 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embershard.cache.config import CachePolicy
 from embershard.cache.policies import SlotScores
 from embershard.errors import ConfigError
 from embershard.settings.own_code import load_function, place_of
-
-
-def own_scores(policy: CachePolicy, num_rows: int, num_slots: int, device: torch.device) -> OwnScores:
-    """Make the scores of `policy.own` for `num_slots` empty slots; as `OwnScores` says."""
-    assert policy.own is not None, "the policy is one of the package"
-    return OwnScores(policy.own, policy.folder, num_rows, num_slots, device)
 
 
 class OwnScores(SlotScores):

@@ -16,10 +16,10 @@ from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
 from embershard.cache.gpu.readback import Reads, planned, read_at_once, timed
 from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
 from embershard.cache.next_use import KnownBatch, OtherTables
-from embershard.cache.own_policy import own_scores
+from embershard.cache.own_policy import OwnScores
 from embershard.cache.planner import CachePlan, PinWatch, Shortage, grown_slots
 from embershard.cache.planning_classes import planning_classes
-from embershard.cache.policies import make_scores, most_frequent
+from embershard.cache.policies import SlotScores, make_scores, most_frequent
 from embershard.cache.rows.choose_transfer import transfer_maker
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
@@ -99,9 +99,11 @@ class RowCache:
         others = OtherTables(host.row_offsets, table_of_feature, self._pinned_keys)
         self.next_use_index = index_class(self._map, others) if policy.by_next_use else None
         sizes = (host.num_rows, num_slots, device)
-        self._scores = (
-            make_scores(policy, *sizes, row_counts, transfer) if policy.own is None else own_scores(policy, *sizes)
-        )
+        self._scores: SlotScores
+        if policy.own is None:
+            self._scores = make_scores(policy, *sizes, row_counts, transfer)
+        else:
+            self._scores = OwnScores(policy.own, policy.folder, *sizes)
         num_pinned = self._pinned_keys.numel()
         self.state = SlotState(self._map, self._scores, self.next_use_index, num_pinned, policy.is_static)
         self._planner = planner_class(self.state)

@@ -56,7 +56,8 @@ def _table(table: AssumedTable, num_samples: int) -> TableStatistics:
     bags = np.zeros(table.bag_size + 1)
     bags[-1] = 1.0
     windows = np.array([256, 1024, 4096, 16384, 65536], dtype=np.int64)
-    absent = np.log1p(-np.minimum(histogram.counts / num_samples, 1.0 - 1e-12))  # log of the chance not to be in a sample
+    # Logarithm of the chance that a sample does not have a row.
+    absent = np.log1p(-np.minimum(histogram.counts / num_samples, 1.0 - 1e-12))
     return TableStatistics(
         table=table.table,
         num_rows=table.num_rows,

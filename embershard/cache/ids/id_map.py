@@ -201,22 +201,18 @@ class IdMap:
         Args:
             ids: int64 [N] of buckets that are here, mixed, in any order: how often each occurs is all that matters.
         """
-        with self._guard.change(f"resolving the ids of batch {self.head + 1}"):
-            return self._resolve(ids)
-
-    def _resolve(self, ids: loops.Int64s) -> ResolvedIds:
         clock, most = self.head + 1, min(len(ids), self.num_rows)
         rows, missing, used = (np.empty(size, np.int64) for size in (len(ids), len(ids), 2 * most))
-        num_used, num_missing = loops.use_ids(
-            ids, clock, self.config.decay, self._cells, self._records, rows, used, missing
-        )
         born, changes, refused, due = _NOTHING, _NOTHING, 0, _NOTHING[:, 0]
-        if num_missing:
-            born, changes, refused, due = self._admit(ids, missing[:num_missing], clock, rows)
-        evicted, age = self._evict(due, clock)
-        change = _Change(used[: 2 * num_used].reshape(-1, 2).copy(), born, evicted, changes, refused, age)
-        self._log.append(change)
-        self.head, self._committed = clock, None
+        with self._guard.change(f"resolving the ids of batch {clock}"):
+            state = (self.config.decay, self._cells, self._records)
+            num_used, num_missing = loops.use_ids(ids, clock, *state, rows, used, missing)
+            if num_missing:
+                born, changes, refused, due = self._admit(ids, missing[:num_missing], clock, rows)
+            evicted, age = self._evict(due, clock)
+            change = _Change(used[: 2 * num_used].reshape(-1, 2).copy(), born, evicted, changes, refused, age)
+            self._log.append(change)
+            self.head, self._committed = clock, None
         evicted_in = max(0, -1 - int(born[:, 1].min()) - self.config.quarantine) if len(born) else 0
         return ResolvedIds(rows, born[:, 0], born[:, 2], evicted_in, change.num_bytes)
 
@@ -230,18 +226,8 @@ class IdMap:
         counts_candidates = self.config.admit_after > 1 and not self.config.coin_bound
         born, changes = np.empty(3 * min(num, self.num_rows), np.int64), np.empty(3 * num * counts_candidates, np.int64)
         is_due = np.zeros(self._num, np.bool_)
-        num_born, num_changes, refused = loops.admit_ids(
-            ids[order],
-            missing[order],
-            clock,
-            self._rules,
-            *self._index,
-            self._candidates,
-            rows,
-            born,
-            changes,
-            is_due,
-        )
+        state, found = (*self._index, self._candidates), (rows, born, changes, is_due)
+        num_born, num_changes, refused = loops.admit_ids(ids[order], missing[order], clock, self._rules, *state, *found)
         assert num_born >= 0, "ids of another rank's buckets"
         born, changes = born.reshape(-1, 3)[:num_born].copy(), changes.reshape(-1, 3)[:num_changes].copy()
         return born, changes, refused, np.flatnonzero(is_due)
@@ -255,18 +241,9 @@ class IdMap:
         if not len(due):
             return _NOTHING, 0
         evicted = np.empty(3 * len(due) * self._all.rows, np.int64)
-        num = loops.evict_ids(
-            due,
-            clock,
-            0 if ttl is None else clock - ttl,
-            self.config.decay,
-            clock + self.config.quarantine,
-            self._all.rows,
-            self._all.reserve,
-            self._all.least_free,
-            *self._index,
-            evicted,
-        )
+        oldest, release = 0 if ttl is None else clock - ttl, clock + self.config.quarantine
+        sizes = (self._all.rows, self._all.reserve, self._all.least_free)
+        num = loops.evict_ids(due, clock, oldest, self.config.decay, release, *sizes, *self._index, evicted)
         found = evicted.reshape(-1, 3)[:num].copy()
         return found, int((clock - (found[:, 2] & (2**32 - 1))).sum())
 

@@ -170,7 +170,15 @@ class FrozenRows:
         size = stop - self._lowest + (1 << _GROUP_SHIFT)
         places, placed = np.empty(size, np.int64), np.empty(size, np.int64)
         with self._changed:
-            self._check()
+            if self.is_closed:
+                raise CacheError("the rows are not kept any more: the save was given up")
+            if not self._is_whole:
+                raise CacheError("putting rows aside for a save was interrupted; save again")
+            if sum(tensor._version for tensor in self._watched) != self._version:
+                raise CacheError(
+                    "host rows were written to while a checkpoint was being saved, so it would mix two states. Wait "
+                    "for the save before loading a state dict or writing to rows"
+                )
             first, self._lowest = self._lowest, stop
             count = loops.take_places(
                 first, stop, _GROUP_SHIFT, self._heads, self._following, self._kept, places, placed
@@ -187,17 +195,6 @@ class FrozenRows:
         started = time.perf_counter()
         self._changed.wait()
         self.wait_seconds += time.perf_counter() - started
-
-    def _check(self) -> None:
-        if self.is_closed:
-            raise CacheError("the rows are not kept any more: the save was given up")
-        if not self._is_whole:
-            raise CacheError("putting rows aside for a save was interrupted; save again")
-        if sum(tensor._version for tensor in self._watched) != self._version:
-            raise CacheError(
-                "host rows were written to while a checkpoint was being saved, so it would mix two states. Wait for "
-                "the save before loading a state dict or writing to rows"
-            )
 
     def _find(self, tensor: Tensor) -> tuple[int, int, int] | None:
         """Return the number of the payload tensor, the first row and the one after the last; None for other memory."""

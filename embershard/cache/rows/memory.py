@@ -24,7 +24,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _MOST_HUGE_BYTES = 512 << 20
 #: Of Linux on x86 and Arm; Python names it from 3.13 on.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False, small_pages: bool | None = None) -> Tensor:
@@ -48,24 +48,21 @@ def zeros(numel: int, dtype: torch.dtype, whole_pages: bool = False, small_pages
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     except OSError as error:
-        raise _refusal(num_bytes, error) from error
+        limits = [
+            f"{limit.name} allows {size(limit.most_bytes)} ({size(limit.taken_bytes)} taken)"
+            for limit in limits_of_maps()
+        ]
+        has = host_memory()
+        limits.append(f"{size(has.available_bytes)} of {size(has.total_bytes)} are available ({has.limit})")
+        raise ConfigError(
+            f"{size(num_bytes)} of host memory for rows, or for maps of rows, could not be had ({error.strerror}): "
+            f"{', '.join(limits)}. Raise the limit, make tables or dims smaller, or use more machines; cache.host = "
+            '"mmap" keeps rows in files.'
+        ) from error
     if has_huge_pages:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_NOHUGEPAGE if small_pages else mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
-
-
-def _refusal(num_bytes: int, error: OSError) -> ConfigError:
-    limits = [
-        f"{limit.name} allows {size(limit.most_bytes)} ({size(limit.taken_bytes)} taken)" for limit in limits_of_maps()
-    ]
-    has = host_memory()
-    limits.append(f"{size(has.available_bytes)} of {size(has.total_bytes)} are available ({has.limit})")
-    return ConfigError(
-        f"{size(num_bytes)} of host memory for rows, or for maps of rows, could not be had ({error.strerror}): "
-        f"{', '.join(limits)}. Raise the limit, make tables or dims smaller, or use more machines; cache.host = "
-        '"mmap" keeps rows in files.'
-    )
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:
@@ -122,7 +119,7 @@ def widest_views(*tables: Tensor) -> list[Tensor]:
     """
     row_numel = math.prod(tables[0].shape[1:])
     if row_numel == 1:  # integers of the same width: some copies of a single half quiet its NaN
-        same_size = _INTEGERS[tables[0].element_size()]
+        same_size = INTEGERS[tables[0].element_size()]
         return [table.view(same_size) for table in tables]
     if not all(table.is_contiguous() for table in tables):
         return list(tables)

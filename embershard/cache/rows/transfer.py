@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache import loops
-from embershard.cache.rows.memory import widest_views
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from embershard.cache.rows.memory import INTEGERS, widest_views
 
 
 class Transfer(Protocol):
@@ -119,7 +117,7 @@ class RowTable:
         self._words: NDArray[Any] | None = None  # [R, words per row]
         if tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
             integers = tensor.view(torch.int64) if tensor.is_complex() else tensor
-            self._words = integers.view(_WORDS[integers.element_size()]).numpy().reshape(tensor.shape[0], -1)
+            self._words = integers.view(INTEGERS[integers.element_size()]).numpy().reshape(tensor.shape[0], -1)
 
     def copy(self, rows: Tensor, source: RowTable, source_rows: Tensor) -> None:
         """Copy `source_rows` of `source` to `rows` (both int64 [M], each on its table's device)."""

@@ -144,8 +144,8 @@ def _as_words(table: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     rows = [_flat_rows(table), _flat_rows(other)]
     row_bytes = rows[0].shape[1] * table.element_size()
     for word in _WORD_TYPES:
-        size = word.itemsize
-        if row_bytes % size == 0 and all(_starts_at_multiples(each, size) for each in rows):
+        starts = [at for each in rows for at in (each.data_ptr(), each.stride(0) * each.element_size())]
+        if all(number % word.itemsize == 0 for number in (row_bytes, *starts)):
             return _in_words(rows[0], word), _in_words(rows[1], word)
     raise AssertionError("every row is whole bytes")
 
@@ -156,11 +156,6 @@ def _flat_rows(table: Tensor) -> Tensor:
     is_whole = rows.data_ptr() == table.data_ptr() and rows.stride(1) == 1
     assert is_whole or not rows.numel(), f"rows of strides {table.stride()} have gaps"
     return rows
-
-
-def _starts_at_multiples(rows: Tensor, num_bytes: int) -> bool:
-    stride_bytes = rows.stride(0) * rows.element_size()
-    return rows.data_ptr() % num_bytes == 0 and stride_bytes % num_bytes == 0
 
 
 def _in_words(rows: Tensor, word: torch.dtype) -> Tensor:
