@@ -148,7 +148,7 @@ def encode(statistics: DataStatistics) -> tuple[dict[str, Any], dict[str, Array]
     """Return values for JSON, and arrays by name; `decode` makes the same statistics of them."""
     numbers: list[Array] = [np.empty(0)]
     trace, drift = statistics.trace, statistics.drift
-    header = {
+    header: dict[str, Any] = {
         "num_samples": statistics.num_samples,
         "share_of_samples": statistics.share_of_samples,
         "read_seconds_per_sample": statistics.read_seconds_per_sample,
@@ -163,8 +163,17 @@ def encode(statistics: DataStatistics) -> tuple[dict[str, Any], dict[str, Array]
         header["drift"] = {"parts": len(drift.hit_rates)} | {name: getattr(drift, name) for name in _DRIFT_SHARES}
     arrays = {_NUMBERS: np.concatenate(numbers)}
     if trace is not None:
-        header["trace"], more = _encode_trace(trace)
-        arrays |= more
+        followed = list(trace.tables.values())
+        header["trace"] = {
+            "rate": trace.rate,
+            "num_samples": trace.num_samples,
+            "lookups": [len(table.rows) for table in followed],
+            "constant": [len(rows) for rows in trace.constant_rows.values()],
+        }
+        arrays[_TRACE_ROWS] = _packed([table.rows for table in followed])
+        arrays[_STEPS] = _packed([np.diff(table.samples, prepend=0) for table in followed])
+        arrays[_CONSTANT_ROWS] = _packed(list(trace.constant_rows.values()))
+        arrays[_CONSTANT_HITS] = _packed(list(trace.constant_lookups.values()))
     return header, arrays
 
 
@@ -257,22 +266,6 @@ def _decode_table(values: Mapping[str, Any], numbers: _Pieces) -> TableStatistic
         stack=stack,
         undercount=int(values["undercount"]),
     )
-
-
-def _encode_trace(trace: SampledTrace) -> tuple[dict[str, Any], dict[str, Array]]:
-    tables = list(trace.tables.values())
-    values = {
-        "rate": trace.rate,
-        "num_samples": trace.num_samples,
-        "lookups": [len(table.rows) for table in tables],
-        "constant": [len(rows) for rows in trace.constant_rows.values()],
-    }
-    return values, {
-        _TRACE_ROWS: _packed([table.rows for table in tables]),
-        _STEPS: _packed([np.diff(table.samples, prepend=0) for table in tables]),
-        _CONSTANT_ROWS: _packed(list(trace.constant_rows.values())),
-        _CONSTANT_HITS: _packed(list(trace.constant_lookups.values())),
-    }
 
 
 def _decode_trace(values: Mapping[str, Any], names: Sequence[str], arrays: Mapping[str, Array]) -> SampledTrace:

@@ -313,7 +313,14 @@ def best_bound(request: PlanRequest) -> Bound | None:
     from embershard.planning.bound import lower_bound  # loads scipy's solvers
 
     costs = cost_arrays(request, resident=request.may_mix, cached=not request.may_mix, at_best=True)
-    if _fits_easily(costs):  # a cache only adds work: without a limit, none is needed
+    fits = False
+    if costs.device_limit is not None and request.may_mix:
+        mean = sum((each[0].memory.sum(axis=0) for each in costs.options), costs.base_memory * costs.world_size)
+        mean = mean / costs.world_size
+        with_one = (costs.device_bytes(mean + each.memory.max(axis=0)) for options in costs.options for each in options)
+        most = max(_MUCH_ROOM * float(costs.device_bytes(mean)), *map(float, with_one))
+        fits = most <= costs.device_limit
+    if fits:  # with much memory left: a cache only adds work, so without a limit none is needed
         costs = replace(costs, device_limit=None)
     elif request.may_mix:
         costs = cost_arrays(request, resident=True, cached=True, at_best=True)
@@ -321,16 +328,6 @@ def best_bound(request: PlanRequest) -> Bound | None:
         return lower_bound(costs)
     except ShardingError:
         return None
-
-
-def _fits_easily(costs: CostArrays) -> bool:
-    """Return True if all rows fit the devices with much memory left, so that no table need be cached."""
-    if costs.device_limit is None or any(option.kernel == "cached" for options in costs.options for option in options):
-        return False
-    mean = sum((options[0].memory.sum(axis=0) for options in costs.options), costs.base_memory * costs.world_size)
-    mean = mean / costs.world_size
-    with_one = [costs.device_bytes(mean + option.memory.max(axis=0)) for options in costs.options for option in options]
-    return max([_MUCH_ROOM * float(costs.device_bytes(mean)), *map(float, with_one)]) <= costs.device_limit
 
 
 def _plain(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:

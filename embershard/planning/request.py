@@ -91,25 +91,21 @@ class Workload:
         """Return the share of a table's lookups that go to a shard's rows, as the data say."""
         if shard.rows == shard.table.rows:
             return 1.0
-        rows = RowRange.of(shard)
-        if rows not in self._shares:
-            self._shares[rows] = self._count_share(rows, shard.table.rows)
-        return self._shares[rows]
+        part, trace = RowRange.of(shard), self.data.trace
+        if part not in self._shares:
+            self._shares[part] = part.num_rows / shard.table.rows
+            if trace is not None and self.data.tables[part.table].num_lookups:
+                rows, lookups = trace.tables[part.table].rows, trace.constant_lookups.get(part.table, _NONE)
+                constant = part.has(trace.constant_rows.get(part.table, _NONE))
+                everything = len(rows) / trace.rate + lookups.sum()
+                if everything:
+                    found = part.has(rows).sum() / trace.rate + lookups[constant].sum()
+                    self._shares[part] = float(found / everything)
+        return self._shares[part]
 
     @cached_property
     def _shares(self) -> dict[RowRange, float]:
         return {}
-
-    def _count_share(self, part: RowRange, num_rows: int) -> float:
-        trace = self.data.trace
-        if trace is not None and self.data.tables[part.table].num_lookups:
-            rows = trace.tables[part.table].rows
-            lookups = trace.constant_lookups.get(part.table, _NONE)
-            constant = part.has(trace.constant_rows.get(part.table, _NONE))
-            everything = len(rows) / trace.rate + lookups.sum()
-            if everything:
-                return float((part.has(rows).sum() / trace.rate + lookups[constant].sum()) / everything)
-        return part.num_rows / num_rows
 
     def block_shares(self, table: str, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the shares of a table's lookups that go to its blocks of rows, [N], from their bounds [N + 1]."""

@@ -8,7 +8,7 @@ buckets.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from embershard.cache.gpu.launch import kernel, launch
-from embershard.cache.key_map import BUCKET, HASHES, LOAD, ArrayKeyMap, HashedKeyMap, KeyMap
+from embershard.cache.key_map import BUCKET, HASHES, LOAD, ArrayKeyMap, HashedKeyMap
 from embershard.cache.rows import memory
 from embershard.errors import CacheError
 
@@ -24,61 +24,41 @@ from embershard.errors import CacheError
 Table = tuple[Tensor, Tensor, Tensor, int, int]
 
 
-class PlacedKeyMap(KeyMap, Protocol):
-    """`KeyMap` whose entries kernels read and write."""
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Constants of kernels that look keys up in `table`, for `place_of`; and the keys of a program (`block`)."""
-
-    @property
-    def cells(self) -> Tensor:
-        """The entries by place, int32."""
-
-    @property
-    def table(self) -> Table:
-        """What `place_of` looks keys up in."""
-
-    def claim(self, keys: Tensor) -> Tensor:
-        """Return the places of `keys` (int64 [M], distinct), int64 [M]; absent keys get one, -1 if there is none. The
-        caller sets their entries at once."""
-
-    def claim_absent(self, keys: Tensor) -> None:
-        """Give a place to those of `keys` (int64 [N], with repeats) that have none. The caller sets their entries at
-        once."""
-
-    @property
-    def tallies(self) -> Tensor | None:
-        """Numbers for `note_tallies`, int64 [2]; None if there are none."""
-
-    def note_tallies(self, tallies: list[int]) -> None:
-        """Note the numbers that the host read from `tallies`."""
-
-
 class PlacedArrayMap(ArrayKeyMap):
-    """`ArrayKeyMap` for kernels: the place of a key's entry is the key."""
+    """`ArrayKeyMap` for kernels: the place of a key's entry is the key.
+
+    Attributes:
+        tallies: numbers for `note_tallies`, int64 [2]; None if there are none.
+    """
 
     tallies = None
 
     @property
     def constants(self) -> dict[str, Any]:
+        """Constants of kernels that look keys up in `table`, for `place_of`; and the keys of a program (`block`)."""
         return {"FACTORS": (), "BUCKET": 0, "SPILL": 0}
 
     @property
     def cells(self) -> Tensor:
+        """The entries by place, int32."""
         return self._entries
 
     @property
     def table(self) -> Table:
+        """What `place_of` looks keys up in."""
         return (self._entries, self._entries, self._entries, 0, 0)
 
     def claim(self, keys: Tensor) -> Tensor:
+        """Return the places of `keys` (int64 [M], distinct), int64 [M]; absent keys get one, -1 if there is none. The
+        caller sets their entries at once."""
         return keys
 
     def claim_absent(self, keys: Tensor) -> None:
-        pass
+        """Give a place to those of `keys` (int64 [N], with repeats) that have none. The caller sets their entries at
+        once."""
 
     def note_tallies(self, tallies: list[int]) -> None:
+        """Note the numbers that the host read from `tallies`."""
         raise AssertionError("an array has no tallies")
 
 
@@ -163,6 +143,7 @@ class PlacedHashedMap(HashedKeyMap):
         self._most_live = num_live
 
 
+PlacedKeyMap = PlacedArrayMap | PlacedHashedMap
 SPILL_CELLS = 64
 BLOCK = 128  # keys of a program, each with the cells of a bucket
 LIVE, SPILLED = tl.constexpr(0), tl.constexpr(1)
@@ -188,33 +169,23 @@ def _cell_in(held_keys, start, key, inside, CELLS: tl.constexpr, FRESH: tl.const
 
 
 @triton.jit
-def _cell_of(  # type: ignore[no-untyped-def]
-    key, held_keys, tallies, num_buckets, num_cells, inside,
-    FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr,
-):  # fmt: skip
-    cell = tl.zeros_like(key) - 1
-    for which in tl.static_range(len(FACTORS)):
-        start = _bucket(key, num_buckets, FACTORS[which]) * BUCKET
-        cell = tl.maximum(cell, _cell_in(held_keys, start, key, inside, BUCKET, False)[0])
-    if tl.load(tallies + SPILLED) > 0:
-        for first in range(0, SPILL, BUCKET):
-            start = tl.zeros_like(key) + num_cells + first
-            cell = tl.maximum(cell, _cell_in(held_keys, start, key, inside, BUCKET, False)[0])
-    return cell
-
-
-@triton.jit
 def place_of(  # type: ignore[no-untyped-def]
     key, held_keys, tallies, num_buckets, num_cells, inside,
     FACTORS: tl.constexpr, BUCKET: tl.constexpr, SPILL: tl.constexpr,
 ):  # fmt: skip
     """The place of each key that is `inside`, -1 for none; in an array (`BUCKET` 0) the key is its own."""
     if BUCKET == 0:
-        place = tl.where(inside, key, -1)
+        place = key
     else:
-        place = _cell_of(key, held_keys, tallies, num_buckets, num_cells, inside, FACTORS, BUCKET, SPILL)
-        place = tl.where(inside, place, -1)
-    return place
+        place = tl.zeros_like(key) - 1
+        for which in tl.static_range(len(FACTORS)):
+            start = _bucket(key, num_buckets, FACTORS[which]) * BUCKET
+            place = tl.maximum(place, _cell_in(held_keys, start, key, inside, BUCKET, False)[0])
+        if tl.load(tallies + SPILLED) > 0:
+            for first in range(0, SPILL, BUCKET):
+                start = tl.zeros_like(key) + num_cells + first
+                place = tl.maximum(place, _cell_in(held_keys, start, key, inside, BUCKET, False)[0])
+    return tl.where(inside, place, -1)
 
 
 @kernel("held_keys")
@@ -225,7 +196,7 @@ def _look_up(  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     key = tl.load(keys + place, mask=inside, other=0)
-    cell = _cell_of(key, held_keys, tallies, num_buckets, num_cells, inside, FACTORS, BUCKET, SPILL)
+    cell = place_of(key, held_keys, tallies, num_buckets, num_cells, inside, FACTORS, BUCKET, SPILL)
     tl.store(cells + place, cell, mask=inside)
     entry = tl.load(held_entries + cell, mask=inside & (cell >= 0), other=0)
     tl.store(entries + place, entry, mask=inside)
@@ -240,7 +211,7 @@ def _mark_absent(  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + place, mask=place < count, other=-1)
     inside = (key >= 0) & (key < no_key)
-    cell = _cell_of(key, held_keys, tallies, num_buckets, num_cells, inside, FACTORS, BUCKET, SPILL)
+    cell = place_of(key, held_keys, tallies, num_buckets, num_cells, inside, FACTORS, BUCKET, SPILL)
     tl.store(absent + place, tl.where(inside & (cell < 0), key, no_key).to(tl.int32), mask=place < count)
 
 
@@ -256,7 +227,7 @@ def _claim(  # type: ignore[no-untyped-def]
     key = tl.load(keys + place, mask=inside, other=0).to(tl.int64)
     before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
     wanted = inside & (key != before) & (key >= 0) & (key < no_key)
-    cell = _cell_of(key, held_keys, tallies, num_buckets, num_cells, wanted, FACTORS, BUCKET, SPILL)
+    cell = place_of(key, held_keys, tallies, num_buckets, num_cells, wanted, FACTORS, BUCKET, SPILL)
     left = wanted & (cell < 0)
     num_absent = tl.sum(left.to(tl.int64))
     tl.atomic_add(tallies + LIVE, num_absent, mask=num_absent > 0, sem="relaxed")

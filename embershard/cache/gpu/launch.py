@@ -1,4 +1,5 @@
-"""Compilation and launch of the planning kernels.
+"""Compilation and launch of the planning kernels. Their signatures have several parameters to a line (`# fmt: skip`),
+so that a kernel is read on one screen.
 
 With `TRITON_INTERPRET=1` Triton runs them on a CPU, for tests.
 """

@@ -51,17 +51,17 @@ class KernelNextUseIndex(NextUseIndex):
 
     def __init__(self, slot_map: KernelSlotMap, tables: OtherTables | None = None) -> None:
         super().__init__(slot_map, tables)
-        self._places = slot_map
+        self._places, self._key_map = slot_map, slot_map.key_map
         self._num_pinned = 0 if tables is None else tables.num_pinned
         self.readback = Readback()
 
     def know(self, keys: Tensor, feature_lengths: Tensor | None = None) -> MarkedBatch:
         self._newest += 1
         first_use, first = self._reserve_ascending(keys.numel())
-        self._places.claim_places(keys)
+        self._key_map.claim_absent(keys)
         marks, count = torch.empty_like(keys, dtype=torch.bool), keys.numel()
         tally = keys.new_empty(1) if count else keys.new_zeros(1)
-        table, constants = self._places.key_table, self._places.key_constants
+        table, constants = self._key_map.table, self._key_map.constants
         places, entries = torch.empty_like(keys) if constants["BUCKET"] else keys, table[1]
         links = (self.next_use, self._last_use, self._next_batch)
         which, capacity = (self._map.num_keys, self._num_pinned, first), self._next_batch.numel() - 1
@@ -89,7 +89,7 @@ class KernelNextUseIndex(NextUseIndex):
         return slots, advance(slots, batch.positions, *state, batch.first)
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
-        self._places.bind_with(keys, slots, batch, (self.next_use, self._last_use, self._soon))
+        self._places.bind(keys, slots, batch, (self.next_use, self._last_use, self._soon))
 
     def unbind(self, keys: Tensor, slots: Tensor) -> None:
         self._places.unbind_from(keys, slots, self._last_use)

@@ -24,7 +24,7 @@ class KernelPlanner(Planner):
         self._victims = KernelVictimQueue(state, self._readback)
         super().__init__(state, self._victims)
         assert isinstance(state.map, KernelSlotMap), "a map of another kind"
-        self._places = state.map
+        self._places, self._key_map = state.map, state.map.key_map
 
     def plan(self, keys: Tensor, batch: int, oldest_pinned: int) -> CachePlan | Shortage:
         return read_at_once(self.plan_with_reads(keys, batch, oldest_pinned))
@@ -65,8 +65,8 @@ class KernelPlanner(Planner):
         return CachePlan(batch, slots, *rows, first_hits, order[: found[MISSED.value]])
 
     def _read(self, numbers: Tensor) -> Reads[list[int]]:
-        tallies = self._places.tallies
+        tallies = self._key_map.tallies
         found, *others = yield from self._readback.read(*([numbers] if tallies is None else [numbers, tallies]))
         for each in others:
-            self._places.note_tallies(each)
+            self._key_map.note_tallies(each)
         return found

@@ -7,15 +7,13 @@ int64 [NUM_NUMBERS]) tells how much of them counts. The loops of `loops/slots.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from embershard.cache.config import MapKind
-from embershard.cache.gpu.key_map import LIVE, PlacedArrayMap, PlacedHashedMap, PlacedKeyMap, Table, place_of
+from embershard.cache.gpu.key_map import LIVE, PlacedArrayMap, PlacedHashedMap, PlacedKeyMap, place_of
 from embershard.cache.gpu.launch import COUNTED, block_counts, count_before, kernel, launch
 from embershard.cache.slot_map import SlotMap
 
@@ -31,18 +29,9 @@ class KernelSlotMap(SlotMap):
         return PlacedArrayMap(self.num_keys, self.device)
 
     @property
-    def key_table(self) -> Table:
-        """The map over the keys, as kernels take it; and `key_constants` of these."""
-        return self._entries.table
-
-    @property
-    def key_constants(self) -> dict[str, Any]:
-        """Constants of kernels that look keys up in `key_table`."""
-        return self._entries.constants
-
-    def claim_places(self, keys: Tensor) -> None:
-        """Give the entries of `keys` (int64 [N]) places where they have none. The caller sets these entries at once."""
-        self._entries.claim_absent(keys)
+    def key_map(self) -> PlacedKeyMap:
+        """The map over the keys."""
+        return self._entries
 
     def find_missed(self, keys: Tensor, batch: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Look up `keys` [N] and stamp the slots found: the last position of a slot leaves its stamp. Number the
@@ -60,8 +49,8 @@ class KernelSlotMap(SlotMap):
         slots, missed_keys = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
         first_hits = torch.empty_like(keys, dtype=torch.bool)
         count, first, stamps = keys.numel(), self.first_stamp(batch), self.use_stamp
-        table = self.key_table
-        launch(_find, count, keys, *table, stamps, numbers, slots, first, self.num_keys, **self.key_constants)
+        table, constants = self._entries.table, self._entries.constants
+        launch(_find, count, keys, *table, stamps, numbers, slots, first, self.num_keys, **constants)
         launch(_mark_missed, count, keys, slots, stamps, first_hits, missed_keys, first, self.num_keys)
         (ascending, order), counts = missed_keys.sort(), block_counts(missed_keys)
         launch(_count_new, count, ascending, counts, block=COUNTED)
@@ -69,11 +58,8 @@ class KernelSlotMap(SlotMap):
         launch(_number_fills, count, ascending, order, counts, fill_keys, fill_of_id, numbers, block=COUNTED)
         return slots, first_hits, fill_keys, fill_of_id, order
 
-    def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
-        self.bind_with(keys, slots, batch, None)
-
-    def bind_with(self, keys: Tensor, slots: Tensor, batch: int, uses: tuple[Tensor, Tensor, int] | None) -> None:
-        """Bind `keys` to `slots`, as `bind` does.
+    def bind(self, keys: Tensor, slots: Tensor, batch: int, uses: tuple[Tensor, Tensor, int] | None = None) -> None:
+        """Bind `keys` to `slots`, as `SlotMap.bind` does.
 
         Args:
             uses: next and last uses of the slots, which the rows bring along as their traces, and the next use of a row
@@ -95,17 +81,8 @@ class KernelSlotMap(SlotMap):
         """Unbind `keys` from `slots` (both int64 [M]) and keep the last uses (int32 [S + 1]) as traces; None: no
         traces."""
         uses = self.key_of_slot if last_uses is None else last_uses
-        constants = {**self.key_constants, "USES": last_uses is not None}
-        launch(_unbind, keys.numel(), keys, slots, *self.key_table, uses, **constants)
-
-    @property
-    def tallies(self) -> Tensor | None:
-        """Numbers of the map over the keys that `note_tallies` wants to know: int64 [?]; None for none."""
-        return self._entries.tallies
-
-    def note_tallies(self, tallies: list[int]) -> None:
-        """Note the numbers that `tallies` had just now."""
-        self._entries.note_tallies(tallies)
+        constants = {**self._entries.constants, "USES": last_uses is not None}
+        launch(_unbind, keys.numel(), keys, slots, *self._entries.table, uses, **constants)
 
 
 # Places in `numbers`.

@@ -242,8 +242,8 @@ class IdMap:
             return _NOTHING, 0
         evicted = np.empty(3 * len(due) * self._all.rows, np.int64)
         oldest, release = 0 if ttl is None else clock - ttl, clock + self.config.quarantine
-        sizes = (self._all.rows, self._all.reserve, self._all.least_free)
-        num = loops.evict_ids(due, clock, oldest, self.config.decay, release, *sizes, *self._index, evicted)
+        rules = (clock, oldest, self.config.decay, release, self._all.rows, self._all.reserve, self._all.least_free)
+        num = loops.evict_ids(due, *rules, *self._index, evicted)
         found = evicted.reshape(-1, 3)[:num].copy()
         return found, int((clock - (found[:, 2] & (2**32 - 1))).sum())
 

@@ -1,6 +1,7 @@
 """Compilation of loops over arrays, once per machine.
 
 Numba checks nothing inside of a loop: an index out of range would read or overwrite other memory. The callers check.
+Signatures have several parameters to a line (`# fmt: skip`), so that a loop is read on one screen.
 """
 
 from __future__ import annotations
