@@ -339,14 +339,10 @@ def _base_memory(workload: Workload, copies: Sequence[PlacedShard], window: Batc
 def _formula(request: PlanRequest, stages: Mapping[str, float], parameter_bytes: float) -> StepFormula:
     shape, rates = request.workload.shape, request.rates
     sizes = work.sizes_bytes(1, shape.world_size) if shape.world_size > 1 else 0.0
+    own = ("overhead", "forward", "backward", "optimizer", "input", "all_reduce")
     return StepFormula(
         pipeline=Pipeline.of_run(shape),
-        overhead=stages["overhead"],
-        forward=stages["forward"],
-        backward=stages["backward"],
-        optimizer=stages["optimizer"],
-        input=stages["input"],
-        all_reduce=stages["all_reduce"],
+        **{name: stages[name] for name in own},
         buckets=num_buckets(parameter_bytes),
         latency=rates.seconds_per_collective if shape.world_size > 1 else 0.0,
         group_seconds=sizes * rates.seconds_per_all_to_all_byte,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
@@ -61,20 +60,6 @@ class Readback:
 Reads = Generator[list[Tensor], list[list[int]], T]
 
 
-@dataclass(eq=False)
-class _Run(Generic[T]):
-    work: Reads[T]
-    wanted: list[Tensor] | None = None
-    result: T | None = None
-
-    def go_on(self, values: Any) -> None:
-        self.wanted = None
-        try:
-            self.wanted = self.work.send(values)
-        except StopIteration as end:
-            self.result = end.value
-
-
 class ReadTogether(Generic[T]):
     """Work of several pools, begun up to what each of them wants to read. `end` goes on with all of it: every read of
     the device is one for all pools.
@@ -86,25 +71,34 @@ class ReadTogether(Generic[T]):
     """
 
     def __init__(self, works: Sequence[Reads[T]]) -> None:
-        self._runs = [_Run(work) for work in works]
-        for run in self._runs:
-            run.go_on(None)
+        self._works = list(works)
+        self._wanted: list[list[Tensor] | None] = [None] * len(works)  # by each of these; None: it is done
+        self._results: list[Any] = [None] * len(works)
+        for number in range(len(works)):
+            self._go_on(number, None)
+
+    def _go_on(self, number: int, values: Any) -> None:
+        self._wanted[number] = None
+        try:
+            self._wanted[number] = self._works[number].send(values)
+        except StopIteration as end:
+            self._results[number] = end.value
 
     @property
     def is_waiting(self) -> bool:
         """True if some of the work wants to read."""
-        return any(run.wanted is not None for run in self._runs)
+        return any(wanted is not None for wanted in self._wanted)
 
     def end(self) -> list[T]:
         """Do the rest of the work; return the results. The host waits for the current stream."""
-        while waiting := [run for run in self._runs if run.wanted is not None]:
-            parts = [tensor for run in waiting for tensor in run.wanted or ()]
+        while waiting := {number: wanted for number, wanted in enumerate(self._wanted) if wanted is not None}:
+            parts = [tensor for wanted in waiting.values() for tensor in wanted]
             found: list[int] = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
             bounds = list(accumulate((part.numel() for part in parts), initial=0))
             values = iter([found[start:stop] for start, stop in pairwise(bounds)])
-            for run in waiting:
-                run.go_on([next(values) for _ in run.wanted or ()])
-        return [run.result for run in self._runs]  # type: ignore[misc]
+            for number, wanted in waiting.items():
+                self._go_on(number, [next(values) for _ in wanted])
+        return self._results
 
 
 def planned(work: Reads[T], version: Callable[[], Any]) -> Reads[T | None]:
