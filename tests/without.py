@@ -62,7 +62,6 @@ CAPABILITIES = {
     "ids": Capability(
         (
             "cache.ids.births",
-            "cache.ids.changed_ids",
             "cache.ids.id_map",
             "commands.data.start_ids",
             "sharding.torchrec.ids",

@@ -18,8 +18,7 @@ from torch import Tensor
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
 from embershard.cache.ids.births import Births
-from embershard.cache.ids.changed_ids import ChangedIds
-from embershard.cache.ids.id_map import IdGuard, IdMap, mixed
+from embershard.cache.ids.id_map import ChangedIds, IdGuard, IdMap, mixed
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import Ticket

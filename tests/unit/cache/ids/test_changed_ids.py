@@ -7,9 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from embershard.cache.ids.changed_ids import ChangedIds
 from embershard.cache.ids.config import IdTable
-from embershard.cache.ids.id_map import RESERVED_ID, IdMap, mixed, unmixed
+from embershard.cache.ids.id_map import RESERVED_ID, ChangedIds, IdMap, mixed, unmixed
 
 RULES = IdTable(buckets=2, reserve=0.4)
 NUM_ROWS = 64
