@@ -6,7 +6,6 @@ Letters: B samples, T labels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -136,21 +135,19 @@ class WithLoss(nn.Module):
         self.model, self.target = model, target
         learns = label_weighting == "uncertainty"
         self.log_variances = nn.Parameter(torch.zeros(len(target.heads))) if learns else None
-        if target.label_means:
-            self._start_at(target.label_means)
-
-    def _start_at(self, means: Sequence[float]) -> None:
-        """Let the outputs of regressions start at their labels' means."""
-        places = [place for place, task in enumerate(self.target.tasks) if task == "regression"]
-        towers = [module for module in self.model.modules() if isinstance(module, OwnOutputs)]
+        if not (means := target.label_means):
+            return
+        # The outputs of regressions start at their labels' means.
+        places = [place for place, task in enumerate(target.tasks) if task == "regression"]
+        towers = [module for module in model.modules() if isinstance(module, OwnOutputs)]
         if towers:
-            heads = zip(self.target.heads.values(), towers[0].last_layers, strict=True)
+            heads = zip(target.heads.values(), towers[0].last_layers, strict=True)
             last_layers = [layer for head, layer in heads if head.start in places]
             for layer, mean in zip(last_layers, means, strict=True):
                 nn.init.constant_(layer.bias, mean)
-            return
-        *_, bias = (bias for name, bias in self.model.named_parameters() if name.endswith(".bias"))
-        bias.data[places] = torch.tensor(means)
+        else:
+            *_, bias = (bias for name, bias in model.named_parameters() if name.endswith(".bias"))
+            bias.data[places] = torch.tensor(means)
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the loss [], and without gradients the loss, the outputs and the labels: [B], or [B, T] of several."""

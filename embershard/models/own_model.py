@@ -79,7 +79,6 @@ def build_own(config: ModelConfig, schema: SchemaLike, device: torch.device) -> 
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{name} returned {type(model).__name__}; needed a torch.nn.Module.")
     own = OwnModel(model, name, schema.target)
-    _check_collections(own, name)
     _check_tables(own, schema, name)
     return own
 
@@ -94,7 +93,8 @@ def source_digest(config: ModelConfig) -> str:
     return "no file" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _check_collections(model: nn.Module, name: str) -> None:
+def _check_tables(model: nn.Module, schema: SchemaLike, name: str) -> None:
+    """Raise unless there are tables, where they can be placed, and tables and features fit each other."""
     collections = list(collections_of(model))
     if not collections:
         raise ConfigError(
@@ -109,10 +109,6 @@ def _check_collections(model: nn.Module, name: str) -> None:
             )
         if hasattr(module, "is_weighted") and module.is_weighted():
             raise ConfigError(f"{name}: {path.partition('.')[2]} is weighted, and batches have no weights of ids.")
-
-
-def _check_tables(model: nn.Module, schema: SchemaLike, name: str) -> None:
-    """Raise unless tables and features fit each other."""
     rows = {feature.name: feature.num_rows for feature in schema.sparse}
     seen: dict[str, str] = {}
     for table in tables_in(model):

@@ -53,10 +53,19 @@ def built_in_tables(config: ModelConfig, schema: SchemaLike) -> tuple[ModelTable
     """Return the tables of a built-in model, in the order of its modules. It is built from them. Errors as then."""
     target = schema.target
     config.check_target(target)
-    if config.arch in WITH_HISTORY:
-        return tuple(_with_history(config, schema))
-    check_schema(schema)
-    return tuple(_bags(config, schema.sparse, _BAGS))
+    if config.arch not in WITH_HISTORY:
+        check_schema(schema)
+        return tuple(_bags(config, schema.sparse, _BAGS))
+    rows = {feature.name: feature.num_rows for feature in schema.sparse}
+    _check_events(config, schema, rows)
+    pairs = zip(config.target, config.history, strict=False)
+    shared = [_table(config, item, rows[item], (item, past), _SEQUENCES, "") for item, past in pairs]
+    shared += [
+        _table(config, past, rows[past], (past,), _SEQUENCES, "") for past in config.history[len(config.target) :]
+    ]
+    events = config.event_features
+    others = _bags(config, [feature for feature in schema.sparse if feature.name not in events], _BAGS_BESIDE)
+    return (*shared, *others)
 
 
 def _bags(config: ModelConfig, features: Sequence[SparseFeatureLike], module: str) -> Iterator[ModelTable]:
@@ -69,27 +78,15 @@ def _bags(config: ModelConfig, features: Sequence[SparseFeatureLike], module: st
         yield _table(config, name, sharing[0].num_rows, names, module, pooling)
 
 
-def _with_history(config: ModelConfig, schema: SchemaLike) -> Iterator[ModelTable]:
-    """Yield the tables for sequences, which target and history share, and those of the other features."""
-    rows = {feature.name: feature.num_rows for feature in schema.sparse}
-    _check(config, rows)
-    _check_tables(config, schema)
-    for item, past in zip(config.target, config.history, strict=False):
-        yield _table(config, item, rows[item], (item, past), _SEQUENCES, "")
-    for past in config.history[len(config.target) :]:
-        yield _table(config, past, rows[past], (past,), _SEQUENCES, "")
-    events = config.event_features
-    yield from _bags(config, [feature for feature in schema.sparse if feature.name not in events], _BAGS_BESIDE)
-
-
 def _table(
     config: ModelConfig, name: str, num_rows: int, features: tuple[str, ...], module: str, pooling: str
 ) -> ModelTable:
     return ModelTable(table_name(name), num_rows, config.embedding_dim, config.table_dtype, features, module, pooling)
 
 
-def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
-    """Raise unless the features of target and history are in the schema, once, and fit each other."""
+def _check_events(config: ModelConfig, schema: SchemaLike, rows: Mapping[str, int]) -> None:
+    """Raise unless the features of target and history are in the schema, once, fit each other, and have no settings of
+    tables and poolings of their own."""
     settings = {"target": config.target, "history": config.history, f"{config.arch}.times": config.times}
     named = [(setting, name) for setting, names in settings.items() for name in names]
     for number, (setting, name) in enumerate(named):
@@ -105,10 +102,6 @@ def _check(config: ModelConfig, rows: Mapping[str, int]) -> None:
                 f"model.target {item!r} has {rows[item]} rows and model.history {past!r} has {rows[past]}: they share "
                 "a table. Give both the same number of rows in the data's settings."
             )
-
-
-def _check_tables(config: ModelConfig, schema: SchemaLike) -> None:
-    """Raise where a feature's own settings of table and pooling meet the tables of target and history."""
     events = config.event_features
     for feature in schema.sparse:
         if feature.name in events and (feature.table is not None or feature.pooling != "sum"):
