@@ -61,19 +61,15 @@ class ShardingConfig:
                 f'sharding.mode={self.mode!r}, sharding.hot_bytes={self.hot_bytes}: needed both mode="hot_cold" and '
                 "hot_bytes, or neither."
             )
-        if self.mode == "data_parallel":
-            self._check_data_parallel()
-        if self.hot_bytes is not None and self.hot_bytes < 1:
-            raise ConfigError(f"sharding.hot_bytes: got {self.hot_bytes}, needed at least 1.")
-
-    def _check_data_parallel(self) -> None:
         defaults = {"plan": None, "exchange": "pooled", "forward_dtype": "fp32", "backward_dtype": "fp32"}
-        for name, default in defaults.items():
+        for name, default in defaults.items() if self.mode == "data_parallel" else ():
             if getattr(self, name) != default:
                 raise ConfigError(
                     f"sharding.{name}={getattr(self, name)!r} has no effect with sharding.mode='data_parallel': no "
                     "table is placed, and no embedding travels. Remove one of the two."
                 )
+        if self.hot_bytes is not None and self.hot_bytes < 1:
+            raise ConfigError(f"sharding.hot_bytes: got {self.hot_bytes}, needed at least 1.")
 
     @property
     def mode_memory(self) -> ModeMemory | None:

@@ -185,11 +185,11 @@ def host_bytes(shards: Sequence[PlacedShard], shape: RunShape) -> dict[str, int]
     """Return the host memory of a rank's cached shards: "rows" and "scores", and "id_maps" where there are some."""
     cached = [shard for shard in shards if shard.kernel == "cached"]
     rows = sum(shard.rows for shard in cached)
-    id_maps = sum(shard.rows * shard.table.id_map_bytes for shard in cached)
+    map_bytes = sum(shard.rows * shard.table.id_map_bytes for shard in cached)
     return {
         "rows": sum(s.rows * s.row_bytes for s in cached),
         "scores": shape.cache.policy.score_bytes * rows,
-        **({"id_maps": id_maps} if id_maps else {}),
+        **({"id_maps": map_bytes} if map_bytes else {}),
     }
 
 

@@ -245,8 +245,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """Hash of everything that a prediction depends on: placement, slots, sizes, settings."""
-        values = {name: getattr(self, name) for name in _PREDICTED_FROM}
-        return _hash(values)
+        return _hash({name: getattr(self, name) for name in _PREDICTED_FROM})
 
     def save(self, path: Path | str) -> None:
         """Write the JSON file, one table, pool or prediction to a line.
@@ -315,9 +314,8 @@ class Plan:
             ("does not place tables of the model", tables.keys() - placed.keys()),
         ):
             if names:
-                raise ShardingError(
-                    f"the plan {what}: {_few(sorted(names))}. Plan again with this run's config and data."
-                )
+                shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+                raise ShardingError(f"the plan {what}: {shown}. Plan again with this run's config and data.")
         different = [name for name in sorted(placed) if placed[name] != tuple(tables[name])]
         if different:
             name = different[0]
@@ -364,10 +362,6 @@ def _plain(value: Any) -> Any:
 
 def _shape(shape: tuple[int, int, str]) -> str:
     return f"{shape[0]:,} rows x {shape[1]} {shape[2]}"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def check_plan(plan: Plan) -> None:
@@ -488,8 +482,20 @@ def from_text(text: str) -> dict[str, Any]:
     Raises:
         ShardingError: the text is not JSON, a key is there twice, or a number is not finite.
     """
+
+    def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ShardingError(f"key {twice!r} is twice in one object ({_one_line(values)[:80]}...). Remove one.")
+        return values
+
+    def no_constant(name: str) -> Any:
+        raise ShardingError(f"holds {name}, which is no number. Replace it.")
+
     try:
-        values = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        values = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and endless nesting
         raise ShardingError(f"is not JSON: {error}") from error
     if not isinstance(values, dict):
@@ -524,16 +530,3 @@ def _one_line(value: Any) -> str:
 def described(value: Any) -> Mapping[str, Any]:
     """Return a dataclass as a JSON object."""
     return value.described if isinstance(value, TablePlacement) else vars(value)
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ShardingError(f"key {twice!r} is twice in one object ({_one_line(values)[:80]}...). Remove one.")
-    return values
-
-
-def _no_constant(name: str) -> Any:
-    raise ShardingError(f"holds {name}, which is no number. Replace it.")

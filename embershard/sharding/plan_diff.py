@@ -32,10 +32,12 @@ def diff_lines(before: Plan, after: Plan) -> list[str]:
     tables = [replace(table, ranks=tuple(of_rank[rank] for rank in table.ranks)) for table in before.tables]
     pools = [replace(pool, rank=of_rank[pool.rank]) for pool in before.pools]
     moved = [f"{old} -> {new}" for old, new in of_rank.items() if old != new]
+    renamed = ", ".join(moved[:_MOST_RENAMED]) + (", ..." if len(moved) > _MOST_RENAMED else "")
+    was, now = before.settings, after.settings
     return [
         *_values((name, getattr(before, name), getattr(after, name)) for name in _SIZES),
-        *_settings(before, after),
-        *([f"the same placement, ranks renamed: {_some(moved, _MOST_RENAMED)}"] if moved else []),
+        *_values((name, was.get(name), now.get(name)) for name in sorted(was.keys() | now.keys())),
+        *([f"the same placement, ranks renamed: {renamed}"] if moved else []),
         *_tables(tables, after.tables),
         *_pools(pools, after.pools),
         *_predictions(before.prediction, after.prediction),
@@ -83,11 +85,6 @@ def _ranks_by_node(plan: Plan) -> list[list[_RankContent]]:
 
 def _values(values: Iterable[tuple[str, object, object]]) -> list[str]:
     return [f"{name}: {_or_none(old)} -> {_or_none(new)}" for name, old, new in values if old != new]
-
-
-def _settings(before: Plan, after: Plan) -> list[str]:
-    old, new = before.settings, after.settings
-    return _values((name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys()))
 
 
 def _tables(before: Sequence[TablePlacement], after: Sequence[TablePlacement]) -> Iterator[str]:
@@ -188,10 +185,6 @@ def _host_bytes(prediction: Prediction) -> int:
 
 def _change(old: float, new: float) -> str:
     return f"{(new - old) / old:+.1%}" if old else "was none"
-
-
-def _some(texts: Sequence[str], most: int) -> str:
-    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
 def _or_none(value: object) -> str:

@@ -77,33 +77,28 @@ class ShardingType:
 
     def ranks_problem(self, ranks: tuple[int, ...], world_size: int, ranks_per_node: int) -> str:
         """Return the problem of these ranks for the shards of one table; empty for sound ones."""
-        is_right, needed = self._check_ranks(ranks, world_size, ranks_per_node)
-        return "" if is_right else f"ranks: got {list(ranks)}; {self.name} needs {needed}."
-
-    def _check_ranks(self, ranks: tuple[int, ...], world_size: int, ranks_per_node: int) -> tuple[bool, str]:
         first = tuple(range(ranks_per_node))
         nodes = [ranks[start : start + ranks_per_node] for start in range(0, len(ranks), ranks_per_node)]
-        are_nodes = bool(nodes) and all(_is_a_node(node, ranks_per_node) for node in nodes)
+        are_nodes = bool(nodes) and all(
+            node[0] % ranks_per_node == 0 and node == tuple(range(node[0], node[0] + ranks_per_node)) for node in nodes
+        )
+        of_node = f"the {ranks_per_node} ranks of one node in order, for instance"
         if self.rows_over == "copies":
-            return ranks == (), "no ranks: every rank has a copy"
-        if self.rows_over == "all":
-            return ranks == tuple(range(world_size)), f"all ranks in order, 0 to {world_size - 1}"
-        if self.rows_over == "node" and self.cuts_columns:
-            ranks_of_node = f"the {ranks_per_node} ranks of one node in order, for instance {first * 2}"
-            return are_nodes, f"for each column shard {ranks_of_node}"
-        if self.rows_over == "node":
-            one_node = f"the {ranks_per_node} ranks of one node in order, for instance {first}"
-            return are_nodes and len(nodes) == 1, one_node
-        if not self.cuts_columns:
-            return len(ranks) == 1, "one rank"
-        if self.on_one_node:
-            is_one = len({rank // ranks_per_node for rank in ranks}) == 1
-            return is_one, f"a rank per column shard, all on one node (of {ranks_per_node} ranks)"
-        return len(ranks) > 0, "a rank per column shard"
-
-
-def _is_a_node(ranks: tuple[int, ...], ranks_per_node: int) -> bool:
-    return ranks[0] % ranks_per_node == 0 and ranks == tuple(range(ranks[0], ranks[0] + ranks_per_node))
+            is_right, needed = ranks == (), "no ranks: every rank has a copy"
+        elif self.rows_over == "all":
+            is_right, needed = ranks == tuple(range(world_size)), f"all ranks in order, 0 to {world_size - 1}"
+        elif self.rows_over == "node" and self.cuts_columns:
+            is_right, needed = are_nodes, f"for each column shard {of_node} {first * 2}"
+        elif self.rows_over == "node":
+            is_right, needed = are_nodes and len(nodes) == 1, f"{of_node} {first}"
+        elif not self.cuts_columns:
+            is_right, needed = len(ranks) == 1, "one rank"
+        elif self.on_one_node:
+            is_right = len({rank // ranks_per_node for rank in ranks}) == 1
+            needed = f"a rank per column shard, all on one node (of {ranks_per_node} ranks)"
+        else:
+            is_right, needed = len(ranks) > 0, "a rank per column shard"
+        return "" if is_right else f"ranks: got {list(ranks)}; {self.name} needs {needed}."
 
 
 #: By name, those first that plans try first.

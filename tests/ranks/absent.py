@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
+from embershard.sharding.torchrec.modes.hot_cold import announce_hot_batches
 from tests.ranks import parity
 from tests.ranks.parity import LinearModel, differences, snapshot
 from tests.ranks.rows_exchange import Case, batches, means_by_length, train_linear
@@ -36,7 +36,7 @@ def compare_all(cases: list[Case]) -> list[list[str]]:
 
 def _trained(case: Case, cached: bool) -> dict[str, Tensor]:
     model = parity.build(case, cached, LinearModel)
-    follow_hot_batches(model)
+    announce_hot_batches(model)
     train_linear(model, case)
     return whole_tables(model)
 
@@ -67,7 +67,7 @@ def evaluate(cases: list[Case]) -> list[list[str]]:
                 for value in model.state_dict().values():
                     for shard in value.local_shards() if isinstance(value, ShardedTensor) else ():
                         shard.tensor.copy_((shard.tensor * 256).round() / 256)
-            follow_hot_batches(models[1])
+            announce_hot_batches(models[1])
             found = [[model(*batch) for batch in batches(case)] for model in models]
             different.append([f"batch {n}" for n, both in enumerate(zip(*found, strict=True)) if both[0] != both[1]])
     return different

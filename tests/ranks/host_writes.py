@@ -13,7 +13,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard import flush, host_rows_changed
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
+from embershard.sharding.torchrec.modes.hot_cold import announce_hot_batches
 from tests.ranks import parity
 from tests.ranks.absent import whole_tables
 from tests.ranks.look_ahead import message_of
@@ -28,7 +28,7 @@ def write_between_steps(cases: list[Case], rows: bool) -> list[list[str]]:
     found = []
     for case, cached in ((replace(stock, hot=None), False), *((case, True) for case in cases)):
         model = parity.build(case, cached, LinearModel)
-        follow_hot_batches(model)
+        announce_hot_batches(model)
         for step, (features, coefficients) in enumerate(batches(replace(case, hot=cases[0].hot))):
             if step in (2, 4):
                 flush(model)
@@ -59,7 +59,7 @@ def halve(model: Any, even_rows_of_t2: bool = False) -> None:
 def write_without_a_flush(case: Case) -> tuple[str, bool]:
     """The error of an announcement without a flush; whether the next read finds what was written."""
     model = parity.build(case, True, LinearModel)
-    follow_hot_batches(model)
+    announce_hot_batches(model)
     steps = list(batches(case))
     flush(model)
     for features, coefficients in steps:

@@ -22,7 +22,7 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec.modes import replicated_rows
-from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection, follow_hot_batches
+from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection, announce_hot_batches
 from embershard.sharding.torchrec.modes.hot_tables import HotTables
 from tests.ranks import parity, rows_exchange
 from tests.ranks.parity import LinearModel, differences, snapshot
@@ -42,7 +42,7 @@ class HotBatchOutcome:
 def build(case: Case) -> DistributedModelParallel:
     """The model with hot rows on every rank, which is told of hot batches."""
     model = parity.build(case, True, LinearModel)
-    follow_hot_batches(model)
+    announce_hot_batches(model)
     return model
 
 

@@ -30,7 +30,7 @@ from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec import freeze
 from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
-from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
+from embershard.sharding.torchrec.modes.hot_cold import announce_hot_batches
 from embershard.sharding.torchrec.modes.rows_exchange import RowsInput
 from tests.ranks import parity
 from tests.ranks.look_ahead import HotBatch, message_of
@@ -142,7 +142,7 @@ def compare_variants(
 def _compared(expected: dict[str, Tensor], case: Case, fault: str | None, faults: Faults, unequal: Unequal) -> Outcome:
     with faults[fault]() if fault else contextlib.nullcontext():
         model = parity.build(case, True, LinearModel)
-        follow_hot_batches(model)
+        announce_hot_batches(model)
         train_linear(model, case)
         found = snapshot(model)
     different = differences(expected, found) + unequal(model)

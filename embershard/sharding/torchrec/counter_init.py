@@ -43,30 +43,28 @@ class CounterInit:
                 f"init_seed={seed} and an embedding module on {module.device}: TorchRec would copy the module's own "
                 'weights. Make the module on torch.device("meta"), or leave init_seed out'
             )
-        configs = (
-            module.embedding_bag_configs if hasattr(module, "embedding_bag_configs") else module.embedding_configs
-        )()
-        return cls(seed, {config.name: _range(config.name, config.init_fn) for config in configs})
+        has_bags, ranges = hasattr(module, "embedding_bag_configs"), dict[str, tuple[float, float]]()
+        for config in module.embedding_bag_configs() if has_bags else module.embedding_configs():
+            init_fn: Any = config.init_fn
+            function, given = init_fn, dict[str, float]()
+            if isinstance(init_fn, functools.partial) and not init_fn.args:
+                function, given = init_fn.func, dict(init_fn.keywords)
+            if function is init.uniform_ and given.keys() <= {"a", "b"}:
+                ranges[config.name] = given.get("a", 0.0), given.get("b", 1.0)
+            elif function is init.constant_ and given.keys() == {"val"}:
+                ranges[config.name] = given["val"], given["val"]
+            elif function in (init.zeros_, init.ones_) and not given:
+                ranges[config.name] = (0.0, 0.0) if function is init.zeros_ else (1.0, 1.0)
+            else:
+                raise ConfigError(
+                    f"table {config.name!r}: got init_fn={init_fn!r}, which draws the weights of a whole tensor "
+                    f"in turn. With init_seed, any block of rows is made by itself. Needed: no init_fn, or one of "
+                    f"{_NAMES}; or leave init_seed out, and load the weights that you want"
+                )
+        return cls(seed, ranges)
 
     def of_shard(self, table: ShardedEmbeddingTable) -> ShardWeights:
         """Return the initial weights of a shard on this rank."""
         low, high = self.ranges[table.name]
         row, column = table.local_metadata.shard_offsets if table.local_metadata else (0, 0)
         return ShardWeights(table.name, self.seed, table.embedding_dim, low, high, row, column)
-
-
-def _range(table: str, init_fn: Any) -> tuple[float, float]:
-    function, given = init_fn, {}
-    if isinstance(init_fn, functools.partial) and not init_fn.args:
-        function, given = init_fn.func, dict(init_fn.keywords)
-    if function is init.uniform_ and given.keys() <= {"a", "b"}:
-        return given.get("a", 0.0), given.get("b", 1.0)
-    if function is init.constant_ and given.keys() == {"val"}:
-        return given["val"], given["val"]
-    if function in (init.zeros_, init.ones_) and not given:
-        return (0.0, 0.0) if function is init.zeros_ else (1.0, 1.0)
-    raise ConfigError(
-        f"table {table!r}: got init_fn={init_fn!r}, which draws the weights of a whole tensor in turn. With "
-        f"init_seed, any block of rows is made by itself. Needed: no init_fn, or one of {_NAMES}; or leave init_seed "
-        "out, and load the weights that you want"
-    )

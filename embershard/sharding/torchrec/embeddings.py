@@ -404,8 +404,11 @@ class CachedTableBatchedEmbeddings(HostTables):
         ids = PoolIds(indices, offsets, variable_batch.get("batch_size_per_feature_per_rank"))
         arguments = dict(per_sample_weights=per_sample_weights, **variable_batch)
         if not torch.is_grad_enabled():
-            if self._prefetched and _is(indices, self._prefetched[0][1]):
-                self._prefetched.popleft()  # prefetched for training, but evaluated: release its pins
+            if self._prefetched:
+                first = self._prefetched[0][1]
+                is_one = indices.shape == first.shape and indices.data_ptr() == first.data_ptr()
+                if indices is first or (is_one and indices.numel() > 0):  # not another batch with the same ids
+                    self._prefetched.popleft()  # prefetched for training, but evaluated: release its pins
             return self._read(ids, offsets, arguments)
         self.slots.end_reading()
         ticket = self._next_ticket(ids)
@@ -430,21 +433,19 @@ class CachedTableBatchedEmbeddings(HostTables):
     def _next_ticket(self, ids: PoolIds) -> Ticket:
         ticket = self._handed.pop() if self._handed else None
         if ticket is None and self._prefetched:
-            ticket = self._next_prefetched(ids.indices)
+            found, (ticket, expected) = ids.indices, self._prefetched.popleft()
+            # Pipelines forward the tensor that they prefetched, so contents are rarely compared.
+            is_one = found.data_ptr() == expected.data_ptr()
+            if found.shape != expected.shape or not (is_one or torch.equal(found, expected)):
+                self._prefetched.clear()
+                raise CacheError(
+                    f"{self.cache.name}: this batch is not the one prefetched for this step (the batch has "
+                    f"{found.numel()} ids, the prefetched one {expected.numel()}); forward the batches in the order in "
+                    "which they were prefetched. All prefetched batches are dropped: the next forward starts afresh"
+                )
         if ticket is None or ticket.released:
             ticket = self._prepare(ids, critical_path=True)
             assert ticket is not None
-        return ticket
-
-    def _next_prefetched(self, indices: Tensor) -> Ticket:
-        ticket, expected = self._prefetched.popleft()
-        if not _same(indices, expected):
-            self._prefetched.clear()
-            raise CacheError(
-                f"{self.cache.name}: this batch is not the one prefetched for this step (the batch has "
-                f"{indices.numel()} ids, the prefetched one {expected.numel()}); forward the batches in the order in "
-                "which they were prefetched. All prefetched batches are dropped: the next forward starts afresh"
-            )
         return ticket
 
     # -- the host tier
@@ -543,17 +544,6 @@ class CachedTableBatchedEmbeddings(HostTables):
     def stats(self) -> list[TableStats]:
         """Return what the cache did, per table."""
         return self.cache.stats()
-
-
-def _same(ids: Tensor, others: Tensor) -> bool:
-    """Return True if both hold the same ids. Pipelines forward the tensor that they prefetched, so contents are rarely
-    compared."""
-    return ids.shape == others.shape and (ids.data_ptr() == others.data_ptr() or torch.equal(ids, others))
-
-
-def _is(ids: Tensor, others: Tensor) -> bool:
-    """Return True if both are one tensor; another batch may have the same ids."""
-    return ids is others or (ids.numel() > 0 and ids.shape == others.shape and ids.data_ptr() == others.data_ptr())
 
 
 def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor, zeros: SlotTable | None) -> None:

@@ -38,10 +38,9 @@ class OwnShardingInfo(EmbeddingShardingInfo):
     """A table of a sharded module that a mode shards in its own way. All tables of a group are of one such class."""
 
     @staticmethod
-    def make_sharding(
-        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
-    ) -> EmbeddingSharding[Any, Any, Any, Any]:
-        """Return the sharding of a group of such tables; `codecs` as TorchRec's `qcomm_codecs_registry`."""
+    def make_sharding(infos: list[EmbeddingShardingInfo], **place: Any) -> EmbeddingSharding[Any, Any, Any, Any]:
+        """Return the sharding of a group of such tables; `place`: what TorchRec's take, `env`, `device` and
+        `qcomm_codecs_registry`."""
         raise NotImplementedError
 
 

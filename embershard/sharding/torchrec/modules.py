@@ -309,7 +309,8 @@ class CachedShardedEmbeddingBagCollection(CachedModule, ShardedEmbeddingBagColle
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding:
         if isinstance(sharding_infos[0], OwnShardingInfo):
-            return sharding_infos[0].make_sharding(sharding_infos, env, device, qcomm_codecs_registry)
+            place = {"env": env, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry}
+            return sharding_infos[0].make_sharding(sharding_infos, **place)
         sharding_type = sharding_infos[0].param_sharding.sharding_type
         if not any(has_spec(info.fused_params) for info in sharding_infos):
             return super().create_embedding_bag_sharding(
@@ -350,7 +351,8 @@ class CachedShardedEmbeddingCollection(CachedModule, ShardedEmbeddingCollection)
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding:
         if isinstance(sharding_infos[0], OwnShardingInfo):
-            return sharding_infos[0].make_sharding(sharding_infos, env, device, qcomm_codecs_registry)
+            place = {"env": env, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry}
+            return sharding_infos[0].make_sharding(sharding_infos, **place)
         if not any(has_spec(info.fused_params) for info in sharding_infos):
             return super().create_embedding_sharding(sharding_type, sharding_infos, env, device, qcomm_codecs_registry)
         return SEQUENCE_SHARDINGS[sharding_type](
@@ -389,28 +391,22 @@ def check_bounds(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]
     if values.numel() == 0:
         return
     limits = [rows[key][1] if key in rows else 0 for key in features.keys()]  # noqa: SIM118
-    lengths = features.length_per_key()
     if values.is_cpu:
-        counts, ends = np.array(lengths, np.int64), np.array(limits, np.int64)
+        counts, ends = np.array(features.length_per_key(), np.int64), np.array(limits, np.int64)
         inside = loops.are_rows(values.long().contiguous().numpy(), counts, ends)
     else:
-        lengths = torch.tensor(lengths, device=values.device)
+        lengths = torch.tensor(features.length_per_key(), device=values.device)
         limit_of_id = torch.tensor(limits, device=values.device).repeat_interleave(lengths, output_size=values.numel())
         inside = not bool((((values < 0) | (values >= limit_of_id)) & (limit_of_id > 0)).any())
-    if not inside:
-        _raise_first(features, rows)
-
-
-def _raise_first(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:
+    if inside:
+        return
     start = 0
     for key, length in zip(features.keys(), features.length_per_key(), strict=True):
-        ids = features.values()[start : start + length]
+        ids = values[start : start + length]
         start += length
-        if key not in rows:
-            continue
-        table, num_rows = rows[key]
+        table, num_rows = rows.get(key, ("", 0))
         bad = ((ids < 0) | (ids >= num_rows)).nonzero().flatten()
-        if bad.numel():
+        if key in rows and bad.numel():
             position = int(bad[0])
             bag_ends = features[key].lengths().cumsum(0)
             sample = int(torch.searchsorted(bag_ends, position, right=True))

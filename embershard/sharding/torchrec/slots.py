@@ -175,34 +175,25 @@ class SlotTable(nn.Module):
 
     def _build_slots(self, num_slots: int) -> SplitTableBatchedEmbeddingBagsCodegen:
         tbe = self._build(num_slots, **self._tbe_arguments)
-        if self._device.type != "cuda":
-            self._place_pinned_slots(tbe)
-            self._name_logical_tables(tbe, num_slots)
-            tbe.weights_host.data = memory.zeros(tbe.weights_host.numel(), tbe.weights_host.dtype, small_pages=False)
-        return tbe
-
-    def _place_pinned_slots(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        """Make each feature's row 0 its table's first pinned slot, in the weights and in every optimizer state."""
-        first = torch.tensor([first for first, _ in self._pinned_of_feature])
-        num_rows = tbe.embedding_specs[0][0]
+        if self._device.type == "cuda":
+            return tbe
+        # Each feature's row 0 is its table's first pinned slot, in the weights and in every optimizer state.
+        first, num_rows = torch.tensor([first for first, _ in self._pinned_of_feature]), tbe.embedding_specs[0][0]
         for kind in _PER_ROW_TENSORS:
             rows = getattr(tbe, f"{kind}_host", None)
             if rows is not None and rows.numel() >= num_rows:  # else a placeholder
                 getattr(tbe, f"{kind}_offsets").copy_(first * (rows.numel() // num_rows))
-
-    def _name_logical_tables(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, num_slots: int) -> None:
-        """Tell FBGEMM's CPU backward the logical tables.
-
-        It sorts ids table by table, with as many passes as a table's ids have bytes, and takes features with equal
-        entries here for one table. A slot belongs to one logical table at a time, so no result changes, and the sorts
-        are shorter (decision 0004).
-        """
+        # FBGEMM's backward sorts ids table by table, with as many passes as a table's ids have bytes, and takes
+        # features with equal entries here for one table. A slot belongs to one logical table at a time, so no result
+        # changes, and the sorts are shorter (decision 0004).
         pinned = zip(self._table_of_feature, self._pinned_of_feature, strict=True)
-        sizes = {table: rows or num_slots + 1 for table, (_, rows) in pinned}
+        sizes = {table: own_rows or num_slots + 1 for table, (_, own_rows) in pinned}
         ends = itertools.accumulate(sizes.values())
         starts = {table: end - size for (table, size), end in zip(sizes.items(), ends, strict=True)}
         ranges = [starts[table] for table in self._table_of_feature]
         tbe.hash_size_cumsum.copy_(torch.tensor([*ranges, sum(sizes.values())]))
+        tbe.weights_host.data = memory.zeros(tbe.weights_host.numel(), tbe.weights_host.dtype, small_pages=False)
+        return tbe
 
 
 def _payload(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> list[Tensor]:

@@ -22,7 +22,7 @@ from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
-from embershard.sharding.memory_model import PoolMemory, cache_memory, slots_without_plan
+from embershard.sharding.memory_model import cache_memory, slots_without_plan
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.modes.mode import ShardingMode
@@ -143,25 +143,19 @@ class CacheSpec:
         own = sum(share * t.local_rows for share, t in zip(load_factors, tables, strict=True) if share)
         others = [table for share, table in zip(load_factors, tables, strict=True) if not share]
         weights = sum(table.local_rows * table.local_cols for table in others)
-        memory = self._memory(others, row_bytes)
-        if weights:
-            self._check_budget([table.name for table in others], memory, weights)
-        rows = sum(table.local_rows for table in tables)
-        return slots_without_plan(self.config, memory, weights, self.rank_weights, rows, own)
-
-    def _memory(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> PoolMemory:
-        rows = sum(table.local_rows for table in tables)
-        return cache_memory(rows, row_bytes, self.policy, map_kind(self.config.slot_map, rows, self.device_type))
-
-    def _check_budget(self, tables: list[str], memory: PoolMemory, weights: int) -> None:
-        """Maps and scores come out of each pool's part of the budget, and a slot must be left."""
-        budget = self.config.device_bytes
-        if budget is not None and memory.share_of(budget, weights, self.rank_weights) < 1:
+        rows, budget = sum(table.local_rows for table in others), self.config.device_bytes
+        kind = map_kind(self.config.slot_map, rows, self.device_type)
+        memory = cache_memory(rows, row_bytes, self.policy, kind)
+        # Maps and scores come out of each pool's part of the budget, and a slot must be left.
+        if weights and budget is not None and memory.share_of(budget, weights, self.rank_weights) < 1:
             least = memory.device_bytes(1) * self.rank_weights // weights + 1
             raise ConfigError(
-                f"cache.device_bytes={budget} does not hold the slot map and one slot of tables {tables[:5]}; give "
-                f"rank {self.rank} at least {least} bytes, or use more ranks"
+                f"cache.device_bytes={budget} does not hold the slot map and one slot of tables "
+                f"{[table.name for table in others][:5]}; give rank {self.rank} at least {least} bytes, or use more "
+                "ranks"
             )
+        all_rows = sum(table.local_rows for table in tables)
+        return slots_without_plan(self.config, memory, weights, self.rank_weights, all_rows, own)
 
 
 def first_row(table: ShardedEmbeddingTable) -> int:

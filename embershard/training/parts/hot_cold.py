@@ -19,7 +19,7 @@ from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
 from embershard.frequency import FrequencyProfile, HotRows
 from embershard.run_result import HotColdTotals
-from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
+from embershard.sharding.torchrec.modes.hot_cold import announce_hot_batches
 from embershard.training.checkpoint.identity import ORDER, identity_of
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, table_rows, tables_of_run
@@ -66,7 +66,7 @@ class HotCold(Part):
     def after_build(self) -> None:
         """Have the tables take rows of hot batches from their copies."""
         if self.hot is not None:
-            follow_hot_batches(self.run.model)
+            announce_hot_batches(self.run.model)
 
     def notes(self) -> list[str]:
         return [] if self.hot is None else [self.hot.describe()]

@@ -80,14 +80,12 @@ class IdShardingInfo(OwnShardingInfo):
     is_sequence: bool
 
     @staticmethod
-    def make_sharding(
-        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
-    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+    def make_sharding(infos: list[EmbeddingShardingInfo], **place: Any) -> EmbeddingSharding[Any, Any, Any, Any]:
         """Return the sharding of one of the groups that :func:`group_ids` made."""
         info = infos[0]
         assert isinstance(info, IdShardingInfo)
         cls = _SEQUENCE if info.is_sequence else _POOLED
-        sharding = cls(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs)
+        sharding = cls(sharding_infos=infos, **place)
         sharding._spec = info.spec
         return sharding  # type: ignore[no-any-return]
 

@@ -193,7 +193,12 @@ class PoolIdMaps:
         with self._lock:
             if known is None or known.generation != self._generation:
                 known = self.know(ids, lengths)
-            due = self._due(known)
+            due = []  # batches up to this one whose births are not in the cache
+            for batch in self._ahead:
+                if not batch.has_begun:
+                    due.append(batch)
+                if batch is known:
+                    break
             evicted_in = max((batch.evicted_in for batch in due), default=0)
             if evicted_in > self._maps[0].committed:
                 if if_it_fits and not critical_path:
@@ -219,16 +224,6 @@ class PoolIdMaps:
             slots[known.is_row] = ticket.slots
             ticket.slots = slots
         return ticket
-
-    def _due(self, known: KnownIds) -> list[KnownIds]:
-        """Return the batches up to `known` whose births are not in the cache."""
-        found = []
-        for batch in self._ahead:
-            if not batch.has_begun:
-                found.append(batch)
-            if batch is known:
-                break
-        return found
 
     def skip(self, known: KnownIds) -> None:
         """Take back the announcement of a batch's rows. Its ids stay counted if a later batch trains."""

@@ -176,11 +176,9 @@ class DataParallelShardingInfo(OwnShardingInfo):
     """A table that every rank caches alike."""
 
     @staticmethod
-    def make_sharding(
-        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
-    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+    def make_sharding(infos: list[EmbeddingShardingInfo], **place: Any) -> EmbeddingSharding[Any, Any, Any, Any]:
         """Return the sharding of one of the groups that :class:`DataParallelMode` made."""
-        return _DataParallel(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs)
+        return _DataParallel(sharding_infos=infos, **place)
 
 
 def share_of(

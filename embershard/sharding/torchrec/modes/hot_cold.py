@@ -328,8 +328,8 @@ def _ascending(table: str, rows: Tensor) -> Tensor:
     return distinct
 
 
-def follow_hot_batches(model: nn.Module) -> None:
-    """Let the modules of `model` know before each of its forwards whether the batch has hot ids only."""
+def announce_hot_batches(model: nn.Module) -> None:
+    """Tell the modules of `model`, before each of its forwards, whether the batch has hot ids only."""
     modules = [each for each in model.modules() if isinstance(each, HotColdShardedEmbeddingBagCollection)]
 
     def note(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -170,7 +170,13 @@ class HotTables:
         """Pool the hot rows of a batch: [B, columns of the module's output]. Collective, as is its backward."""
         if self._is_behind:
             self.load()
-        self._check_host()
+        for shard in self._shards:
+            if shard.host.version != self._versions[id(shard.host)]:
+                raise CacheError(
+                    "the host tier of tables with hot rows was written to. Their hot rows are on all ranks, and new "
+                    "contents get there by load_state_dict of model and fused optimizer, or by "
+                    "embershard.host_rows_changed(model), on all ranks. Call one of them before the next forward"
+                )
         pieces: list[tuple[int, Tensor]] = []
         for group, bags in zip(self._groups, batch, strict=True):
             pooled = group.rows(bags)
@@ -334,15 +340,6 @@ class HotTables:
         if everything:
             self._up_to_date = set(self._versions)
         self._is_behind = False
-
-    def _check_host(self) -> None:
-        for shard in self._shards:
-            if shard.host.version != self._versions[id(shard.host)]:
-                raise CacheError(
-                    "the host tier of tables with hot rows was written to. Their hot rows are on all ranks, and new "
-                    "contents get there by load_state_dict of model and fused optimizer, or by "
-                    "embershard.host_rows_changed(model), on all ranks. Call one of them before the next forward"
-                )
 
 
 def _part(shard: HotShard, places: Tensor) -> tuple[HotShard, int, Tensor]:

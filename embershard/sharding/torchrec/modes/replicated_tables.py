@@ -39,11 +39,9 @@ class ReplicatedShardingInfo(OwnShardingInfo):
     """A table that every rank has a copy of."""
 
     @staticmethod
-    def make_sharding(
-        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
-    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+    def make_sharding(infos: list[EmbeddingShardingInfo], **place: Any) -> EmbeddingSharding[Any, Any, Any, Any]:
         """Return the sharding of one of the groups that :func:`group_replicated` made."""
-        return ReplicatedSharding(infos, env, device)
+        return ReplicatedSharding(infos, place["env"], place["device"])
 
 
 def group_replicated(infos: dict[str, list[EmbeddingShardingInfo]]) -> dict[str, list[EmbeddingShardingInfo]]:

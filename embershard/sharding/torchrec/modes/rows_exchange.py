@@ -198,11 +198,9 @@ class ExchangesRows:
         return RowsOutput(inner, self.embedding_tables()[0].local_cols, order, device)  # type: ignore[attr-defined]
 
 
-def _exchanging_rows(cls: type) -> type:
-    return type(f"{cls.__name__.lstrip('_')}Rows", (ExchangesRows, cls), {})
-
-
-_SHARDINGS: dict[str, type] = {kind: _exchanging_rows(cls) for kind, cls in SEQUENCE_SHARDINGS.items()}
+_SHARDINGS: dict[str, type] = {
+    kind: type(f"{cls.__name__.lstrip('_')}Rows", (ExchangesRows, cls), {}) for kind, cls in SEQUENCE_SHARDINGS.items()
+}
 _SHARDINGS[ShardingType.TABLE_COLUMN_WISE.value] = _SHARDINGS[ShardingType.COLUMN_WISE.value]
 
 
@@ -210,13 +208,11 @@ class RowsShardingInfo(OwnShardingInfo):
     """A table whose distinct rows are exchanged."""
 
     @staticmethod
-    def make_sharding(
-        infos: list[EmbeddingShardingInfo], env: Any, device: torch.device | None, codecs: Any
-    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+    def make_sharding(infos: list[EmbeddingShardingInfo], **place: Any) -> EmbeddingSharding[Any, Any, Any, Any]:
         """Return the sharding of one of the groups that :class:`RowsExchangeMode` made."""
         sharding = _SHARDINGS[infos[0].param_sharding.sharding_type]
         extra = {"permute_embeddings": True} if issubclass(sharding, _COLUMN_WISE) else {}
-        return sharding(sharding_infos=infos, env=env, device=device, qcomm_codecs_registry=codecs, **extra)
+        return sharding(sharding_infos=infos, **place, **extra)
 
 
 class RowsExchangeMode(ShardingMode):

@@ -91,17 +91,6 @@ def _own_types(table: str, num_rows: int, sharder: ModuleSharder) -> Sequence[st
     return inner_sharder(sharder).types_of(table, num_rows) if has_cache(sharder) else None
 
 
-def _check_groups(plan: Plan, groups: Mapping[str, str]) -> None:
-    different = [table for table in plan.tables if table.group != groups[table.table]]
-    if different:
-        table = different[0]
-        raise ShardingError(
-            f"table {table.table!r}: the plan has it in the group {table.group!r}, and the model in "
-            f"{groups[table.table]!r}: tables of two modules, of two poolings, or of ids and of rows share no cache. "
-            "Plan again with this run's config and data"
-        )
-
-
 def torchrec_plan(
     plan: Plan, model: nn.Module, sharders: Sequence[ModuleSharder], device: torch.device | str, *, cached: bool = True
 ) -> ShardingPlan:
@@ -125,8 +114,14 @@ def torchrec_plan(
             f"{problem}, and FBGEMM cannot train that on a CPU. Place these table_wise in the plan, or train them with "
             'a cache (kernel "cached", cache.enabled = true)'
         )
-    by_name = {table.table: table for table in plan.tables}
-    _check_groups(plan, model_groups(model, sharders))
+    by_name, groups = {table.table: table for table in plan.tables}, model_groups(model, sharders)
+    for placed in plan.tables:
+        if placed.group != groups[placed.table]:
+            raise ShardingError(
+                f"table {placed.table!r}: the plan has it in the group {placed.group!r}, and the model in "
+                f"{groups[placed.table]!r}: tables of two modules, of two poolings, or of ids and of rows share no "
+                "cache. Plan again with this run's config and data"
+            )
     modules: dict[str, Any] = {}
     for table in shardable_tables(model, sharders):
         placement = by_name[table.name]
@@ -176,9 +171,15 @@ def check_built(model: nn.Module, plan: Plan, rank: int, *, cached: bool = True)
     Raises:
         ShardingError: naming what was planned and not built, and what was built and not planned.
     """
-    parts, pools = _built(model, rank)
+    planned_parts, (parts, pools) = Counter[_BuiltShard](), _built(model, rank)
+    for table in plan.tables:
+        kernel = (table if cached else table.without_cache).kernel
+        here = [shard for shard in shards_of(table, plan.ranks_per_node) if shard.rank == rank]
+        if table.kernel == "replicated":
+            here = [Shard(table.table, rank, table.rows, table.dim, 0, 0)]
+        planned_parts.update(_BuiltShard(shard, table.sharding, kernel) for shard in here)
     sides: list[tuple[str, Counter[Any], Counter[Any]]] = [
-        ("shard", Counter(_planned_parts(plan, rank, cached)), Counter(parts)),
+        ("shard", planned_parts, Counter(parts)),
         ("pool", Counter(pool for pool in plan.pools if cached and pool.rank == rank), Counter(pools)),
     ]
     for what, planned, built in sides:
@@ -200,16 +201,6 @@ class _BuiltShard:
     shard: Shard
     sharding: str
     kernel: str
-
-
-def _planned_parts(plan: Plan, rank: int, cached: bool) -> Iterator[_BuiltShard]:
-    for table in plan.tables:
-        kernel = (table if cached else table.without_cache).kernel
-        if table.kernel == "replicated":
-            yield _BuiltShard(Shard(table.table, rank, table.rows, table.dim, 0, 0), table.sharding, kernel)
-        for shard in shards_of(table, plan.ranks_per_node):
-            if shard.rank == rank:
-                yield _BuiltShard(shard, table.sharding, kernel)
 
 
 def _built(model: nn.Module, rank: int) -> tuple[list[_BuiltShard], list[PoolPlacement]]:

@@ -106,27 +106,6 @@ def plan_sharding(
     return plan
 
 
-def _refuse_managed_collisions(sharders: Sequence[ModuleSharder]) -> None:
-    for sharder in sharders:
-        if isinstance(sharder, BaseManagedCollisionEmbeddingCollectionSharder) and has_cache(sharder._e_sharder):
-            raise ShardingError(
-                f"{type(sharder).__name__} with {type(sharder._e_sharder).__name__}: zero-collision hashing gives rows "
-                "to other ids and resets them on the device, where a cached table has only a part of its rows. Give it "
-                "TorchRec's own sharder; or put the tables into a plain collection, with num_embeddings as their "
-                "capacity, and give the cached sharder ids={table: IdTable()}"
-            )
-
-
-def _refuse_split_bags(sharders: Sequence[ModuleSharder]) -> None:
-    for sharder in sharders:
-        inner = inner_sharder(sharder)
-        if inner is not sharder and has_cache(sharder) and (mode := inner.mode_of_split_bags) is not None:
-            raise ShardingError(
-                f"{type(sharder).__name__} with {type(inner).__name__}({mode}): this mode cuts bags into parts before "
-                f"feature processors see them, and they would weigh ids by their places in the parts. Leave {mode} out"
-            )
-
-
 def _plan(
     model: nn.Module,
     sharders: Sequence[ModuleSharder],
@@ -139,37 +118,24 @@ def _plan(
     """Plan with fewer kinds of sharding, so that tables share caches; if that fails, with all that are allowed."""
     sizes = {table.name: (table.weight.shape[0], table.weight.shape[1]) for table in tables}
     fewer = {name: distinct_types(constraint, *sizes[name], topology) for name, constraint in constraints.items()}
-    try:
-        return _plan_with(model, sharders, topology, batch_size, fewer, partitioner)
-    except ShardingError:
-        if fewer == constraints:
-            raise
-        # Tables that are sharded in different ways share no cache, and a cache numbers only so many rows.
-        return _plan_with(model, sharders, topology, batch_size, constraints, partitioner)
-
-
-def _plan_with(
-    model: nn.Module,
-    sharders: Sequence[ModuleSharder],
-    topology: Topology,
-    batch_size: int,
-    constraints: dict[str, ParameterConstraints],
-    partitioner: PoolRowsPartitioner,
-) -> ShardingPlan:
-    num_tables = len(shardable_tables(model, sharders))
-    planner = make_planner(topology, constraints, partitioner, num_tables, batch_size, _MOST_PLACED_SHARDS)
-    what = f"{num_tables} tables on {topology.world_size} ranks"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # TorchRec's advice about its own storage estimate
-            return planner.plan(model, list(sharders))
-    except (PlannerError, RuntimeError, ValueError) as error:  # some constraints fail inside the planner
-        if partitioner.refused:
-            raise ShardingError(
-                f"no sharding plan for {what}: {partitioner.refused}. Use more ranks, let tables be cut by rows "
-                "(row_wise), or give them fewer rows (hash their ids into fewer)"
-            ) from error
-        raise ShardingError(f"no sharding plan for {what}: {error}") from error
+    problem: Exception | None = None
+    # Tables that are sharded in different ways share no cache, and a cache numbers only so many rows.
+    for tried in [fewer] if fewer == constraints else [fewer, constraints]:
+        planner = make_planner(topology, tried, partitioner, len(tables), batch_size, _MOST_PLACED_SHARDS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # TorchRec's advice about its own storage estimate
+                return planner.plan(model, list(sharders))
+        except (PlannerError, RuntimeError, ValueError) as error:  # some constraints fail inside the planner
+            problem = error
+    why = str(problem)
+    if partitioner.refused:
+        why = (
+            f"{partitioner.refused}. Use more ranks, let tables be cut by rows (row_wise), or give them fewer rows "
+            "(hash their ids into fewer)"
+        )
+    what = f"{len(tables)} tables on {topology.world_size} ranks"
+    raise ShardingError(f"no sharding plan for {what}: {why}") from problem
 
 
 def make_planner(
@@ -188,12 +154,14 @@ def make_planner(
         most_placed_shards: by each of its proposers, over all proposals.
         estimator, storage_reservation: in place of TorchRec's costs, and of the memory that it keeps free.
     """
+    limit = max(8, most_placed_shards // (num_tables * topology.world_size))
+    greedy = [_AtMost(GreedyProposer(use_depth=depth), limit) for depth in (True, False)]
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
         enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints, estimator=estimator),
         storage_reservation=storage_reservation,
-        proposer=_proposers(num_tables, topology.world_size, most_placed_shards),
+        proposer=[UniformProposer(), *greedy, GridSearchProposer(max_proposals=_MOST_GRID_PROPOSALS)],
         partitioner=partitioner,
         constraints=constraints,
         stats=NoopEmbeddingStats(),
@@ -268,9 +236,25 @@ class ShardableTable:
 
 
 def shardable_tables(model: nn.Module, sharders: Sequence[ModuleSharder]) -> list[ShardableTable]:
-    """Return every table that one of the sharders will shard, in the order of the modules."""
-    _refuse_managed_collisions(sharders)
-    _refuse_split_bags(sharders)
+    """Return every table that one of the sharders will shard, in the order of the modules.
+
+    Raises:
+        ShardingError: a cached sharder stands inside of another one that it cannot serve.
+    """
+    for sharder in sharders:
+        if isinstance(sharder, BaseManagedCollisionEmbeddingCollectionSharder) and has_cache(sharder._e_sharder):
+            raise ShardingError(
+                f"{type(sharder).__name__} with {type(sharder._e_sharder).__name__}: zero-collision hashing gives rows "
+                "to other ids and resets them on the device, where a cached table has only a part of its rows. Give it "
+                "TorchRec's own sharder; or put the tables into a plain collection, with num_embeddings as their "
+                "capacity, and give the cached sharder ids={table: IdTable()}"
+            )
+        inner = inner_sharder(sharder)
+        if inner is not sharder and has_cache(sharder) and (mode := inner.mode_of_split_bags) is not None:
+            raise ShardingError(
+                f"{type(sharder).__name__} with {type(inner).__name__}({mode}): this mode cuts bags into parts before "
+                f"feature processors see them, and they would weigh ids by their places in the parts. Leave {mode} out"
+            )
     by_type = {sharder.module_type: sharder for sharder in sharders}
     return [
         ShardableTable(path, name, by_type[type(module)], weight)
@@ -419,16 +403,6 @@ def distinct_types(
     empty = {name for name, each in SHARDING_TYPES.items() if each.is_too_small(rows, *ranks)}
     fewer.sharding_types = [name for name in distinct if name not in empty] or distinct
     return fewer
-
-
-def _proposers(num_tables: int, world_size: int, most_placed_shards: int) -> list[Proposer]:
-    """Return TorchRec's proposers, each of which places at most so many shards, over all its proposals.
-
-    This bounds the search without a clock.
-    """
-    limit = max(8, most_placed_shards // (num_tables * world_size))
-    greedy = [_AtMost(GreedyProposer(use_depth=depth), limit) for depth in (True, False)]
-    return [UniformProposer(), *greedy, GridSearchProposer(max_proposals=_MOST_GRID_PROPOSALS)]
 
 
 class _AtMost(Proposer):
