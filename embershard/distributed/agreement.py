@@ -228,7 +228,18 @@ def _without_content(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.new_zeros((1, *batch.shape[1:])) if batch.dim() else torch.zeros_like(batch)
     if isinstance(batch, KeyedJaggedTensor):
-        return _empty_bags(batch)
+        if batch.variable_stride_per_key():
+            raise DataError(
+                "got a KeyedJaggedTensor with another number of samples per feature, needed the same for all; write a "
+                "function of your own that makes a batch without content, and pass it as `empty`"
+            )
+        values, weights = batch.values(), batch.weights_or_none()
+        return KeyedJaggedTensor(
+            keys=batch.keys(),
+            values=values.new_empty((0, *values.shape[1:])),
+            lengths=batch.lengths().new_zeros(len(batch.keys())),
+            weights=None if weights is None else weights.new_empty((0, *weights.shape[1:])),
+        )
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = [field.name for field in dataclasses.fields(batch) if field.init]
         return dataclasses.replace(batch, **{name: _without_content(getattr(batch, name)) for name in fields})
@@ -243,19 +254,4 @@ def _without_content(batch: Any) -> Any:
     raise DataError(
         f"got a {type(batch).__name__} in a batch, needed tensors, KeyedJaggedTensors, or dataclasses, tuples, lists "
         "and dicts of them; write a function of your own that makes a batch without content, and pass it as `empty`"
-    )
-
-
-def _empty_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    if features.variable_stride_per_key():
-        raise DataError(
-            "got a KeyedJaggedTensor with another number of samples per feature, needed the same for all; write a "
-            "function of your own that makes a batch without content, and pass it as `empty`"
-        )
-    values, weights = features.values(), features.weights_or_none()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=values.new_empty((0, *values.shape[1:])),
-        lengths=features.lengths().new_zeros(len(features.keys())),
-        weights=None if weights is None else weights.new_empty((0, *weights.shape[1:])),
     )

@@ -62,20 +62,21 @@ class NodeMemory:
             handle = self._open(num_bytes)
             return f"/proc/{os.getpid()}/fd/{handle}"
 
+        def map_it() -> Tensor:
+            try:
+                return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(
+                    f"rank {self._ranks.rank} cannot map {size(num_bytes)} of rank 0: {error}. Run all ranks as one "
+                    "user in one container, or use another mode"
+                ) from error
+
         try:
             path = self._ranks.from_first(make)
-            mapped, problem = None, None
-            try:
-                mapped = torch.from_file(path, shared=True, size=numel, dtype=dtype)
-            except (OSError, RuntimeError) as error:
-                problem = f"rank {self._ranks.rank} cannot map {size(num_bytes)} of rank 0: {error}"
-            problems = [found for found in self._ranks.all_gather_objects(problem) if found]
+            return self._ranks.together(map_it, ConfigError)
         finally:
             if handle >= 0:
                 os.close(handle)
-        if problems or mapped is None:
-            raise ConfigError(f"{problems[0]}. Run all ranks as one user in one container, or use another mode")
-        return mapped
 
     def _open(self, num_bytes: int) -> int:
         """Return a handle of new memory or disk space without a name."""

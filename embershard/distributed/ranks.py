@@ -90,6 +90,19 @@ class Ranks:
             raise made[1]
         return made[0]
 
+    def together(self, make: Callable[[], T], kind: type[Exception]) -> T:
+        """Call `make` on every rank and return this rank's value; or raise, on all ranks, the error of this kind by
+        which it failed on the first rank where it did."""
+        made, failed = None, None
+        try:
+            made = make()
+        except kind as error:
+            failed = error
+        for found in self.all_gather_objects(failed):
+            if found is not None:
+                raise found
+        return made  # type: ignore[return-value]
+
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, in rank order. Not for the hot path."""
         out: list[Any] = [None] * self.world_size

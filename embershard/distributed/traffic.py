@@ -75,20 +75,14 @@ def _counting(name: str, sent: Callable[[int, int, tuple[Any, ...]], float]) -> 
         group = dist.ProcessGroup.unbox(arguments[position])
         ranks = group.size()
         if ranks > 1:
-            first = _first_tensor(arguments[min(1, position - 1)])
+            first = arguments[min(1, position - 1)]
+            while isinstance(first, (list, tuple)):
+                first = first[0] if first else None
             is_integer = first is not None and first.dtype in (torch.int32, torch.int64)
             _counter.add(name, sent(group.rank(), ranks, arguments), is_integer)
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
     return kernel
-
-
-def _first_tensor(value: Any) -> Tensor | None:
-    while isinstance(value, (list, tuple)):
-        if not value:
-            return None
-        value = value[0]
-    return value  # type: ignore[no-any-return]
 
 
 def _nbytes(value: Any) -> int:
@@ -123,10 +117,6 @@ def _ring(rank: int, ranks: int, arguments: tuple[Any, ...]) -> float:
     return 2 * (ranks - 1) / ranks * _nbytes(arguments[0])
 
 
-def _from_root(rank: int, ranks: int, arguments: tuple[Any, ...]) -> float:
-    return float((ranks - 1) * _nbytes(arguments[0])) if rank == arguments[2] else 0.0
-
-
 #: Bytes that leave a rank, from its rank, the number of ranks, and the operation's arguments.
 _SENT: dict[str, Callable[[int, int, tuple[Any, ...]], float]] = {
     "alltoall_base_": _all_to_all,
@@ -139,7 +129,7 @@ _SENT: dict[str, Callable[[int, int, tuple[Any, ...]], float]] = {
     "reduce_scatter_tensor_coalesced_": _own_share_stays,
     "allreduce_": _ring,
     "allreduce_coalesced_": _ring,
-    "broadcast_": _from_root,
+    "broadcast_": lambda rank, ranks, sent: float((ranks - 1) * _nbytes(sent[0])) if rank == sent[2] else 0.0,
     "gather_": lambda rank, _, arguments: 0.0 if rank == arguments[3] else float(_nbytes(arguments[1])),
     "scatter_": lambda *given: _all_but_own(*given) if given[0] == given[2][3] else 0.0,
     "send": lambda _rank, _ranks, arguments: float(_nbytes(arguments[0])),

@@ -106,8 +106,14 @@ class TensorBlocks(DefaultSavePlanner):
         block_rows = max(1, _BLOCK_BYTES * num_rows // max(1, tensor.nbytes)) if memory is None else memory.block_rows
         items = []
         for start in range(0, max(1, num_rows), block_rows):
-            block = tensor if num_rows <= block_rows else tensor[start : start + block_rows]
-            new = item if block is tensor else _item_of_block(item, start, block)
+            block, new = tensor, item
+            if num_rows > block_rows:
+                block, data = tensor[start : start + block_rows], item.tensor_data
+                assert data is not None, "no tensor"
+                offsets = torch.Size((data.chunk.offsets[0] + start, *data.chunk.offsets[1:]))
+                part = ChunkStorageMetadata(offsets, torch.Size((block.shape[0], *data.chunk.sizes[1:])))
+                index = MetadataIndex(item.index.fqn, offsets)
+                new = WriteItem(index, WriteItemType.SHARD, tensor_data=replace(data, chunk=part))
             order = (_LIVE, 0) if number is None else (_FROZEN + number, frozen[number].position(block) or 0)
             self._parts[new.index] = _TensorPart(block, memory, order)
             items.append(new)
@@ -126,17 +132,6 @@ class TensorBlocks(DefaultSavePlanner):
 
     def _num_bytes(self, index: MetadataIndex) -> int:
         return self._parts[index].tensor.nbytes
-
-
-def _item_of_block(item: WriteItem, start: int, block: Tensor) -> WriteItem:
-    """Return the item of the rows `block` of an item's tensor, from row `start` on."""
-    data = item.tensor_data
-    assert data is not None, "no tensor"
-    chunk = data.chunk
-    offsets = torch.Size((chunk.offsets[0] + start, *chunk.offsets[1:]))
-    part = ChunkStorageMetadata(offsets, torch.Size((block.shape[0], *chunk.sizes[1:])))
-    index = MetadataIndex(item.index.fqn, offsets)
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=replace(data, chunk=part))
 
 
 def _check_tensors(tensors: Any, at: str = "") -> None:

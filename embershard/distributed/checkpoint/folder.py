@@ -172,24 +172,21 @@ def check_disk(
     >>> with process_group("cpu") as ranks:
     ...     check_disk(Path("run/checkpoints"), save_bytes=1000, num_saves=9, keep_last=2, ranks=ranks)
     """
-    problems = ranks.all_gather_objects(_write_problem(folder / f".write_test_{ranks.rank}"))
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise CheckpointError(f"rank {rank} cannot write checkpoints: {problem}")
+
+    def write_test() -> None:
+        probe = folder / f".write_test_{ranks.rank}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with probe.open("wb") as file:
+                file.write(b"x")
+                file.flush()
+                os.fsync(file.fileno())
+            probe.unlink()
+        except OSError as error:
+            raise CheckpointError(f"rank {ranks.rank} cannot write checkpoints: {os_problem(error, probe)}") from error
+
+    ranks.together(write_test, CheckpointError)
     ranks.from_first(lambda: _check_space(folder, save_bytes, num_saves, keep_last, mapped_bytes))
-
-
-def _write_problem(probe: Path) -> str | None:
-    try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        with probe.open("wb") as file:
-            file.write(b"x")
-            file.flush()
-            os.fsync(file.fileno())
-        probe.unlink()
-    except OSError as error:
-        return os_problem(error, probe)
-    return None
 
 
 def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int, mapped_bytes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,17 +106,8 @@ class Manifest:
         blocks = [(name, k) for name, entry in self.files.items() for k in range(len(entry.sha256))]
         index, number = share
         mine = blocks[index * len(blocks) // number : (index + 1) * len(blocks) // number]
-        return self._first_damaged(checkpoint, mine)
 
-    def wrong_size(self, checkpoint: Path) -> str | None:
-        """Return which file is missing or of another size, or None; contents are not read."""
-        for name, entry in self.files.items():
-            if problem := _size_problem(checkpoint, name, entry, self.block_bytes):
-                return f"{name}: {problem}"
-        return None
-
-    def _first_damaged(self, checkpoint: Path, blocks: Sequence[tuple[str, int]]) -> str | None:
-        def problem(block: tuple[str, int]) -> str | None:
+        def damaged(block: tuple[str, int]) -> str | None:
             name, k = block
             entry, start = self.files[name], k * self.block_bytes
             try:
@@ -128,22 +119,24 @@ class Manifest:
             return f"{name}: its bytes {start} to {end} are not those that were written"
 
         with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "embershard-verify") as pool:
-            return next(filter(None, pool.map(problem, blocks)), None)
+            return next(filter(None, pool.map(damaged, mine)), None)
 
-
-def _size_problem(checkpoint: Path, name: str, entry: FileEntry, block_bytes: int) -> str | None:
-    if not is_plain_name(name):
-        return "is not the name of a file in this folder"
-    if block_bytes < 1 or len(entry.sha256) != -(-entry.bytes // block_bytes):
-        return f"has {len(entry.sha256)} checksums for {entry.bytes} bytes in blocks of {block_bytes}"
-    path = checkpoint / name
-    try:
-        got = path.stat().st_size if path.is_file() else None
-    except OSError as error:
-        return f"cannot be read ({_reason(error)})"
-    if got is None:
-        return "is missing"
-    return None if got == entry.bytes else f"has {got} bytes, needed {entry.bytes}"
+    def wrong_size(self, checkpoint: Path) -> str | None:
+        """Return which file is missing or of another size, or None; contents are not read."""
+        size = self.block_bytes
+        for name, entry in self.files.items():
+            path, num_sums = checkpoint / name, len(entry.sha256)
+            if not is_plain_name(name):
+                return f"{name}: is not the name of a file in this folder"
+            if size < 1 or num_sums != -(-entry.bytes // size):
+                return f"{name}: has {num_sums} checksums for {entry.bytes} bytes in blocks of {size}"
+            try:
+                got = path.stat().st_size if path.is_file() else None
+            except OSError as error:
+                return f"{name}: cannot be read ({_reason(error)})"
+            if got != entry.bytes:
+                return f"{name}: is missing" if got is None else f"{name}: has {got} bytes, needed {entry.bytes}"
+        return None
 
 
 def _reason(error: Exception) -> str:

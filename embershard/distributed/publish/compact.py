@@ -80,14 +80,11 @@ def make_base(folder: Path, seq: int | None = None) -> Publication:
 def _write_rows(base: Path, delta: Publication, files: dict[str, dict[str, Tensor]]) -> None:
     for part in delta.parts:
         keys, rows = (files[part.file][f"{part.place}.{name}"].numpy() for name in ("keys", "rows"))
-        table = _table(base / "tables" / f"{part.table}.safetensors", delta, part.table)
+        path = base / "tables" / f"{part.table}.safetensors"
+        with path.open("rb") as file:
+            header = struct.unpack("<Q", file.read(8))[0]
+        table = np.memmap(path, _TYPES[delta.dtype], "r+", 8 + header, delta.tables[part.table])
         if (changed := part.changed(files[part.file])) is not None:
             table[changed.rows[changed.new == NO_ID].numpy()] = 0
         table[keys, part.first_column : part.first_column + part.num_columns] = rows
         table.flush()
-
-
-def _table(path: Path, delta: Publication, name: str) -> np.memmap:
-    with path.open("rb") as file:
-        header = struct.unpack("<Q", file.read(8))[0]
-    return np.memmap(path, _TYPES[delta.dtype], "r+", 8 + header, delta.tables[name])

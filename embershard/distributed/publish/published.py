@@ -232,20 +232,15 @@ def read_files(folder: Path, publication: Publication) -> dict[str, dict[str, Te
             raise DamagedError(f"{folder / part.file}: the rows of {part.table} are not of type {publication.dtype}")
         if part.rows and (int(keys.min()) < 0 or int(keys.max()) >= num_rows):
             raise DamagedError(f"{folder / part.file}: {part.table} has {num_rows} rows, and not all keys are such")
-        _check_changed(folder, part, tensors, num_rows)
+        try:
+            changed = part.changed(tensors)
+        except KeyError as error:
+            raise DamagedError(f"{folder / part.file}: needed {error} of {part.table}") from None
+        if changed is not None and (problem := changed.problem(num_rows, keys)):
+            raise DamagedError(f"{folder / part.file}: {part.table}: {problem}")
         if part.first_column < 0 or part.first_column + part.num_columns > dim:
             raise DamagedError(f"{folder / part.file}: {part.table} has {dim} columns, and not all columns are such")
     return found
-
-
-def _check_changed(folder: Path, part: RowsInFile, tensors: dict[str, Tensor], num_rows: int) -> None:
-    try:
-        changed = part.changed(tensors)
-    except KeyError as error:
-        raise DamagedError(f"{folder / part.file}: needed {error} of {part.table}") from None
-    problem = "" if changed is None else changed.problem(num_rows, tensors[f"{part.place}.keys"])
-    if problem:
-        raise DamagedError(f"{folder / part.file}: {part.table}: {problem}")
 
 
 def ids_of_base(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:

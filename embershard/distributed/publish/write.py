@@ -80,7 +80,7 @@ class BehindRows:
         return cls(found.keys, found.changed.rows, found.changed.old)
 
 
-def following(have: Publication, life: int, token: str, step: int) -> Publication:
+def next_delta(have: Publication, life: int, token: str, step: int) -> Publication:
     """Return the delta of `step` that follows `have`, without its files."""
     return replace(
         have, kind="delta", seq=have.seq + 1, life=life, token=token, step=step, parent=have.link, state="",
@@ -221,15 +221,13 @@ def touched_since(folder: Path, token: str) -> dict[str, BehindRows]:
         if below.link != have.parent:
             raise PublicationError(f"{folder}: {have.name} does not follow {below.name}")
         have = below
-    return {table: _newest_of(parts) for table, parts in found.items()}
-
-
-def _newest_of(parts: Sequence[BehindRows]) -> BehindRows:
-    """Return all rows of some parts, the newest first: the first id counts."""
-    rows, ids = (torch.cat([getattr(part, name) for part in parts]).numpy() for name in ("id_rows", "ids"))
-    rows, first = np.unique(rows, return_index=True)
-    keys = torch.cat([part.keys for part in parts]).unique()
-    return BehindRows(keys, torch.from_numpy(rows), torch.from_numpy(ids[first]))
+    newest_of = {}
+    for table, parts in found.items():  # the newest first: its id counts
+        rows, owners = (torch.cat([getattr(part, name) for part in parts]).numpy() for name in ("id_rows", "ids"))
+        rows, first = np.unique(rows, return_index=True)
+        touched = torch.cat([part.keys for part in parts]).unique()
+        newest_of[table] = BehindRows(touched, torch.from_numpy(rows), torch.from_numpy(owners[first]))
+    return newest_of
 
 
 def next_place(folder: Path) -> tuple[int, int, set[str]]:

@@ -338,7 +338,7 @@ class Publisher:
         self.wait()
         assert self._have is not None, "`begin` comes first"
         self._num_cuts += 1
-        delta = write.following(self._have, self._life, f"{self._name}.{self._num_cuts}", step)
+        delta = write.next_delta(self._have, self._life, f"{self._name}.{self._num_cuts}", step)
         dtype = ROW_TYPES[self._config.dtype]
         touched = [
             [replace(found, rows=found.rows.to(dtype)) for found in source.take_touched()] for source in self._sources

@@ -116,7 +116,7 @@ class Run:
     def delta(self, have: Publication, touched: list[write.TouchedRows] | None = None) -> Publication:
         """Train, and write the delta that follows `have`."""
         seq = have.seq + 1
-        delta = write.following(have, self.life, f"{self.life}.{seq}", seq * 10)
+        delta = write.next_delta(have, self.life, f"{self.life}.{seq}", seq * 10)
         touched = self.train() if touched is None else touched
         return write.write_delta(self.folder, replace(delta, run_id=self.run_id), touched, self.dense, OneRank())
 

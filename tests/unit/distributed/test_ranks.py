@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embershard.distributed import process_group, ranks
+from embershard.distributed import Ranks, process_group, ranks
 from embershard.distributed.ranks import keep_gloo_to_one_core
+from embershard.errors import ConfigError, DataError
 
 LARGE = 1 << 18  # elements; torch copies 32,768 in parallel
 
@@ -71,3 +72,27 @@ def test_a_rank_stays_beside_its_gpu_unless_told_otherwise(monkeypatch: pytest.M
     with pytest.raises(InterruptedError), process_group("cuda", numa=numa):
         pass
     assert (kept, torch.get_num_threads()) == (([{5}], 1) if numa else ([], 2))
+
+
+@pytest.mark.parametrize("fails_here", [True, False])
+def test_what_fails_on_a_rank_fails_on_all(fails_here: bool) -> None:
+    said: list[Exception | None] = []
+
+    class SecondFails(Ranks):
+        def all_gather_objects(self, value: object) -> list[object]:
+            said.append(value)  # type: ignore[arg-type]
+            return [value, DataError("of rank 1")]
+
+    def make() -> int:
+        if fails_here:
+            raise DataError("of rank 0")
+        return 7
+
+    both = SecondFails(0, 2, 0, 2, torch.device("cpu"))
+    with pytest.raises(DataError, match="of rank 0" if fails_here else "of rank 1"):
+        both.together(make, DataError)
+    assert len(said) == 1
+    if fails_here:
+        with pytest.raises(DataError, match="of rank 0"):
+            both.together(make, ConfigError)
+        assert len(said) == 1, "the error of another kind is this rank's own"
