@@ -43,6 +43,6 @@ def train(folder: Path) -> list[tuple[Any, ...]]:
         trainer.close()
         best = BestEvaluation.find(folder)
         names = [path.name for path in complete_checkpoints(folder)]
-        kept = trainer.part(Evaluations).best.kept
+        kept = trainer.part(Evaluations).kept
         found.append((trainer.steps, len(reports) > 1, best and best.step, kept == best, names))
     return found

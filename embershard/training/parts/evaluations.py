@@ -1,16 +1,14 @@
-"""`Evaluations` of a run, and `BestModel`: which is the best, whether its checkpoint is kept, and when no better one is
-awaited."""
+"""`Evaluations` of a run: which is the best, whether its checkpoint is kept, and when no better one is awaited."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from embershard.data import Source, Target
-from embershard.distributed import Ranks, shortest
+from embershard.data import Source
+from embershard.distributed import shortest
 from embershard.distributed.checkpoint.best import BEST, BestEvaluation
 from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.distributed.traffic import counted_as_other
@@ -20,130 +18,38 @@ from embershard.metrics.figures import Judge
 from embershard.metrics.predictions import PredictionBuffer, predicted_of, until_stopped
 from embershard.training.arithmetic import autocast
 from embershard.training.checkpoint.saved_run import EvaluationProgress, SavedRun, SettingsComparison
-from embershard.training.config import RunConfig
 from embershard.training.parts.part import Part
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport
 from embershard.training.steps import open_stream
 
 
-class BestModel:
-    """Follows the evaluations of a run, and says which checkpoint to keep. All ranks call its methods together.
-
-    Args:
-        config: of the run.
-        target: what is predicted.
-        checkpoints: folder of the run's checkpoints; None: none is saved.
+class Evaluations(Part):
+    """Evaluates the held-out part when that is due, and knows which evaluation is the best, and which checkpoint to
+    keep.
 
     Attributes:
         progress: what the evaluations so far have shown.
         kept: the best evaluation whose checkpoint is there; `best.json` has it.
-
-    Raises:
-        ConfigError: no evaluation has the figure that is to decide.
     """
 
-    def __init__(self, config: RunConfig, target: Target, checkpoints: Path | None, ranks: Ranks) -> None:
-        self._judge = Judge.of(config.train.metric, target, config.metrics.more)
-        self._patience = config.train.early_stopping
-        self._folder, self._ranks, self._keeps = checkpoints, ranks, config.keeps_best
-        self.progress = EvaluationProgress(self._judge.metric)
-        self.kept: BestEvaluation | None = None
-        self._awaited: BestEvaluation | None = None  # its checkpoint is not there yet
-
-    def add(self, report: EvalReport) -> bool:
-        """Note an evaluation; return True if it is the best so far. On every rank by the figures of the first one."""
-        if report.step != self.progress.step:  # else a resumed run made it again
-            values = self._ranks.from_first(lambda: report.quality)
-            self._add(report.step, {name: value for name, value in values.items() if name != "samples"})
-        best = self.progress.best
-        return best is not None and best.step == report.step
-
-    def _add(self, step: int, quality: dict[str, float | None]) -> None:
-        value = self._judge.value(quality)
-        if value is None:
-            self.progress = self.progress.after(step, self._judge)
-            return
-        found = BestEvaluation(step, self._judge.metric, value, quality)
-        self.progress = self.progress.after(found, self._judge)
-        before = self._awaited or self.kept
-        is_better = self._judge.is_better(value, None if before is None else before.value)
-        if self._keeps and self._folder is not None and is_better:
-            self._awaited = found
-
-    def awaits(self, step: int) -> bool:
-        """Return True if the checkpoint of this step is to be kept, and is not there yet."""
-        return self._awaited is not None and self._awaited.step == step
-
-    def note_save(self, step: int, *, is_complete: bool = True) -> None:
-        """Note that the save of a step ended. If it was awaited, its checkpoint is the best one from now on."""
-        best, folder = self._awaited, self._folder
-        if best is None or folder is None or best.step != step:
-            return
-        self._awaited = None
-        if is_complete:
-            self._ranks.from_first(lambda: best.write(folder))
-            self.kept = best
-
-    def resume(self, saved: EvaluationProgress | None, step: int, *, is_same_data: bool) -> None:
-        """Go on after the checkpoint of `step`. Evaluations by another figure or on other data do not count any more,
-        and the checkpoint of the best one is kept if it is there, and no later than `step`."""
-        is_comparable = is_same_data and saved is not None and saved.metric == self._judge.metric
-        self.progress = saved if saved is not None and is_comparable else EvaluationProgress(self._judge.metric)
-        self._awaited = None
-        self.kept = self._ranks.from_first(lambda: self._keep(step, is_same_data))
-
-    def _keep(self, step: int, is_same_data: bool) -> BestEvaluation | None:
-        """Return the best of what `best.json` and the progress say, and make the file say so, too."""
-        if self._folder is None:
-            return None
-        try:
-            noted = BestEvaluation.find(self._folder)
-        except InvalidCheckpointError:
-            noted = None
-        best: BestEvaluation | None = None
-        for found in (self.progress.best, noted if is_same_data else None):
-            is_there = found is not None and found.step <= step and checkpoint_at(self._folder, found.step).is_dir()
-            if found is None or not is_there or found.metric != self._judge.metric:
-                continue
-            if self._judge.is_better(found.value, None if best is None else best.value):
-                best = found
-        if best is None:
-            (self._folder / BEST).unlink(missing_ok=True)
-        elif best != noted:
-            best.write(self._folder)
-        return best
-
-    @property
-    def stop_reason(self) -> str:
-        """Why the training ends early, as a sentence; empty where it goes on."""
-        if self._patience is None or self.progress.num_worse < self._patience:
-            return ""
-        best, count = self.progress.best, self.progress.num_worse
-        than = f"better than {best.title}" if best else f"with a defined {self.progress.metric}"
-        return f"Stopped early: the last {count} evaluations gave nothing {than} (train.early_stopping)."
-
-
-class Evaluations(Part):
-    """Evaluates the held-out part when that is due, and knows which evaluation was the best.
-
-    Attributes:
-        best: the best one.
-    """
-
-    best: BestModel
+    progress: EvaluationProgress
+    kept: BestEvaluation | None = None
+    _awaited: BestEvaluation | None = None  # its checkpoint is not there yet
+    _judge: Judge
     _evaluator: Evaluator
     _evaluated: int | None = None  # the step of the last evaluation of this process
 
     def check(self) -> None:
         """Raise where no evaluation has the figure that is to decide, or the data lack a column of metrics."""
-        run, target = self.run, self.run.target
-        self._evaluator = Evaluator(target, run.config.metrics, run.source, run.ranks)
-        self.best = BestModel(run.config, target, run.checkpoints, run.ranks)
+        run, config = self.run, self.run.config
+        self._evaluator = Evaluator(run.target, config.metrics, run.source, run.ranks)
+        self._judge = Judge.of(config.train.metric, run.target, config.metrics.more)
+        self.progress = EvaluationProgress(self._judge.metric)
 
     def before_batch(self) -> Iterator[Report]:
         """Where evaluations judge, make up for that in which a run was stopped, and for the end of an epoch whose last
         batch was skipped."""
-        if self.run.config.judges and self.best.progress.step != self.run.steps:
+        if self.run.config.judges and self.progress.step != self.run.steps:
             yield from self.after_step()
 
     def after_step(self) -> Iterator[Report]:
@@ -162,10 +68,12 @@ class Evaluations(Part):
         self._evaluated = run.steps
         if (report := run.evaluate()) is None:
             return
-        is_best = self.best.add(report)
+        self.add(report)
         if run.steps in (run.saved_step, run.first_step or None):  # its checkpoint is there
-            self.best.note_save(run.steps)
-        yield replace(report, is_best=is_best and run.config.judges)
+            self.note_save(run.steps)
+        best = self.progress.best
+        is_best = run.config.judges and best is not None and best.step == report.step
+        yield replace(report, is_best=is_best)
 
     def evaluate(self) -> EvalReport | None:
         """See `Trainer.evaluate`."""
@@ -191,29 +99,87 @@ class Evaluations(Part):
                     part.after_evaluation(stream)
         return None if run.supervision.agree(run.ranks) else self._evaluator.judge(predictions, source)
 
+    # -- the best one
+
+    def add(self, report: EvalReport) -> None:
+        """Note an evaluation: on every rank, by the figures of the first one. Collective."""
+        if report.step == self.progress.step:  # a resumed run made it again
+            return
+        figures = self.run.ranks.from_first(lambda: report.quality)
+        quality = {name: figure for name, figure in figures.items() if name != "samples"}
+        value = self._judge.value(quality)
+        if value is None:
+            self.progress = self.progress.after(report.step, self._judge)
+            return
+        found = BestEvaluation(report.step, self._judge.metric, value, quality)
+        self.progress = self.progress.after(found, self._judge)
+        before, run = self._awaited or self.kept, self.run
+        is_better = self._judge.is_better(value, None if before is None else before.value)
+        if run.config.keeps_best and run.checkpoints is not None and is_better:
+            self._awaited = found
+
+    def wants_save(self) -> bool:
+        return self._awaited is not None and self._awaited.step == self.run.steps
+
     def note(self, report: Report) -> None:
         if isinstance(report, SaveReport | FailedSaveReport):
-            self.best.note_save(report.step, is_complete=isinstance(report, SaveReport))
+            self.note_save(report.step, is_complete=isinstance(report, SaveReport))
+
+    def note_save(self, step: int, *, is_complete: bool = True) -> None:
+        """Note that the save of a step ended. If it was awaited, its checkpoint is the best one from now on."""
+        best, folder = self._awaited, self.run.checkpoints
+        if best is None or folder is None or best.step != step:
+            return
+        self._awaited = None
+        if is_complete:
+            self.run.ranks.from_first(lambda: best.write(folder))
+            self.kept = best
 
     @property
     def stop_reason(self) -> str:
-        return self.best.stop_reason
-
-    def wants_save(self) -> bool:
-        return self.best.awaits(self.run.steps)
+        patience, best, count = self.run.config.train.early_stopping, self.progress.best, self.progress.num_worse
+        if patience is None or count < patience:
+            return ""
+        than = f"better than {best.title}" if best else f"with a defined {self.progress.metric}"
+        return f"Stopped early: the last {count} evaluations gave nothing {than} (train.early_stopping)."
 
     def state(self) -> dict[str, Any]:
-        return {"evaluations": asdict(self.best.progress)}
+        return {"evaluations": asdict(self.progress)}
 
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
-        self._evaluated = None
+        """Evaluations by another figure or on other data do not count any more, and the checkpoint of the best one is
+        kept if it is there, and no later than that of the resume."""
         is_same_data = not any(change.key.startswith("data.") for change in comparison.changes)
-        self.best.resume(saved.evaluations, saved.step, is_same_data=is_same_data)
+        progress, metric = saved.evaluations, self._judge.metric
+        is_comparable = is_same_data and progress is not None and progress.metric == metric
+        self.progress = progress if progress is not None and is_comparable else EvaluationProgress(metric)
+        self._evaluated = self._awaited = None
+        self.kept = self.run.ranks.from_first(lambda: self._keep(saved.step, is_same_data))
+
+    def _keep(self, step: int, is_same_data: bool) -> BestEvaluation | None:
+        """Return the best of what `best.json` and the progress say, and make the file say so, too."""
+        folder = self.run.checkpoints
+        if folder is None:
+            return None
+        try:
+            noted = BestEvaluation.find(folder)
+        except InvalidCheckpointError:
+            noted = None
+        best: BestEvaluation | None = None
+        for found in (self.progress.best, noted if is_same_data else None):
+            is_there = found is not None and found.step <= step and checkpoint_at(folder, found.step).is_dir()
+            if found is None or not is_there or found.metric != self._judge.metric:
+                continue
+            if self._judge.is_better(found.value, None if best is None else best.value):
+                best = found
+        if best is None:
+            (folder / BEST).unlink(missing_ok=True)
+        elif best != noted:
+            best.write(folder)
+        return best
 
     def result(self) -> dict[str, Any]:
         if not self.run.config.judges:
             return {}
-        kept = self.best.kept
-        best = self.best.progress.best if kept is None else kept
-        is_early = bool(self.best.stop_reason)
-        return {"best": best, "keeps_best": kept is not None, "stopped_early": is_early}
+        best = self.progress.best if self.kept is None else self.kept
+        return {"best": best, "keeps_best": self.kept is not None, "stopped_early": bool(self.stop_reason)}

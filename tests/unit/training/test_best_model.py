@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,8 +22,9 @@ from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.metrics.figures import Judge
 from embershard.models import ModelConfig
 from embershard.training.checkpoint.resume import resume_run
+from embershard.training.checkpoint.saved_run import EvaluationProgress
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.parts.evaluations import BestModel, Evaluations
+from embershard.training.parts.evaluations import Evaluations
 from embershard.training.reports import EvalReport, Report, SaveReport, TrainReport
 from embershard.training.trained_run import open_trained
 from embershard.training.trainer import Trainer
@@ -76,10 +78,10 @@ def run(trainer: Trainer, stop_at: int | None = None) -> list[Report]:
     return reports
 
 
-def best_of(trainer: Trainer) -> BestModel:
+def best_of(trainer: Trainer) -> Evaluations:
     evaluations = trainer.part(Evaluations)
     assert evaluations is not None
-    return evaluations.best
+    return evaluations
 
 
 def names(folder: Path) -> list[str]:
@@ -300,15 +302,25 @@ def report(step: int, auc: float | None) -> EvalReport:
 
 def test_a_save_that_takes_long_is_awaited(ranks, tmp_path):
     """Evaluations beside it that are no better do not take its place; after a failure, the next better one does."""
-    best = BestModel(make_config(), Target(), tmp_path, ranks)
-    assert [best.add(report(2, 0.6)), best.awaits(2), best.kept] == [True, True, None]
-    assert [best.add(report(4, 0.5)), best.awaits(4), best.awaits(2)] == [False, False, True]
+    run = SimpleNamespace(config=make_config(), checkpoints=tmp_path, ranks=ranks, steps=0)
+    best = Evaluations(run)
+    best._judge, best.progress = Judge("auc"), EvaluationProgress("auc")
+
+    def awaits(step: int) -> bool:
+        run.steps = step
+        return best.wants_save()
+
+    best.add(report(2, 0.6))
+    assert (best.progress.best.step, awaits(2), best.kept) == (2, True, None)
+    best.add(report(4, 0.5))
+    assert (best.progress.best.step, awaits(4), awaits(2)) == (2, False, True)
     best.note_save(2)
     assert (best.kept.step, BestEvaluation.find(tmp_path)) == (2, best.kept)
-    assert best.add(report(6, 0.8))
+    best.add(report(6, 0.8))
     best.note_save(6, is_complete=False)
     assert (best.kept.step, best.progress.best.step) == (2, 6)
-    assert [best.add(report(8, 0.7)), best.awaits(8)] == [False, True], "better than what is kept"
+    best.add(report(8, 0.7))
+    assert (best.progress.best.step, awaits(8)) == (6, True), "better than what is kept"
 
 
 def test_the_best_of_several_labels_is_that_of_their_mean():
