@@ -104,15 +104,8 @@ class TrainConfig:
     the system names). False: to any core that it may run on. No GPU has run it."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "batch_size",
-            "global_batch_size",
-            "epochs",
-            "max_steps",
-            "eval_every",
-            "early_stopping",
-            "log_every",
-        ):
+        lengths = ("batch_size", "global_batch_size", "epochs", "max_steps")
+        for name in (*lengths, "eval_every", "early_stopping", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"train.{name}: got {value}, needed at least 1.")
@@ -234,15 +227,15 @@ class RunConfig:
             raise ConfigError(
                 f'cache.enabled: got false, needed true in the mode "{self.sharding.mode}", whose rows are in caches.'
             )
-        if self.sharding.mode == "hot_cold":
-            self._check_packed_order()
-        if self.data.is_in_time_order and (self.train.epochs or 1) > 1:
+        packs, judges_epochs = self.sharding.mode == "hot_cold", self.judges and self.train.eval_every is None
+        facts = {"packs": packs, "counts_a_profile": self.counts_a_profile, "judges_epochs": judges_epochs}
+        self.data.time.check_training(self.data, self.train.epochs, **facts)
+        ahead, most = self.lookahead + self.data.prefetch_batches, READ_AHEAD - _IN_WORK
+        if packs and ahead > most:
             raise ConfigError(
-                f"train.epochs: got {self.train.epochs}, needed 1 in time order (data.time.column): a second pass has "
-                "no window that was not trained on before."
+                f"look_ahead.lookahead + data.prefetch_batches: got {ahead}, needed at most {most} in the mode "
+                '"hot_cold", whose order of batches follows from losses. Lower one of them.'
             )
-        if self.data.follow:
-            self._check_following()
         self._check_model()
 
     def _check_evaluations(self) -> None:
@@ -255,25 +248,20 @@ class RunConfig:
             return
         is_table = self.data.kind in ("parquet", "table")
         target = columns_of_files(self.data).target if is_table else Target()
-        self._check_metrics(target, has_columns=is_table)
-        if self.train.metric is None:
-            return
-        if not self.judges:
-            raise ConfigError("train.metric has no effect without checkpoint.keep_best or train.early_stopping.")
-        Judge.of(self.train.metric, target, self.metrics.more)
-
-    def _check_metrics(self, target: Target, *, has_columns: bool) -> None:
-        if self.metrics == MetricsConfig():
-            return
-        if not self.holds_out and not self.data.is_in_time_order:  # in which windows are evaluated
-            raise ConfigError(f"metrics has no effect: nothing is held out ({self.data.why_nothing}).")
-        if self.metrics.columns and not has_columns:
-            name = "group" if self.metrics.group is not None else "slices"
-            raise ConfigError(
-                f'metrics.{name}: got data.kind = "{self.data.kind}", needed "table" or "parquet", whose columns have '
-                "names. Leave it out, or read the files as a table (docs/own_data.md)."
-            )
-        self.metrics.check(target.tasks)
+        if self.metrics != MetricsConfig():
+            if not self.holds_out and self.data.time.column is None:  # else windows are evaluated
+                raise ConfigError(f"metrics has no effect: nothing is held out ({self.data.why_nothing}).")
+            if self.metrics.columns and not is_table:
+                name = "group" if self.metrics.group is not None else "slices"
+                raise ConfigError(
+                    f'metrics.{name}: got data.kind = "{self.data.kind}", needed "table" or "parquet", whose columns '
+                    "have names. Leave it out, or read the files as a table (docs/own_data.md)."
+                )
+            self.metrics.check(target.tasks)
+        if self.train.metric is not None:
+            if not self.judges:
+                raise ConfigError("train.metric has no effect without checkpoint.keep_best or train.early_stopping.")
+            Judge.of(self.train.metric, target, self.metrics.more)
 
     def _check_ids(self) -> None:
         """Raise where tables that take any id meet settings that need to know the ids' rows."""
@@ -300,19 +288,6 @@ class RunConfig:
             raise ConfigError(
                 "a profile counts rows, and those of tables that take any id change their ids. Remove profile.path, "
                 'profile.samples and cache.warmup, and choose another cache.policy than "frequency" and "static".'
-            )
-
-    def _check_following(self) -> None:
-        """Raise where settings need the end of an epoch, or all samples before the first step."""
-        if self.counts_a_profile:
-            raise ConfigError(
-                "data.follow: the data are not there before training, and a profile of them would be counted. Count "
-                "what is there (embershard profile --config RUN.toml -o profile.npz) and set profile.path; or choose "
-                "another cache.policy, without profile.samples and cache.warmup."
-            )
-        if self.judges and self.train.eval_every is None:
-            raise ConfigError(
-                "train.early_stopping and checkpoint.keep_best need train.eval_every with data.follow: no epoch ends."
             )
 
     def _check_model(self) -> None:
@@ -353,20 +328,6 @@ class RunConfig:
                     "seconds. (They look up no table, so that takes no memory.)"
                 )
 
-    def _check_packed_order(self) -> None:
-        if self.data.is_in_time_order:
-            raise ConfigError(
-                'sharding.mode: got "hot_cold" with data.time.column, and each has an order of its own. Remove one of '
-                "them: --set sharding.mode=sharded --set sharding.hot_bytes=none, or --set data.time.column=none --set "
-                "data.time.window=none."
-            )
-        ahead, most = self.lookahead + self.data.prefetch_batches, READ_AHEAD - _IN_WORK
-        if ahead > most:
-            raise ConfigError(
-                f"look_ahead.lookahead + data.prefetch_batches: got {ahead}, needed at most {most} in the mode "
-                '"hot_cold", whose order of batches follows from losses. Lower one of them.'
-            )
-
     def check_exchange(self) -> None:
         """Raise `ConfigError` if training has no plan that says what `sharding.exchange="auto"` comes to."""
         if self.sharding.exchange == "auto" and self.sharding.plan is None and self.cache.enabled:
@@ -379,6 +340,11 @@ class RunConfig:
     def holds_out(self) -> bool:
         """True if there is a held-out part to evaluate on."""
         return self.data.eval_path is not None or self.data.held_out_share > 0
+
+    @property
+    def tracks_trained_rows(self) -> bool:
+        """True if it is noted which rows train, for publications."""
+        return self.publish.folder is not None
 
     @property
     def keeps_best(self) -> bool:

@@ -100,6 +100,14 @@ class GrowingSource(ABC):
     def check_state(self, checkpoint: Path, saved: dict[str, Any] | None) -> None:
         """Raise `CheckpointError` unless this source has what a checkpoint noted; None: it noted nothing."""
 
+    @abstractmethod
+    def has_window(self, start: int, stop: int) -> bool:
+        """Return whether a window has its first sample at one of the positions [start, stop). Reads nothing."""
+
+    @abstractmethod
+    def windows_between(self, start: int, stop: int) -> Iterator[WindowAhead]:
+        """Yield these windows."""
+
 
 class FileSource(ABC):
     """Base of sources that parse physical chunks of files as a whole, and keep the last few of them.

@@ -101,20 +101,20 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         tables = [table.without_cache for table in tables]
     layout = plan or shape
     shards = by_rank(place_shards(model, tables, layout), layout.world_size)
-    is_data_parallel = config.sharding.mode == "data_parallel" and ranks.world_size > 1
+    has_one_copy = config.sharding.mode == "data_parallel" and ranks.world_size > 1
     lookups = _lookups_per_sample(config)
     per_sample = sum(lookups.values())
     host: Counter[str] = Counter()
     device: list[Counter[str]] = []
     for here in shards[ranks.first : ranks.first + ranks.ranks_per_node]:
         cacheable = here
-        if is_data_parallel:  # every rank caches rows of whole tables, of which the machine has one copy
+        if has_one_copy:  # of whole tables, on this machine; every rank caches rows of them
             cacheable = [replace(shard, row_start=0, row_stop=shard.table.rows) for shard in here]
         slots = _slots(config, cacheable, shape) if plan is None else planned_slots(plan.pools, cacheable)
         arriving = [_arriving(shard, lookups[shard.table.table], shape) for shard in cacheable]
         memory = rank_memory(model, cacheable, slots, shape, arriving, per_sample)
         device.append(Counter(memory.device))
-        if config.publish.folder is not None:
+        if config.tracks_trained_rows:
             device[-1]["marks"] = sum(shard.rows for shard in cacheable if shard.kernel == "cached")
             host["compared"] += _compared_bytes(here, is_first=not ranks.first and len(device) == 1)
         cached = [shard for shard in here if shard.kernel == "cached"]
@@ -128,7 +128,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         disk_bytes, host["weights"], host["optimizer_states"] = rows_bytes, 0, 0
     if ranks.device == "cpu":
         host, device = host + sum(device, Counter()), []
-    is_lazy = config.train.init == "counter" and ranks.device == "cpu" and not disk_bytes and not is_data_parallel
+    is_lazy = config.train.init == "counter" and ranks.device == "cpu" and not disk_bytes and not has_one_copy
     fullest = max(device, key=Counter.total, default=Counter[str]())
     return MemoryNeeds(+host, +fullest, disk_bytes, rows_bytes if is_lazy else 0)
 
@@ -174,8 +174,8 @@ def _slots(config: RunConfig, shards: Sequence[PlacedShard], shape: RunShape) ->
 
 
 def _compared_bytes(shards: Sequence[PlacedShard], is_first: bool) -> int:
-    """Return the host memory of a rank for copies of tables outside of caches, with which publications compare them.
-    Those that all ranks have are compared by the first."""
+    """Return the host memory of a rank for copies of tables outside of caches, with which they are compared to know
+    which of their rows were trained. Those that all ranks have are compared by the first."""
     return sum(
         shard.rows * (shard.table.weight_bytes(shard.columns) + 1)
         for shard in shards

@@ -13,7 +13,6 @@ from embershard.data.config import DataConfig
 from embershard.data.sources.followed import Examined, FollowedSource, Journal, JournalFile
 from embershard.data.sources.held_out import HeldOut
 from embershard.data.sources.input_file import Stamp, stamp_of
-from embershard.data.sources.source import WindowAhead
 from embershard.distributed import Ranks
 from embershard.errors import DataError
 from embershard.run_result import FollowedFiles
@@ -60,7 +59,12 @@ class FolderFollower:
     def __init__(self, config: DataConfig, journal: Path | None, ranks: Ranks, of_metrics: Sequence[str] = ()) -> None:
         self._ranks, self._idle_seconds, self._skips = ranks, config.idle_seconds, config.bad_files == "skip"
         self._journal: Journal | None = None  # of the first rank
-        files = [] if journal is None else ranks.from_first(lambda: self._read(journal))
+
+        def read(journal: Path) -> list[JournalFile]:
+            self._journal = Journal(journal)
+            return self._journal.files
+
+        files = [] if journal is None else ranks.from_first(lambda: read(journal))
         self.source = FollowedSource(config, files, of_metrics)
         self._pool = ThreadPoolExecutor(1, "embershard-follow")
         self._coming: Future[_Found] | None = None  # a search for the next file
@@ -78,11 +82,8 @@ class FolderFollower:
     @property
     def outlook(self) -> str:
         """What the run will wait for, as a sentence."""
-        end = (
-            "Ctrl-C ends it"
-            if self._idle_seconds is None
-            else f"the run ends once none came for {self._idle_seconds:g} s"
-        )
+        idle = self._idle_seconds
+        end = "Ctrl-C ends it" if idle is None else f"the run ends once none came for {idle:g} s"
         return f"Follows {self.source.folder}: where its files are trained, the run waits for new ones; {end}."
 
     @property
@@ -156,24 +157,6 @@ class FolderFollower:
             self._busy_at = time.monotonic()
         return self._ranks.from_first(self._goes_on)
 
-    def windows_between(self, start: int, stop: int) -> list[WindowAhead]:
-        """Return the windows whose first sample is at one of the positions [start, stop). Collective if there are some.
-
-        Raises:
-            DataError: on all ranks, where a file cannot be read on one.
-        """
-        if not self.source.has_window(start, stop):
-            return []
-        error, found = None, list[WindowAhead]()
-        try:
-            found = list(self.source.windows_between(start, stop))
-        except DataError as failed:
-            error = failed
-        for each in self._ranks.all_gather_objects(error):
-            if each is not None:
-                raise each
-        return found
-
     def close(self) -> None:
         """End the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -214,19 +197,16 @@ class FolderFollower:
         if found is None:
             self._idle_at, self._search_at = self._began_at, time.monotonic() + _POLL_SECONDS
             return []
-        assert found.file is not None, "it has no problem"
+        file = found.file
+        assert file is not None, "it has no problem"
         assert found.held_out is not None, "it has no problem"
-        return [self._note(found.file, found.held_out)]
-
-    def _note(self, file: JournalFile, held_out: HeldOut) -> _News:
-        """Put a file that can train into the journal, unless it is there."""
-        if self.source.num_files == len(self.source.files):
+        if self.source.num_files == len(self.source.files):  # the journal has it not
             if (first := self.source.taken_again(file)) is not None:
                 what = f"has the size and the checksum of {first}, which was taken before: its samples train again"
                 self._notice("taken_again", file.name, f"{self.source.folder / file.name}: {what}")
             if self._journal is not None:
                 self._journal.append(file)
-        return file, held_out
+        return [(file, found.held_out)]
 
     def _judge(self, path: Path, problem: DataError, has_batches: bool) -> list[_News]:
         """The next file cannot train: drop it from the journal, leave it out, or end the run."""
@@ -293,10 +273,6 @@ class FolderFollower:
             self._unreported.append((notice, name))
             self._noticed[notice, name] = what
 
-    def _read(self, journal: Path) -> list[JournalFile]:
-        self._journal = Journal(journal)
-        return self._journal.files
-
 
 class FollowedFolder(Part):
     """A run of a folder that is followed.
@@ -332,11 +308,6 @@ class FollowedFolder(Part):
             with run.input_failure.noting():
                 run.has_ended = not self.follower.wait()
             yield from self.follower.reports(run.steps)
-
-    def windows_between(self, start: int, stop: int) -> list[WindowAhead]:
-        """See `FolderFollower.windows_between`."""
-        with self.run.input_failure.noting():
-            return self.follower.windows_between(start, stop)
 
     def at_end(self) -> Iterator[Report]:
         self.follower.end()

@@ -25,7 +25,6 @@ def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, 
     """
     config = run.config
     parts: list[Part] = [losses, metrics]
-    find_windows = None
     if config.publish.folder is not None:
         from embershard.training.parts.publishing import Publishing
 
@@ -33,12 +32,11 @@ def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, 
     if config.data.follow:
         from embershard.training.parts.following import FollowedFolder
 
-        parts.append(following := FollowedFolder(run))
-        find_windows = following.windows_between
+        parts.append(FollowedFolder(run))
     if config.data.is_in_time_order:
         from embershard.training.parts.windows import EvaluatedWindows
 
-        parts.append(EvaluatedWindows(run, evaluations, find_windows))
+        parts.append(EvaluatedWindows(run, evaluations))
     parts += [evaluations, saves] if config.judges else [saves, evaluations]
     if config.data.bad_rows != "stop":
         from embershard.training.parts.bad_rows import BadRows
