@@ -65,11 +65,12 @@ CAPABILITIES = {
             "cache.ids.id_map",
             "commands.data.start_ids",
             "sharding.torchrec.ids",
+            "training.parts.id_tables",
         ),
         ("ids", "id_", "_id"),
     ),
     "publications": Capability(
-        ("commands.publish", "distributed.publish", "training.parts.publishing"),
+        ("commands.publish", "distributed.publish", "training.parts.publish_disk", "training.parts.publishing"),
         ("publish", "publication", "replica"),
         carries=("serving",),
     ),

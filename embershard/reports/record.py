@@ -160,7 +160,7 @@ def make_result(
     Args:
         last: the last report of training, if there is one.
         evaluation: the last one; without one, the quality is that of the `windows`.
-        totals: of all ranks: the entries cache, ids, look_ahead and sent_bytes.
+        totals: of all ranks: what `Part.totals` gives.
     """
     quality = mean_quality(windows) if evaluation is None else evaluation.quality
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan

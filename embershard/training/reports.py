@@ -70,7 +70,6 @@ class TrainReport(Report):
     epoch: int
     samples: int
     loss: float
-    batches: dict[str, int] | None
     quality: Figures
     samples_per_second: float
     hit_rate_unique: float | None
@@ -79,6 +78,7 @@ class TrainReport(Report):
     write_backs: float
     learning_rate_factor: float
     sent_bytes: SentBytes
+    batches: dict[str, int] | None = None
     ids: Mapping[str, IdTotals] = field(default_factory=dict)
     label_losses: dict[str, float | None] = field(default_factory=dict)
 

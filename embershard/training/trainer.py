@@ -21,7 +21,7 @@ from embershard.training.build import build_sharded_model, divided_once, find_pl
 from embershard.training.checkpoint.run_state import RunState
 from embershard.training.checkpoint.saved_run import SettingsComparison
 from embershard.training.config import RunConfig
-from embershard.training.fit.machine_limits import check_disk_for_run
+from embershard.training.fit.machine_limits import check_disk_for_run, disk_of
 from embershard.training.fit.machines import check_machines
 from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.optimizers import Optimizers
@@ -68,7 +68,7 @@ class Trainer(Training):
         self.plan = find_plan(config, ranks)
         self._saves, self._evaluations = Saves(self), Evaluations(self)
         self.losses = Losses(self, before_stop=self._saves.wait)
-        self.metrics = StepMetrics(self, self.losses)
+        self.metrics = StepMetrics(self)
         self.parts = parts_of(self, self.losses, self.metrics, self._saves, self._evaluations)
         opened = [source for part in self.parts if (source := part.open_source()) is not None]
         self.source: Source = opened[0] if opened else open_source(config.data, share=ranks.from_first)
@@ -80,7 +80,8 @@ class Trainer(Training):
             part.before_build(profile)
         self.stream = self._open_stream(StreamState(seed=config.data.seed))
         if checkpoints is not None:
-            check_disk_for_run(config, self.plan, checkpoints, self.total_steps, ranks)
+            of_parts = sum(part.disk_bytes(disk_of(checkpoints)) for part in self.parts)
+            check_disk_for_run(config, self.plan, checkpoints, self.total_steps, ranks, of_parts)
         options = self.of_parts(lambda part: part.sharder_options)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks, options)
         self.optimizers = Optimizers(self.model, config.embedding_optimizer, config.dense_optimizer, config.schedule)

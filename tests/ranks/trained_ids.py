@@ -34,6 +34,7 @@ from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddin
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
+from embershard.training.parts.id_tables import IdTables
 from embershard.training.reports import EvalReport, TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trained_run import Scorer, open_trained
@@ -148,7 +149,7 @@ def train(
     maps, tensors = maps_of(trainer.model), _tensors(trainer)
     slots = tuple(sorted(pool.cache.num_slots for pool in cached_embeddings(trainer.model) if pool.ids))
     evicted_rows = sum(stats.evictions for stats in cache_stats(trainer.model))
-    totals = trainer.metrics.id_reader.totals()
+    totals = trainer.part(IdTables).totals()["ids"]
     found = Trained(losses, evaluations, maps, totals, tensors, placed, slots, evicted_rows)
     trainer.close()
     return found

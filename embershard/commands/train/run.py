@@ -29,7 +29,6 @@ from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.resume import checkpoints_for, resume_run
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
-from embershard.training.parts.counts import look_ahead_totals
 from embershard.training.parts.step_trace import StepTrace
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
@@ -114,13 +113,7 @@ def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
 def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
     """Record the totals of a run that is over. Collective."""
     end = trainer.metrics.end(trainer.steps)
-    ratio = None if trainer.plan else trainer.config.cache.slot_ratio
-    totals = {
-        "cache": trainer.metrics.cache_reader.totals(ratio),
-        "ids": trainer.metrics.id_reader.totals(),
-        "look_ahead": look_ahead_totals(trainer.upcoming.stats(), trainer.ranks),
-        "sent_bytes": trainer.metrics.traffic_reader.totals(),
-    }
+    totals = trainer.of_parts(lambda part: part.totals())
     if outputs is not None:
         outputs.add(end)
         outputs.finish(totals, same_run)

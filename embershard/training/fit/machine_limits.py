@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from embershard.distributed import Ranks, check_disk
-from embershard.errors import ConfigError, os_problem
+from embershard.errors import ConfigError
 from embershard.machine import HostMemory, host_memory
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
@@ -42,7 +42,7 @@ class MachineLimits:
         return cls(
             host_memory(),
             torch.cuda.mem_get_info(device)[0] if is_gpu else None,
-            None if folder is None else shutil.disk_usage(_existing(Path(folder))).free,
+            None if folder is None else shutil.disk_usage(nearest_folder(Path(folder))).free,
         )
 
     def has_room_for(self, needs: MemoryNeeds) -> bool:
@@ -56,10 +56,10 @@ class MachineLimits:
 
 def disk_of(folder: Path) -> int:
     """Return the number of the file system that a folder is on, or will be."""
-    return _existing(folder).stat().st_dev
+    return nearest_folder(folder).stat().st_dev
 
 
-def _existing(folder: Path) -> Path:
+def nearest_folder(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
     return next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
 
@@ -179,10 +179,13 @@ _CACHED_ROW_BYTES = 16
 
 
 def check_disk_for_run(
-    config: RunConfig, plan: Plan | None, folder: Path, total_steps: int | None, ranks: Ranks
+    config: RunConfig, plan: Plan | None, folder: Path, total_steps: int | None, ranks: Ranks, of_parts: int = 0
 ) -> None:
     """Raise unless all checkpoints of a run of so many steps, or of steps without end, can be written to `folder`.
     Collective.
+
+    Args:
+        of_parts: bytes that the run's parts will take on the same disk.
 
     Raises:
         CheckpointError: with the space that is needed, and that there is.
@@ -191,64 +194,15 @@ def check_disk_for_run(
     num_saves = total_steps if config.keeps_best else config.checkpoint.num_saves(total_steps)
     if not num_saves:
         return
-    size = model_size(config, table_rows(config))
-    save_bytes = size.table_bytes + size.dense_state_bytes  # gradients are not saved, parameters are
     rows = table_rows(config)
+    size = model_size(config, rows)
+    save_bytes = size.table_bytes + size.dense_state_bytes  # gradients are not saved, parameters are
     save_bytes += sum(rules.saved_row_bytes * rows[table] for table, rules in id_rules(config).items())
     if config.cache.enabled:
         ratio = config.cache.slot_ratio or 1
         slots = round(size.num_rows * ratio) if plan is None else sum(pool.slots for pool in plan.pools)
         save_bytes += slots * _CACHED_ROW_BYTES
-    mapped_bytes = _mapped_bytes(config, plan, folder, ranks)
-    check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last + config.keeps_best, ranks, mapped_bytes)
-
-
-def _mapped_bytes(config: RunConfig, plan: Plan | None, folder: Path, ranks: Ranks) -> int:
-    """Return the bytes that the rows of this machine's ranks, and bases, will take on the disk of the checkpoints."""
-    found, rows_folder, published = 0, config.cache.host_dir, config.publish.folder
+    mapped_bytes, rows_folder = of_parts, config.cache.host_dir
     if rows_folder is not None and disk_of(Path(rows_folder)) == disk_of(folder):
-        found += memory_needs(config, table_rows(config), RanksHere.of(ranks), plan).disk_bytes
-    if published is not None and disk_of(Path(published)) == disk_of(folder):
-        found += max(0, _bases_bytes(config) - _bytes_of_bases(Path(published)))
-    return found
-
-
-def check_disk_for_publications(config: RunConfig, ranks: Ranks) -> None:
-    """Raise unless the bases of a run can be written to `publish.folder`. Deltas are as large as what is trained, which
-    nobody knows before. Collective.
-
-    Raises:
-        ConfigError: on all ranks, with the figures.
-    """
-    if config.publish.folder is not None:
-        folder = Path(config.publish.folder)
-        ranks.from_first(lambda: _check_space_for_bases(config, folder))
-
-
-def _check_space_for_bases(config: RunConfig, folder: Path) -> None:
-    try:
-        there, free = _bytes_of_bases(folder), shutil.disk_usage(_existing(folder)).free
-    except OSError as error:
-        raise ConfigError(f"publish.folder: {os_problem(error)}; choose another folder.") from error
-    needed = _bases_bytes(config) - there
-    if needed > free:
-        raise ConfigError(
-            f"publish.folder: {folder} needs {size(needed)} more for bases, beside deltas, and {size(free)} are free. "
-            "Free some, choose a folder on a larger disk, lower publish.keep_bases, or set publish.dtype = fp16."
-        )
-
-
-def _bases_bytes(config: RunConfig) -> int:
-    """Return the most bytes that bases, and the checkpoint that the first one is made of, take at one time."""
-    model, publish = model_size(config, table_rows(config)), config.publish
-    number_bytes = 2 if publish.dtype == "fp16" else 4
-    base = number_bytes * sum(table.rows * table.dim for table in model.tables) + model.dense_parameter_bytes
-    count = 1 if publish.base_every is None else publish.keep_bases + 1
-    return max(count * base, base + model.table_bytes + model.dense_state_bytes)
-
-
-def _bytes_of_bases(folder: Path) -> int:
-    from embershard.distributed.publish.published import published
-
-    files = (path for _, base in published(folder, "base") for path in base.rglob("*"))
-    return sum(path.stat().st_size for path in files if path.is_file())
+        mapped_bytes += memory_needs(config, rows, RanksHere.of(ranks), plan).disk_bytes
+    check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last + config.keeps_best, ranks, mapped_bytes)

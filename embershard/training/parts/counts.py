@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +18,12 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.metrics.predictions import Predicted, PredictionWindow
 from embershard.pipeline import LookAheadStats
-from embershard.run_result import IdTotals, LookAheadTotals, SentTotals
-from embershard.sharding.torchrec import cache_stats, copied_rows, id_counts, pools_by_module
+from embershard.run_result import LookAheadTotals, SentTotals
+from embershard.sharding.torchrec import cache_stats, copied_rows, pools_by_module
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
-from embershard.training.parts.loss_monitor import Losses
-from embershard.training.parts.part import Part, Training
+from embershard.training.parts.part import Part
 from embershard.training.reports import EndReport, Report, TrainReport
-
-if TYPE_CHECKING:
-    from embershard.cache.ids.id_map import IdCounts
 
 
 class CacheReader:
@@ -65,10 +62,10 @@ class CacheReader:
         tables: list[TableStats] = [table for on_rank, _, _ in gathered for table in on_rank]
         if not tables:
             return None
-        namesakes = {table for table, modules in _modules_by_table(tables).items() if len(modules) > 1}
+        num_modules = Counter(table for table, _ in {(table.table, table.module) for table in tables})
 
         def name_of(module: str, table: str) -> str:
-            return f"{module}.{table}" if table in namesakes else table
+            return f"{module}.{table}" if num_modules[table] > 1 else table
 
         by_name: dict[str, list[TableStats]] = {}
         for table in tables:
@@ -98,13 +95,6 @@ class CacheReader:
             tables={name: CacheTotals.of(shards) for name, shards in sorted(by_name.items())},
             ranks=tuple(ranks),
         )
-
-
-def _modules_by_table(tables: list[TableStats]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for table in tables:
-        found.setdefault(table.table, set()).add(table.module)
-    return found
 
 
 def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> LookAheadTotals | None:
@@ -159,61 +149,16 @@ class TrafficReader:
         return SentTotals(**asdict(total), ranks=ranks)
 
 
-class IdReader:
-    """Reads what became of the ids of tables that take any, on all ranks. Its methods are collective."""
-
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self._model, self._ranks = model, ranks
-        self._has_ids = any(ranks.all_gather_objects(bool(id_counts(model))))
-        self._last = self._counts()
-
-    def since_last(self) -> dict[str, IdTotals]:
-        """Return what happened since the last call, or since this was made, by table."""
-        last, self._last = self._last, self._counts()
-        return {table: _id_totals(counts, last[table]) for table, counts in self._last.items()}
-
-    def totals(self) -> dict[str, IdTotals]:
-        """Return what happened since the model was built, or a state was loaded."""
-        return {table: _id_totals(counts, type(counts)()) for table, counts in self._counts().items()}
-
-    def _counts(self) -> dict[str, IdCounts]:
-        if not self._has_ids:
-            return {}
-        from embershard.cache.ids.id_map import IdCounts
-
-        mine = {table: astuple(counts) for table, counts in id_counts(self._model).items()}
-        by_table: dict[str, list[tuple[int, ...]]] = {}
-        for of_rank in self._ranks.all_gather_objects(mine):
-            for table, counts in of_rank.items():
-                by_table.setdefault(table, []).append(counts)
-        return {table: IdCounts(*map(sum, zip(*by_table[table], strict=True))) for table in sorted(by_table)}
-
-
-def _id_totals(counts: IdCounts, last: IdCounts) -> IdTotals:
-    evicted = counts.evicted - last.evicted
-    return IdTotals(
-        live=counts.live,
-        admitted=counts.admitted - last.admitted,
-        evicted=evicted,
-        refused=counts.refused - last.refused,
-        evicted_age=(counts.evicted_age - last.evicted_age) / evicted if evicted else None,
-    )
-
-
 class StepMetrics(Part):
     """Figures of the steps that this process trains: quality, speed, what caches and links move. They are reported
     every `train.log_every` steps, and behind the last one.
 
     Attributes:
-        cache_reader, traffic_reader, id_reader: of all ranks.
+        cache_reader, traffic_reader: of all ranks.
     """
 
     cache_reader: CacheReader
     traffic_reader: TrafficReader
-
-    def __init__(self, run: Training, losses: Losses) -> None:
-        super().__init__(run)
-        self._losses = losses
 
     def after_build(self) -> None:
         self.cache_reader = CacheReader(self.run.model, self.run.ranks)
@@ -221,7 +166,6 @@ class StepMetrics(Part):
         self._begin()
 
     def _begin(self) -> None:
-        self.id_reader = IdReader(self.run.model, self.run.ranks)
         self._newest = PredictionWindow(self.run.target, self.run.ranks.world_size)
         self._num_reported = len(self.run.step_seconds)
 
@@ -243,7 +187,7 @@ class StepMetrics(Part):
 
     def report(self) -> TrainReport:
         """Report on the steps since the last report. Collective."""
-        run, losses, schedule = self.run, self._losses.monitor, self.run.stream.schedule
+        run = self.run
         seconds = run.step_seconds[self._num_reported :]
         self._num_reported = len(run.step_seconds)
         rank_steps = len(seconds) * run.ranks.world_size
@@ -252,9 +196,6 @@ class StepMetrics(Part):
             step=run.steps,
             epoch=run.position.epoch,
             samples=run.samples,
-            loss=losses.mean(),
-            label_losses=dict(zip(run.target.heads, losses.label_means(), strict=False)),
-            batches=None if schedule is None else dict(schedule.num_trained),
             quality=self._newest.quality(run.ranks),
             samples_per_second=len(seconds) * global_batch(run.config, run.ranks.world_size) / sum(seconds),
             hit_rate_unique=cached.hit_rate_unique,
@@ -263,8 +204,16 @@ class StepMetrics(Part):
             write_backs=cached.write_backs / rank_steps,
             learning_rate_factor=run.optimizers.factor or 1.0,
             sent_bytes=self.traffic_reader.since_last().over(rank_steps),
-            ids=self.id_reader.since_last(),
+            **run.of_parts(lambda part: part.report_entries()),
         )
+
+    def totals(self) -> dict[str, Any]:
+        run = self.run
+        return {
+            "cache": self.cache_reader.totals(None if run.plan else run.config.cache.slot_ratio),
+            "look_ahead": look_ahead_totals(run.upcoming.stats(), run.ranks),
+            "sent_bytes": self.traffic_reader.totals(),
+        }
 
     def end(self, step: int) -> EndReport:
         """Report on what came behind the last report. Collective."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +70,10 @@ class HotCold(Part):
     def notes(self) -> list[str]:
         return [] if self.hot is None else [self.hot.describe()]
 
+    def report_entries(self) -> dict[str, Any]:
+        schedule = self.run.stream.schedule
+        return {} if schedule is None else {"batches": dict(schedule.num_trained)}
+
     def result(self) -> dict[str, Any]:
         hot, schedule = self.hot, self.run.stream.schedule
         if hot is None or schedule is None:
@@ -121,7 +124,13 @@ def find_hot_set(
     if config.sharding.hot_bytes is None or profile is None:
         return None
     rows = find_hot_rows(config, profile, config.sharding.hot_bytes)
-    digest = ranks.from_first(lambda: _digest(config, ranks, rows))
+
+    def make_digest() -> str:
+        identity = identity_of(config, ranks.world_size)
+        data = {key: value for key, value in identity.items() if key.startswith("data.")}
+        return hashlib.sha256(json.dumps([data, rows.digest], sort_keys=True).encode()).hexdigest()
+
+    digest = ranks.from_first(make_digest)
     path = None if run_dir is None else run_dir / FILE
     if path is not None and ranks.from_first(lambda: _is_of(path, digest)):
         return HotSet(rows, HotSamples.load(path))
@@ -130,12 +139,6 @@ def find_hot_set(
     if path is not None:
         ranks.from_first(lambda: samples.save(path))
     return HotSet(rows, samples)
-
-
-def _digest(config: RunConfig, ranks: Ranks, rows: HotRows) -> str:
-    identity = identity_of(config, ranks.world_size)
-    data = {key: value for key, value in identity.items() if key.startswith("data.")}
-    return hashlib.sha256(json.dumps([data, rows.digest], sort_keys=True).encode()).hexdigest()
 
 
 def _is_of(path: Path, digest: str) -> bool:
@@ -151,19 +154,11 @@ def _all_bits(config: RunConfig, source: Source, ranks: Ranks, rows: HotRowsFilt
     total = source.chunks("train").num_samples
     of_rank = -(-total // (8 * ranks.world_size)) * 8
     start = min(total, ranks.rank * of_rank)
-    problem, mine = None, np.empty(0, np.uint8)
-    try:
-        mine = np.concatenate([mine, *_bits(config, source, rows, start, min(total, start + of_rank))])
-    except DataError as error:
-        problem = str(error)
-    problems = [found for found in ranks.all_gather_objects(problem) if found]
-    if problems:  # on every rank, so that none waits for another
-        raise DataError(problems[0])
-    gathered = ranks.all_gather_rows(torch.from_numpy(mine).to(ranks.device))
-    return gathered.cpu().numpy()
 
+    def own_bits() -> Bits:
+        reader = SampleReader(source, "train", replace(config.data, shuffle=False))  # in the order of the files
+        blocks = reader.blocks(min(total, start + of_rank), _READ_AT_ONCE, start)
+        return np.concatenate([np.empty(0, np.uint8), *(np.packbits(rows.hot_samples(block)) for block in blocks)])
 
-def _bits(config: RunConfig, source: Source, rows: HotRowsFilter, start: int, stop: int) -> Iterator[Bits]:
-    in_file_order = replace(config.data, shuffle=False)
-    for block in SampleReader(source, "train", in_file_order).blocks(stop, _READ_AT_ONCE, start):
-        yield np.packbits(rows.hot_samples(block))
+    mine = torch.from_numpy(ranks.together(own_bits, DataError))
+    return ranks.all_gather_rows(mine.to(ranks.device)).cpu().numpy()

@@ -179,9 +179,6 @@ class LossMonitor:
             self._observe(self._losses[-1])
             self._in_a_row = 0
             return ""
-        return self._not_finite(step, losses)
-
-    def _not_finite(self, step: _PendingLoss, losses: list[float]) -> str:
         self._in_a_row += 1
         rank = next(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
         problem = f"Step {step.number}: the loss of rank {rank} is {losses[rank]}."
@@ -248,6 +245,10 @@ class Losses(Part):
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
         self.monitor = self._begun()
 
+    def report_entries(self) -> dict[str, Any]:
+        by_label = dict(zip(self.run.target.heads, self.monitor.label_means(), strict=False))
+        return {"loss": self.monitor.mean(), "label_losses": by_label}
+
     def result(self) -> dict[str, Any]:
         return {"skipped_batches": self.monitor.num_skipped}
 
@@ -286,9 +287,24 @@ class KeptBatches:
         self._last_step = step
         if batch is None or self._num_files >= MOST_FILES:
             return " Its batch was not kept."
-        path = self._path(step)
+        again = f"_batch_{self._repeats}" if self._repeats > 1 else ""
+        path = self._checkpoints.parent / FOLDER / f"step_{step}{again}_rank_{self._ranks.rank}.pt"
+        ids = batch.sparse_features.to(torch.device("cpu"))
+        content = {
+            "step": step,
+            "rank": self._ranks.rank,
+            "losses": losses,
+            "features": ids.keys(),
+            "dense_features": batch.dense_features.cpu(),
+            "lengths": ids.lengths(),
+            "values": ids.values(),
+            "labels": batch.labels.cpu(),
+            "weights": None if batch.weights is None else batch.weights.cpu(),
+        }
         try:
-            self._write(path, step, batch, losses)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:  # torch's own errors of files are RuntimeErrors
+                torch.save(content, file)
         except OSError as error:
             return f" Its batch could not be written to {path} ({error.strerror})."
         self._num_files += 1
@@ -298,26 +314,3 @@ class KeptBatches:
         """Return a sentence with the newest complete checkpoint. It begins with a space."""
         complete = complete_checkpoints(self._checkpoints)
         return f" The newest checkpoint is {complete[-1]}." if complete else " There is no checkpoint."
-
-    def _path(self, step: int) -> Path:
-        again = f"_batch_{self._repeats}" if self._repeats > 1 else ""
-        return self._checkpoints.parent / FOLDER / f"step_{step}{again}_rank_{self._ranks.rank}.pt"
-
-    def _write(self, path: Path, step: int, batch: Batch, losses: list[float]) -> None:
-        ids = batch.sparse_features.to(torch.device("cpu"))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:  # torch's own errors of files are RuntimeErrors
-            torch.save(
-                {
-                    "step": step,
-                    "rank": self._ranks.rank,
-                    "losses": losses,
-                    "features": ids.keys(),
-                    "dense_features": batch.dense_features.cpu(),
-                    "lengths": ids.lengths(),
-                    "values": ids.values(),
-                    "labels": batch.labels.cpu(),
-                    "weights": None if batch.weights is None else batch.weights.cpu(),
-                },
-                file,
-            )

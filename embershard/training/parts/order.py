@@ -25,6 +25,10 @@ def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, 
     """
     config = run.config
     parts: list[Part] = [losses, metrics]
+    if config.data.has_ids:
+        from embershard.training.parts.id_tables import IdTables
+
+        parts.append(IdTables(run))
     if config.publish.folder is not None:
         from embershard.training.parts.publishing import Publishing
 

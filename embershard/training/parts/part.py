@@ -14,6 +14,7 @@ from embershard.data import BatchStream, Source, StreamState, Target
 from embershard.distributed import Ranks, Supervision
 from embershard.frequency import FrequencyProfile
 from embershard.pipeline import LookAheadPipeline
+from embershard.sharding.plan import Plan
 from embershard.training.build import features_of
 from embershard.training.checkpoint.run_state import PreparedSave, RunState
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
@@ -33,6 +34,7 @@ class Training(ABC):
     Attributes:
         checkpoints: folder of its checkpoints; None: it saves none.
         export: writes an export of a checkpoint, if anything does.
+        plan: places the tables; None: TorchRec's planner does.
         source, stream: the data, and its batches for this rank.
         steps, samples: trained so far.
         step_seconds: of each step that this process has trained.
@@ -48,6 +50,7 @@ class Training(ABC):
     checkpoints: Path | None
     supervision: Supervision
     export: Export | None
+    plan: Plan | None
     source: Source
     stream: BatchStream
     model: DistributedModelParallel
@@ -162,6 +165,10 @@ class Part:
     def before_build(self, profile: FrequencyProfile | None) -> None:
         """The profile is counted: find out what the model and the stream are built with."""
 
+    def disk_bytes(self, disk: int) -> int:
+        """Return the bytes that the part will take on a file system, by its number (`os.stat_result.st_dev`)."""
+        return 0
+
     def after_build(self) -> None:
         """The model and its optimizers are built, and no batch is read."""
 
@@ -198,6 +205,10 @@ class Part:
 
     def note(self, report: Report) -> None:
         """A part reported."""
+
+    def report_entries(self) -> dict[str, Any]:
+        """Return entries of a line of progress, fields of `TrainReport` by name, since the last one. Collective."""
+        return {}
 
     @property
     def stop_reason(self) -> str:
@@ -241,6 +252,10 @@ class Part:
     def summary(self) -> str:
         """Return what to say of the part when the run ended, as sentences; on the first rank."""
         return self.stop_reason
+
+    def totals(self) -> dict[str, Any]:
+        """Return entries of the run's result that take all ranks, fields of `RunResult` by name. Collective."""
+        return {}
 
     def result(self) -> dict[str, Any]:
         """Return entries of the run's result, fields of `RunResult` by name; on the first rank."""

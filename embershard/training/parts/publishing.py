@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -36,9 +37,10 @@ from embershard.run_result import PublishedState
 from embershard.sharding.torchrec import cached_embeddings, without_flushes
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
-from embershard.training.fit.machine_limits import check_disk_for_publications
+from embershard.training.fit.machine_limits import disk_of
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.parts.part import Export, Part
+from embershard.training.parts.publish_disk import bytes_of_bases, check_disk_for_bases
 from embershard.training.reports import PublicationReport, Report
 from embershard.whole_file import whole_file
 
@@ -226,8 +228,13 @@ class Publisher:
         if self._have is not None:
             return run_id
         found = self._ranks.from_first(lambda: self._look(run_id))
-        if not self._compares:
-            self._compare_uncached()
+        if not self._compares:  # what no cache knows
+            self._compares, state = True, self._state()
+            own = [pool.cache.tables for pool in cached_embeddings(self._model)]
+            cached = {name for pools in self._ranks.all_gather_objects(own) for names in pools for name in names}
+            for other in self._tables:
+                if other.name not in cached:
+                    self._sources.append(ComparedTable.of(other.name, state[other.tensor], self._ranks.is_first))
         for source in self._sources:
             source.forget_touched()
         self._life, self._name, have = found.life, found.name, found.have
@@ -272,8 +279,16 @@ class Publisher:
         beginning = _Beginning(seq, life, run_id, uuid.uuid4().hex)
         if seq:
             try:
-                have, touched = self._chain()
-                self._base_seq = published(self._folder, "base")[-1][0]
+                if self._resumed is None:
+                    raise PublicationError(f"{self._folder}: the run does not go on from a state that was published")
+                have, bases = write.newest(self._folder), published(self._folder, "base")
+                assert have is not None, "the folder is not empty"
+                if not bases:
+                    raise PublicationError(f"{self._folder}: the base is gone")
+                if self._is_changed or have.dtype != self._config.dtype:
+                    raise PublicationError(f"{self._folder}: settings were changed")
+                touched = write.touched_since(self._folder, self._resumed)
+                self._base_seq = bases[-1][0]
                 return replace(beginning, have=have, touched=touched)
             except (PublicationError, OSError) as error:
                 return replace(beginning, problem=f"{str(error).rstrip('. ')}: a new base was written")
@@ -284,17 +299,6 @@ class Publisher:
         """File beside the checkpoints: which run publishes, should no checkpoint be left."""
         assert self._checkpoints is not None, "only runs with checkpoints start again"
         return self._checkpoints.parent / "publishes.json"
-
-    def _chain(self) -> tuple[Publication, dict[str, write.BehindRows]]:
-        if self._resumed is None:
-            raise PublicationError(f"{self._folder}: the run does not go on from a state that was published")
-        have = write.newest(self._folder)
-        assert have is not None, "the folder is not empty"
-        if not published(self._folder, "base"):
-            raise PublicationError(f"{self._folder}: the base is gone")
-        if self._is_changed or have.dtype != self._config.dtype:
-            raise PublicationError(f"{self._folder}: settings were changed")
-        return have, write.touched_since(self._folder, self._resumed)
 
     def _write_base(self, base: Publication, prepare: Callable[[Path], PreparedSave]) -> Publication:
         """Write a base from a checkpoint that is made for it. Training waits."""
@@ -308,8 +312,8 @@ class Publisher:
             self._export(checkpoint, base.dtype, partial)
             write.sync_files(partial)
             files = file_entries(partial)
-            has_ids = any(name.endswith(IDS) for name in files)
-            complete = replace(base, files=files, format=FORMAT if has_ids else base.format)
+            is_new = any(name.endswith(IDS) for name in files)
+            complete = replace(base, files=files, format=FORMAT if is_new else base.format)
             write.finish(partial, self._folder / base.name, complete)
             write.remove_leftovers(self._folder)
             return complete
@@ -377,15 +381,6 @@ class Publisher:
             state: dict[str, Any] = self._model.state_dict()
         return state
 
-    def _compare_uncached(self) -> None:
-        """Find the tables outside of caches."""
-        state, self._compares = self._state(), True
-        own = [pool.cache.tables for pool in cached_embeddings(self._model)]
-        cached = {name for pools in self._ranks.all_gather_objects(own) for names in pools for name in names}
-        for table in self._tables:
-            if table.name not in cached:
-                self._sources.append(ComparedTable.of(table.name, state[table.tensor], self._ranks.is_first))
-
     def _dense(self) -> dict[str, Tensor]:
         """Return copies of the weights around the tables, by name."""
         tables = {table.tensor.rpartition(".")[0] for table in self._tables}  # with rows, and whose they are
@@ -424,7 +419,14 @@ class Publisher:
         report = replace(report, delay_seconds=writing.ended - writing.since)
         if failure is None:
             self._have = writing.done
-            self._compact_if_due(delta)
+            every = self._config.base_every
+            is_busy = self._compacting is not None and self._compacting.is_alive()
+            if every is not None and self._ranks.is_first and not is_busy and delta.seq - self._base_seq >= every:
+                self._base_seq = delta.seq
+                self._compacting = threading.Thread(
+                    target=self._compact, args=(delta,), name="embershard-base", daemon=True
+                )
+                self._compacting.start()
         elif isinstance(failure, OSError):
             for source, touched in zip(self._sources, writing.touched, strict=True):
                 for found in touched:
@@ -465,19 +467,8 @@ class Publisher:
             self._compacting.join()
         yield from self.reports()
 
-    # -- bases of deltas, on the first rank
-
-    def _compact_if_due(self, delta: Publication) -> None:
-        every = self._config.base_every
-        is_busy = self._compacting is not None and self._compacting.is_alive()
-        if every is not None and self._ranks.is_first and not is_busy and delta.seq - self._base_seq >= every:
-            self._base_seq = delta.seq
-            self._compacting = threading.Thread(
-                target=self._compact, args=(delta,), name="embershard-base", daemon=True
-            )
-            self._compacting.start()
-
     def _compact(self, delta: Publication) -> None:
+        """Make a base of the deltas up to this one, and remove what nobody needs; on the first rank, in a thread."""
         keep_to_one_core()
         started, what = time.perf_counter(), f"base_{delta.seq} was not made"
         try:
@@ -485,22 +476,15 @@ class Publisher:
             seconds = time.perf_counter() - started
             self._reports.append(PublicationReport(delta.step, base.name, 0, base.num_bytes, seconds, 0.0))
             what = "older ones were not removed"
-            write.prune(self._folder, self._config.keep_bases, self._needed_from())
+            states = []  # of checkpoints
+            for checkpoint in complete_checkpoints(self._checkpoints) if self._checkpoints else ():
+                with suppress(CheckpointError):
+                    states.append(read_scalars(checkpoint).get("published"))
+            needed_from = min((int(state["seq"]) for state in states if state is not None), default=None)
+            write.prune(self._folder, self._config.keep_bases, needed_from)
         except (OSError, PublicationError) as error:
             reason = os_problem(error) if isinstance(error, OSError) else str(error)
             self._reports.append(PublicationReport(delta.step, "", 0, 0, 0.0, 0.0, f"{what}: {reason}"))
-
-    def _needed_from(self) -> int | None:
-        """Return the number of the oldest state that a checkpoint has."""
-        found = []
-        for checkpoint in complete_checkpoints(self._checkpoints) if self._checkpoints else ():
-            try:
-                published = read_scalars(checkpoint).get("published")
-            except CheckpointError:
-                continue
-            if published is not None:
-                found.append(int(published["seq"]))
-        return min(found, default=None)
 
 
 class Publishing(Part):
@@ -512,8 +496,17 @@ class Publishing(Part):
 
     publisher: Publisher
 
+    @property
+    def _folder(self) -> Path:
+        assert self.run.config.publish.folder is not None, "nothing is published"
+        return Path(self.run.config.publish.folder)
+
     def check(self) -> None:
-        check_disk_for_publications(self.run.config, self.run.ranks)
+        check_disk_for_bases(self.run.config, self._folder, self.run.ranks)
+
+    def disk_bytes(self, disk: int) -> int:
+        is_there = disk_of(self._folder) == disk
+        return max(0, bytes_of_bases(self.run.config, self._folder)) if is_there else 0
 
     def after_build(self) -> None:
         """Track which rows train from now on."""

@@ -57,7 +57,14 @@ class StepTrace(Part):
             if self._num_begun > self.last:
                 self.close()
         elif self.path is None and self.first <= self._num_begun <= self.last:
-            self._start()
+            kinds = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                kinds.append(ProfilerActivity.CUDA)
+            all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the worker plans beside
+            self._running = ExitStack()
+            self._running.enter_context(stages_recorded())
+            self._profile = self._running.enter_context(profile(activities=kinds, experimental_config=all_threads))
+            self._began = time.perf_counter()
         return ()
 
     def close(self) -> None:
@@ -71,7 +78,12 @@ class StepTrace(Part):
         path = self._folder / f"rank_{self._rank}{_TRACE_ENDING}"
         with naming_file(path):
             self._profile.export_chrome_trace(str(path))
-        stages = mean_stages(self._spans(), self._steps, seconds, training_thread=None)
+        spans = [
+            Span(event.name.removeprefix(PREFIX), event.thread, event.time_range.start, event.time_range.end)
+            for event in self._profile.events()
+            if event.name.startswith((PREFIX, "gloo:", "nccl:"))
+        ]
+        stages = mean_stages(spans, self._steps, seconds, training_thread=None)
         with whole_file(self._folder / f"rank_{self._rank}{STAGES_ENDING}") as unnamed:
             unnamed.write_text(json.dumps({"rank": self._rank, "steps": self._steps, **stages}, indent=1))
         self.path, self._profile = path, None
@@ -81,23 +93,6 @@ class StepTrace(Part):
         if self.path is None:
             return f"No step from {self.first} to {self.last} was trained here, so nothing was traced."
         return f"Traced {self._steps} steps: {self.path} (of each rank one), to be opened at https://ui.perfetto.dev."
-
-    def _start(self) -> None:
-        kinds = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(ProfilerActivity.CUDA)
-        all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the worker plans beside
-        self._running = ExitStack()
-        self._running.enter_context(stages_recorded())
-        self._profile = self._running.enter_context(profile(activities=kinds, experimental_config=all_threads))
-        self._began = time.perf_counter()
-
-    def _spans(self) -> list[Span]:
-        return [
-            Span(event.name.removeprefix(PREFIX), event.thread, event.time_range.start, event.time_range.end)
-            for event in self._profile.events()
-            if event.name.startswith((PREFIX, "gloo:", "nccl:"))
-        ]
 
 
 def mean_stages(

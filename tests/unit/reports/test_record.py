@@ -55,7 +55,7 @@ UNKNOWN = {"samples": 0, "auc": None, "ne": None, "logloss": None}
 
 def train_report(step: int) -> TrainReport:
     sent = SentBytes(ids=1e6, gradients=2e6, other=9e9)
-    return TrainReport(step, 0, step * 8, 0.5, None, UNKNOWN, 1234.5, 0.25, 0.75, 30.0, 20.0, 1.0, sent)
+    return TrainReport(step, 0, step * 8, 0.5, UNKNOWN, 1234.5, 0.25, 0.75, 30.0, 20.0, 1.0, sent)
 
 
 def eval_report(step: int) -> EvalReport:

@@ -17,7 +17,7 @@ from embershard.distributed import CheckpointConfig, PublishConfig, Ranks, proce
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import TrainConfig
 from embershard.training.parts.part import Part
-from embershard.training.reports import Report, SaveReport, StopReport
+from embershard.training.reports import Report, SaveReport, StopReport, TrainReport
 from embershard.training.trainer import Trainer
 from tests.unit.distributed.test_blocks import stock_loaded
 from tests.unit.training.test_trainer import losses, make_config
@@ -64,8 +64,8 @@ def test_hooks_come_in_order(ranks: Ranks, tmp_path: Path) -> None:
     reports = list(trainer.train())
     trainer.close()
     assert [report.step for report in reports if isinstance(report, StopReport)] == [1, 2, 3, 4], "the last is first"
-    of_saves, of_evaluations = ["wants_save", "before_save", "state"], ["after_evaluation"]
-    assert [name for name, _ in part.calls if name not in ("note", *of_saves, *of_evaluations)] == [
+    of_saves, of_reports = ["wants_save", "before_save", "state"], ["note", "report_entries", "after_evaluation"]
+    assert [name for name, _ in part.calls if name not in (*of_saves, *of_reports)] == [
         "begin", *["before_batch", "after_step"] * 4, "at_end", "evaluate_at_end", "finish", "close",
     ]  # fmt: skip
     assert [(name, step) for name, step in part.calls if name in ("before_batch", "after_step")] == [
@@ -74,6 +74,18 @@ def test_hooks_come_in_order(ranks: Ranks, tmp_path: Path) -> None:
     assert [step for name, step in part.calls if name == "before_save"] == [2, 4]
     assert [step for name, step in part.calls if name == "after_evaluation"] == [3, 4]
     assert set(pairwise(name for name, _ in part.calls)) >= {("before_save", "state"), ("evaluate_at_end", "finish")}
+
+
+def test_a_part_adds_to_reports_and_to_the_result(ranks: Ranks, tmp_path: Path) -> None:
+    trainer = Trainer(config_of(), ranks, tmp_path)
+    trainer.parts.append(part := Part(trainer))
+    part.report_entries = lambda: {"batches": {"mine": trainer.steps}}  # type: ignore[method-assign]
+    part.totals = lambda: {"mine": trainer.steps}  # type: ignore[method-assign]
+    found = [report.batches for report in trainer.train() if isinstance(report, TrainReport)]
+    totals = trainer.of_parts(lambda each: each.totals())
+    trainer.close()
+    assert found == [{"mine": step} for step in range(1, 5)]
+    assert (totals["mine"], set(totals)) == (4, {"mine", "cache", "look_ahead", "sent_bytes"})
 
 
 def test_a_part_that_does_nothing_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:
@@ -134,7 +146,7 @@ def test_a_part_may_report_save_stop_and_go_on(ranks: Ranks, tmp_path: Path) -> 
     assert second.of_parts(lambda each: each.result())["counted"] == 4
 
 
-HIDDEN = ("publishing", "following", "windows", "hot_cold", "bad_rows")
+HIDDEN = ("id_tables", "publishing", "following", "windows", "hot_cold", "bad_rows")
 
 
 def test_a_run_needs_no_module_of_a_part_that_it_has_not(

@@ -12,9 +12,12 @@ from embershard.cache import CacheConfig
 from embershard.distributed import CheckpointConfig, PublishConfig, Ranks
 from embershard.errors import ConfigError
 from embershard.training.fit import machine_limits
-from embershard.training.fit.machine_limits import check_disk_for_publications, check_disk_for_run
+from embershard.training.fit.machine_limits import check_disk_for_run, disk_of
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
 from embershard.training.fit.model_size import model_size, table_rows
+from embershard.training.parts import publish_disk
+from embershard.training.parts.publish_disk import bytes_of_bases, check_disk_for_bases
+from embershard.training.parts.publishing import Publishing
 from tests.unit.distributed.publications import OneRank
 from tests.unit.training.test_trainer import make_config
 
@@ -29,27 +32,24 @@ def test_rows_on_the_disk_of_the_checkpoints(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(machine_limits, "check_disk", lambda *values: found.append(values[-1]))
     if case == "other disk":
         monkeypatch.setattr(machine_limits, "disk_of", lambda path: path.name)
-    check_disk_for_run(config, None, tmp_path / "run", 10, RANKS)
+    check_disk_for_run(config, None, tmp_path / "run", 10, RANKS, of_parts=5)
     rows_bytes = memory_needs(config, table_rows(config), RanksHere.of(RANKS), None).disk_bytes
-    assert found == [rows_bytes if case == "same disk" else 0]
+    assert found == [5 + (rows_bytes if case == "same disk" else 0)]
     assert (rows_bytes > 0) is (case != "memory")
 
 
 def test_bases_need_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are there will go, or stay."""
     publish = PublishConfig(str(tmp_path / "published"), every_steps=5, base_every=2, keep_bases=3)
-    config = make_config(publish=publish)
+    config, folder = make_config(publish=publish), tmp_path / "published"
     rows = sum(table_rows(config).values()) * config.model.embedding_dim * 4
-    needed = machine_limits._bases_bytes(config)
+    needed = bytes_of_bases(config, folder)
     assert needed == 4 * (rows + model_size(config, table_rows(config)).dense_parameter_bytes)
-    monkeypatch.setattr(machine_limits.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    monkeypatch.setattr(publish_disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(ConfigError, match=r"publish\.folder: .*published needs .* more for bases.*are free"):
-        check_disk_for_publications(config, OneRank())
-    (tmp_path / "published" / "base_0").mkdir(parents=True)
-    (tmp_path / "published" / "base_0" / "x").write_bytes(b"x")
-    check_disk_for_publications(config, OneRank())
-    found: list[int] = []
-    monkeypatch.setattr(machine_limits, "check_disk", lambda *values: found.append(values[-1]))
-    saving = make_config(publish=publish, checkpoint=CheckpointConfig(every_steps=5))
-    check_disk_for_run(saving, None, tmp_path / "run", 10, RANKS)
-    assert found == [needed - 1]
+        check_disk_for_bases(config, folder, OneRank())
+    (folder / "base_0").mkdir(parents=True)
+    (folder / "base_0" / "x").write_bytes(b"x")
+    check_disk_for_bases(config, folder, OneRank())
+    part, disk = Publishing(SimpleNamespace(config=config)), disk_of(tmp_path)  # type: ignore[arg-type]
+    assert (part.disk_bytes(disk), part.disk_bytes(disk + 1)) == (needed - 1, 0)
