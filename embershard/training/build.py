@@ -9,13 +9,13 @@ time. So they are divided before they are rounded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
@@ -28,7 +28,7 @@ from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import FrequencyProfile
-from embershard.models import ModelTable, build_model
+from embershard.models import build_model
 from embershard.models.table_modules import collections_of
 from embershard.pipeline.pipelined_forward import sharded_modules
 from embershard.sharding.plan import Plan
@@ -44,7 +44,6 @@ from embershard.sharding.torchrec.sharders import comm_codecs
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import table_rows, tables_of_run
-from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
 
 #: Samples that are read and counted at a time.
 _COUNTED_AT_ONCE = 8192
@@ -65,13 +64,12 @@ def find_profile(config: RunConfig, source: Source) -> FrequencyProfile | None:
     samples = config.profile.num_counted(source.chunks("train").num_samples)
     blocks = SampleReader(source, "train", config.data).blocks(samples, _COUNTED_AT_ONCE)
     tables = tables_of_run(config)
-    ids = (_ids_by_table(tables, source.schema, block) for block in blocks)
-    return FrequencyProfile.count(ids, table_rows(config))
 
+    def ids_by_table(block: Block) -> dict[str, torch.Tensor]:
+        values = dict(zip(source.schema.keys, map(torch.from_numpy, block.values), strict=True))
+        return {table.name: torch.cat([values[feature] for feature in table.features]) for table in tables}
 
-def _ids_by_table(tables: Sequence[ModelTable], schema: Schema, block: Block) -> dict[str, torch.Tensor]:
-    values = dict(zip(schema.keys, map(torch.from_numpy, block.values), strict=True))
-    return {table.name: torch.cat([values[feature] for feature in table.features]) for table in tables}
+    return FrequencyProfile.count(map(ids_by_table, blocks), table_rows(config))
 
 
 def find_plan(config: RunConfig, ranks: Ranks) -> Plan | None:
@@ -88,8 +86,18 @@ def find_plan(config: RunConfig, ranks: Ranks) -> Plan | None:
     plan = ranks.from_first(lambda: Plan.load(path))  # read once: files may differ between machines
     for ranks_per_node in sorted(set(ranks.all_gather_objects(ranks.local_world_size))):
         plan.check_ranks(ranks.world_size, ranks_per_node)
-    if not config.cache.enabled:
-        _check_replicated(plan, config.embedding_optimizer, config.dense_optimizer)
+    replicated = [table.table for table in plan.tables if table.kernel == "replicated"]
+    if replicated and not config.cache.enabled:  # the dense optimizer must do what the embeddings' would
+        embedding, dense = config.embedding_optimizer, config.dense_optimizer
+        only_scale = dense.clip_norm is None and dense.weight_decay is None
+        if not (embedding.kind == dense.kind == "sgd" and embedding.lr == dense.lr and only_scale):
+            raise ConfigError(
+                f"The plan replicates the tables {replicated[:5]}, and without a cache these are trained by the dense "
+                f"optimizer: got embedding_optimizer {embedding.kind!r} with lr={embedding.lr}, and dense_optimizer "
+                f"{dense.kind!r} with lr={dense.lr}, clip_norm={dense.clip_norm}, weight_decay={dense.weight_decay}; "
+                "needed 'sgd' for both, with one lr and neither clipping nor weight decay. Or train with a cache, or "
+                'plan these tables with kernel "device".'
+            )
     return plan
 
 
@@ -120,8 +128,19 @@ def build_sharded_model(
         config.embedding_optimizer.apply(collection, ranks.device)
     sharders = _sharders(config, plan, profile, ranks.device, sharder_options)
 
-    # Once: ranks with different plans would wait for each other for ever.
-    placed = ranks.from_first(lambda: _place(config, plan, model, sharders, ranks))
+    def place() -> ShardingPlan:
+        if plan is not None:
+            return torchrec_plan(plan, model, sharders, ranks.device, cached=config.cache.enabled)
+        return plan_sharding(
+            model,
+            sharders,
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
+            device=ranks.device,
+            batch_size=config.train.rank_batch_size(ranks.world_size),
+        )
+
+    placed = ranks.from_first(place)  # once: ranks with different plans would wait for each other for ever
     # TorchRec's own weights: the shards of a table must not start as copies of each other.
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
@@ -130,23 +149,8 @@ def build_sharded_model(
         if isinstance(sharder, CachedEmbeddingBagCollectionSharder | CachedEmbeddingCollectionSharder):
             sharder.drop_profile()
     if plan is not None:
-        _check_obeyed(sharded, plan, ranks, cached=config.cache.enabled)
+        ranks.together(lambda: check_built(sharded, plan, ranks.rank, cached=config.cache.enabled), ShardingError)
     return sharded
-
-
-def _place(
-    config: RunConfig, plan: Plan | None, model: nn.Module, sharders: list[ModuleSharder], ranks: Ranks
-) -> ShardingPlan:
-    if plan is not None:
-        return torchrec_plan(plan, model, sharders, ranks.device, cached=config.cache.enabled)
-    return plan_sharding(
-        model,
-        sharders,
-        world_size=ranks.world_size,
-        local_world_size=ranks.local_world_size,
-        device=ranks.device,
-        batch_size=config.train.rank_batch_size(ranks.world_size),
-    )
 
 
 def features_of(model: DistributedModelParallel) -> Callable[[Batch], Mapping[str, Any]]:
@@ -184,33 +188,6 @@ def _sharders(
     return [bags, CachedEmbeddingCollectionSharder(cache, profile, **common)]
 
 
-def _check_replicated(plan: Plan, embedding: EmbeddingOptimizerConfig, dense: DenseOptimizerConfig) -> None:
-    """Raise unless the dense optimizer, which trains replicated tables where no cache is, does what the embeddings'
-    would."""
-    replicated = [table.table for table in plan.tables if table.kernel == "replicated"]
-    only_scale = dense.clip_norm is None and dense.weight_decay is None
-    if replicated and not (embedding.kind == dense.kind == "sgd" and embedding.lr == dense.lr and only_scale):
-        raise ConfigError(
-            f"The plan replicates the tables {replicated[:5]}, and without a cache these are trained by the dense "
-            f"optimizer: got embedding_optimizer {embedding.kind!r} with lr={embedding.lr}, and dense_optimizer "
-            f"{dense.kind!r} with lr={dense.lr}, clip_norm={dense.clip_norm}, weight_decay={dense.weight_decay}; "
-            "needed 'sgd' for both, with one lr and neither clipping nor weight decay. Or train with a cache, or "
-            'plan these tables with kernel "device".'
-        )
-
-
-def _check_obeyed(model: DistributedModelParallel, plan: Plan, ranks: Ranks, cached: bool) -> None:
-    """Raise on every rank when one is not built as planned, so that no rank waits for it."""
-    problem = None
-    try:
-        check_built(model, plan, ranks.rank, cached=cached)
-    except ShardingError as error:
-        problem = str(error)
-    problems = [found for found in ranks.all_gather_objects(problem) if found]
-    if problems:
-        raise ShardingError(problems[0])
-
-
 def compute_in_float64(model: DLRMTrain, world_size: int) -> None:
     """Widen the dense layers of a model that is not sharded yet; its weights keep their values."""
     layers: Any = model.model
@@ -227,16 +204,13 @@ def divided_once(config: RunConfig, plan: Plan | None) -> Iterator[None]:
 
     Without a cache, gradients of replicated tables are divided by DDP: with such tables all are divided as ever.
     """
-    was = get_gradient_division()
-    set_gradient_division(was and (config.train.precision != "fp64" or _ddp_divides(config, plan)))
+    was, tables = get_gradient_division(), () if plan is None or config.cache.enabled else plan.tables
+    ddp_divides = any(table.kernel == "replicated" for table in tables)
+    set_gradient_division(was and (config.train.precision != "fp64" or ddp_divides))
     try:
         yield
     finally:
         set_gradient_division(was)
-
-
-def _ddp_divides(config: RunConfig, plan: Plan | None) -> bool:
-    return not config.cache.enabled and plan is not None and any(t.kernel == "replicated" for t in plan.tables)
 
 
 @torch.fx.wrap

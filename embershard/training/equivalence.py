@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +124,8 @@ class _Runs:
         _check(config, ranks)
         self._ranks, self._folder = ranks, folder
         self._steps = min(steps, config.train.max_steps or steps)
-        train = dataclasses.replace(config.train, max_steps=self._steps, eval_every=None, deterministic=True)
-        self._config = dataclasses.replace(without_parts(config), train=train)
+        train = replace(config.train, max_steps=self._steps, eval_every=None, deterministic=True)
+        self._config = replace(without_parts(config), train=train)
         self._caches: list[CachedRun] = []
         self._num_tensors = 0
         self._stock: tuple[Any, list[float], _Tensors] | None = None  # of the last comparison, and of what it was
@@ -160,13 +159,19 @@ class _Runs:
             return False
         cache, sharding = self._config.cache, self._config.sharding
         if sharding.plan is None:
-            cache = dataclasses.replace(cache, ratio=last.slots / last.rows / 2, device_bytes=None, overflow="grow")
+            cache = replace(cache, ratio=last.slots / last.rows / 2, device_bytes=None, overflow="grow")
         else:  # which decides the sizes
             path, smaller = sharding.plan, str(self._folder / f"smaller_{len(self._caches)}.json")
-            self._ranks.from_first(lambda: _halved(Plan.load(path)).save(smaller))
-            cache = dataclasses.replace(cache, overflow="grow")
-            sharding = dataclasses.replace(sharding, plan=smaller)
-        self._config = dataclasses.replace(self._config, cache=cache, sharding=sharding)
+
+            def save_smaller() -> None:
+                plan = Plan.load(path)
+                pools = tuple(replace(pool, slots=max(1, pool.slots // 2)) for pool in plan.pools)
+                replace(plan, pools=pools, prediction=None).save(smaller)  # a prediction is of other slots
+
+            self._ranks.from_first(save_smaller)
+            cache = replace(cache, overflow="grow")
+            sharding = replace(sharding, plan=smaller)
+        self._config = replace(self._config, cache=cache, sharding=sharding)
         return True
 
     def _compare(self, steps: int) -> tuple[int | None, list[Difference]]:
@@ -193,7 +198,7 @@ class _Runs:
 
     def _train_stock(self, cached: Trainer, steps: int) -> tuple[list[float], _Tensors]:
         """Train so many steps with the tables where `cached` has them; return losses, weights and states."""
-        config = dataclasses.replace(self._config, cache=dataclasses.replace(self._config.cache, enabled=False))
+        config = replace(self._config, cache=replace(self._config.cache, enabled=False))
         shapes = {table.name: (table.num_rows, table.dim, table.dtype) for table in tables_of_run(config)}
         tables = placements_of(cached.model.plan, shapes, table_groups(config))
         if self._stock is None or self._stock[0] != (steps, tables):
@@ -223,16 +228,10 @@ class _Runs:
         )
         path = self._folder / "plan.json"
         ranks.from_first(lambda: plan.save(path))  # the first rank reads it, too
-        return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, plan=str(path)))
+        return replace(config, sharding=replace(config.sharding, plan=str(path)))
 
     def _sum(self, number: int) -> int:
         return int(self._ranks.all_gather(torch.tensor(float(number), dtype=torch.float64)).sum())
-
-
-def _halved(plan: Plan) -> Plan:
-    """Return the plan with half the slots in every pool, and without what follows from their number."""
-    pools = tuple(dataclasses.replace(pool, slots=max(1, pool.slots // 2)) for pool in plan.pools)
-    return dataclasses.replace(plan, pools=pools, prediction=None)
 
 
 def _check(config: RunConfig, ranks: Ranks) -> None:

@@ -95,12 +95,24 @@ class EmbeddingOptimizerConfig:
                 f"embedding_optimizer.kind: got {self.kind!r}, which FBGEMM has on GPUs only; "
                 f"on the CPU it has {', '.join(_FUSED_ON_CPU)}."
             )
+        import torch
         from torch.distributed.optim import _apply_optimizer_in_backward  # TorchRec deprecates its own for it
+        from torchrec.optim import optimizers as fused
+        from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
         arguments = _arguments(self)  # a new dict: TorchRec writes into it
         if self.betas is not None:
             arguments["beta1"], arguments["beta2"] = arguments.pop("betas")  # FBGEMM's names
-        _apply_optimizer_in_backward(_fused_class(self.kind), module.parameters(), arguments)
+        classes: dict[str, type[torch.optim.Optimizer]] = {
+            "sgd": torch.optim.SGD,
+            "rowwise_adagrad": RowWiseAdagrad,
+            "adagrad": torch.optim.Adagrad,
+            "adam": fused.Adam,
+            "partial_rowwise_adam": fused.PartialRowWiseAdam,
+            "lamb": fused.LAMB,
+            "partial_rowwise_lamb": fused.PartialRowWiseLAMB,
+        }
+        _apply_optimizer_in_backward(classes[self.kind], module.parameters(), arguments)
 
 
 @dataclass(frozen=True)
@@ -206,23 +218,6 @@ class ScheduleConfig:
         return floor + (1.0 - floor) * shapes[self.decay]
 
 
-def _fused_class(kind: str) -> type[torch.optim.Optimizer]:
-    import torch
-    from torchrec.optim import optimizers as fused
-    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-
-    classes: dict[str, type[torch.optim.Optimizer]] = {
-        "sgd": torch.optim.SGD,
-        "rowwise_adagrad": RowWiseAdagrad,
-        "adagrad": torch.optim.Adagrad,
-        "adam": fused.Adam,
-        "partial_rowwise_adam": fused.PartialRowWiseAdam,
-        "lamb": fused.LAMB,
-        "partial_rowwise_lamb": fused.PartialRowWiseLAMB,
-    }
-    return classes[kind]
-
-
 class Optimizers:
     """Both optimizers of a run on one rank, with their learning rates.
 
@@ -289,11 +284,7 @@ def _check_optimizer(
         raise ConfigError(
             f"{section}.betas: got {list(config.betas)}, needed two numbers, each at least 0 and below 1."
         )
-    effectless = {
-        "eps": config.kind == "sgd",
-        "betas": config.kind not in _WITH_BETAS,
-    }
-    for name, no_effect in effectless.items():
+    for name, no_effect in (("eps", config.kind == "sgd"), ("betas", config.kind not in _WITH_BETAS)):
         if no_effect and getattr(config, name) is not None:
             raise ConfigError(f"{section}.{name} has no effect with kind={config.kind!r}; remove it.")
 

@@ -91,7 +91,16 @@ def open_trained(
     used, skipped = newest_valid(candidates, read)
     if used is None:
         raise InvalidCheckpointError(f"No checkpoint to use is valid: {'; '.join(skipped)}. Train the run again.")
-    _check_meaning(config, *used)
+    before, now = used[1].identity, meaning_of(config)
+    if not labels_change(before, now):
+        now.pop(LABELS, None)
+    if different := changes(before, now):
+        first = different[0]
+        raise CheckpointError(
+            f"{used[0]} was trained with {first.key} = {first.saved}, and {first.now} was asked for: the model cannot "
+            f"score such data. Leave {first.key} as it was."
+        )
+    used[1].check_tables(used[0], tables_of(config, schema_of(config.data)))
     evaluation = ranks.from_first(lambda: BestEvaluation.find(checkpoints)) if used[0] == best else None
     return TrainedRun(config, *used, (*filter(None, [problem]), *skipped), evaluation)
 
@@ -188,18 +197,3 @@ class Scorer:
             for found in predicted_of(self.model, batches, device, lambda: autocast(settings, device)):
                 self._supervision.beat()
                 yield found
-
-
-def _check_meaning(config: RunConfig, checkpoint: Path, saved: SavedRun) -> None:
-    """Raise unless samples of `config` mean to the model what those that it was trained on meant."""
-    before, now = saved.identity, meaning_of(config)
-    if not labels_change(before, now):
-        now.pop(LABELS, None)
-    different = changes(before, now)
-    if different:
-        first = different[0]
-        raise CheckpointError(
-            f"{checkpoint} was trained with {first.key} = {first.saved}, and {first.now} was asked for: the model "
-            f"cannot score such data. Leave {first.key} as it was."
-        )
-    saved.check_tables(checkpoint, tables_of(config, schema_of(config.data)))

@@ -29,6 +29,14 @@ FEATURES, LABELS, IDS = "data.table.features", "data.table.label", "ids"
 #: The file that defines a model of one's own. Not compared where a trained model scores: its weights must fit.
 SOURCE = "model.source"
 _FILES = ("data.files", "data.eval_files")
+#: What no `--set` gives back, in words.
+_SET_BACK = {
+    FEATURES: "the features",
+    IDS: "the rules of ids",
+    ORDER: "sharding.mode, sharding.hot_bytes and the profile",
+    SOURCE: "the file of model.build",
+    **dict.fromkeys(_FILES, "the files that it trained on"),
+}
 _MOST_FILES_SHOWN = 5
 
 
@@ -112,12 +120,21 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """
     found: list[Change] = []
     for key in sorted(saved.keys() & now.keys()):
+        old, new = saved[key], now[key]
         if key in _FILES:
-            found += _changed_files(key, saved[key], now[key])
+            was, have = ({file.name: file for file in (FileIdentity(*each) for each in files)} for files in (old, new))
+            names = [name for name in sorted(was.keys() | have.keys()) if was.get(name) != have.get(name)]
+            shown = names[:_MOST_FILES_SHOWN]
+            found += [Change(key, _file_text(was.get(name)), _file_text(have.get(name))) for name in shown]
+            if more := len(names) - len(shown):
+                found.append(Change(key, f"{more} more files", ""))
+        elif key in (FEATURES, IDS) and ([*old] == [*new] or old != new):  # else they come in another order
+            names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+            found += [Change(key, _feature_text(name, old), _feature_text(name, new)) for name in names]
         elif key in (FEATURES, IDS):
-            found += _changed_features(key, saved[key], now[key])
-        elif saved[key] != now[key]:
-            found.append(Change(key, _text(saved[key]), _text(now[key])))
+            found.append(Change(key, _text([*old]), _text([*new])))
+        elif old != new:
+            found.append(Change(key, _text(old), _text(new)))
     return found
 
 
@@ -152,15 +169,10 @@ def refusal(found: Sequence[Change]) -> str:
     rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
-    back = [_set_back(change) for change in found if change.key not in (*_FILES, ORDER, SOURCE, FEATURES, IDS)]
-    back += ["the features"] if any(change.key == FEATURES for change in found) else []
-    back += ["the rules of ids"] if any(change.key == IDS for change in found) else []
-    back += (
-        ["sharding.mode, sharding.hot_bytes and the profile"] if any(change.key == ORDER for change in found) else []
-    )
-    back += ["the file of model.build"] if any(change.key == SOURCE for change in found) else []
-    back += ["the files that it trained on"] if any(change.key in _FILES for change in found) else []
-    allowed = [f"--allow-change {key}" for key in dict.fromkeys(change.key for change in found)]
+    back = [_set_back(change) for change in found if change.key not in _SET_BACK]
+    keys = dict.fromkeys(change.key for change in found)
+    back += dict.fromkeys(what for key, what in _SET_BACK.items() if key in keys)
+    allowed = [f"--allow-change {key}" for key in keys]
     advice = f"Set back what should not change ({', '.join(back)}), or allow it: {' '.join(allowed)}"
     return "\n".join([*table, advice])
 
@@ -182,23 +194,6 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 def _text(value: Any) -> str:
     return "none" if value is None else toml(value)
-
-
-def _changed_files(key: str, saved: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> list[Change]:
-    """Return a change per file that differs, the first few of them."""
-    was, new = ({file.name: file for file in (FileIdentity(*each) for each in files)} for files in (saved, now))
-    names = [name for name in sorted(was.keys() | new.keys()) if was.get(name) != new.get(name)]
-    found = [Change(key, _file_text(was.get(name)), _file_text(new.get(name))) for name in names[:_MOST_FILES_SHOWN]]
-    more = len(names) - len(found)
-    return [*found, Change(key, f"{more} more files", "")] if more else found
-
-
-def _changed_features(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return a change per feature that differs; or one, where they come in another order."""
-    if [*saved] != [*now] and saved == now:
-        return [Change(key, _text([*saved]), _text([*now]))]
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    return [Change(key, _feature_text(name, saved), _feature_text(name, now)) for name in names]
 
 
 def _feature_text(name: str, features: Mapping[str, Any]) -> str:

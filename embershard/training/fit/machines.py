@@ -109,7 +109,10 @@ def _look(config: RunConfig, mark: Path | None) -> SeenByRank:
         return SeenByRank(host, inputs, has_folder=True, problem=str(error))
     except OSError as error:
         return SeenByRank(host, inputs, has_folder=True, problem=os_problem(error))
-    return SeenByRank(host, inputs, mark is None or _is_seen(mark))
+    ends_at = time.monotonic() + _WAIT_SECONDS
+    while mark is not None and not mark.exists() and time.monotonic() <= ends_at:
+        time.sleep(0.1)
+    return SeenByRank(host, inputs, mark is None or mark.exists())
 
 
 def _leave_mark(folder: Path) -> Path:
@@ -118,12 +121,3 @@ def _leave_mark(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
     return mark
-
-
-def _is_seen(mark: Path) -> bool:
-    ends_at = time.monotonic() + _WAIT_SECONDS
-    while not mark.exists():
-        if time.monotonic() > ends_at:
-            return False
-        time.sleep(0.1)
-    return True
