@@ -265,13 +265,14 @@ def grown_slots(
         CacheOverflowError: growth is forbidden, or other batches are in flight.
     """
     batch, pinned, needed_slots = in_flight.newest, len(in_flight), num_slots + num_missing
+    waiting = sum(not ticket.held for ticket in in_flight.tickets)  # held ones have no graph over the slots
     needed = f"batch {batch} and {pinned} in flight need {needed_slots} slots at once, there are {num_slots}"
     advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
     if overflow == "raise":
         raise CacheOverflowError(f"{pool}: {needed}; {advice}")
-    if pinned:
+    if waiting:
         raise CacheOverflowError(
-            f"{pool}: {needed}, and the cache cannot grow while {pinned} earlier batches wait for "
+            f"{pool}: {needed}, and the cache cannot grow while {waiting} earlier batches wait for "
             f"their backward; run each backward before the next forward, or {advice}"
         )
     grown = min(max(needed_slots, num_slots + int(num_slots * _LEAST_SHARE)), num_rows)

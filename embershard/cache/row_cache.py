@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -249,6 +250,21 @@ class RowCache:
         if self.touched is not None:  # now: an update that fails may have trained some
             assert ticket.keys is not None, "prepared before updates were tracked"
             self.touched.add(ticket.keys)
+
+    def hold(self, ticket: Ticket) -> None:
+        """Keep a batch's slots beyond its backward: `training` updates its rows with those of other batches."""
+        self._in_flight.hold(ticket)
+
+    @contextmanager
+    def training(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """Update, in the body, the rows of batches that were held. An exception in it leaves the pool refused: some of
+        the rows may have trained."""
+        with self._lock, self._guard.change("training several batches at once"):
+            for ticket in tickets:
+                self.begin_update(ticket)
+            yield
+        for ticket in tickets:
+            self.release(ticket)
 
     def release(self, ticket: Ticket) -> None:
         """Unpin the slots of a batch that has trained. A second call does nothing."""

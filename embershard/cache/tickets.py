@@ -21,6 +21,7 @@ class Ticket:
         slots: int64 [N], in place of the batch's ids; readable once `RowCache.wait` has returned.
         released: the batch was released or cancelled.
         forwarded: a forward has read the slots, and its backward will update them.
+        held: its rows are updated with those of other batches, at the end of them all (gradient accumulation).
         filled: on a GPU, the end of the batch's fills.
         keys: int64 [N], the batch's ids in the pool; None where updates are not tracked.
 
@@ -38,6 +39,7 @@ class Ticket:
     slots: Tensor
     released: bool = False
     forwarded: bool = False
+    held: bool = False
     filled: torch.cuda.Event | None = field(default=None, repr=False)
     keys: Tensor | None = field(default=None, repr=False)
     _unpin: weakref.finalize | None = field(default=None, repr=False)
@@ -60,6 +62,7 @@ class InFlight:
         self._batches: dict[int, weakref.ref[Ticket]] = {}
         self._frozen: int | None = None
         self._rows: dict[int, int] = {}  # distinct rows of the batches that were known
+        self._held_through = self._frozen_held = 0  # batches up to this one wait for an update together
         self.newest = 0  # number of the last batch that was begun, counted from 1
 
     def next_batch(self) -> int:
@@ -95,6 +98,11 @@ class InFlight:
         ticket._unpin.atexit = False
         self._batches[ticket.batch] = weakref.ref(ticket)
 
+    def hold(self, ticket: Ticket) -> None:
+        """Note that a batch keeps its slots until others have run, too: it does not keep further ones out."""
+        ticket.held = True
+        self._held_through = max(self._held_through, ticket.batch)
+
     def use_of(self, slots: Tensor) -> tuple[int, int] | None:
         """Return one of `slots` (int64 [M]) that a batch in flight uses, and the batch; None if none uses any."""
         for ticket in self.tickets:
@@ -106,7 +114,7 @@ class InFlight:
     def freeze(self) -> None:
         """Keep the present batches pinned until `unfreeze`, released or not: plans made in another thread must not
         depend on how far training is."""
-        self._frozen = min(self._batches, default=None)
+        self._frozen, self._frozen_held = min(self._batches, default=None), self._held_through
 
     def unfreeze(self) -> None:
         """End `freeze`."""
@@ -119,5 +127,7 @@ class InFlight:
         return len(held) >= 2 and sum(held) + rows > slots // 2
 
     def _known_and_pinned(self) -> dict[int, int]:
-        oldest = self.oldest
-        return {batch: rows for batch, rows in self._rows.items() if oldest is not None and batch >= oldest}
+        oldest, held = self.oldest, self._held_through if self._frozen is None else self._frozen_held
+        if oldest is None:
+            return {}
+        return {batch: rows for batch, rows in self._rows.items() if batch >= max(oldest, held + 1)}

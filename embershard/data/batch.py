@@ -5,6 +5,7 @@ Letters: B samples of a batch, D dense features, F sparse features, N ids of all
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,59 @@ class Batch(Pipelineable):
             self.labels.to(device, non_blocking=non_blocking),
             self.is_hot,
             None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
+        )
+
+    def pieces(self, count: int) -> list[Batch]:
+        """Return the samples in `count` batches, one after the other, of which the first ones may have one more; in
+        fewer where there are fewer samples.
+
+        >>> ids = KeyedJaggedTensor(["user", "item"], torch.tensor([3, 1, 4, 1, 5]), lengths=torch.tensor([1, 2, 0, 2]))
+        >>> _, second = Batch(torch.zeros(2, 13), ids, torch.zeros(2)).pieces(2)
+        >>> second.sparse_features["user"].values().tolist(), second.sparse_features["item"].values().tolist()
+        ([1, 4], [1, 5])
+        """
+        sizes = [len(part) for part in self.labels.tensor_split(max(1, min(count, self.num_samples)))]
+        if len(sizes) == 1:
+            return [self]
+        features = self.sparse_features
+        keys, bounds = features.keys(), bounds_of(features)
+        lengths = features.lengths().view(len(keys), -1).split(sizes, dim=1)
+        num_ids = torch.stack([part.sum(dim=1) for part in lengths])  # [pieces, F]
+        by_piece = torch.arange(num_ids.numel(), dtype=torch.int32).view(len(keys), -1).t().flatten()
+        _, ids, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+            by_piece, num_ids.t().flatten(), features.values(), features.weights_or_none(), features.values().numel()
+        )
+        ends = num_ids.sum(dim=1).tolist()
+        of_ids = [None] * len(sizes) if weights is None else weights.split(ends)
+        sparse = [
+            KeyedJaggedTensor(keys, own, of_own, part.flatten(), stride=part.shape[1])
+            for own, of_own, part in zip(ids.split(ends), of_ids, lengths, strict=True)
+        ]
+        for each in sparse:
+            note_bounds(each, bounds)
+        weighted = [None] * len(sizes) if self.weights is None else self.weights.split(sizes)
+        parts = zip(self.dense_features.split(sizes), sparse, self.labels.split(sizes), weighted, strict=True)
+        return [Batch(dense, own, labels, self.is_hot, of_own) for dense, own, labels, of_own in parts]
+
+    @staticmethod
+    def joined(pieces: Sequence[Batch]) -> Batch:
+        """Return one batch of the samples of several, one after the other."""
+        keys = pieces[0].sparse_features.keys()
+        parts = [own[key] for key in keys for own in [each.sparse_features.to_dict() for each in pieces]]
+        weights = [part.weights_or_none() for part in parts]
+        features = KeyedJaggedTensor(
+            keys,
+            torch.cat([part.values() for part in parts]),
+            None if weights[0] is None else torch.cat(weights),
+            torch.cat([part.lengths() for part in parts]),
+        )
+        of_samples = [each.weights for each in pieces]
+        return Batch(
+            torch.cat([each.dense_features for each in pieces]),
+            features,
+            torch.cat([each.labels for each in pieces]),
+            pieces[0].is_hot,
+            None if of_samples[0] is None else torch.cat(of_samples),
         )
 
     def pin_memory(self) -> Batch:

@@ -36,6 +36,16 @@ class Predicted(NamedTuple):
     labels: Tensor
     weights: Tensor | None = None
 
+    def detached(self) -> Predicted:
+        """Return them without the graph of the forward."""
+        return self._replace(outputs=self.outputs.detach())
+
+    @staticmethod
+    def joined(parts: Sequence[Predicted]) -> Predicted:
+        """Return the predictions of some batches as those of one."""
+        outputs, labels, weights = zip(*parts, strict=True)
+        return Predicted(torch.cat(outputs), torch.cat(labels), None if weights[0] is None else torch.cat(weights))
+
     def columns(self) -> Tensor:
         """Return outputs, labels and weights beside each other, float32 [B, 2 T] or [B, 2 T + 1]."""
         parts = [self.outputs, self.labels, *([] if self.weights is None else [self.weights])]

@@ -152,5 +152,6 @@ class WithLoss(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the loss [], and without gradients the loss, the outputs and the labels: [B], or [B, T] of several."""
         outputs = class_logits(self.target, self.model(batch.dense_features, batch.sparse_features).squeeze(-1))
-        loss = loss_of(self.target, outputs, batch.labels, batch.weights, self.log_variances)
+        labels = batch.labels.double() if outputs.dtype == torch.float64 else batch.labels  # else the loss is rounded
+        loss = loss_of(self.target, outputs, labels, batch.weights, self.log_variances)
         return loss, (loss.detach(), outputs.detach(), batch.labels.detach())

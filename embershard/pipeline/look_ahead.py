@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -408,6 +408,15 @@ class LookAheadStats:
     max_known_bytes: int
     stall_seconds: float
     uses_worker: bool
+
+    def by_step(self, pieces: int) -> LookAheadStats:
+        """Return the counts of a training whose steps have so many batches each."""
+        depths = {
+            name: None if value is None else value / pieces if name.endswith("mean") else value // pieces
+            for name in ("lookahead_min", "lookahead_mean", "prefetch_min", "prefetch_mean", "prefetch_depth")
+            for value in [getattr(self, name)]
+        }
+        return replace(self, steps=self.steps // pieces, **depths)
 
 
 @dataclass

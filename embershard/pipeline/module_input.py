@@ -156,7 +156,7 @@ class ModuleInput:
     def close(self) -> None:
         """End this input's life: release its pins, and take back what was announced and did not happen."""
         for ticket in self._tickets.values():
-            if not ticket.released:  # a forward without a backward may hold it, too, and be kept for long
+            if not ticket.released and not ticket.held:  # a forward without a backward may hold it, too, and be kept for long
                 ticket.cancel()
         if any(known is not None for known in self._known.values()):
             for number, (pool, features) in enumerate(self._pools):

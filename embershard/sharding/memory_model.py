@@ -211,7 +211,7 @@ def step_bytes(
     and what is left free: "reserve".
 
     `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in
-    training: sent, received, and their gradients. Batches are kept for the window, which `MAX_KNOWN_BYTES` limits;
+    training: sent, received, and their gradients (with gradient accumulation at most as many, as those wait). Batches are kept for the window, which `MAX_KNOWN_BYTES` limits;
     where distinct rows are exchanged, so is the place of each id among the distinct ones.
     """
     batch = shape.batch_size
@@ -227,7 +227,7 @@ def step_bytes(
         window += known * lookups_per_sample * batch * ID_BYTES
     return {
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
-        "activations": round(model.activation_bytes_per_sample * batch),
+        "activations": round(model.activation_bytes_per_sample * -(-batch // shape.accumulate)),
         "input_buffers": round(window + 2 * lookups_per_sample * batch * ID_BYTES + vectors),
         **({} if shape.mode_memory is None else shape.mode_memory.device_bytes(model, shape.device)),
         **({"reserve": shape.reserve_bytes} if shape.reserve_bytes else {}),

@@ -40,6 +40,7 @@ class RunShape:
     Attributes:
         world_size, ranks_per_node: ranks in all, and per node.
         batch_size: samples per rank and step.
+        accumulate: pieces of a rank's batch, whose activations exist one after the other.
         device: "cpu" or "cuda".
         cache: the rows that the caches keep, and how far ahead is looked.
         num_steps: steps of the run, where they are known.
@@ -63,6 +64,7 @@ class RunShape:
     mode_memory: ModeMemory | None = None
     cores_per_node: int | None = None
     reserve_bytes: int = 0
+    accumulate: int = 1
 
     @property
     def global_batch_size(self) -> int:

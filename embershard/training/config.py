@@ -53,6 +53,11 @@ class TrainConfig:
     """Samples per step of all ranks together, a multiple of their number; in place of `batch_size`. Step k then trains
     on the same samples with any number of ranks."""
 
+    accumulate: Free[int] = 1
+    """Pieces into which each rank's batch of a step is cut, to be forwarded one after the other: activations take so
+    many times less memory. Rows and dense layers are trained once a step, as by the whole batch. (With dropout, masks
+    depend on it, and a resume compares it.)"""
+
     epochs: Free[int | None] = None
     """Passes over the training data. 1 when neither this nor `max_steps` is given."""
 
@@ -104,7 +109,7 @@ class TrainConfig:
     the system names). False: to any core that it may run on. No GPU has run it."""
 
     def __post_init__(self) -> None:
-        lengths = ("batch_size", "global_batch_size", "epochs", "max_steps")
+        lengths = ("batch_size", "global_batch_size", "accumulate", "epochs", "max_steps")
         for name in (*lengths, "eval_every", "early_stopping", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -128,18 +133,24 @@ class TrainConfig:
         """Return the samples per rank and step on so many ranks.
 
         Raises:
-            ConfigError: the ranks cannot share the global batch evenly.
+            ConfigError: the ranks cannot share the global batch evenly, or a batch has fewer samples than pieces.
 
         >>> TrainConfig(global_batch_size=4096).rank_batch_size(4), TrainConfig().rank_batch_size(4)
         (1024, 1024)
         """
         if self.global_batch_size is None:
-            return self.batch_size or _BATCH_SIZE
-        each, rest = divmod(self.global_batch_size, world_size)
+            each, rest = self.batch_size or _BATCH_SIZE, 0
+        else:
+            each, rest = divmod(self.global_batch_size, world_size)
         if rest:
             raise ConfigError(
                 f"train.global_batch_size: got {self.global_batch_size}, needed a multiple of the {world_size} ranks, "
                 f"for instance {max(1, each) * world_size}."
+            )
+        if each < self.accumulate:
+            raise ConfigError(
+                f"train.accumulate: got {self.accumulate}, needed at most the {each} samples of a rank's batch, so that "
+                "each piece has one."
             )
         return each
 

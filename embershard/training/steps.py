@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,6 +63,32 @@ def open_stream(
     )
 
 
+class MicroBatches:
+    """The pieces of a rank's batch of a step, each to be forwarded, with its backward, before the next one comes.
+
+    Attributes:
+        num_samples: of all of them.
+        taken: those that were given out, on the device.
+    """
+
+    def __init__(
+        self,
+        first: AbstractContextManager[Batch],
+        begin: Callable[[], AbstractContextManager[Batch]],
+        count: int,
+        num_samples: int,
+    ) -> None:
+        self._first, self._begin, self._count = first, begin, count
+        self.num_samples = num_samples
+        self.taken: list[Batch] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(self._count):
+            with self._begin() if number else self._first as piece:
+                self.taken.append(piece)
+                yield piece
+
+
 class Steps:
     """The batches of a run, one per step. `state` is the position behind the last one that was trained: batches ahead
     of it, though known or resident already, belong to later steps.
@@ -73,6 +99,7 @@ class Steps:
         device: on which the model trains.
         pipeline: knows batches ahead of their step; None: no batch is known ahead.
         failure: gets the exception of a rank's input.
+        pieces: micro-batches of a step.
     """
 
     def __init__(
@@ -82,16 +109,18 @@ class Steps:
         device: torch.device,
         pipeline: LookAheadPipeline | None,
         failure: InputFailure,
+        pieces: int = 1,
     ) -> None:
         self._stream, self._device, self._pipeline, self._failure = stream, device, pipeline, failure
         self._batches = self._limited(None if limit is None else max(0, limit))
-        self._states: deque[StreamState] = deque()  # behind each batch that was read and not trained
+        self._pieces = pieces
+        self._states: deque[tuple[StreamState, int, int]] = deque()  # behind each batch that was read; pieces, samples
         self._state = stream.state
         self._num_to_replace = 0
         self._is_waiting = False  # the stream had no batch when it was last asked, and may get one
 
-    def next(self) -> AbstractContextManager[Batch]:
-        """Return a context with the next batch on the device, to train on inside. Collective.
+    def next(self) -> AbstractContextManager[Batch | MicroBatches]:
+        """Return a context with the next batch on the device, to train on inside; or with its pieces. Collective.
 
         Raises:
             StopIteration: there is none, or none yet.
@@ -118,7 +147,9 @@ class Steps:
 
     def stats(self) -> LookAheadStats | None:
         """Return the counters of the look-ahead; None without a pipeline."""
-        return None if self._pipeline is None else self._pipeline.stats()
+        if self._pipeline is None or self._pieces == 1:
+            return None if self._pipeline is None else self._pipeline.stats()
+        return self._pipeline.stats().by_step(self._pieces)
 
     def close(self) -> None:
         """Drop the batches ahead, and end the threads that parse."""
@@ -136,8 +167,9 @@ class Steps:
                 self._is_waiting = True
                 yield Supply.NOT_YET
             self._is_waiting = False
-            self._states.append(self._stream.state)
-            yield batch
+            pieces = batch.pieces(self._pieces)
+            self._states.append((self._stream.state, len(pieces), batch.num_samples))
+            yield from pieces
 
     def _limited(self, most: int | None) -> Iterator[Any]:
         batches = self._read(most)
@@ -155,7 +187,10 @@ class Steps:
             raise
 
     @contextmanager
-    def _counted(self, inner: AbstractContextManager[Batch]) -> Iterator[Batch]:
-        with inner as batch:
-            yield batch
-        self._state = self._states.popleft()
+    def _counted(self, first: AbstractContextManager[Batch]) -> Iterator[Batch | MicroBatches]:
+        if self._pieces == 1:
+            with first as batch:
+                yield batch
+        else:
+            yield MicroBatches(first, self._begin, *self._states[0][1:])
+        self._state = self._states.popleft()[0]

@@ -9,12 +9,15 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from embershard.data import Batch, BatchStream, Source, StreamState, open_source
 from embershard.distributed import Ranks, Supervision, verify_checkpoint
 from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.metrics.predictions import Predicted
 from embershard.models.dropout import seed_masks
-from embershard.sharding.torchrec import cancel_forward
+from embershard.sharding.torchrec import accumulating, cancel_forward
 from embershard.stages import stage
 from embershard.training.arithmetic import arithmetic, autocast, check_process
 from embershard.training.build import build_sharded_model, divided_once, find_plan, find_profile
@@ -32,7 +35,11 @@ from embershard.training.parts.order import parts_of
 from embershard.training.parts.part import Export, Part, Training
 from embershard.training.parts.saves import Saves
 from embershard.training.reports import EvalReport, Report, SaveReport, SkippedBatchReport, StopReport, TrainReport
-from embershard.training.steps import open_stream
+from embershard.training.steps import MicroBatches, open_stream
+
+
+class _Skipped(Exception):
+    """A batch trains nothing; why."""
 
 
 class Trainer(Training):
@@ -139,30 +146,58 @@ class Trainer(Training):
     def _goes_on(self) -> bool:
         return not self.is_over and not self.supervision.must_stop
 
-    def step(self, batch: Batch) -> SkippedBatchReport | None:
-        """Train one step, on the rank's batch on its device; or skip the batch, as `train.on_non_finite` says.
+    def step(self, batch: Batch | MicroBatches) -> SkippedBatchReport | None:
+        """Train one step, on the rank's batch on its device, whole or in pieces; or skip the batch, as
+        `train.on_non_finite` says.
 
         Nothing in it waits for a GPU, unless batches may be skipped.
         """
         with divided_once(self.config, self.plan):
             self.optimizers.begin_step(self.steps)
-            if self.config.model.drops:
-                seed_masks(self.config.train.seed, self.steps, self.ranks.rank)
-            with stage("forward"), autocast(self.config.train, self.ranks.device):
-                loss, (_, outputs, labels) = self.model(batch)
-            predicted = Predicted(outputs, labels, batch.weights)
-            if problem := self.losses.add(loss, predicted, batch):
+            try:
+                train = self._train_pieces if isinstance(batch, MicroBatches) else self._train_batch
+                predicted = train(batch)  # type: ignore[operator]
+            except _Skipped as skipped:
                 cancel_forward(self.model)
                 self.optimizers.set_num_steps(self.steps)
-                return SkippedBatchReport(self.steps, problem)
-            with stage("backward"):
-                loss.backward()  # trains the embedding rows too
+                return SkippedBatchReport(self.steps, str(skipped))
             with stage("optimizer"):
                 self.optimizers.step()
         self.metrics.add_predicted(predicted)
         self.steps += 1
-        self.samples += batch.num_samples * self.ranks.world_size
+        self.samples += len(predicted.labels) * self.ranks.world_size
         return None
+
+    def _train_batch(self, batch: Batch) -> Predicted:
+        loss, predicted = self._forward(batch)
+        if problem := self.losses.add(loss, predicted, batch):
+            raise _Skipped(problem)
+        with stage("backward"):
+            loss.backward()  # trains the embedding rows too
+        return predicted
+
+    def _train_pieces(self, pieces: MicroBatches) -> Predicted:
+        """Train once for all pieces; a loss is a mean over samples, so that each piece has its share of it."""
+        num_samples, losses, predictions = pieces.num_samples, list[Tensor](), list[Predicted]()
+        with accumulating(self.model):
+            for number, piece in enumerate(pieces):
+                loss, predicted = self._forward(piece, number)
+                losses.append(loss * (piece.num_samples / num_samples))
+                with stage("backward"):
+                    losses[-1].backward()
+                losses[-1] = losses[-1].detach()
+                predictions.append(predicted.detached())
+            whole = Predicted.joined(predictions)
+            if problem := self.losses.add(torch.stack(losses).sum(), whole, pieces):
+                raise _Skipped(problem)  # within: then nothing trains
+        return whole
+
+    def _forward(self, batch: Batch, piece: int = 0) -> tuple[Tensor, Predicted]:
+        if self.config.model.drops:
+            seed_masks(self.config.train.seed, self.steps, self.ranks.rank, piece)
+        with stage("forward"), autocast(self.config.train, self.ranks.device):
+            loss, (_, outputs, labels) = self.model(batch)
+        return loss, Predicted(outputs, labels, batch.weights)
 
     def _end(self) -> Iterator[Report]:
         """Report, save and evaluate the last step, as far as that was not done."""

@@ -59,6 +59,7 @@ def make_workload(
         mode_memory=config.sharding.mode_memory,
         cores_per_node=cores_per_node,
         reserve_bytes=reserve_bytes,
+        accumulate=config.train.accumulate,
     )
     rows = {name: table.num_rows for name, table in data.tables.items()}
     return Workload(model_size(config, rows) if model is None else model, data, shape)

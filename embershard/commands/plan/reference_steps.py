@@ -93,7 +93,8 @@ class _Timed:
                 types = segments.sharding.get(name, ("table_wise",))
                 kernel: Kernel = "device" if name in segments.resident else "cached"
                 simple_plan(config, types, ranks.world_size, kernel).save(made)
-            self._config = dataclasses.replace(config, sharding=ShardingConfig(plan=plan or str(made)))
+            train = dataclasses.replace(config.train, accumulate=1)
+            self._config = dataclasses.replace(config, sharding=ShardingConfig(plan=plan or str(made)), train=train)
             self._trainer = Trainer(self._config, ranks)
             ranks.barrier()
         self._counts_distinct = config.sharding.exchange == "rows" and ranks.world_size > 1

@@ -2,6 +2,7 @@
 this folder."""
 
 from embershard.cache.rows.frozen_rows import FrozenRows
+from embershard.sharding.torchrec.accumulation import accumulating
 from embershard.sharding.torchrec.inspection import (
     cache_stats,
     cached_embeddings,
@@ -28,6 +29,7 @@ __all__ = [
     "FrozenRows",
     "StockEmbeddingBagCollectionSharder",
     "StockEmbeddingCollectionSharder",
+    "accumulating",
     "cache_stats",
     "cached_embeddings",
     "cancel_forward",

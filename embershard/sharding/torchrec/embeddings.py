@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -200,6 +200,7 @@ class CachedTableBatchedEmbeddings(HostTables):
     """
 
     ids: PoolIdMaps | None = None
+    _held: list[Ticket] | None = None  # of lookups that train together
 
     def __init__(
         self,
@@ -416,8 +417,25 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.cache.wait(ticket)
         output = self.slots(ticket.slots, offsets.long(), **arguments)
         self.cache.read_by_forward(ticket)
+        if self._held is not None:
+            self.cache.hold(ticket)
+            self._held.append(ticket)
+            return output
         _release_after_backward(self.cache, ticket, output, self.slots if has_zeros else None)
         return output
+
+    def hold(self) -> None:
+        """Keep the slots of all batches from now on: their rows train together, in `training_held`."""
+        self._held = []
+
+    def training_held(self) -> AbstractContextManager[None]:
+        """Return a context in which the rows of the batches that were held train."""
+        return self.cache.training(self._held or [])
+
+    def end_holding(self) -> list[Ticket]:
+        """Return the tickets that were held, and hold none from now on."""
+        held, self._held = self._held or [], None
+        return held
 
     def _read(self, ids: PoolIds, offsets: Tensor, arguments: dict[str, Any]) -> Tensor:
         if self.ids is None:

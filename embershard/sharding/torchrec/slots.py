@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -23,8 +23,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 
 from embershard.cache.rows import memory
+from embershard.sharding.torchrec.feature_keys import add_per_feature, feature_lengths
 from embershard.sharding.torchrec.table_arguments import FBGEMM_CACHE_ARGUMENTS
 from embershard.stages import is_stage
+
+if TYPE_CHECKING:
+    from embershard.sharding.torchrec.accumulation import HeldLookups
 
 # FBGEMM's names for tensors that it may keep per row.
 _PER_ROW_TENSORS = ("weights", "momentum1", "momentum2", "prev_iter", "row_counter")
@@ -43,6 +47,8 @@ class SlotTable(nn.Module):
         fused_params: further FBGEMM arguments, such as the optimizer and its settings; `check_table_arguments` has
             those that work.
     """
+
+    held: HeldLookups | None = None
 
     def __init__(
         self,
@@ -112,6 +118,13 @@ class SlotTable(nn.Module):
 
     @is_stage("lookup")
     def forward(self, slots: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
+        """Run FBGEMM's forward over `slots` int64 [N]; its backward trains the rows in them, at once or with those of
+        other lookups (`held`)."""
+        if self.held is not None and torch.is_grad_enabled():
+            return self.held.forward(slots, offsets, **arguments)
+        return self.look_up(slots, offsets, **arguments)
+
+    def look_up(self, slots: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
         """Run FBGEMM's forward over `slots` int64 [N]; its backward trains the rows in them."""
         weights = arguments.get("per_sample_weights")
         if weights is not None and not weights.requires_grad:  # FBGEMM would compute their gradients nevertheless
@@ -126,8 +139,14 @@ class SlotTable(nn.Module):
         num_bags = slots.numel() * len(self._table_of_feature)  # those of other features are empty
         offsets = torch.arange(num_bags + 1, device=slots.device).clamp_(max=slots.numel())
         with torch.enable_grad():
-            rows = self.tbe(indices=slots, offsets=offsets)[:, : self.dim]
+            rows = self(slots, offsets)[:, : self.dim]
         rows.backward(gradients.to(rows.dtype))
+
+    def rows_of(self, slots: Tensor, offsets: Tensor) -> Tensor:
+        """Return the weights [N, D] in slots as `forward` takes them."""
+        firsts = torch.tensor([first for first, _ in self._pinned_of_feature], device=slots.device)
+        places = add_per_feature(slots, firsts, feature_lengths(offsets, len(self._table_of_feature)))
+        return self.payload[0].detach()[places]
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -136,6 +155,9 @@ class SlotTable(nn.Module):
 
     def count_reading(self) -> None:
         """Count a forward that trains nothing: stock counts its forward passes, trained or not."""
+        if self.held is not None and torch.is_grad_enabled():
+            self.held.is_read = True  # of several batches that train together one counts
+            return
         if self.tbe.optimizer not in _UNCOUNTED_OPTIMIZERS:
             self.tbe.iter.add_(1)
             if self.tbe.iter_cpu.item():

@@ -145,6 +145,7 @@ def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
         ReplaySettings(policy, known, depths.prefetch),
         slot_map=config.cache.slot_map,
         mode_memory=config.sharding.mode_memory,
+        accumulate=config.train.accumulate,
     )
 
 

@@ -20,6 +20,7 @@ from embershard.metrics.predictions import Predicted
 from embershard.models.loss import label_losses, loss_of, present
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part, Training
+from embershard.training.steps import MicroBatches
 
 #: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
 MOST_SKIPPED_IN_A_ROW = 10
@@ -31,7 +32,7 @@ class _PendingLoss:
     `event`."""
 
     number: int
-    batch: Batch | None
+    batch: Batch | MicroBatches | None
     losses: torch.Tensor
     event: torch.cuda.Event | None
 
@@ -107,7 +108,7 @@ class LossMonitor:
         self,
         step: int,
         loss: torch.Tensor,
-        batch: Batch | None = None,
+        batch: Batch | MicroBatches | None = None,
         *,
         signal: int = 0,
         sums: torch.Tensor | None = None,
@@ -228,7 +229,7 @@ class Losses(Part):
             observe=lambda loss: run.stream.observe(loss),  # the stream that is open by then
         )
 
-    def add(self, loss: torch.Tensor, predicted: Predicted, batch: Batch) -> str:
+    def add(self, loss: torch.Tensor, predicted: Predicted, batch: Batch | MicroBatches) -> str:
         """Add a batch before its backward; return why it must be skipped, or nothing. Ranks learn here which of them
         must stop. Collective."""
         run, target = self.run, self.run.target
@@ -272,7 +273,7 @@ class KeptBatches:
         self._checkpoints, self._ranks = checkpoints, ranks
         self._last_step = self._repeats = self._num_files = 0
 
-    def keep(self, step: int, named_rank: int, batch: Batch | None, losses: list[float]) -> str:
+    def keep(self, step: int, named_rank: int, batch: Batch | MicroBatches | None, losses: list[float]) -> str:
         """Write this rank's batch of a step; None: its loss is finite. Collective, for the same steps on all ranks.
 
         A step is repeated with the next batch where one was skipped: its files are numbered.
@@ -282,13 +283,14 @@ class KeptBatches:
         """
         return self._ranks.all_gather_objects(self._keep(step, batch, losses))[named_rank]
 
-    def _keep(self, step: int, batch: Batch | None, losses: list[float]) -> str:
+    def _keep(self, step: int, batch: Batch | MicroBatches | None, losses: list[float]) -> str:
         self._repeats = self._repeats + 1 if step == self._last_step else 1
         self._last_step = step
         if batch is None or self._num_files >= MOST_FILES:
             return " Its batch was not kept."
         again = f"_batch_{self._repeats}" if self._repeats > 1 else ""
         path = self._checkpoints.parent / FOLDER / f"step_{step}{again}_rank_{self._ranks.rank}.pt"
+        batch = Batch.joined(batch.taken) if isinstance(batch, MicroBatches) else batch
         ids = batch.sparse_features.to(torch.device("cpu"))
         content = {
             "step": step,

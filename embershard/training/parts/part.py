@@ -116,13 +116,14 @@ class Training(ABC):
     def upcoming(self) -> Steps:
         """The steps that are left."""
         if self._upcoming is None:
-            depths, device = self.config.look_ahead, self.ranks.device
+            depths, pieces, device = self.config.look_ahead, self.config.train.accumulate, self.ranks.device
             pipeline = None
             if self.config.lookahead:
-                args = (self.model, self.optimizers.dense, device, depths.lookahead, depths.prefetch)
+                ahead, held = (pieces * depth for depth in (depths.lookahead, depths.prefetch))
+                args = (self.model, self.optimizers.dense, device, ahead, held)
                 pipeline = LookAheadPipeline(*args, features=features_of(self.model))
             left = None if self.total_steps is None else self.total_steps - self.steps
-            self._upcoming = Steps(self.stream, left, device, pipeline, self.input_failure)
+            self._upcoming = Steps(self.stream, left, device, pipeline, self.input_failure, pieces)
         return self._upcoming
 
     @property

@@ -181,11 +181,20 @@ class HotTables:
         for group, bags in zip(self._groups, batch, strict=True):
             pooled = group.rows(bags)
             if pooled.requires_grad:
-                pooled.register_hook(lambda _: self._up_to_date.clear())
+                pooled.register_hook(lambda _: self.note_trained())
             if len(self._groups) == 1 and list(group.places) == sorted(group.places):
                 return pooled
             pieces += zip(group.places, pooled.split(group.columns, dim=1), strict=True)
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])], dim=1)
+
+    @property
+    def copies(self) -> list[ReplicatedRows]:
+        """The rows, a group for each number of columns."""
+        return [group.rows for group in self._groups]
+
+    def note_trained(self) -> None:
+        """Note that rows train: the host tier's places of them are behind."""
+        self._up_to_date.clear()
 
     # -- the host tier
 
