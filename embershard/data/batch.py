@@ -98,7 +98,7 @@ class Batch(Pipelineable):
         features = KeyedJaggedTensor(
             keys,
             torch.cat([part.values() for part in parts]),
-            None if weights[0] is None else torch.cat(weights),
+            None if weights[0] is None else torch.cat(weights),  # type: ignore[arg-type]  # all or none
             torch.cat([part.lengths() for part in parts]),
         )
         of_samples = [each.weights for each in pieces]
@@ -107,7 +107,7 @@ class Batch(Pipelineable):
             features,
             torch.cat([each.labels for each in pieces]),
             pieces[0].is_hot,
-            None if of_samples[0] is None else torch.cat(of_samples),
+            None if of_samples[0] is None else torch.cat(of_samples),  # type: ignore[arg-type]
         )
 
     def pin_memory(self) -> Batch:

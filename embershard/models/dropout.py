@@ -40,4 +40,6 @@ def seed_masks(seed: int, step: int, rank: int, piece: int = 0) -> None:
     >>> torch.equal(first, torch.rand(2))
     True
     """
-    torch.manual_seed(int(np.random.SeedSequence((seed, step, rank, piece) if piece else (seed, step, rank)).generate_state(1)[0]))
+    torch.manual_seed(
+        int(np.random.SeedSequence((seed, step, rank, piece) if piece else (seed, step, rank)).generate_state(1)[0])
+    )

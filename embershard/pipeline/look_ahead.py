@@ -66,11 +66,13 @@ class LookAheadPipeline:
             as few as keep steps from waiting.
         features: gives each sharded module's input, by name, from a batch; None: the model is traced.
         max_known_bytes: memory for known batches; fewer are known, with a warning, where they would take more.
+        micro_batches: so many batches train together, each in a step of its own (`embershard.accumulating`). Tables of
+            ids need the number: ids of all of them get rows together.
         worker: plan and copy rows in a thread beside the training, or not. Default: on a CPU the faster of the two, as
             measured during the training; on a GPU not (there are streams).
 
     Raises:
-        ConfigError: not 1 <= P <= L.
+        ConfigError: not 1 <= P <= L, or fewer batches ahead than train together.
 
     With a sharded `model` (`examples/torchrec_dlrm.py` is a whole program):
 
@@ -95,10 +97,15 @@ class LookAheadPipeline:
         *,
         features: Features | None = None,
         max_known_bytes: int = MAX_KNOWN_BYTES,
+        micro_batches: int = 1,
         worker: bool | None = None,
     ) -> None:
         if not 1 <= prefetch <= lookahead:
             raise ConfigError(f"got lookahead={lookahead}, prefetch={prefetch}; needed 1 <= prefetch <= lookahead")
+        if not 1 <= micro_batches <= lookahead:
+            raise ConfigError(
+                f"got micro_batches={micro_batches}, lookahead={lookahead}; needed 1 <= micro_batches <= lookahead"
+            )
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._lookahead, self._prefetch, self._max_known_bytes = lookahead, prefetch, max_known_bytes
         self._known_together = known_together(lookahead)
@@ -107,6 +114,8 @@ class LookAheadPipeline:
         self._streams = Streams(self._device)
         self._exchange = IdExchange()
         self._pools = list(cached_embeddings(model))
+        for pool in self._pools:
+            pool.micro_batches = micro_batches
         is_tried = worker is None and self._device.type == "cpu"
         self._trial = WorkerTrial() if is_tried else None
         self._worker = CacheWorker(self._device) if worker or is_tried else None
@@ -114,7 +123,7 @@ class LookAheadPipeline:
         # Caches that are the same on all ranks must make the same plans, whichever rank is late.
         self._may_stop = self._depth.is_adaptive and not any(pool.host.is_shared for pool in self._pools)
         self._left = LeftSteps()
-        self._window = Window()
+        self._window, self.micro_batches = Window(micro_batches), micro_batches
         self._depths = Depths()
         self._num_begun = 0  # steps
         self._num_resident = 0
@@ -175,6 +184,8 @@ class LookAheadPipeline:
             self._worker.failure = None
         self._window.clear()
         _end_ahead(self._pools, self._token)
+        for pool in self._pools:
+            pool.micro_batches = 1
         self._intake.forget()
         self._is_full = self._is_in_debt = False
         self._inputs.remove()
@@ -263,7 +274,7 @@ class LookAheadPipeline:
         window = self._window
         is_due = window.num_unknown >= self._known_together or window.num_known <= self._prefetch + 1
         if torch.is_grad_enabled() and (is_due or self._intake.is_over):
-            window.know()
+            window.know(self._intake.is_over)
 
     def _begin(self, trains: bool, plans: bool) -> StagedBatch:
         """Hand out the inputs of the step's batch, the window's first."""
@@ -411,7 +422,7 @@ class LookAheadStats:
 
     def by_step(self, pieces: int) -> LookAheadStats:
         """Return the counts of a training whose steps have so many batches each."""
-        depths = {
+        depths: dict[str, Any] = {
             name: None if value is None else value / pieces if name.endswith("mean") else value // pieces
             for name in ("lookahead_min", "lookahead_mean", "prefetch_min", "prefetch_mean", "prefetch_depth")
             for value in [getattr(self, name)]

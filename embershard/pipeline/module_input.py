@@ -71,11 +71,15 @@ class ModuleInput:
         return self._groups
 
     @is_stage("know")
-    def know(self) -> None:
-        """Tell the caches when the batch's rows are used. What an interrupt cut off goes on."""
-        for number, (pool, features) in enumerate(self._pools):
-            if number not in self._known:
-                self._known[number] = pool.know(features)
+    def know(self, others: Sequence[ModuleInput] = ()) -> None:
+        """Tell the caches when the batch's rows are used; and those of the module's `others`, which train together with
+        it. What an interrupt cut off goes on."""
+        together = [self, *others]
+        for number, (pool, _) in enumerate(self._pools):
+            if any(number not in each._known for each in together):
+                known = pool.know_together([each._pools[number][1] for each in together])
+                for each, own in zip(together, known, strict=True):
+                    each._known[number] = own
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot the batch."""
@@ -156,7 +160,9 @@ class ModuleInput:
     def close(self) -> None:
         """End this input's life: release its pins, and take back what was announced and did not happen."""
         for ticket in self._tickets.values():
-            if not ticket.released and not ticket.held:  # a forward without a backward may hold it, too, and be kept for long
+            if (
+                not ticket.released and not ticket.held
+            ):  # a forward without a backward may hold it, too, and be kept for long
                 ticket.cancel()
         if any(known is not None for known in self._known.values()):
             for number, (pool, features) in enumerate(self._pools):

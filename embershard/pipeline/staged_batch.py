@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class StagedBatch:
         with streams.distributing(self.on_device):
             self.inputs = {forward.name: forward.start(self.on_device) for forward in forwards}
         self._is_sent = False
+        self.step = 0  # batches with one number train together
 
     @property
     def num_ids(self) -> int:
@@ -80,11 +81,13 @@ class StagedBatch:
             for part in self.inputs.values():
                 part.receive()
 
-    def know(self) -> None:
-        """Tell the caches when its rows are used."""
-        with self._streams.preparing(self.inputs):
-            for part in self.inputs.values():
-                part.know()
+    def know(self, others: Sequence[StagedBatch] = ()) -> None:
+        """Tell the caches when its rows are used, and those of others that train together with it."""
+        with ExitStack() as stack:
+            for staged in (self, *others):
+                stack.enter_context(self._streams.preparing(staged.inputs))
+            for name, part in self.inputs.items():
+                part.know([staged.inputs[name] for staged in others])
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot it: it is to become known again."""
@@ -173,9 +176,13 @@ class Window:
 
     A batch enters at the right with :meth:`add` and leaves at the left with :meth:`take_first`. An exception in between
     loses no batch: a batch leaves a place only when it has arrived in the next.
+
+    Args:
+        micro_batches: so many batches train together, and become known together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, micro_batches: int = 1) -> None:
+        self._micro_batches, self._num_added = micro_batches, 0
         self._batches: deque[StagedBatch] = deque()
         self._unknown: deque[StagedBatch] = deque()  # the newest of those
         self._arriving: deque[StagedBatch] = deque()
@@ -218,6 +225,8 @@ class Window:
 
     def add(self, staged: StagedBatch) -> None:
         """Add a batch that all ranks have agreed on."""
+        staged.step = self._num_added // self._micro_batches
+        self._num_added += 1
         self._arriving.append(staged)
 
     def send(self) -> None:
@@ -234,13 +243,17 @@ class Window:
         if not torch.is_grad_enabled():  # else it is about to become known, and larger
             self._weigh(staged)
 
-    def know(self) -> None:
-        """Tell the caches about every batch that they do not know yet."""
+    def know(self, is_over: bool = False) -> None:
+        """Tell the caches about every batch that they do not know yet, once all of its step are here or none comes."""
         while self._unknown:
-            staged = self._unknown[0]
-            staged.know()
-            self._unknown.popleft()
-            self._weigh(staged)
+            first, *others = itertools.takewhile(lambda each: each.step == self._unknown[0].step, self._unknown)
+            is_whole = self._num_added - len(self._arriving) >= (first.step + 1) * self._micro_batches
+            if not is_whole and (self._arriving or not is_over):
+                return
+            first.know(others)
+            for staged in (first, *others):
+                self._unknown.popleft()
+                self._weigh(staged)
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot all batches: they become known again, in their order."""
@@ -267,6 +280,7 @@ class Window:
             staged.close()
         for batches in (self._batches, self._unknown, self._arriving, self._bytes):
             batches.clear()
+        self._num_added = 0
         self.known_bytes = 0
 
     def _weigh(self, staged: StagedBatch) -> None:

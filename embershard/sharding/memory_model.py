@@ -211,8 +211,9 @@ def step_bytes(
     and what is left free: "reserve".
 
     `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in
-    training: sent, received, and their gradients (with gradient accumulation at most as many, as those wait). Batches are kept for the window, which `MAX_KNOWN_BYTES` limits;
-    where distinct rows are exchanged, so is the place of each id among the distinct ones.
+    training: sent, received, and their gradients (with gradient accumulation at most as many, as those wait). Batches
+    are kept for the window, which `MAX_KNOWN_BYTES` limits; where distinct rows are exchanged, so is the place of each
+    id among the distinct ones.
     """
     batch = shape.batch_size
     of_batch = own_batch_bytes(model, shape, lookups_per_sample)

@@ -149,8 +149,8 @@ class TrainConfig:
             )
         if each < self.accumulate:
             raise ConfigError(
-                f"train.accumulate: got {self.accumulate}, needed at most the {each} samples of a rank's batch, so that "
-                "each piece has one."
+                f"train.accumulate: got {self.accumulate}, needed at most the {each} samples of a rank's batch, so "
+                "that each piece has one."
             )
         return each
 

@@ -38,7 +38,7 @@ from embershard.training.reports import EvalReport, Report, SaveReport, SkippedB
 from embershard.training.steps import MicroBatches, open_stream
 
 
-class _Skipped(Exception):
+class _SkippedError(Exception):
     """A batch trains nothing; why."""
 
 
@@ -155,9 +155,8 @@ class Trainer(Training):
         with divided_once(self.config, self.plan):
             self.optimizers.begin_step(self.steps)
             try:
-                train = self._train_pieces if isinstance(batch, MicroBatches) else self._train_batch
-                predicted = train(batch)  # type: ignore[operator]
-            except _Skipped as skipped:
+                predicted = self._train_batch(batch) if isinstance(batch, Batch) else self._train_pieces(batch)
+            except _SkippedError as skipped:
                 cancel_forward(self.model)
                 self.optimizers.set_num_steps(self.steps)
                 return SkippedBatchReport(self.steps, str(skipped))
@@ -171,7 +170,7 @@ class Trainer(Training):
     def _train_batch(self, batch: Batch) -> Predicted:
         loss, predicted = self._forward(batch)
         if problem := self.losses.add(loss, predicted, batch):
-            raise _Skipped(problem)
+            raise _SkippedError(problem)
         with stage("backward"):
             loss.backward()  # trains the embedding rows too
         return predicted
@@ -189,7 +188,7 @@ class Trainer(Training):
                 predictions.append(predicted.detached())
             whole = Predicted.joined(predictions)
             if problem := self.losses.add(torch.stack(losses).sum(), whole, pieces):
-                raise _Skipped(problem)  # within: then nothing trains
+                raise _SkippedError(problem)  # within: then nothing trains
         return whole
 
     def _forward(self, batch: Batch, piece: int = 0) -> tuple[Tensor, Predicted]:

@@ -88,6 +88,8 @@ def test_an_interrupted_update_trains_nothing(one_rank: RankPool, at: str) -> No
 
 
 def test_an_interrupt_of_the_update_itself_leaves_the_rows_refused(one_rank: RankPool) -> None:
-    ((_, is_pinned, (message,)),) = one_rank.run(accumulation.interrupted, Case(exchange="pooled", dims=(16, 16, 8, 8)), "end")
+    ((_, is_pinned, (message,)),) = one_rank.run(
+        accumulation.interrupted, Case(exchange="pooled", dims=(16, 16, 8, 8)), "end"
+    )
     assert not is_pinned
     assert "training several batches at once did not end" in message

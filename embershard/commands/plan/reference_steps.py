@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from embershard.cache import CacheGrowthWarning
-from embershard.data import BatchStream, open_source, schema_of
+from embershard.data import Batch, BatchStream, open_source, schema_of
 from embershard.distributed import Ranks, process_group
 from embershard.launch.screen import silence_libraries
 from embershard.models import table_name
@@ -123,6 +123,7 @@ class _Timed:
         for _ in range(steps):
             began = time.perf_counter()
             with self._trainer.upcoming.next() as batch:
+                assert isinstance(batch, Batch), "no accumulation"
                 self._trainer.step(batch)
             seconds.append(time.perf_counter() - began)
             features = batch.sparse_features

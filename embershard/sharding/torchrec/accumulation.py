@@ -55,10 +55,12 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     end is collective, as the backwards are. After an exception nothing has trained, and dense gradients are None.
 
     Raises:
-        ConfigError: a table whose lookups cannot be held: of ids without a bound, or of an unknown kernel.
-        CacheError: lookups ran that nobody held, so that their rows were trained batch by batch.
+        ConfigError: a table whose lookups cannot be held: of an unknown kernel, or of ids whose batches do not become
+            known together.
+        CacheError: lookups ran that nobody held, so that their rows were trained batch by batch; or an update has
+            another number of batches than get rows together.
     """
-    group = _Group(model)
+    group = _HeldTables(model)
     with group.held():
         yield
 
@@ -282,15 +284,17 @@ def _parameters(wrapped: DistributedDataParallel) -> list[nn.Parameter]:
     return [each for name, each in wrapped.module.named_parameters() if each.requires_grad and name not in ignored]
 
 
-class _Group:
+class _HeldTables:
     """All tables of a model on this rank, in the order of its modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._pools = list(cached_embeddings(model))
-        if with_ids := [table for pool in self._pools if pool.ids is not None for table in pool.cache.tables]:
+        self._with_ids = [pool for pool in self._pools if pool.ids is not None]
+        if alone := [table for pool in self._with_ids if pool.micro_batches == 1 for table in pool.cache.tables]:
             raise ConfigError(
-                f"gradient accumulation with tables of ids without a bound, {', '.join(with_ids[:5])}: each batch would "
-                "count and place its ids by itself. Use larger batches, or another mapping for these tables"
+                f"gradient accumulation with tables of ids, {', '.join(alone[:5])}, whose ids get rows batch by batch. "
+                "Train with LookAheadPipeline(..., micro_batches=K) for updates of K batches (look_ahead.lookahead of "
+                "at least 1 with train.accumulate), so that those of all of them get rows together"
             )
         self._slots: list[SlotTable] = []
         self._stock: list[SplitTableBatchedEmbeddingBagsCodegen] = []
@@ -377,6 +381,13 @@ class _Group:
                 f"gradient accumulation held none of {self._num_run} lookups: their rows were trained batch by batch. "
                 "Something has replaced the tables' forward; call accumulating(model) after that"
             )
+        for pool in self._with_ids:
+            if pool.num_held not in (0, pool.micro_batches):
+                raise CacheError(
+                    f"{pool.cache.name}: {pool.num_held} batches in one update, and the ids of "
+                    f"{pool.micro_batches} got rows together. Make the pipeline with as many micro_batches as an "
+                    "update has"
+                )
 
     def _train(self, tables: Sequence[HeldLookups]) -> None:
         with ExitStack() as stack:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -201,6 +201,8 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     ids: PoolIdMaps | None = None
     _held: list[Ticket] | None = None  # of lookups that train together
+    micro_batches = 1  # a pipeline makes so many known together
+    _held_zeros = False  # some of them have ids whose embedding is zero
 
     def __init__(
         self,
@@ -297,9 +299,15 @@ class CachedTableBatchedEmbeddings(HostTables):
     def know(self, features: KeyedJaggedTensor) -> Known:
         """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`."""
         if self.ids is not None:
-            ids = PoolIds.of(features)
-            return self.ids.know(ids.indices, self.feature_keys.lengths(ids))
+            return self.know_together([features])[0]
         return self.cache.know(*self.feature_keys.of(PoolIds.of(features))) if self.cache.next_use_index else None
+
+    def know_together(self, batches: Sequence[KeyedJaggedTensor]) -> list[Known]:
+        """Announce batches that train together: what `know` returns of each. Their ids get rows as those of one."""
+        if self.ids is None:
+            return [self.know(features) for features in batches]
+        found = [PoolIds.of(features) for features in batches]
+        return list(self.ids.know(*((ids.indices, self.feature_keys.lengths(ids)) for ids in found)))
 
     def prefetch_if_it_fits(self, features: KeyedJaggedTensor, known: Known, critical_path: bool) -> Ticket | None:
         """Make a batch resident; return the ticket to :meth:`hand` before its forward, None if it does not fit beside
@@ -420,6 +428,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         if self._held is not None:
             self.cache.hold(ticket)
             self._held.append(ticket)
+            self._held_zeros = self._held_zeros or has_zeros
             return output
         _release_after_backward(self.cache, ticket, output, self.slots if has_zeros else None)
         return output
@@ -428,13 +437,22 @@ class CachedTableBatchedEmbeddings(HostTables):
         """Keep the slots of all batches from now on: their rows train together, in `training_held`."""
         self._held = []
 
-    def training_held(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def training_held(self) -> Iterator[None]:
         """Return a context in which the rows of the batches that were held train."""
-        return self.cache.training(self._held or [])
+        with self.cache.training(self._held or []):
+            yield
+            if self._held_zeros:
+                self.slots.clear_zeros()
+
+    @property
+    def num_held(self) -> int:
+        """Batches that are held."""
+        return len(self._held or ())
 
     def end_holding(self) -> list[Ticket]:
         """Return the tickets that were held, and hold none from now on."""
-        held, self._held = self._held or [], None
+        held, self._held, self._held_zeros = self._held or [], None, False
         return held
 
     def _read(self, ids: PoolIds, offsets: Tensor, arguments: dict[str, Any]) -> Tensor:

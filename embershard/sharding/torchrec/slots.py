@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -27,9 +27,6 @@ from embershard.sharding.torchrec.feature_keys import add_per_feature, feature_l
 from embershard.sharding.torchrec.table_arguments import FBGEMM_CACHE_ARGUMENTS
 from embershard.stages import is_stage
 
-if TYPE_CHECKING:
-    from embershard.sharding.torchrec.accumulation import HeldLookups
-
 # FBGEMM's names for tensors that it may keep per row.
 _PER_ROW_TENSORS = ("weights", "momentum1", "momentum2", "prev_iter", "row_counter")
 # FBGEMM returns from these optimizers' forward before it counts the iteration.
@@ -48,7 +45,7 @@ class SlotTable(nn.Module):
             those that work.
     """
 
-    held: HeldLookups | None = None
+    held: Any = None  # `HeldLookups`, inside of `accumulating`
 
     def __init__(
         self,

@@ -121,7 +121,7 @@ class Training(ABC):
             if self.config.lookahead:
                 ahead, held = (pieces * depth for depth in (depths.lookahead, depths.prefetch))
                 args = (self.model, self.optimizers.dense, device, ahead, held)
-                pipeline = LookAheadPipeline(*args, features=features_of(self.model))
+                pipeline = LookAheadPipeline(*args, features=features_of(self.model), micro_batches=pieces)
             left = None if self.total_steps is None else self.total_steps - self.steps
             self._upcoming = Steps(self.stream, left, device, pipeline, self.input_failure, pieces)
         return self._upcoming

@@ -144,7 +144,7 @@ def test_a_pool_mixes_raw_ids_and_no_others() -> None:
     for are_raw in (True, False):
         maps, _ = make_maps(quarantine=4, are_raw=are_raw)
         batch = torch.from_numpy(numbers if are_raw else mixed(numbers)), torch.tensor([4])
-        ticket = maps.prepare(*batch, True, maps.know(*batch), False)
+        ticket = maps.prepare(*batch, True, maps.know(batch)[0], False)
         assert ticket is not None
         maps.begin(ticket)
         found.append((maps.find(*batch).tolist(), maps.maps[0].owners(np.arange(1, 4)).tolist()))
@@ -170,7 +170,7 @@ def test_a_row_is_not_given_away_before_the_batch_that_took_it_has_begun() -> No
     """A pipeline waits; TorchRec's prefetch, which cannot, gets an error that names the setting."""
     maps, _ = make_maps(quarantine=1)
     batches = [ids(1, 2), ids(3, 4), ids(5, 6), ids(7, 8), ids(9, 10)]
-    known = [maps.know(*batch) for batch in batches]
+    known = [maps.know(batch)[0] for batch in batches]
     assert [each.evicted_in for each in known][-1] > 1
     late = next(number for number, each in enumerate(known) if each.evicted_in > 1)
     tickets = [maps.prepare(*batches[n], True, known[n], True) for n in range(1)]
@@ -198,7 +198,7 @@ def test_a_batch_that_was_taken_back_cannot_train() -> None:
 def test_rows_of_a_batch_that_is_passed_over_begin_anew() -> None:
     """Known, and only evaluated: the next batch finds its ids in rows with their own weights."""
     maps, cache = make_maps(quarantine=4, look_ahead=True)
-    passed = maps.know(*ids(1, 2))
+    passed = maps.know(ids(1, 2))[0]
     assert passed.births is not None
     maps.skip(passed)
     ticket = maps.prepare(*ids(2), True, None, False)

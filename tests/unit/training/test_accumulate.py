@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +23,10 @@ from embershard.distributed import Ranks, process_group
 from embershard.errors import CheckpointError, ConfigError
 from embershard.known_bounds import bounds_of, note_bounds
 from embershard.pipeline.config import LookAheadConfig
+from embershard.settings.decoding import decode
+from embershard.sharding.torchrec import cached_embeddings
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.feature_keys import PoolIds
 from embershard.training.config import TrainConfig
 from embershard.training.reports import Report, SkippedBatchReport, TrainReport
 from tests.unit.training.test_trainer import make_config
@@ -42,13 +49,16 @@ def test_pieces_have_the_samples_in_order(
     found = batch.pieces(pieces)
     assert len(found) == max(1, min(pieces, samples))
     sizes = [piece.num_samples for piece in found]
-    assert sum(sizes) == samples and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) == samples
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
     joined = Batch.joined(found)
     for name in ("dense_features", "labels", "weights"):
         one, other = getattr(batch, name), getattr(joined, name)
-        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+        assert (one is None and other is None) or torch.equal(one, other)
     ours, theirs = batch.sparse_features, joined.sparse_features
-    assert torch.equal(ours.values(), theirs.values()) and torch.equal(ours.lengths(), theirs.lengths())
+    assert torch.equal(ours.values(), theirs.values())
+    assert torch.equal(ours.lengths(), theirs.lengths())
     if is_weighted:
         assert torch.equal(ours.weights(), theirs.weights())
     assert all(bounds_of(piece.sparse_features) == bounds_of(ours) != {} for piece in found)
@@ -117,6 +127,80 @@ def test_dense_gradients_of_a_step_agree_to_12_digits(one_rank: Ranks) -> None:
         torch.testing.assert_close(gradients[1][name], values, rtol=1e-12, atol=1e-15)
 
 
+def _with_ids(folder: Path, accumulate: int, lookahead: int = 4) -> RunConfig:
+    """Tables of ids in fewer rows than there are ids, so that some are evicted."""
+    samples, generator = folder / "samples.parquet", np.random.default_rng(7)
+    columns = {
+        name: (generator.random(900) ** 2 * most).astype(np.int64) for name, most in (("user", 400), ("item", 300))
+    }
+    columns["price"] = generator.random(900).astype(np.float32)
+    columns["click"] = (generator.random(900) < 0.3).astype(np.int64)
+    pq.write_table(pa.table(columns), samples)
+    rules = {"admit_after": 2, "ttl_steps": 8}
+    config = decode(
+        RunConfig,
+        {
+            "data": {
+                "kind": "table",
+                "path": str(samples),
+                "num_workers": 0,
+                "table": {
+                    "label": "click",
+                    "features": {
+                        "price": {"kind": "dense"},
+                        "user": {"kind": "sparse", "mapping": "ids", "num_rows": 192},
+                        "item": {"kind": "sparse", "mapping": "ids", "num_rows": 192},
+                    },
+                },
+            },
+            "ids": {"*": rules},
+            "model": {
+                "arch": "dlrm",
+                "embedding_dim": 4,
+                "dense_arch_layer_sizes": [4],
+                "over_arch_layer_sizes": [4, 1],
+            },
+            "cache": {"ratio": 0.6},
+            "look_ahead": {"lookahead": lookahead, "prefetch": 1},
+            "train": {"batch_size": 24, "max_steps": 30, "log_every": 10, "accumulate": accumulate},
+        },
+    )
+    return config
+
+
+def _maps(config: RunConfig, ranks: Ranks) -> tuple[dict[str, Tensor], int]:
+    """The ids, their uses and candidates behind a run, and how many were evicted."""
+    trainer = Trainer(config, ranks)
+    list(trainer.train())
+    maps = [each for pool in cached_embeddings(trainer.model) if pool.ids for each in pool.ids.maps]
+    found = {f"{each.table}.{name}": torch.from_numpy(v.copy()) for each in maps for name, v in each.tensors().items()}
+    trainer.close()
+    return found, sum(each.counts.evicted for each in maps)
+
+
+def test_ids_of_all_pieces_get_rows_together(one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, evicted = _maps(_with_ids(tmp_path, 1), one_rank)
+    assert evicted > 20
+    for pieces in (3, 5):
+        found, _ = _maps(_with_ids(tmp_path, pieces), one_rank)
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], values) for name, values in whole.items())
+    monkeypatch.setattr(CachedTableBatchedEmbeddings, "know_together", _one_by_one)
+    alone, _ = _maps(_with_ids(tmp_path, 3), one_rank)
+    assert any(not torch.equal(alone[name], values) for name, values in whole.items())
+
+
+def _one_by_one(self: CachedTableBatchedEmbeddings, batches: list[KeyedJaggedTensor]) -> list[Any]:
+    assert self.ids is not None
+    found = [PoolIds.of(features) for features in batches]
+    return [self.ids.know((ids.indices, self.feature_keys.lengths(ids)))[0] for ids in found]
+
+
+def test_ids_need_batches_that_become_known_together(one_rank: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"micro_batches=K.*look_ahead.lookahead of at least 1"):
+        _maps(_with_ids(tmp_path, 3, lookahead=0), one_rank)
+
+
 def test_batches_are_skipped_as_a_whole(one_rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of one piece of one step is not finite: nothing of it trains, and the next batch takes its place."""
     forward, calls = Trainer._forward, iter(range(10**6))
@@ -128,7 +212,8 @@ def test_batches_are_skipped_as_a_whole(one_rank: Ranks, monkeypatch: pytest.Mon
     monkeypatch.setattr(Trainer, "_forward", broken)
     reports, dense = _train(_config(3, on_non_finite="skip"), one_rank)
     skipped = [report for report in reports if isinstance(report, SkippedBatchReport)]
-    assert len(skipped) == 1 and "is nan" in skipped[0].reason
+    assert len(skipped) == 1
+    assert "is nan" in skipped[0].reason
     assert len(_losses(reports)) == 6
     assert all(bool(torch.isfinite(each).all()) for each in dense.values())
 

@@ -44,6 +44,8 @@ class KnownIds:
         known: the batch in the index of next uses, if there is one; None once it is prepared.
         has_begun: its births were given to the cache.
         ticket: number of the cache's batch that it was last prepared as.
+        step: the first one of the batches that were resolved together, for one update; None: itself.
+        others: of that one, the others.
     """
 
     keys: Tensor
@@ -56,6 +58,8 @@ class KnownIds:
     known: KnownBatch | None = None
     has_begun: bool = False
     ticket: int = -1
+    step: KnownIds | None = None
+    others: tuple[KnownIds, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +96,8 @@ class PoolIdMaps:
         self._maps, self._guard = list(maps), IdGuard(cache.name)  # all maps are at the same batch
         self._offsets, self._cache, self._are_raw = list(row_offsets), cache, are_raw
         self._features = np.bincount(table_of_feature, minlength=len(self._maps)).tolist()
-        self._ahead: deque[KnownIds] = deque()
+        self._ahead: deque[KnownIds] = deque()  # the first one of each step
+        self._begun: KnownIds | None = None  # of the step in training
         self._has_zeros = any(ids_map.config.unadmitted == "zero" for ids_map in self._maps)
         self._generation = 0
         self._lock = threading.RLock()  # a worker prepares batches while the next one's forward begins
@@ -122,36 +127,48 @@ class PoolIdMaps:
         self._guard.check()
         return self._maps
 
-    def know(self, ids: Tensor, lengths: Tensor) -> KnownIds:
-        """Resolve a batch that trains after all batches resolved so far.
+    def know(self, *batches: tuple[Tensor, Tensor]) -> list[KnownIds]:
+        """Resolve a batch that trains after all batches resolved so far; or several that train together.
 
         Args:
-            ids: [N].
-            lengths: int64 [F], ids per feature.
+            batches: ids [N], and int64 [F], ids per feature.
         """
         with self._lock:
             with self._guard.change("resolving the ids of a batch"):
-                known = self._resolve(ids, lengths)
+                found = self._resolve(batches)
             if self._cache.next_use_index is not None:
-                known.known = self._cache.know(*known.rows())
-            return known
+                for known in found:
+                    known.known = self._cache.know(*known.rows())
+            return found
 
-    def _resolve(self, ids: Tensor, lengths: Tensor) -> KnownIds:
-        words, keys, born = self._mixed(ids), np.empty(ids.numel(), np.int64), list[tuple[np.ndarray, np.ndarray]]()
+    def _resolve(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[KnownIds]:
+        words = [self._mixed(ids) for ids, _ in batches]
+        keys, born = [np.empty(len(each), np.int64) for each in words], list[tuple[np.ndarray, np.ndarray]]()
         evicted_in = log_bytes = 0
-        for ids_map, offset, start, stop in self._parts(lengths):
-            found = ids_map.resolve(words[start:stop])
-            keys[start:stop] = self._keys(found.rows, ids_map, offset)
+        for of_batches in zip(*(self._parts(lengths) for _, lengths in batches), strict=True):
+            (ids_map, offset, *_), places = of_batches[0], [slice(start, stop) for _, _, start, stop in of_batches]
+            own = [each[place] for each, place in zip(words, places, strict=True)]
+            found = ids_map.resolve(own[0] if len(own) == 1 else np.concatenate(own))
+            of_table, first = self._keys(found.rows, ids_map, offset), 0
+            for each, place in zip(keys, places, strict=True):
+                size = place.stop - place.start
+                each[place], first = of_table[first : first + size], first + size
             if len(found.born):
                 born.append((found.born + offset, found.ids))
             evicted_in, log_bytes = max(evicted_in, found.evicted_in), log_bytes + found.log_bytes
         births = Births(*(torch.from_numpy(np.concatenate(part)) for part in zip(*born, strict=True))) if born else None
-        is_row = None
-        if self._has_zeros and bool((keys < 0).any()):
-            is_row = torch.from_numpy(keys >= 0)
-        known = KnownIds(torch.from_numpy(keys), lengths, births, evicted_in, self._generation, log_bytes, is_row)
-        self._ahead.append(known)
-        return known
+        step, *others = (
+            KnownIds(torch.from_numpy(own), lengths, None, 0, self._generation, 0, self._is_row(own))
+            for own, (_, lengths) in zip(keys, batches, strict=True)
+        )
+        step.births, step.evicted_in, step.log_bytes, step.others = births, evicted_in, log_bytes, tuple(others)
+        for other in others:
+            other.step = step
+        self._ahead.append(step)
+        return [step, *others]
+
+    def _is_row(self, keys: np.ndarray) -> Tensor | None:
+        return torch.from_numpy(keys >= 0) if self._has_zeros and bool((keys < 0).any()) else None
 
     def _mixed(self, ids: Tensor) -> np.ndarray:
         return mixed(ids.numpy()) if self._are_raw else ids.numpy()
@@ -192,12 +209,13 @@ class PoolIdMaps:
         """
         with self._lock:
             if known is None or known.generation != self._generation:
-                known = self.know(ids, lengths)
+                (known,) = self.know((ids, lengths))
+            step = known.step or known
             due = []  # batches up to this one whose births are not in the cache
             for batch in self._ahead:
                 if not batch.has_begun:
                     due.append(batch)
-                if batch is known:
+                if batch is step:
                     break
             evicted_in = max((batch.evicted_in for batch in due), default=0)
             if evicted_in > self._maps[0].committed:
@@ -211,14 +229,14 @@ class PoolIdMaps:
                     )
                 self._commit(evicted_in)  # those before this batch that did not train are over
         for batch in due:
-            if batch is not known and batch.births is not None:
+            if batch is not step and batch.births is not None:
                 self._cache.begin_anew(batch.births)
-            batch.has_begun = batch is not known
-        births = None if known.has_begun else known.births
+            batch.has_begun = batch is not step
+        births = None if step.has_begun else step.births
         ticket = self._cache.prepare(*known.rows(), critical_path, known.known, if_it_fits, births)
         if ticket is None:
             return None
-        known.has_begun, known.known, known.ticket = True, None, ticket.batch
+        step.has_begun, known.known, known.ticket = True, None, ticket.batch
         if known.is_row is not None:
             slots = torch.zeros(known.keys.numel(), dtype=ticket.slots.dtype)
             slots[known.is_row] = ticket.slots
@@ -235,10 +253,16 @@ class PoolIdMaps:
         """Note that a prepared batch begins to train: the state is now the one behind it. Return True if ids of it have
         zeros."""
         with self._lock:
-            for number, known in enumerate(self._ahead, self._maps[0].committed + 1):
-                if known.ticket == ticket.batch:
-                    self._commit(number)
-                    return known.is_row is not None
+            if self._begun is not None and self._begun.generation == self._generation:
+                for known in self._begun.others:
+                    if known.ticket == ticket.batch:
+                        return known.is_row is not None
+            for number, step in enumerate(self._ahead, self._maps[0].committed + 1):
+                for known in (step, *step.others):
+                    if known.ticket == ticket.batch:
+                        self._begun = step
+                        self._commit(number)
+                        return known.is_row is not None
         raise CacheError(
             f"{self._cache.name}: the ids of this batch were taken back since it was prepared (another pipeline took "
             "over, or a state was loaded), or a later batch has trained. Forward batches in the order in which they "
