@@ -135,6 +135,7 @@ def config_of(case: Case, samples: Path, folder: Path, device: str) -> RunConfig
         train=TrainConfig(
             batch_size=BATCH,
             max_steps=STEPS,
+            accumulate=case.turn(1, 1, 1, 2),
             log_every=STEPS,
             device=device,
             init="counter" if case.mode == "planned" else case.turn("counter", "torchrec"),
