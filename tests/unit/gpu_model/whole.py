@@ -22,7 +22,7 @@ from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.rows import choose_transfer
 from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.distributed import Ranks
-from embershard.sharding.torchrec import slots
+from embershard.sharding.torchrec import accumulation, slots
 from tests.unit.cache.torch_operations import torch_planning
 from tests.unit.gpu_model.collectives import mirrored_ranks
 from tests.unit.gpu_model.device import CUDA, Gpu
@@ -36,6 +36,8 @@ class _Alike(DistributedDataParallel):
     def __init__(self, module: nn.Module, **settings: Any) -> None:
         nn.Module.__init__(self)
         self.module = module
+        self.parameters_to_ignore: set[str] = set()
+        self.process_group = settings.get("process_group")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -63,6 +65,7 @@ def modelled_ranks(num_ranks: int = 1) -> Iterator[tuple[Gpu, Ranks]]:
         for owner, name, stand_in in (
             (slots, "SplitTableBatchedEmbeddingBagsCodegen", ModelledTables),
             (batched_embedding_kernel, "SplitTableBatchedEmbeddingBagsCodegen", ModelledTables),
+            (accumulation, "SplitTableBatchedEmbeddingBagsCodegen", ModelledTables),
             (batched_embedding_kernel, "TableBatchedEmbeddingSlice", slice_of),
             (model_parallel, "DistributedDataParallel", _Alike),
             (choose_transfer, "lock_for", _lock_at_once),
