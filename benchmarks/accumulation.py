@@ -38,8 +38,11 @@ def main() -> None:
     for pieces in options.pieces:
         own = json.dumps({**settings, "pieces": pieces})
         command = [sys.executable, "-m", "benchmarks.accumulation", "--one", own]
-        found[str(pieces)] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1])
-    report({"benchmark": "accumulation", "settings": settings, "machine": machine(), "pieces": found}, options.output)
+        found[str(pieces)] = json.loads(
+            subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1]
+        )
+    result = {"benchmark": "accumulation", "settings": settings, "machine": machine(), "pieces": found}
+    report(result, options.output)
 
 
 def measure(settings: dict[str, Any]) -> dict[str, float]:

@@ -257,8 +257,7 @@ class RowCache:
 
     @contextmanager
     def training(self, tickets: Sequence[Ticket]) -> Iterator[None]:
-        """Update, in the body, the rows of batches that were held. An exception in it leaves the pool refused: some of
-        the rows may have trained."""
+        """Update, in the body, rows of batches that were held. An exception in it leaves the pool refused."""
         with self._lock, self._guard.change("training several batches at once"):
             for ticket in tickets:
                 self.begin_update(ticket)
