@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from embershard.commands import ckpt, cli
-from embershard.distributed import Ranks, process_group, save_checkpoint
+from embershard.distributed import Ranks, save_checkpoint
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import ConfigError, InvalidCheckpointError
 from tests.unit.distributed.checkpoints import flip_bit
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 @pytest.fixture

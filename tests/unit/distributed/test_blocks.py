@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -10,15 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from embershard.distributed import Ranks, TensorBlocks, process_group, save_checkpoint
+from embershard.distributed import Ranks, TensorBlocks, save_checkpoint
 from embershard.distributed.checkpoint import blocks
 from embershard.distributed.checkpoint.metadata import read_metadata
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 class _Frozen:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.distributed import Manifest, Ranks, process_group, verify_checkpoint
+from embershard.distributed import Manifest, Ranks, verify_checkpoint
 from embershard.distributed.checkpoint import manifest as manifests
 from embershard.distributed.checkpoint.digests import BlockDigests, file_entry
 from embershard.errors import InvalidCheckpointError
@@ -21,12 +20,6 @@ from tests.covering import matrix
 from tests.unit.distributed.checkpoints import DAMAGES, flip_bit, make_manifest_right, save
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "scalars.json")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

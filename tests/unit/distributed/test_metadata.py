@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from embershard.distributed import Ranks, load_tensors, process_group, save_checkpoint, verify_checkpoint
+from embershard.distributed import load_tensors, save_checkpoint, verify_checkpoint
 from embershard.distributed.checkpoint.metadata import read_metadata
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from tests.unit.distributed.checkpoints import make_manifest_right, save
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 class RunsCode:

@@ -21,7 +21,6 @@ from embershard.distributed import (
     check_disk,
     complete_checkpoints,
     load_tensors,
-    process_group,
     prune,
     save_checkpoint,
     set_aside,
@@ -32,12 +31,6 @@ from embershard.distributed.checkpoint.best import BEST, BestEvaluation
 from embershard.errors import CheckpointError, ConfigError, FailedSaveError
 from embershard.launch.run_dir import lock_run_dir
 from tests.unit.distributed import checkpoints
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 @pytest.fixture

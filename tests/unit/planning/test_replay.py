@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from embershard.commands.plan.inputs import replay_settings
 from embershard.commands.profile.data_pass import PassOptions, profile_data
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import CheckpointConfig, Ranks, process_group
+from embershard.distributed import CheckpointConfig
 from embershard.frequency import FrequencyProfile, SampledTrace
 from embershard.frequency.config import ProfileConfig
 from embershard.frequency.downsampling import downsampled
@@ -46,12 +45,6 @@ POLICIES = {
     "frequency": ReplaySettings(CachePolicy("frequency", by_next_use=False, warmup=True), 0, profile_samples=None),
     "static": ReplaySettings(CachePolicy("frequency", False, warmup=True, is_static=True), 0, profile_samples=None),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

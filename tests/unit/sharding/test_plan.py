@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, CachedEmbeddingCollectionSharder
 from embershard.commands.cli import main
-from embershard.distributed import Ranks, process_group
+from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
@@ -378,12 +378,6 @@ def test_a_plan_gives_the_size_so_the_settings_must_not():
     for size in ({"ratio": 0.1}, {"device_bytes": 10**6}):
         with pytest.raises(ConfigError, match="has no effect with a plan, which gives every cache its slots"):
             CachedEmbeddingBagCollectionSharder(CacheConfig(**size), plan=small_plan())
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with process_group("cpu") as found:
-        yield found
 
 
 def test_replicated_tables_need_one_optimizer_without_a_cache(ranks: Ranks, tmp_path):

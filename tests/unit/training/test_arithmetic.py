@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from embershard.cache import CacheConfig
 from embershard.commands.verify import VerifyJob
 from embershard.data import Batch, DataConfig, Schema, open_source
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import Ranks, Supervision, process_group
+from embershard.distributed import Ranks, Supervision
 from embershard.errors import CheckpointError, ConfigError, SetupError
 from embershard.launch.rank import do
 from embershard.models import ModelConfig, build_model
@@ -44,12 +43,6 @@ from tests.unit.training.order_of_sums import Refused
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DETERMINISTIC = TrainConfig(deterministic=True)
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def make_config(**changes: Any) -> RunConfig:

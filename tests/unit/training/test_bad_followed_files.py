@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from embershard.data.sources.followed import FollowedSource
 from embershard.data.sources.table.source import TableSource
-from embershard.distributed import CheckpointConfig, Ranks, process_group
+from embershard.distributed import CheckpointConfig, Ranks
 from embershard.errors import DataError
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
@@ -35,12 +34,6 @@ IN_CELLS = {
     "csv: a cell too many",
     "parquet: an id without a row",
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 @pytest.fixture(autouse=True)

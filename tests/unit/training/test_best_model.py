@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig, Target
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
+from embershard.distributed import CheckpointConfig, complete_checkpoints
 from embershard.distributed.checkpoint.best import BEST, BestEvaluation
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.metrics.figures import Judge
@@ -35,12 +35,6 @@ pytestmark = pytest.mark.slow  # whole training runs
 
 #: AUC by evaluation: the best is the third; ties and what is undefined are no better.
 SCRIPT = (0.6, None, 0.8, 0.8, 0.7, float("nan"), 0.75, 0.9, 0.1)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def make_config(train: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None) -> RunConfig:

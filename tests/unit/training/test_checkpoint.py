@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from embershard.distributed import (
-    Ranks,
     complete_checkpoints,
     load_tensors,
     process_group,
@@ -19,12 +16,6 @@ from embershard.distributed import (
 from embershard.errors import CheckpointError, ConfigError, EmbershardError, NotFiniteError, SetupError
 from embershard.training.parts.loss_monitor import LossMonitor
 from tests.unit.distributed.checkpoints import save
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def test_saved_is_loaded_and_old_ones_go(tmp_path, ranks):

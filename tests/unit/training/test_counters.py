@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, cache_stats, plan_sharding
-from embershard.distributed import Ranks, process_group
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.parts.counts import CacheReader
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 class Model(nn.Module):

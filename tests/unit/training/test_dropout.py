@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from embershard.distributed import Ranks, process_group
 from embershard.training.config import RunConfig
 from embershard.training.trainer import Trainer
 from tests.unit.training.poisoned import Feed, config_of, losses, run, state_of
 
 pytestmark = pytest.mark.slow  # whole training runs
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def dropping(cache: str, dropout: float = 0.25) -> RunConfig:

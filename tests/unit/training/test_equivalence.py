@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from embershard.cache.rows.copies import RowCopies
 from embershard.commands.verify import lines
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import Ranks, process_group
+from embershard.distributed import Ranks
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
@@ -34,12 +33,6 @@ from tests.unit.sharding.plans import make_plan
 pytestmark = pytest.mark.slow  # whole training runs
 
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def make_config(lookahead: int, **train: Any) -> RunConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import pytest
 
 from embershard.cache import CacheConfig
 from embershard.data.sources.followed import FollowedSource
-from embershard.distributed import CheckpointConfig, Ranks, process_group
+from embershard.distributed import CheckpointConfig, Ranks
 from embershard.distributed.supervision import BEATS
 from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.frequency.config import ProfileConfig
@@ -30,12 +29,6 @@ from tests.ranks.time_order import GLOBAL_BATCH, Trained, write_clicks
 pytestmark = pytest.mark.slow
 OF_FILE = 200 // GLOBAL_BATCH  # steps
 MOST_WAITS = 20_000
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from embershard.data import CriteoConfig, DataConfig, StreamState, open_source
 from embershard.data.config import SyntheticConfig
 from embershard.data.order.segments import READ_AHEAD, PackedState
-from embershard.distributed import CheckpointConfig, Ranks, process_group
+from embershard.distributed import CheckpointConfig
 from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
@@ -39,12 +38,6 @@ from tests.unit.training.test_trainer import losses, make_config, run
 pytestmark = pytest.mark.slow  # whole training runs
 
 HOT_BYTES = 20_000
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def hot_config(**changes: Any) -> RunConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from embershard.data import Target
-from embershard.distributed import Ranks, process_group
+from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import NotFiniteError
 from embershard.reports.record import RunRecord, make_result
@@ -31,12 +30,6 @@ from embershard.training.trainer import Trainer
 from tests.unit.training.poisoned import CACHES, Feed, config_of, losses, run, state_of
 
 pytestmark = pytest.mark.slow  # whole training runs
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def test_reported_losses_do_not_depend_on_how_a_batch_is_divided():

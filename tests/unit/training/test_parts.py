@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from embershard.distributed import CheckpointConfig, PublishConfig, Ranks, process_group
+from embershard.distributed import CheckpointConfig, PublishConfig, Ranks
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import TrainConfig
 from embershard.training.parts.part import Part
@@ -23,12 +23,6 @@ from tests.unit.distributed.test_blocks import stock_loaded
 from tests.unit.training.test_trainer import losses, make_config
 
 pytestmark = pytest.mark.slow  # whole training runs
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def config_of(**train: Any) -> Any:

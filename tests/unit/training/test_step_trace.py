@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard import stages
-from embershard.distributed import Ranks, process_group
+from embershard.distributed import Ranks
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.parts.step_trace import Span, StepTrace, mean_stages
 from embershard.training.reports import TrainReport
@@ -23,12 +22,6 @@ from tests.unit.training.test_trainer import make_config
 pytestmark = pytest.mark.slow  # whole training runs
 
 STAGES = {"input", "id exchange", "know", "plan", "fills", "lookup", "forward", "backward", "optimizer"}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def train(ranks: Ranks, *traced: Any) -> tuple[list[float], str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from embershard.cache import CacheConfig
 from embershard.commands.train.run import train_run
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import CheckpointConfig, Ranks, Supervision, complete_checkpoints, process_group
+from embershard.distributed import CheckpointConfig, Ranks, Supervision, complete_checkpoints
 from embershard.launch.stop_signals import stop_training_on_signals
 from embershard.models import ModelConfig
 from embershard.training.checkpoint.run_state import PreparedSave
@@ -22,12 +21,6 @@ from embershard.training.reports import EvalReport, Report, SaveReport, StopRepo
 from embershard.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def config(train: TrainConfig | None = None, checkpoint: CheckpointConfig | None = None) -> RunConfig:

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig, open_source
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group, rng_state
+from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, rng_state
 from embershard.errors import CheckpointError, FailedSaveError, InvalidCheckpointError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
@@ -33,12 +33,6 @@ from tests.covering import covering, matrix
 from tests.unit.distributed.checkpoints import make_manifest_right
 
 pytestmark = pytest.mark.slow  # whole training runs
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def make_config(**changes: Any) -> RunConfig:

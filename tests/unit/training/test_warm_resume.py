@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig
 from embershard.data.config import SyntheticConfig
-from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
+from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
 from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.checkpoint import run_state
@@ -24,12 +23,6 @@ from tests.unit.training.test_trainer import make_config
 pytestmark = pytest.mark.slow  # whole training runs
 
 BEFORE, AFTER = 150, 100
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def config(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +14,13 @@ from unittest import mock
 import pytest
 import torch
 
-from embershard.distributed import CheckpointConfig, Ranks, TensorBlocks, process_group
+from embershard.distributed import CheckpointConfig, Ranks, TensorBlocks
 from embershard.errors import FailedSaveError
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.parts.saves import Saves
 from embershard.training.reports import FailedSaveReport, SaveReport
 
 Prepared = list[weakref.ref[TensorBlocks]]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def preparing(folder: Path, step: int, made: Prepared | None = None) -> Callable[[int], PreparedSave]:

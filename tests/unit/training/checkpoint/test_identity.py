@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import pytest
 from embershard.cache import CacheConfig
 from embershard.data import CriteoConfig, DataConfig
 from embershard.data.sources.input_file import FileIdentity
-from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, process_group
+from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
 from embershard.errors import CheckpointError, ConfigError
 from embershard.models import ModelConfig
 from embershard.models.config import FACTORIZED
@@ -44,12 +44,6 @@ from tests.unit.training.test_trainer import losses, make_config
 pytestmark = pytest.mark.slow
 
 NUM_LINES = 300
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def write_clicks(path: Path, first: int = 0, num_lines: int = NUM_LINES) -> None:

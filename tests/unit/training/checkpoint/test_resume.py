@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from embershard.distributed import CheckpointConfig, Ranks, process_group
+from embershard.distributed import CheckpointConfig, Ranks
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.training.checkpoint.resume import Resumed, resume_run
 from embershard.training.reports import TrainReport
@@ -21,12 +21,6 @@ from tests.unit.training.test_trainer import losses, make_config
 pytestmark = pytest.mark.slow  # whole training runs
 
 CONFIG = make_config(checkpoint=CheckpointConfig(every_steps=6, at_end=False, keep_last=3))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

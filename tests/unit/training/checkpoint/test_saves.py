@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +21,6 @@ from embershard.distributed import (
     Ranks,
     TensorBlocks,
     complete_checkpoints,
-    process_group,
     save_checkpoint,
 )
 from embershard.errors import CacheError, CheckpointError, ConfigError, FailedSaveError
@@ -51,12 +49,6 @@ CASES = {
     "mapped": {"cache": {"host": "mmap"}},
     "all_rows_on_the_device": {"cache": {"enabled": False}},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu") as found:
-        yield found
 
 
 def config_of(tmp_path: Path, asynchronous: bool | None = None, **changes: Any) -> Any:
