@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embershard.cache import CacheConfig
-from embershard.data import DataConfig, open_source
-from embershard.data.config import SyntheticConfig
+from embershard.data import open_source
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
 from embershard.errors import EmbershardError
-from embershard.models import ModelConfig, table_name
+from embershard.models import table_name
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.sharding_types import ROWS_TYPES
@@ -30,6 +29,7 @@ from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimi
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
+from tests.small_runs import small_data, small_model
 from tests.unit.sharding.plans import make_plan, ranks_for
 
 DIM = 8
@@ -38,8 +38,8 @@ DIM = 8
 def make_config(plan: Path | None, **changes: Any) -> RunConfig:
     """A small run over 26 tables with SGD everywhere, so that every kernel is allowed."""
     parts: dict[str, Any] = {
-        "data": DataConfig(synthetic=SyntheticConfig(num_samples=1200, scale=0.0001), num_workers=0),
-        "model": ModelConfig(embedding_dim=DIM, dense_arch_layer_sizes=(8, DIM), over_arch_layer_sizes=(8, 1)),
+        "data": small_data(1200),
+        "model": small_model(DIM),
         "embedding_optimizer": EmbeddingOptimizerConfig(kind="sgd", lr=0.1),
         "dense_optimizer": DenseOptimizerConfig(kind="sgd", lr=0.1),
         "train": TrainConfig(batch_size=20, log_every=1, max_steps=12, device="cpu"),

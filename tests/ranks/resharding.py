@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from embershard.cache import CacheConfig
 from embershard.data import DataConfig, ParquetConfig
 from embershard.distributed import CheckpointConfig
-from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import TablePlacement, pools_of
@@ -25,6 +24,7 @@ from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here
+from tests.small_runs import small_model
 from tests.unit.sharding.plans import make_plan, ranks_for
 
 ROWS = {"user": 301, "item": 250, "shop": 97, "day": 31}
@@ -97,7 +97,7 @@ def make_config(layout: Layout, folder: Path, world_size: int, ranks_per_node: i
             num_workers=0,
             parquet=ParquetConfig(dense=("age",), sparse=tuple(ROWS), num_rows=tuple(ROWS.values()), id_mapping="none"),
         ),
-        model=ModelConfig(embedding_dim=DIM, dense_arch_layer_sizes=(8, DIM), over_arch_layer_sizes=(8, 1)),
+        model=small_model(DIM),
         cache=cache,
         look_ahead=LookAheadConfig(layout.lookahead, 1),
         sharding=sharding,

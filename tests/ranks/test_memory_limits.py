@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
 
 from embershard.commands.plan.inputs import budget, make_workload
 from embershard.commands.profile.data_pass import PartReader, PassOptions, profile_data
@@ -21,12 +25,86 @@ from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import PlanRequest
 from embershard.settings.decoding import decode
+from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import Plan, RankPrediction
+from embershard.sharding.torchrec import cache_stats
+from embershard.sharding.torchrec.compat import lookups_of
+from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.config import RunConfig
+from embershard.training.trainer import Trainer
 from tests.covering import keep, matrix
-from tests.ranks import memory_limits
-from tests.ranks.memory_limits import Taken
+from tests.ranks.planned import here
 from tests.ranks.workers import RankPool
+
+STEPS = 14
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Bytes of tensors that a rank holds behind its last step, with what its caches did.
+
+    Attributes:
+        tables: rows and optimizer states of slots and of tables without a cache.
+        maps: of the caches, and what they keep per slot.
+        dense: parameters, gradients and optimizer states of the dense layers.
+        known: most ids of known batches.
+    """
+
+    tables: int
+    maps: int
+    dense: int
+    known: int
+    evictions: int
+    growths: int
+
+
+def taken(config: RunConfig, plan: Path) -> Taken:
+    """Train some steps by a plan; return what this rank took."""
+    trainer = Trainer(dataclasses.replace(config, sharding=ShardingConfig(plan=str(plan))), here())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # growth is what is counted
+        for _ in range(STEPS):
+            with trainer.upcoming.next() as batch:
+                trainer.step(batch)
+    look_ahead = trainer.upcoming.stats()
+    state = trainer.optimizers.dense.state_dict()["state"]
+    dense = trainer.optimizers.dense_parameters.values()
+    stats = cache_stats(trainer.model)
+    found = Taken(
+        tables=_bytes(_rows(trainer.model)),
+        maps=sum(pool.cache.state.device_bytes for pool in cached_embeddings(trainer.model)),
+        dense=_bytes([*dense, *(each.grad for each in dense if each.grad is not None), *_tensors(state)]),
+        known=0 if look_ahead is None else look_ahead.max_known_bytes,
+        evictions=sum(table.evictions for table in stats),
+        growths=sum(table.overflow_growths for table in stats),
+    )
+    trainer.close()
+    return found
+
+
+def _rows(model: nn.Module) -> Iterator[Tensor]:
+    """Yield FBGEMM's tensors of rows and states: of caches their slots, of other tables all rows."""
+    for module in model.modules():
+        for lookup in lookups_of(module):
+            for table in lookup.modules():
+                if isinstance(table, SplitTableBatchedEmbeddingBagsCodegen):
+                    named = [*table.named_parameters(recurse=False), *table.named_buffers(recurse=False)]
+                    yield from (each for name, each in named if name.endswith(("_dev", "_host", "_uvm")))
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the memory behind these tensors, each once."""
+    storages = [each.untyped_storage() for each in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
 
 pytestmark = pytest.mark.ranks
 
@@ -97,17 +175,17 @@ def smallest(request: PlanRequest) -> int:
     return int(told[1])
 
 
-def check(predicted: RankPrediction, taken: Taken, limit: int) -> None:
+def check(predicted: RankPrediction, found: Taken, limit: int) -> None:
     """What a CPU can count is as predicted; with the rest as predicted, it fits."""
     parts: Mapping[str, int] = predicted.device_bytes
     countable = parts["slots"] + parts["maps"] + parts["device_tables"] + parts["dense"]
-    counted = taken.tables + taken.maps + taken.dense
-    print(f"predicted {countable:,} taken {counted:,}, in all {predicted.total_device_bytes:,} of {limit:,}; {taken}")
+    counted = found.tables + found.maps + found.dense
+    print(f"predicted {countable:,} found {counted:,}, in all {predicted.total_device_bytes:,} of {limit:,}; {found}")
     assert counted == pytest.approx(countable, rel=CLOSE)
-    assert taken.dense == pytest.approx(parts["dense"], rel=CLOSE)
-    assert taken.known <= parts["input_buffers"]
+    assert found.dense == pytest.approx(parts["dense"], rel=CLOSE)
+    assert found.known <= parts["input_buffers"]
     assert predicted.total_device_bytes <= limit
-    assert taken.growths == 0
+    assert found.growths == 0
 
 
 @pytest.mark.parametrize(
@@ -125,12 +203,12 @@ def test_a_plan_at_its_limit_trains_within_it(
         plan: Plan = make_plan(with_memory(asked, limit))
         plan.save(tmp_path / f"{limit}.json")
         assert plan.prediction is not None
-        found = pool.run(memory_limits.taken, config, tmp_path / f"{limit}.json")
-        for predicted, taken in zip(plan.prediction.ranks, found, strict=True):
-            check(predicted, taken, limit)
+        found = pool.run(taken, config, tmp_path / f"{limit}.json")
+        for predicted, of_rank in zip(plan.prediction.ranks, found, strict=True):
+            check(predicted, of_rank, limit)
         if limit == least:
             assert plan.prediction.most_device_bytes >= 0.95 * limit
-            assert sum(taken.evictions for taken in found) > 100
+            assert sum(of_rank.evictions for of_rank in found) > 100
 
 
 @pytest.mark.slow

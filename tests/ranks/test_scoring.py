@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from embershard.data import open_source
-from embershard.distributed import CheckpointConfig
+from embershard.commands.score import ScoreJob
+from embershard.data import Target, open_source
+from embershard.distributed import CheckpointConfig, Supervision
 from embershard.metrics.config import MetricsConfig
+from embershard.metrics.evaluation import Evaluator
+from embershard.metrics.predictions import Predicted, PredictionBuffer
 from embershard.serving import serving_model
 from embershard.serving.write import ExportRequest, write_export
 from embershard.settings.decoding import flat
-from tests.ranks import scoring
-from tests.ranks.planned import make_config, mixed_plan
+from embershard.training.config import RunConfig
+from embershard.training.trained_run import Scorer, open_trained
+from embershard.training.trainer import Trainer
+from tests.ranks.planned import here, make_config, mixed_plan
 from tests.ranks.workers import RankPool
 from tests.unit.data.targets import target_config, write_targets
+from tests.unit.metrics.columns import Columns
+
+
+def train(config: RunConfig, checkpoints: Path) -> None:
+    """Train, and save at the end."""
+    trainer = Trainer(config, here(), checkpoints)
+    for _ in trainer.train():
+        pass
+    trainer.close()
+
+
+def judge_scores() -> dict[str, Any]:
+    """Return what made-up scores say, of which this rank has those of its batches of 16."""
+    ranks, generator = here(), torch.Generator().manual_seed(0)
+    outputs = torch.randn(357, 2, generator=generator).round(decimals=1)
+    labels, weights = (torch.rand(357, 2, generator=generator) < 0.3).float(), torch.rand(357, generator=generator)
+    target = Target(("click", "buy"), weight="weight")
+    buffer = PredictionBuffer(target)
+    for start in range(0, 357, 16 * ranks.world_size):
+        own = slice(start + 16 * ranks.rank, start + 16 * (ranks.rank + 1))
+        buffer.add(Predicted(outputs[own], labels[own], weights[own]))
+    source: Any = Columns(user=[f"u{n % 23}" for n in range(357)], country=[f"c{n % 5}" for n in range(357)])
+    metrics = MetricsConfig(("auc", "ne", "gauc", "ndcg@3"), "user", ("country",))
+    return dataclasses.asdict(Evaluator(target, metrics, source, ranks).judge(buffer, source))
+
+
+def evaluate(config: RunConfig, checkpoints: Path) -> dict[str, Any]:
+    """Return the evaluation of the newest checkpoint."""
+    ranks = here()
+    trained = open_trained(config, checkpoints, ranks, "last")
+    found = Scorer(trained, open_source(config.data), ranks, Supervision()).evaluate()
+    return dataclasses.asdict(found)
+
+
+def score(config: RunConfig, checkpoints: Path, output: Path) -> None:
+    """Write the scores of the held-out samples."""
+    ScoreJob(config, None, False, checkpoints, None, output).run(here(), Supervision())
+
 
 pytestmark = pytest.mark.ranks
 _BATCH = 20
@@ -28,9 +73,9 @@ def test_any_number_of_ranks_scores_as_the_export_does(one_rank: RankPool, two_r
     mixed_plan(["row_wise", "column_wise", "table_wise"], 2, 2).save(tmp_path / "plan.json")
     config = make_config(tmp_path / "plan.json", checkpoint=CheckpointConfig(at_end=True))
     checkpoints = tmp_path / "run" / "checkpoints"
-    two_ranks.run(scoring.train, config, checkpoints)
+    two_ranks.run(train, config, checkpoints)
     for pool, name in ((one_rank, "one"), (two_ranks, "two")):
-        pool.run(scoring.score, config, checkpoints, tmp_path / name)
+        pool.run(score, config, checkpoints, tmp_path / name)
     one, two = (pq.read_table(tmp_path / name) for name in ("one", "two"))
     assert len(one) == 120
     assert one.equals(two), "the same batches of 20, one id per bag: the same bits"
@@ -58,15 +103,15 @@ def test_figures_are_the_same_on_any_number_of_ranks(
     """Of two labels, of users and of slices: of equal scores, the same bits; a model's scores are rounded otherwise on
     other ranks. 357 and 120 samples in batches of 16: some ranks have a short one at the end, or none."""
     pools = one_rank, two_ranks, four_ranks
-    (first,), *others = (pool.run(scoring.judge_scores) for pool in pools)
+    (first,), *others = (pool.run(judge_scores) for pool in pools)
     assert {"gauc/buy", "ndcg@3/buy"} <= first["quality"].keys()
     assert [each == first for pool in others for each in pool] == [True] * 6
 
     config = target_config(write_targets(tmp_path / "samples.parquet"), "several")
     metrics = MetricsConfig(("auc", "logloss", "gauc", "ndcg@2", "recall@2"), "user", ("item",), most_slices=3)
     config = replace(config, metrics=metrics, checkpoint=CheckpointConfig(at_end=True))
-    one_rank.run(scoring.train, config, tmp_path / "checkpoints")
-    (alone,), *others = (pool.run(scoring.evaluate, config, tmp_path / "checkpoints") for pool in pools)
+    one_rank.run(train, config, tmp_path / "checkpoints")
+    (alone,), *others = (pool.run(evaluate, config, tmp_path / "checkpoints") for pool in pools)
     assert len(alone["slices"]["item"]) == 4, "three values, and the others"
     wanted = {name: value for name, value in flat({**alone, "curves": {}}).items() if value is not None}
     assert len(wanted) > 40

@@ -3,16 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from embershard.distributed.sent_bytes import SentBytes
+from embershard.distributed.traffic import count_sent_bytes, counted_as_other, sent_bytes
 from embershard.planning.verify.compare import Pair
 from tests.covering import matrix
-from tests.ranks import predicted_traffic, traffic
-from tests.ranks.parity import Case
+from tests.ranks import predicted_traffic
+from tests.ranks.parity import Case, batches, build, train
 from tests.ranks.predicted_traffic import is_close, plan_of, sent_as_predicted
 from tests.ranks.workers import RankPool
+
+
+def of_a_step(case: Case, cached: bool) -> tuple[SentBytes, list[list[int]]]:
+    """What this rank sent in one step, and the ids of each of its features."""
+    count_sent_bytes()
+    count_sent_bytes()  # again: nothing is counted twice
+    model: Any = build(case, cached)
+    before = sent_bytes()
+    train(model, case, steps=1)
+    features, _ = next(batches(case, dist.get_rank()))
+    return sent_bytes() - before, [features[name].values().tolist() for name in case.features]
+
+
+def of_collectives() -> dict[str, SentBytes]:
+    """What this rank sent in one call of each collective, on 12 floats (48 bytes)."""
+    count_sent_bytes()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    full, part = torch.ones(12), torch.ones(12 // ranks)
+    parts = list(full.chunk(ranks))
+    keep = [torch.empty_like(full) for _ in range(ranks)]
+    calls = {
+        "all-to-all": lambda: dist.all_to_all_single(torch.empty(12), full),
+        "all-to-all of int32": lambda: dist.all_to_all_single(torch.empty(12).int(), full.int()),
+        "all-gather": lambda: dist.all_gather(keep, full),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, full),
+        "reduce-scatter of a list": lambda: dist.reduce_scatter(part, parts),
+        "all-reduce": lambda: dist.all_reduce(full),
+        "broadcast": lambda: dist.broadcast(full, src=0),
+        "gather": lambda: dist.gather(full, keep if rank == 0 else None, dst=0),
+        "scatter": lambda: dist.scatter(part, parts if rank == 0 else None, src=0),
+        "barrier": dist.barrier,
+    }
+    found = {}
+    for name, call in calls.items():
+        before = sent_bytes()
+        call()
+        found[name] = sent_bytes() - before
+    before = sent_bytes()
+    with counted_as_other():
+        calls["all-to-all of int32"]()
+    found["counted as other"] = sent_bytes() - before
+    return found
+
 
 pytestmark = pytest.mark.ranks
 
@@ -29,7 +76,7 @@ DENSE = (TABLES * DIM + 1) * FLOAT + 2 * 4
 @pytest.mark.parametrize("cached", [True, False])
 def test_table_wise(two_ranks: RankPool, cached: bool) -> None:
     """Ids of the other's two tables go there, pooled embeddings of one's own two and gradients of the other's."""
-    for rank, (sent, ids) in enumerate(two_ranks.run(traffic.of_a_step, CASE, cached)):
+    for rank, (sent, ids) in enumerate(two_ranks.run(of_a_step, CASE, cached)):
         away = [values for table, values in enumerate(ids) if table % 2 != rank]
         pooled = 2 * BATCH * DIM * FLOAT
         id_bytes = sum(map(len, away)) * ID + 2 * BATCH * LENGTH + SIZES
@@ -40,7 +87,7 @@ def test_table_wise(two_ranks: RankPool, cached: bool) -> None:
 def test_row_wise(two_ranks: RankPool, weighted: bool) -> None:
     """Ids of the other's half of every table go there; sums and gradients of all tables for the other's samples."""
     case = Case(rows=(ROWS,) * TABLES, batch_size=BATCH, sharding="row_wise", weighted=weighted)
-    for rank, (sent, ids) in enumerate(two_ranks.run(traffic.of_a_step, case, True)):
+    for rank, (sent, ids) in enumerate(two_ranks.run(of_a_step, case, True)):
         away = sum(row // (ROWS // 2) != rank for values in ids for row in values)
         pooled = TABLES * BATCH * DIM * FLOAT
         id_bytes = away * ID + TABLES * BATCH * LENGTH + SIZES + (8 if weighted else 0)
@@ -49,7 +96,7 @@ def test_row_wise(two_ranks: RankPool, weighted: bool) -> None:
 
 def test_each_collective(two_ranks: RankPool) -> None:
     """On 48 bytes and 2 ranks; the first rank is the root."""
-    first, second = two_ranks.run(traffic.of_collectives)
+    first, second = two_ranks.run(of_collectives)
     in_common = {
         "all-to-all": SentBytes(embeddings=24),
         "all-to-all of int32": SentBytes(ids=24),
@@ -66,7 +113,7 @@ def test_each_collective(two_ranks: RankPool) -> None:
 
 
 def test_one_rank_sends_nothing(one_rank: RankPool) -> None:
-    ((sent, _),) = one_rank.run(traffic.of_a_step, CASE, True)
+    ((sent, _),) = one_rank.run(of_a_step, CASE, True)
     assert sent == SentBytes()
 
 

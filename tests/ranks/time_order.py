@@ -16,13 +16,13 @@ from embershard.data import Batch, DataConfig
 from embershard.data.config import TableConfig, TableFeature
 from embershard.data.time_config import TimeConfig
 from embershard.distributed import CheckpointConfig
-from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig
 from embershard.training.reports import WindowReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here
+from tests.small_runs import small_model
 
 GLOBAL_BATCH, HOUR = 20, 3600
 #: Steps of checkpoints: at the second, windows are due; after the third, some samples of a window have trained.
@@ -69,7 +69,7 @@ def make_config(path: Path, lookahead: int, files: str = "in_turn") -> RunConfig
     time = TimeConfig("at", HOUR, files)  # type: ignore[arg-type]
     return RunConfig(
         data=DataConfig("table", str(path), table=table, time=time, num_workers=0, seed=4),
-        model=ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
+        model=small_model(),
         cache=CacheConfig(ratio=0.4),
         look_ahead=LookAheadConfig(lookahead, 1),
         embedding_optimizer=EmbeddingOptimizerConfig(lr=0.3),

@@ -7,11 +7,55 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, plan_sharding
 from embershard.distributed import process_group
-from tests.unit import doctest_names
+
+CPU = torch.device("cpu")
+
+
+class Clicks(nn.Module):
+    """One table of 1000 rows; returns losses and output, as train pipelines expect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(name="clicks", embedding_dim=8, num_embeddings=1000, feature_names=["click"])
+        self.tables = EmbeddingBagCollection([table], device=torch.device("meta"))
+        self.over = nn.Linear(8, 1)
+
+    def forward(self, batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        output = self.over(self.tables(batch).values()).squeeze(1)
+        return output.square().mean().unsqueeze(0), output
+
+
+def names() -> dict[str, Any]:
+    """``model``, which trained one batch of ids 7, 8 and 9, its ``optimizer``, and 8 batches in ``loader``. Needs a
+    process group of one rank."""
+    sharders: Any = [CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.1))]
+    model = Clicks()
+    plan = plan_sharding(model, sharders, world_size=1, local_world_size=1, device=CPU)
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    sharded = DistributedModelParallel(model, env=env, device=CPU, plan=plan, sharders=sharders)
+    loader = [
+        KeyedJaggedTensor(["click"], torch.arange(3) + 7 + step, lengths=torch.ones(3, dtype=torch.int64))
+        for step in range(8)
+    ]
+    losses, _ = sharded(loader[0])
+    losses.sum().backward()
+    optimizer = torch.optim.SGD(sharded.module.over.parameters(), lr=0.1)
+    return {"model": sharded, "optimizer": optimizer, "loader": loader}
+
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +86,7 @@ def test_the_examples_work(file: Path, tmp_path: Path, monkeypatch: pytest.Monke
     given = {}
     if "(model" in file.read_text(encoding="utf-8") and {"torchrec", "pipeline"} & set(file.parts):
         request.getfixturevalue("one_rank")
-        given = doctest_names.names()
+        given = names()
     tests = doctest.DocTestFinder().find(importlib.import_module(module_name(file)), extraglobs=given)
     assert sum(len(test.examples) for test in tests) == examples(file)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

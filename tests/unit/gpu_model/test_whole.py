@@ -7,34 +7,189 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import batched_embedding_kernel, model_parallel
 
+from embershard.cache.gpu import launch as kernel_launch
+from embershard.cache.rows import choose_transfer
+from embershard.cache.rows.uva_transfer import RowKernel
+from embershard.data import open_source
 from embershard.data.schema import Pooling, Task
-from embershard.distributed import Ranks
+from embershard.distributed import Ranks, Supervision
+from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
 from embershard.models.config import WITH_HISTORY
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import Kernel
+from embershard.sharding.torchrec import accumulation, slots
+from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.sharding.torchrec.modes.hot_tables import HotTables
+from embershard.training.config import RunConfig
+from embershard.training.reports import TrainReport
 from embershard.training.steps import Steps
+from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
 from tests.ranks import parity, rows_exchange
+from tests.ranks.parity import snapshot
+from tests.unit.cache.torch_operations import torch_planning
 from tests.unit.gpu_model.cases import STEPS, Case, cases, config_of, write_samples
 from tests.unit.gpu_model.collectives import mirrored_ranks
-from tests.unit.gpu_model.fbgemm import ModelledTables
-from tests.unit.gpu_model.lives import Life, live
-from tests.unit.gpu_model.whole import modelled_ranks
+from tests.unit.gpu_model.device import CUDA, Gpu
+from tests.unit.gpu_model.fbgemm import ModelledTables, slice_of
+from tests.unit.gpu_model.training import _copy_rows, compute_launch
+
+
+@dataclass
+class Life:
+    """`losses`: of the batches and labels; `rows`: weights and states in the end, rows that were published, and scores,
+    by name."""
+
+    losses: list[float]
+    rows: dict[str, Tensor]
+
+    def different(self, other: Life) -> list[str]:
+        """Names of what differs, by more than sums in another order do: on a CPU FBGEMM is told of small tables."""
+        mine, others = ({"losses": torch.tensor(life.losses), **life.rows} for life in (self, other))
+        common = sorted(mine.keys() & others.keys())
+        return sorted(mine.keys() ^ others.keys()) + [name for name in common if not _same(mine[name], others[name])]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    rtol = 1e-2 if one.dtype == torch.float16 else 1e-4
+    return torch.allclose(one.double(), other.double(), rtol=rtol, atol=rtol / 10, equal_nan=True)
+
+
+def live(config: RunConfig, ranks: Ranks, folder: Path, goes_on: bool) -> Life:
+    """Train, publish, evaluate and save; if it `goes_on`, resume from the checkpoint, and score by it. Of two ranks
+    only the first one is there, so their checkpoints would not be whole: they train and evaluate, and tell which rows
+    were touched."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _alone(config, ranks, folder, goes_on) if ranks.world_size == 1 else _first_of_two(config, ranks)
+
+
+def _alone(config: RunConfig, ranks: Ranks, folder: Path, goes_on: bool) -> Life:
+    checkpoints = folder / "checkpoints"
+    life = _train(Trainer(config, ranks, checkpoints, export=_export))
+    for _, path in published(folder / "published", "delta"):
+        for file, tensors in read_files(path, read_publication(path)).items():
+            life.rows.update({f"{path.name}/{file}/{name}": tensor for name, tensor in tensors.items()})
+    if not goes_on:
+        return life
+    longer = replace(config, train=replace(config.train, max_steps=(config.train.max_steps or 0) + 1))
+    trainer = Trainer(longer, ranks, checkpoints, export=_export)
+    trainer.resume(checkpoints / f"step_{config.train.max_steps}")
+    resumed = _train(trainer)
+    trained = open_trained(config, checkpoints, ranks, config.train.max_steps)
+    scorer = Scorer(trained, open_source(config.data), ranks, Supervision())
+    life.rows["scores"] = torch.cat([each.columns() for each in scorer.scores()])
+    life.rows.update({f"resumed/{name}": tensor for name, tensor in resumed.rows.items()})
+    return replace(life, losses=[*life.losses, *resumed.losses])
+
+
+def _first_of_two(config: RunConfig, ranks: Ranks) -> Life:
+    trainer = Trainer(config, ranks)
+    pools = list(cached_embeddings(trainer.model))
+    for pool in pools:
+        pool.forget_touched()
+    life = _train(trainer)
+    for number, pool in enumerate(pools):
+        for part in pool.take_touched():
+            name = f"touched/{number}/{part.table}/{part.first_column}"
+            life.rows.update({f"{name}/keys": part.keys, f"{name}/rows": part.rows})
+    return life
+
+
+def _train(trainer: Trainer) -> Life:
+    losses: list[float] = []
+    for report in trainer.train():
+        if isinstance(report, TrainReport):
+            losses += [report.loss, *(math.nan if each is None else each for each in report.label_losses.values())]
+    rows = snapshot(trainer.model)
+    trainer.close()
+    return Life(losses, rows)
+
+
+def _export(checkpoint: Path, dtype: str, folder: Path) -> None:
+    """In place of the base's programs, which are made of a checkpoint, on a CPU."""
+    folder.mkdir()
+    (folder / "base").touch()
+
+
+class _Alike(DistributedDataParallel):
+    """In place of DDP: its gradients are those of all ranks."""
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self.parameters_to_ignore: set[str] = set()
+        self.process_group = settings.get("process_group")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _lock_at_once(device: torch.device, tensors: Sequence[Tensor], before: Any = None) -> Any:
+    """In place of the thread that locks host rows."""
+    gpu = Gpu.active()
+    for tensor in tensors:
+        if tensor.numel():
+            gpu.watch_rows(tensor)
+        if before is not None:
+            before(tensor.data_ptr(), tensor.nbytes)
+        gpu.lock(tensor.untyped_storage().data_ptr())
+    return SimpleNamespace(is_done=True)
+
+
+@contextlib.contextmanager
+def modelled_ranks(num_ranks: int = 1) -> Iterator[tuple[Gpu, Ranks]]:
+    """A GPU, and the first of so many ranks on it."""
+    properties = SimpleNamespace(total_memory=80 << 30, major=9, minor=0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mirrored_ranks(num_ranks))
+        gpu = stack.enter_context(Gpu())
+        for owner, name, stand_in in (
+            (slots, "SplitTableBatchedEmbeddingBagsCodegen", ModelledTables),
+            (batched_embedding_kernel, "SplitTableBatchedEmbeddingBagsCodegen", ModelledTables),
+            (accumulation, "SplitTableBatchedEmbeddingBagsCodegen", ModelledTables),
+            (batched_embedding_kernel, "TableBatchedEmbeddingSlice", slice_of),
+            (model_parallel, "DistributedDataParallel", _Alike),
+            (choose_transfer, "lock_for", _lock_at_once),
+            (RowKernel, "_launch", _copy_rows),
+            (kernel_launch, "_run", compute_launch),
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "mem_get_info", lambda device=None: (80 << 30, 80 << 30)),
+            (torch.cuda, "get_device_properties", lambda device=None: properties),
+            (torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
+            (torch.cuda, "set_rng_state", lambda state, device=None: None),
+            (torch.cuda, "synchronize", lambda device=None: gpu.wait_for_stream("synchronize")),
+            (torch.cuda, "device", lambda device=None: contextlib.nullcontext()),
+            (Ranks, "with_own_group", lambda self: self),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.enter_context(torch_planning())
+        yield gpu, Ranks(0, num_ranks, 0, num_ranks, CUDA)
+
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,6 @@ from embershard.distributed import CheckpointConfig
 from embershard.frequency import FrequencyProfile, SampledTrace
 from embershard.frequency.config import ProfileConfig
 from embershard.frequency.downsampling import downsampled
-from embershard.models import ModelConfig
 from embershard.pipeline import look_ahead
 from embershard.pipeline.config import LookAheadConfig
 from embershard.pipeline.worker import PrefetchDepth
@@ -34,6 +33,7 @@ from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.trainer import Trainer
+from tests.small_runs import small_model
 from tests.unit.planning.traces import skewed, trace_of
 
 DATA = DataConfig(synthetic=SyntheticConfig(num_samples=600, scale=0.0001, bag_sizes=(2,)), num_workers=0)
@@ -59,7 +59,7 @@ def run_config(batch_size: int, **settings: Any) -> RunConfig:
     """Settings of the cache, the look-ahead and the profile, which have no name in common."""
     return RunConfig(
         data=DATA,
-        model=ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
+        model=small_model(),
         cache=CacheConfig(**{name: value for name, value in settings.items() if name not in LOOK_AHEAD + PROFILE}),
         look_ahead=LookAheadConfig(**{name: settings[name] for name in LOOK_AHEAD if name in settings}),
         profile=ProfileConfig(**{name: settings[name] for name in PROFILE if name in settings}),

@@ -15,14 +15,12 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache import CacheConfig
 from embershard.commands.verify import VerifyJob
-from embershard.data import Batch, DataConfig, Schema, open_source
-from embershard.data.config import SyntheticConfig
+from embershard.data import Batch, Schema, open_source
 from embershard.distributed import Ranks, Supervision
 from embershard.errors import CheckpointError, ConfigError, SetupError
 from embershard.launch.rank import do
-from embershard.models import ModelConfig, build_model
+from embershard.models import build_model
 from embershard.models.config import WITH_TOWERS, Arch
 from embershard.models.table_modules import collections_of
 from embershard.pipeline.config import LookAheadConfig
@@ -37,6 +35,7 @@ from embershard.training.reports import EvalReport, TrainReport
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
 from tests.covering import keep, matrix
+from tests.small_runs import small_data, small_run
 from tests.unit.models.test_tables import schema_of, settings_of
 from tests.unit.training.order_of_sums import Refused
 
@@ -46,14 +45,8 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def make_config(**changes: Any) -> RunConfig:
-    parts = {
-        "data": DataConfig(synthetic=SyntheticConfig(num_samples=600, scale=0.0001), num_workers=0, eval_fraction=0.2),
-        "model": ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
-        "cache": CacheConfig(ratio=0.3),
-        "look_ahead": LookAheadConfig(lookahead=3),
-        "train": TrainConfig(batch_size=50, max_steps=6),
-    }
-    return RunConfig(**{**parts, **changes})
+    train = {"train": TrainConfig(batch_size=50, max_steps=6), **changes}
+    return small_run(data=small_data(600, eval_fraction=0.2), look_ahead=LookAheadConfig(lookahead=3), **train)
 
 
 def now() -> tuple[bool, bool, bool, bool]:

@@ -14,13 +14,11 @@ import pytest
 import torch
 
 from embershard.cache import CacheConfig
-from embershard.data import DataConfig, Target
-from embershard.data.config import SyntheticConfig
+from embershard.data import Target
 from embershard.distributed import CheckpointConfig, complete_checkpoints
 from embershard.distributed.checkpoint.best import BEST, BestEvaluation
 from embershard.errors import ConfigError, InvalidCheckpointError
 from embershard.metrics.figures import Judge
-from embershard.models import ModelConfig
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.checkpoint.saved_run import EvaluationProgress
 from embershard.training.config import RunConfig, TrainConfig
@@ -29,6 +27,7 @@ from embershard.training.reports import EvalReport, Report, SaveReport, TrainRep
 from embershard.training.trained_run import open_trained
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
+from tests.small_runs import small_run
 from tests.unit.distributed.test_blocks import stock_loaded
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -38,9 +37,7 @@ SCRIPT = (0.6, None, 0.8, 0.8, 0.7, float("nan"), 0.75, 0.9, 0.1)
 
 
 def make_config(train: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None) -> RunConfig:
-    return RunConfig(
-        data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.0001), num_workers=0),
-        model=ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
+    return small_run(
         cache=CacheConfig(ratio=0.3, policy="lru"),
         train=TrainConfig(**{"batch_size": 100, "epochs": 2, "eval_every": 2, "log_every": 1, **(train or {})}),
         checkpoint=CheckpointConfig(**{"keep_best": True, "asynchronous": False, **(checkpoint or {})}),

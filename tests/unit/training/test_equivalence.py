@@ -13,11 +13,8 @@ from embershard.cache import CacheConfig
 from embershard.cache.planner import CachePlan
 from embershard.cache.rows.copies import RowCopies
 from embershard.commands.verify import lines
-from embershard.data import DataConfig
-from embershard.data.config import SyntheticConfig
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
-from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import TablePlacement
@@ -26,6 +23,7 @@ from embershard.training.equivalence import CachedRun, Difference, Equivalence, 
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig
 from embershard.training.trainer import Trainer
+from tests.small_runs import small_data, small_run
 from tests.unit.cache.faults import FAULTS
 from tests.unit.gpu_model.device import CUDA, Gpu
 from tests.unit.sharding.plans import make_plan
@@ -36,9 +34,8 @@ STEPS = 12
 
 
 def make_config(lookahead: int, **train: Any) -> RunConfig:
-    return RunConfig(
-        data=DataConfig(synthetic=SyntheticConfig(num_samples=4000, scale=0.0001), num_workers=0),
-        model=ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
+    return small_run(
+        data=small_data(4000),
         cache=CacheConfig(ratio=0.1),
         look_ahead=LookAheadConfig(lookahead=lookahead, prefetch=min(2, max(1, lookahead))),
         train=TrainConfig(batch_size=50, **train),

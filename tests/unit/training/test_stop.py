@@ -8,26 +8,20 @@ from typing import Any
 
 import pytest
 
-from embershard.cache import CacheConfig
 from embershard.commands.train.run import train_run
-from embershard.data import DataConfig
-from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, Supervision, complete_checkpoints
 from embershard.launch.stop_signals import stop_training_on_signals
-from embershard.models import ModelConfig
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.reports import EvalReport, Report, SaveReport, StopReport, TrainReport
 from embershard.training.trainer import Trainer
+from tests.small_runs import small_run
 
 pytestmark = pytest.mark.slow
 
 
 def config(train: TrainConfig | None = None, checkpoint: CheckpointConfig | None = None) -> RunConfig:
-    return RunConfig(
-        data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.0001), num_workers=0),
-        model=ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
-        cache=CacheConfig(ratio=0.3),
+    return small_run(
         train=train or TrainConfig(batch_size=100, log_every=1),
         checkpoint=checkpoint or CheckpointConfig(every_steps=100),
     )

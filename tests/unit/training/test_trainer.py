@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from embershard.cache import CacheConfig
-from embershard.data import DataConfig, open_source
-from embershard.data.config import SyntheticConfig
+from embershard.data import open_source
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, rng_state
 from embershard.errors import CheckpointError, FailedSaveError, InvalidCheckpointError
 from embershard.frequency import FrequencyProfile
@@ -30,6 +29,7 @@ from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimi
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
 from tests.covering import covering, matrix
+from tests.small_runs import small_data, small_model, small_run
 from tests.unit.distributed.checkpoints import make_manifest_right
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -37,14 +37,12 @@ pytestmark = pytest.mark.slow  # whole training runs
 
 def make_config(**changes: Any) -> RunConfig:
     parts = {
-        "data": DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.0001), num_workers=0),
-        "model": ModelConfig(embedding_dim=4, dense_arch_layer_sizes=(8, 4), over_arch_layer_sizes=(8, 1)),
         "cache": CacheConfig(ratio=0.3, policy="lru"),
         "schedule": ScheduleConfig(warmup_steps=5),
         "train": TrainConfig(batch_size=100, log_every=1, epochs=2),
         "checkpoint": CheckpointConfig(every_steps=6, at_end=False),
     }
-    return RunConfig(**{**parts, **changes})
+    return small_run(**{**parts, **changes})
 
 
 def run(config: RunConfig, ranks: Ranks, folder: Path | None, start: Path | None = None) -> list[Report]:
@@ -159,7 +157,7 @@ def _leave_out_embedding_optimizer(checkpoint: Path, tensors: dict[str, Any]) ->
 
 def test_other_tables_are_refused_by_name(ranks, tmp_path):
     run(make_config(), ranks, tmp_path)
-    other = make_config(data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.001), num_workers=0))
+    other = make_config(data=small_data(scale=0.001))
     trainer = Trainer(other, ranks, None)
     with pytest.raises(CheckpointError, match=r"feature '\w+' has \d+ rows x 4 in it, \d+ rows x 4 in this run"):
         trainer.resume(complete_checkpoints(tmp_path)[0])
@@ -249,7 +247,7 @@ def test_max_steps_ends_a_run_within_an_epoch(ranks):
 
 
 def test_nothing_held_out_is_nothing_evaluated(ranks):
-    data = DataConfig(synthetic=SyntheticConfig(num_samples=300, scale=0.0001), eval_fraction=0.0, num_workers=0)
+    data = small_data(300, eval_fraction=0.0)
     reports = run(make_config(data=data, train=TrainConfig(batch_size=100, log_every=10)), ranks, None)
     assert [type(report) for report in reports] == [TrainReport]
 
@@ -295,8 +293,8 @@ def test_the_expected_size_is_that_of_a_checkpoint(ranks, tmp_path, monkeypatch)
         "embershard.training.fit.machine_limits.check_disk", lambda folder, size, *_: asked.append(size)
     )
     big = make_config(
-        data=DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.01), num_workers=0),
-        model=ModelConfig(embedding_dim=16, dense_arch_layer_sizes=(8, 16), over_arch_layer_sizes=(8, 1)),
+        data=small_data(scale=0.01),
+        model=small_model(16),
         embedding_optimizer=EmbeddingOptimizerConfig(kind="adagrad"),
         train=TrainConfig(batch_size=100, max_steps=6, log_every=6),
     )

@@ -14,8 +14,6 @@ from torch.serialization import get_crc32_options
 
 from embershard.cache import CacheConfig
 from embershard.cache.rows.lazy_rows import LazyRows
-from embershard.data import DataConfig
-from embershard.data.config import SyntheticConfig
 from embershard.distributed import (
     CheckpointConfig,
     Ranks,
@@ -34,6 +32,7 @@ from embershard.training.parts.saves import BackgroundSave, Saves
 from embershard.training.reports import FailedSaveReport, SaveReport
 from embershard.training.trainer import Trainer
 from tests.covering import keep, matrix
+from tests.small_runs import small_data
 from tests.unit.distributed.test_blocks import stock_loaded
 from tests.unit.training.checkpoint.test_background_save import run_like
 from tests.unit.training.gated_saves import STEPS_LATE, Late, train
@@ -150,7 +149,7 @@ def test_only_saves_leave_torch_checksums_out(ranks, tmp_path):
 
 
 def test_a_save_makes_no_row_in_host_memory(ranks, tmp_path):
-    data = DataConfig(synthetic=SyntheticConfig(num_samples=1000, scale=0.003), num_workers=0)
+    data = small_data(scale=0.003)
     with mock.patch.object(LazyRows, "make_later", LazyRows.make):  # else a thread makes rows meanwhile
         trainer = Trainer(config_of(tmp_path, data=data), ranks, tmp_path)
         for report in trainer.train():
