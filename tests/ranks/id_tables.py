@@ -367,7 +367,10 @@ def outcome_of(stock: Stock, model: DistributedModelParallel, losses: list[float
             num_compared += len(here)
             if not torch.equal(rows[here], expected[kind, first][here]):
                 different.append(f"{kind} of {name}")
-    counts = counts_of(model)
+    counts = {
+        name: (counts.live, counts.admitted, counts.evicted, counts.refused)
+        for name, counts in id_counts(model).items()
+    }
     evicted = sum(table.evicted for table in stock.tables.values())
     return Outcome(
         different=different,
@@ -383,14 +386,6 @@ def outcome_of(stock: Stock, model: DistributedModelParallel, losses: list[float
         maps=maps,
         losses=losses,
     )
-
-
-def counts_of(model: DistributedModelParallel) -> dict[str, tuple[int, int, int, int]]:
-    """Live, admitted, evicted and refused ids of this rank's shards, by table."""
-    return {
-        name: (counts.live, counts.admitted, counts.evicted, counts.refused)
-        for name, counts in id_counts(model).items()
-    }
 
 
 @contextlib.contextmanager

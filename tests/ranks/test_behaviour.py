@@ -45,7 +45,7 @@ def load_full_state(case: Case) -> dict[str, Any]:
     a, b = build(case, cached=True), build(case, cached=True)
     train(a, case)
     train(b, case, seed=5)  # dirty rows of another history: none may survive the load
-    weights = {name: _clone(value) for name, value in a.state_dict().items()}
+    weights = {name: (value.clone() if isinstance(value, Tensor) else value) for name, value in a.state_dict().items()}
     b.load_state_dict(weights)
     b.fused_optimizer.load_state_dict(a.fused_optimizer.state_dict())
     loaded = differences(snapshot(a), snapshot(b))
@@ -95,10 +95,6 @@ def in_two_dimensions(arguments: dict[str, Any] | None, sequence: bool, weighs_p
         )
 
     return message_of(shard)
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def load_one_table(case: Case) -> dict[str, Any]:

@@ -146,13 +146,9 @@ def test_a_broken_plan_raises_on_every_rank_and_hangs_nobody(two_ranks: RankPool
 
 
 def test_a_planned_cache_may_still_grow(two_ranks: RankPool, plan: Plan, tmp_path: Path) -> None:
-    small = dataclasses.replace(plan, pools=tuple(_with_two_slots(pool) for pool in plan.pools))
+    small = dataclasses.replace(plan, pools=tuple(dataclasses.replace(pool, slots=2) for pool in plan.pools))
     path = saved(small, tmp_path / "p.json")
     outcomes = two_ranks.run(planned.grown, path)
     check_exact(outcomes, evictions=20)
     assert outcomes[0].cache["overflow_growths"] > 0
     assert built_pools(outcomes) != planned_pools(small)
-
-
-def _with_two_slots(pool: PoolPlacement) -> PoolPlacement:
-    return dataclasses.replace(pool, slots=2)

@@ -41,13 +41,8 @@ operations = st.lists(
 )
 
 
-def small_ring() -> mock._patch:
-    """The ring starts with 4 cells, so that it must grow, and use numbers start again after 64."""
-    return mock.patch.multiple(next_use_index, _LEAST_CHAIN=4, _WRAP=64)
-
-
 def run_with_small_ring(operations, **settings) -> Pool:
-    with small_ring():
+    with mock.patch.multiple(next_use_index, _LEAST_CHAIN=4, _WRAP=64):
         pool = Pool(policy=POLICY, **settings)
         pool.most_known_uses = 64
         run(pool, operations)

@@ -79,14 +79,9 @@ def on_shared_cores(seed: int) -> PlanRequest:
         world_size=world_size,
         exchange="auto" if seed % 7 == 0 else "pooled",
         cache=LFU,
-        rates=_rates(world_size),
+        rates=replace(load_topology("cpu").rates_for(world_size), step_overhead_seconds=0.0),
         types=(["table_wise"], None, ["table_wise", "column_wise"])[seed // 3 % 3],
     )
-
-
-def _rates(world_size: int) -> Rates:
-    """Of a CPU, without the overhead of a step, which hides what depends on the tables."""
-    return replace(load_topology("cpu").rates_for(world_size), step_overhead_seconds=0.0)
 
 
 def every_plan(request: PlanRequest) -> Iterator[float]:

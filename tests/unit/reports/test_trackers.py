@@ -326,15 +326,12 @@ def test_prometheus_reads_the_newest_numbers_on_this_machine_only(tmp_path):
     assert 'embershard_train_loss{name="train/loss",run="mine"} 0.05\n' in text
     assert 'embershard_step{name="step",run="mine"} 20.0\n' in text
     with pytest.raises(OSError):
-        socket.create_connection((socket.gethostname(), port), timeout=1).close() if is_elsewhere() else refuse()
+        socket.create_connection((socket.gethostname(), port), timeout=1).close() if (
+            not socket.gethostbyname(socket.gethostname()).startswith("127.")
+        ) else refuse()
     trackers.close()
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1)
-
-
-def is_elsewhere() -> bool:
-    """This machine's name is an address beside the loopback."""
-    return not socket.gethostbyname(socket.gethostname()).startswith("127.")
 
 
 def refuse() -> None:
