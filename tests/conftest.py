@@ -26,11 +26,7 @@ CRITEO_SAMPLE = Path("data", "criteo_1tb_day0_10k")
 
 # The same examples on every run, and no clock: a slow machine is not a bug.
 settings.register_profile(
-    "embershard",
-    derandomize=True,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    "embershard", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("without the matrix", settings.get_profile("embershard"), max_examples=40)
 settings.load_profile("embershard")

@@ -58,10 +58,7 @@ def _evicted_one_batch_early() -> Iterator[None]:
         time.sleep(0.02)
         return forward(self, *args)
 
-    with (
-        mock.patch.object(InFlight, "oldest", property(early)),
-        mock.patch.object(ModuleInput, "forward", late),
-    ):
+    with mock.patch.object(InFlight, "oldest", property(early)), mock.patch.object(ModuleInput, "forward", late):
         yield
 
 

@@ -325,10 +325,7 @@ def go_on(case: Case, model: DistributedModelParallel, first: int) -> list[float
 def _failing(loop: Any, model: DistributedModelParallel, data: Iterator[Batch], is_interrupt: bool) -> float:
     """A step that an exception or an interrupt ends after the forward: its loss."""
     found: Tensor | None = None
-    with (
-        contextlib.suppress(KeyboardInterrupt if is_interrupt else ZeroDivisionError),
-        loop.step(data) as batch,
-    ):
+    with contextlib.suppress(KeyboardInterrupt if is_interrupt else ZeroDivisionError), loop.step(data) as batch:
         _, found = model(batch)
         if is_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes begin without it

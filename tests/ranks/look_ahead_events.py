@@ -591,8 +591,4 @@ def overflow(case: Case, run: Run) -> dict[str, Any]:
             return {"error": error}
         growths = sum(stats.overflow_growths for stats in cache_stats(model))
         texts = [str(warning.message) for warning in caught if issubclass(warning.category, CacheGrowthWarning)]
-        return {
-            "different": differs(case, case.steps, model, found),
-            "growths": growths,
-            "warnings": texts,
-        }
+        return {"different": differs(case, case.steps, model, found), "growths": growths, "warnings": texts}

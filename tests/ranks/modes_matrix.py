@@ -28,12 +28,7 @@ from tests.ranks.workers import RankPool
 
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
 SHARDINGS = ("table_wise", "row_wise", "column_wise")
-POOLINGS = {
-    "SUM": Case(),
-    "MEAN": Case(mean=True),
-    "weighted": Case(weighted=True),
-    "shared table": Case(shared=True),
-}
+POOLINGS = {"SUM": Case(), "MEAN": Case(mean=True), "weighted": Case(weighted=True), "shared table": Case(shared=True)}
 WORLD_SIZES = (1, 2, 4)
 #: Samples of a step, over all ranks: the rows of a batch take up to two thirds of the smallest cache.
 _GLOBAL_BATCH_SIZE = 32

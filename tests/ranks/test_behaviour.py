@@ -289,11 +289,7 @@ def device_budget(device_bytes: int) -> dict[str, Any]:
     budget."""
     from tests.ranks import parity
 
-    case = Case(
-        dims=(16, 8, 16, 32),
-        sharding=("row_wise", "table_wise", "column_wise", "table_wise"),
-        overflow="grow",
-    )
+    case = Case(dims=(16, 8, 16, 32), sharding=("row_wise", "table_wise", "column_wise", "table_wise"), overflow="grow")
     original = parity.CacheConfig
     try:
         parity.CacheConfig = lambda **_: CacheConfig(device_bytes=device_bytes, policy="lfu")  # type: ignore[assignment,misc]
@@ -304,19 +300,9 @@ def device_budget(device_bytes: int) -> dict[str, Any]:
     allocated = 0
     for pool in pools:
         slot_map, scores = pool.cache.state.map, pool.cache.state.scores.of_slots()
-        tensors = [
-            *pool.slots.payload,
-            slot_map.slot_of_key,
-            slot_map.key_of_slot,
-            slot_map.use_stamp,
-            scores,
-        ]
+        tensors = [*pool.slots.payload, slot_map.slot_of_key, slot_map.key_of_slot, slot_map.use_stamp, scores]
         allocated += sum(t.numel() * t.element_size() for t in tensors)
-    return {
-        "reported": sum(s.device_bytes for s in cache_stats(model)),
-        "allocated": allocated,
-        "pools": len(pools),
-    }
+    return {"reported": sum(s.device_bytes for s in cache_stats(model)), "allocated": allocated, "pools": len(pools)}
 
 
 def sharder_leaves_its_arguments_alone() -> bool:
@@ -366,10 +352,7 @@ def test_checkpoints_are_stock_checkpoints(
     two_ranks: RankPool, tmp_path: Path, save_cached: bool, load_cached: bool
 ) -> None:
     case = Case(sharding=("row_wise", "table_wise", "row_wise", "table_wise"), ratio=0.35)
-    assert two_ranks.run(checkpoint_round_trip, case, str(tmp_path), save_cached, load_cached) == [
-        [],
-        [],
-    ]
+    assert two_ranks.run(checkpoint_round_trip, case, str(tmp_path), save_cached, load_cached) == [[], []]
 
 
 @pytest.mark.parametrize(("sharding", "depth"), covering(("table_wise", "row_wise"), (1, 2, 3)))

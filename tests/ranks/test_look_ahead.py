@@ -92,10 +92,7 @@ def test_the_depths_meet_everything() -> None:
     depths = itertools.product(DEPTHS, [*SHARDINGS, *OPTIMIZERS])
     assert {(other, depth) for depth, other in depths} <= met
     both = (True, False)
-    assert {
-        *itertools.product(DEPTHS, both),
-        *itertools.product(SHARDINGS, both),
-    } <= met
+    assert {*itertools.product(DEPTHS, both), *itertools.product(SHARDINGS, both)} <= met
 
 
 @pytest.mark.parametrize("optimizer", keep(["adagrad"], OPTIMIZERS))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from embershard.sharding.plan import Plan, PoolPlacement, pools_of
+from embershard.sharding.plan import Plan, pools_of
 from tests.ranks import planned
 from tests.ranks.rounding import loss_rounding
 from tests.ranks.workers import RankPool

@@ -77,12 +77,7 @@ def build(dense: str, cached: bool) -> tuple[DistributedModelParallel, KeyedOpti
     if cached:
         sharder = CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.22))
     plan = plan_sharding(
-        model,
-        [sharder],
-        world_size=size,
-        local_world_size=size,
-        device="cpu",
-        constraints=_constraints(CASE, cached),
+        model, [sharder], world_size=size, local_world_size=size, device="cpu", constraints=_constraints(CASE, cached)
     )
     sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
     parameters = dict(in_backward_optimizer_filter(sharded.named_parameters()))

@@ -117,12 +117,7 @@ def test_real_clicks_are_learned_through_a_small_cache(cached: Path) -> None:
         total = found["cache"][name]
         assert sum(table[name] for table in found["cache"]["tables"].values()) == total
         assert sum(rank[name] for rank in found["cache"]["ranks"]) == total
-    assert {path.name for path in cached.iterdir()} >= {
-        "config.toml",
-        "metrics.jsonl",
-        "result.json",
-        "checkpoints",
-    }
+    assert {path.name for path in cached.iterdir()} >= {"config.toml", "metrics.jsonl", "result.json", "checkpoints"}
     assert list(cached.glob("events.out.tfevents.*"))
 
 

@@ -54,10 +54,7 @@ from tests.unit.cache.rows.test_initial_weights import weights_of_id
 
 GLOBAL_BATCH, STEPS, DIM = 48, 60, 8
 CAPACITY = {"t_user": 240, "t_item": 480}
-RULES = {
-    "user": IdTable(buckets=6, reserve=0.4),
-    "item": IdTable(buckets=12, reserve=0.4, admit_after=2, half_life=6),
-}
+RULES = {"user": IdTable(buckets=6, reserve=0.4), "item": IdTable(buckets=12, reserve=0.4, admit_after=2, half_life=6)}
 Maps = dict[str, dict[int, tuple[int, int, int]]]
 
 

@@ -41,10 +41,7 @@ def test_the_page_is_a_program_that_runs(capsys):
         assert other.exitcode == 0
         assert set(names["states"]) >= {"past.embeddings.item.weight", "bags.embedding_bags.user.weight"}
 
-        sharders = [
-            CachedEmbeddingBagCollectionSharder(CacheConfig()),
-            CachedEmbeddingCollectionSharder(CacheConfig()),
-        ]
+        sharders = [CachedEmbeddingBagCollectionSharder(CacheConfig()), CachedEmbeddingCollectionSharder(CacheConfig())]
         model, plan = names["Model"](), names["own_plan"]
         sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
         assert len(cache_stats(sharded)) == 2

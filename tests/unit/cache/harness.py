@@ -169,11 +169,7 @@ class Pool:
         self.guessed -= set(keys)
 
     def prepare(
-        self,
-        keys: Sequence[int],
-        critical_path: bool = True,
-        known: KnownBatch | None = None,
-        if_it_fits: bool = False,
+        self, keys: Sequence[int], critical_path: bool = True, known: KnownBatch | None = None, if_it_fits: bool = False
     ) -> int | None:
         """Number of the batch, or None when it must not fit and the cache said so."""
         ids, lengths = self.split_by_feature(keys)
@@ -342,13 +338,7 @@ class Pool:
         return (0, score, self.last_batch.get(key, 0))
 
     def _count(
-        self,
-        ids: list[int],
-        resident: set[int],
-        evicted: set[int],
-        written: set[int],
-        critical_path: bool,
-        grew: bool,
+        self, ids: list[int], resident: set[int], evicted: set[int], written: set[int], critical_path: bool, grew: bool
     ) -> None:
         """The slow reference of the counters: one id at a time."""
         found = self.expected

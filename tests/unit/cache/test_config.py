@@ -64,11 +64,7 @@ def test_what_cannot_be_meant_is_refused(settings, message):
         ({"policy": "static"}, False, 'cache.policy="static" needs a FrequencyProfile: pass profile='),
         ({"warmup": True}, False, "cache.warmup=True needs a FrequencyProfile"),
         ({"warmup": True, "policy": "lru"}, False, "cache.warmup=True needs a FrequencyProfile"),
-        (
-            {"policy": "lru", "warmup": False},
-            True,
-            'no effect with cache.policy="lru" and cache.warmup=False',
-        ),
+        ({"policy": "lru", "warmup": False}, True, 'no effect with cache.policy="lru" and cache.warmup=False'),
     ],
 )
 def test_what_the_profile_decides(settings, has_profile, message):

@@ -188,10 +188,7 @@ def test_a_fault_is_noticed(fault):
 
 
 @pytest.mark.slow
-@given(
-    st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=6), min_size=2, max_size=4),
-    st.permutations(range(4)),
-)
+@given(st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=6), min_size=2, max_size=4), st.permutations(range(4)))
 @settings(max_examples=60)
 def test_batches_in_flight_keep_their_slots_whatever_the_order_of_release(held, order):
     pool = Pool(num_slots=26, policy="lru")

@@ -129,18 +129,10 @@ def test_the_remedy_names_the_build_that_is_right_here():
 @pytest.mark.parametrize(
     ("stderr", "detail", "remedy"),
     [
-        (
-            "ModuleNotFoundError: No module named 'pyre_extensions'",
-            "pyre_extensions",
-            "pip install pyre-extensions",
-        ),
+        ("ModuleNotFoundError: No module named 'pyre_extensions'", "pyre_extensions", "pip install pyre-extensions"),
         ("OSError: libnvidia-ml.so.1: cannot open shared object file", "libnvidia-ml", CPU),
         ("OSError: fbgemm.so: undefined symbol: _ZN3c10", "undefined symbol", "not built for each other"),
-        (
-            "Traceback ...\nValueError: first\nOSError: last",
-            "OSError: last <- ValueError: first",
-            "make setup",
-        ),
+        ("Traceback ...\nValueError: first\nOSError: last", "OSError: last <- ValueError: first", "make setup"),
     ],
 )
 def test_the_real_error_of_an_import_is_shown(stderr: str, detail: str, remedy: str):

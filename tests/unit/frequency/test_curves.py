@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from embershard.frequency import CountHistogram, TableStatistics
 from embershard.frequency.compare import half_split
 from embershard.frequency.counts import RowCounts
-from embershard.frequency.curves import (
-    BatchMisses,
-    distinct_rows,
-    pooled,
-    static_curve,
-    unseen_share,
-)
+from embershard.frequency.curves import BatchMisses, distinct_rows, pooled, static_curve, unseen_share
 
 counts = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 

@@ -68,11 +68,7 @@ class GpuTensor(torch.Tensor):
     def __new__(cls, inner: Tensor, memory: Memory) -> GpuTensor:
         """Shaped like ``inner``."""
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
         )
         made.inner, made.memory = inner, memory
         return made

@@ -18,7 +18,6 @@ from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning.budget import placed
-from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import best_bound, best_candidate, sized
 from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest

@@ -124,10 +124,7 @@ def test_device_bytes_of_the_tables_are_those_of_the_pools():
     assert 0 <= pool - sum(t.device_bytes for t in found.tables) <= 2 * (64 * 4 + 4 + 12)
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "over"),
-    [(None, 46), (20, 20), (90, 90)],
-)
+@pytest.mark.parametrize(("num_steps", "over"), [(None, 46), (20, 20), (90, 90)])
 def test_how_long_a_run_is_decides_what_its_first_steps_weigh(num_steps, over):
     """A cache is empty at first: a short run finds less."""
     workload, tables, slots, found = mixed(num_steps=num_steps)

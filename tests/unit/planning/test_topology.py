@@ -167,11 +167,7 @@ seconds_per_fill = 1
             "seconds_per_fill = -1",
             "Rates.seconds_per_fill: got -1.0, needed a number from 0 to 1e+09",
         ),
-        (
-            "seconds_per_fill",
-            "seconds_per_sleep",
-            "rates.2.seconds_per_sleep: unknown key. Did you mean rates.2.",
-        ),
+        ("seconds_per_fill", "seconds_per_sleep", "rates.2.seconds_per_sleep: unknown key. Did you mean rates.2."),
         ("[x.rates.2]\nseconds_per_fill = 1", "", "rates: got 'no rates and no bandwidths', needed one of them"),
         (
             "[x.rates.2]\nseconds_per_fill",

@@ -47,10 +47,7 @@ def test_a_run_as_predicted_has_no_errors():
     found = compared(plan, result_of(plan))
     assert {(table.table, table.rank) for table in found.tables} == {
         (t, r) for t in ("a", "b", "c") for r in (0, 1)
-    } - {
-        ("a", 1),
-        ("c", 0),
-    }
+    } - {("a", 1), ("c", 0)}
     for part in (*found.tables, *found.ranks):
         pairs = [each for each in vars(part.traffic).values() if isinstance(each, Pair)]
         if getattr(part, "kernel", "cached") == "cached":

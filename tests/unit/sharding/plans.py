@@ -7,14 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from embershard.sharding.plan import (
-    Plan,
-    Prediction,
-    RankPrediction,
-    TablePlacement,
-    TablePrediction,
-    pools_of,
-)
+from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePlacement, TablePrediction, pools_of
 
 SHARDED = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
 

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
-from torchrec.distributed.embedding_types import (
-    EmbeddingComputeKernel,
-    GroupedEmbeddingConfig,
-    ShardedEmbeddingTable,
-)
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from embershard import CacheConfig
@@ -49,13 +45,7 @@ def make_table(
 
 def make_spec(config: CacheConfig, rank_weights: int) -> CacheSpec:
     """The spec of a rank that holds ``rank_weights`` elements of cached tables."""
-    return CacheSpec(
-        config,
-        policy=config.policy_for(False),
-        profile=None,
-        rank=0,
-        rank_weights=rank_weights,
-    )
+    return CacheSpec(config, policy=config.policy_for(False), profile=None, rank=0, rank_weights=rank_weights)
 
 
 def make_pool(

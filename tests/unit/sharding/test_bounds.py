@@ -43,10 +43,7 @@ def test_ids_within_bounds_pass():
             r"table 'items', feature 'item': id 100 at position 1 of the batch "
             r"\(sample 1\) is not in \[0, 100\).*Map ids to rows when reading",
         ),
-        (
-            {"user": [[0], [-1]], "item": [[], []]},
-            r"table 'users', feature 'user': id -1 at position 1 .*\(sample 1\)",
-        ),
+        ({"user": [[0], [-1]], "item": [[], []]}, r"table 'users', feature 'user': id -1 at position 1 .*\(sample 1\)"),
         ({"user": [[], [], [10, 11, -5]]}, r"id 10 at position 0 .*\(sample 2\)"),
         ({"ad": [[2**33]], "user": [[99]]}, r"table 'ads', feature 'ad': id 8589934592 at position 0"),
         ({"other": [[-9, 5]], "user": [[10]]}, r"feature 'user': id 10 at position 0 .*\(sample 0\)"),

@@ -10,15 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-    BoundsCheckMode,
-    EmbeddingLocation,
-    PoolingMode,
-)
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
@@ -53,10 +46,7 @@ def batch(seed: int, bags: int = 4) -> tuple[Tensor, Tensor]:
     lengths = torch.randint(0, 4, (2 * bags,), generator=generator)
     first, second = int(lengths[:bags].sum()), int(lengths[bags:].sum())
     ids = torch.cat(
-        [
-            torch.randint(ROWS[0], (first,), generator=generator),
-            torch.randint(ROWS[1], (second,), generator=generator),
-        ]
+        [torch.randint(ROWS[0], (first,), generator=generator), torch.randint(ROWS[1], (second,), generator=generator)]
     )
     return ids, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 

@@ -12,12 +12,7 @@ from torchrec.modules.embedding_configs import DataType
 from embershard import CacheConfig
 from embershard.cache.config import CachePolicy
 from embershard.planning.request import Workload
-from embershard.sharding.memory_model import (
-    host_bytes,
-    pool_memory,
-    resident_bytes,
-    step_bytes,
-)
+from embershard.sharding.memory_model import host_bytes, pool_memory, resident_bytes, step_bytes
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import PlacedShard, TableSize
 from embershard.training.optimizers import EmbeddingOptimizerConfig
@@ -40,8 +35,7 @@ def shard_of(size: TableSize, rows: int | None = None, **changes: Any) -> Placed
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("policy", "scoring", "by_next_use"),
-    [("lookahead", "lfu", True), ("lfu", "lfu", False), ("lru", "lru", False)],
+    ("policy", "scoring", "by_next_use"), [("lookahead", "lfu", True), ("lfu", "lfu", False), ("lru", "lru", False)]
 )
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("rows", [(400, 70), (50, 0), (1,)])

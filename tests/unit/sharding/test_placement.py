@@ -137,12 +137,7 @@ def test_the_planner_s_plan_comes_back_as_it_was(device, ranks):
     constraints[f"t{len(kinds) - 1}"].compute_kernels = ["fused"]
     constraints[f"t{kinds.index('data_parallel')}"].compute_kernels = ["fused"]  # not the dense ones
     planned = plan_sharding(
-        model,
-        [sharder],
-        world_size=world_size,
-        local_world_size=ranks_per_node,
-        device=device,
-        constraints=constraints,
+        model, [sharder], world_size=world_size, local_world_size=ranks_per_node, device=device, constraints=constraints
     )
     placed = placements_of(planned, model_tables(model, [sharder]), model_groups(model, [sharder]))
     assert sorted(t.sharding for t in placed) == sorted(kinds)

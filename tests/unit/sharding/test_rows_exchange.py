@@ -88,10 +88,7 @@ def test_distinct_ids_of_a_table_are_its_first_feature_s():
     bags = exchange.take_context().bags
     assert bags is not None
     rows = torch.tensor([[7.0, 70.0], [5.0, 50.0], [9.0, 90.0], [1.0, 10.0]])
-    assert bags.pool(rows).tolist() == [
-        [12.0, 120.0, 0.0, 0.0, 1.0, 10.0],
-        [7.0, 70.0, 16.0, 160.0, 0.0, 0.0],
-    ]
+    assert bags.pool(rows).tolist() == [[12.0, 120.0, 0.0, 0.0, 1.0, 10.0], [7.0, 70.0, 16.0, 160.0, 0.0, 0.0]]
 
 
 def test_features_with_other_numbers_of_samples_are_refused():

@@ -103,18 +103,12 @@ def test_every_sharding_type_can_be_asked_for(device, kind):
 def test_a_table_s_own_share_of_slots_reaches_the_plan(device):
     params = plan(device=device, t0={"cache_params": CacheParams(load_factor=0.5)})
     assert params["t0"].cache_params.load_factor == 0.5
-    assert {params[t].cache_params and params[t].cache_params.load_factor for t in ("t1", "t2")} <= {
-        None,
-        0.1,
-    }
+    assert {params[t].cache_params and params[t].cache_params.load_factor for t in ("t1", "t2")} <= {None, 0.1}
 
 
 @devices
 def test_pooled_and_sequence_embeddings_in_one_model(device):
-    sharders = [
-        StockEmbeddingBagCollectionSharder(),
-        CachedEmbeddingCollectionSharder(CacheConfig(ratio=0.1)),
-    ]
+    sharders = [StockEmbeddingBagCollectionSharder(), CachedEmbeddingCollectionSharder(CacheConfig(ratio=0.1))]
     found = kernels(plan(sharders, Model(sequence=True), device=device))
     assert found == {"s0": CACHED_KERNEL, **dict.fromkeys(["t0", "t1", "t2", "t3"], "fused")}
 
@@ -192,10 +186,7 @@ def test_a_choice_of_kernels_on_cpu():
 
 
 def test_two_collections_with_a_table_of_the_same_name():
-    sharders = [
-        StockEmbeddingBagCollectionSharder(),
-        CachedEmbeddingCollectionSharder(CacheConfig(ratio=0.1)),
-    ]
+    sharders = [StockEmbeddingBagCollectionSharder(), CachedEmbeddingCollectionSharder(CacheConfig(ratio=0.1))]
     found = plan_sharding(
         Model(sequence=True, sequence_name="t0"), sharders, world_size=2, local_world_size=2, device="cpu"
     )

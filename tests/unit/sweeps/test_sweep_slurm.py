@@ -120,10 +120,7 @@ def test_a_run_is_a_job(sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: P
 def test_a_job_without_a_result_has_not_ended(sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: Path) -> None:
     use(Slurm(lambda *arguments: None))
     first, _ = run_all(sweep, tmp_path / "out")
-    assert (first.status, first.reason) == (
-        "interrupted",
-        "Slurm's job 1 ended without a result: slurmstepd: killed",
-    )
+    assert (first.status, first.reason) == ("interrupted", "Slurm's job 1 ended without a result: slurmstepd: killed")
 
 
 def test_a_queue_that_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,10 +38,7 @@ def test_what_a_step_found_before_it_failed_is_kept(tmp_path: Path, monkeypatch:
     given = ["--out", str(tmp_path), "--seconds", "60", "--gpus", "0"]
     assert first_hour.main(["--step", "works", *given]) == 0
     assert first_hour.main(["--step", "fails", *given]) == 1
-    assert json.loads((tmp_path / "fails.json").read_text()) == {
-        "found": 1,
-        "error": "RuntimeError('no such kernel')",
-    }
+    assert json.loads((tmp_path / "fails.json").read_text()) == {"found": 1, "error": "RuntimeError('no such kernel')"}
 
 
 @pytest.mark.parametrize(

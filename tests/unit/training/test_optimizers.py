@@ -39,10 +39,7 @@ from tests.ranks.parity import OPTIMIZERS
         (lambda: ScheduleConfig(decay_steps=5), "no effect without"),
         (lambda: ScheduleConfig(floor=0.5), "no effect without"),
         (lambda: ScheduleConfig(decay="linear"), "needs 1 or more"),
-        (
-            lambda: ScheduleConfig(decay="linear", decay_steps=5, warmup_steps=4, decay_start=3),
-            "warmup_steps=4",
-        ),
+        (lambda: ScheduleConfig(decay="linear", decay_steps=5, warmup_steps=4, decay_start=3), "warmup_steps=4"),
         (lambda: ScheduleConfig(decay="cosine", decay_steps=5, floor=2.0), "from 0 to 1"),
     ],
 )

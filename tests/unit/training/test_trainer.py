@@ -191,10 +191,7 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (_with("stream", {"epoch": 0, "seed": 0}), "stream.global_sample: got 'nothing', needed integer"),
     (_with("stream", {"epoch": None, "global_sample": 0, "seed": 0}), "stream.epoch: got None, needed integer"),
     (_with("stream", {"epoch": 0, "global_sample": -5, "seed": 0}), "stream.global_sample: got -5, needed at least 0"),
-    (
-        _with("stream", {"epoch": 10**12, "global_sample": 0, "seed": 0}),
-        "stream.epoch: got 10{12}, needed at",
-    ),
+    (_with("stream", {"epoch": 10**12, "global_sample": 0, "seed": 0}), "stream.epoch: got 10{12}, needed at"),
     (_with("tables", "all"), "tables: got 'all', needed section"),
     (_with("tables", {"cat_0": 7}), r"tables.cat_0: got 7, needed \[integer, integer\]"),
     (_with("tables", {"cat_0": [7]}), r"tables.cat_0: got \[7\], needed \[integer, integer\]"),

@@ -63,11 +63,7 @@ def original(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ru
     write_clicks(folder / "data" / "day_1", NUM_LINES)
     config = make_config(
         data=DataConfig(
-            kind="criteo",
-            path=str(folder / "data"),
-            criteo=CriteoConfig(num_rows=50),
-            chunk_rows=64,
-            num_workers=0,
+            kind="criteo", path=str(folder / "data"), criteo=CriteoConfig(num_rows=50), chunk_rows=64, num_workers=0
         ),
         cache=CacheConfig(enabled=False),
         train=TrainConfig(batch_size=60, max_steps=8, log_every=1),

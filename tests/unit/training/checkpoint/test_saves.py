@@ -14,13 +14,7 @@ from torch.serialization import get_crc32_options
 
 from embershard.cache import CacheConfig
 from embershard.cache.rows.lazy_rows import LazyRows
-from embershard.distributed import (
-    CheckpointConfig,
-    Ranks,
-    TensorBlocks,
-    complete_checkpoints,
-    save_checkpoint,
-)
+from embershard.distributed import CheckpointConfig, Ranks, TensorBlocks, complete_checkpoints, save_checkpoint
 from embershard.errors import CacheError, CheckpointError, ConfigError, FailedSaveError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec import FrozenRows, cached_embeddings
