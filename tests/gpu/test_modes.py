@@ -10,9 +10,7 @@ from tests.ranks.workers import RankPool
 
 @pytest.mark.parametrize("name", [*cases.MODES, *cases.REPLICATED])
 @pytest.mark.parametrize(("ranks", "num_ranks"), [("gpu_rank", 1), ("two_gpu_ranks", 2)])
-def test_weights_and_states_are_those_of_stock(
-    name: str, ranks: str, num_ranks: int, request: pytest.FixtureRequest
-) -> None:
+def test_weights_and_states_are_those_of_stock(name, ranks, num_ranks, request) -> None:
     pool: RankPool = request.getfixturevalue(ranks)
     cases.check_mode(pool, name, "cuda", num_ranks)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -348,9 +347,7 @@ def test_rows_written_behind_the_cache(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(("save_cached", "load_cached"), [(True, False), (False, True), matrix(True, True)])
-def test_checkpoints_are_stock_checkpoints(
-    two_ranks: RankPool, tmp_path: Path, save_cached: bool, load_cached: bool
-) -> None:
+def test_checkpoints_are_stock_checkpoints(two_ranks, tmp_path, save_cached, load_cached) -> None:
     case = Case(sharding=("row_wise", "table_wise", "row_wise", "table_wise"), ratio=0.35)
     assert two_ranks.run(checkpoint_round_trip, case, str(tmp_path), save_cached, load_cached) == [[], []]
 

@@ -255,9 +255,7 @@ KEPT = {("first", "first"), ("first", "second"), ("first", "computed"), ("first"
 
 @pytest.mark.parametrize("several", [each if each in KEPT else matrix(each) for each in SEVERAL], ids=",".join)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_module_that_is_called_several_times_runs_unpipelined(
-    one_rank: RankPool, several: tuple[str, ...], sequence: bool
-) -> None:
+def test_a_module_that_is_called_several_times_runs_unpipelined(one_rank, several, sequence) -> None:
     """Whatever the calls read, alike or not, and whatever their order: one rule."""
     (found,) = one_rank.run(run_in_orders, several, sequence)
     for each in found:

@@ -41,9 +41,7 @@ def _check(outcomes: list[dict[str, Outcome]], policies: tuple[str, ...], states
 
 
 @pytest.mark.parametrize(("sharding", "optimizer", "policy"), covering(POOLED, OPTIMIZERS, POLICIES))
-def test_every_sharding_type_optimizer_and_policy(
-    two_ranks: RankPool, sharding: str, optimizer: str, policy: str
-) -> None:
+def test_every_sharding_type_optimizer_and_policy(two_ranks, sharding, optimizer, policy) -> None:
     case = Case(sharding=sharding, optimizer=optimizer, policy=policy)
     _check(two_ranks.run(compare, case), (policy,), states=optimizer != "sgd", evictions=1000)
 

@@ -181,9 +181,7 @@ pytestmark = pytest.mark.ranks
     ("ranks", "sharding", "pipelined"),
     [("one_rank", "table_wise", True), ("two_ranks", "table_wise", False), ("two_ranks", "row_wise", True)],
 )
-def test_weights_of_positions_train_as_in_torchrec(
-    request: pytest.FixtureRequest, ranks: str, sharding: str, pipelined: bool
-) -> None:
+def test_weights_of_positions_train_as_in_torchrec(request, ranks, sharding, pipelined) -> None:
     pool: RankPool = request.getfixturevalue(ranks)
     for found in pool.run(cached_and_stock, sharding, 20, pipelined):
         assert found["same losses"]
@@ -194,9 +192,7 @@ def test_weights_of_positions_train_as_in_torchrec(
 
 @pytest.mark.parametrize("weights_train", [False, True])
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
-def test_weights_of_ids_have_the_gradients_of_torchrec(
-    request: pytest.FixtureRequest, ranks: str, weights_train: bool
-) -> None:
+def test_weights_of_ids_have_the_gradients_of_torchrec(request, ranks, weights_train) -> None:
     """Several ranks exchange weights without their gradients: TorchRec has none there, either."""
     pool: RankPool = request.getfixturevalue(ranks)
     for found in pool.run(weight_gradients, 6, weights_train):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,9 +171,7 @@ def test_for_long(one_rank: RankPool) -> None:
 
 @pytest.mark.matrix  # test_trained_ids.py resumes on other ranks, too
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_a_checkpoint_goes_on_anywhere(
-    one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool, sharding: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on_anywhere(one_rank, two_ranks, four_ranks, sharding, tmp_path) -> None:
     """Saved with eight batches known ahead: what it has is the state of its step, and on any ranks and shardings it
     goes on as stock does from a checkpoint of its own."""
     case = with_rules(dataclasses.replace(AHEAD, sharding=sharding, optimizer="adagrad", batch_size=8), buckets=12)

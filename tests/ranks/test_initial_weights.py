@@ -92,9 +92,7 @@ def test_another_seed_gives_other_weights(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("precision", "close"), [matrix("fp32", initial_weights.CLOSE), ("fp64", initial_weights.CLOSE_IN_FP64)]
 )
-def test_losses_do_not_depend_on_the_number_of_ranks(
-    one_rank: RankPool, two_ranks: RankPool, precision: str, close: float
-) -> None:
+def test_losses_do_not_depend_on_the_number_of_ranks(one_rank, two_ranks, precision, close) -> None:
     """Not bitwise: two ranks add the gradients of half batches. Four ranks are in `test_exactness.py`."""
     ((losses, dense),) = one_rank.run(initial_weights.run_of_global_batches, precision)
     found = two_ranks.run(initial_weights.run_of_global_batches, precision)

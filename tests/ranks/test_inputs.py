@@ -108,9 +108,7 @@ def test_a_bad_row_of_one_rank_ends_all_after_a_checkpoint(two_ranks: RankPool, 
 
 
 @pytest.mark.parametrize("lookahead", [matrix(0), 4])
-def test_a_truncated_file_ends_the_run_and_a_repaired_one_lets_it_go_on(
-    two_ranks: RankPool, tmp_path: Path, lookahead: int
-):
+def test_a_truncated_file_ends_the_run_and_a_repaired_one_lets_it_go_on(two_ranks, tmp_path, lookahead):
     path = tmp_path / "day_0"
     write_clicks(path)
     run, whole, status = config(path, lookahead), path.read_bytes(), path.stat()

@@ -192,9 +192,7 @@ def check(predicted: RankPrediction, found: Taken, limit: int) -> None:
     ("name", "ranks"),
     [("dlrm", 2), *(matrix(*case) for case in itertools.product(MODELS, (1, 2, 4)) if case != ("dlrm", 2))],
 )
-def test_a_plan_at_its_limit_trains_within_it(
-    name: str, ranks: int, data: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_plan_at_its_limit_trains_within_it(name, ranks, data, request, tmp_path) -> None:
     """Models with caches whose rows are evicted: nothing that starts takes more, and what is refused would."""
     pool: RankPool = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[ranks])
     config, asked = request_of(name, ranks, data)

@@ -40,9 +40,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         matrix("hstu", "two_ranks"),
     ],
 )
-def test_cached_equals_stock_and_no_row_is_late(
-    model: str, ranks: str, windows: Path, request: pytest.FixtureRequest
-) -> None:
+def test_cached_equals_stock_and_no_row_is_late(model, ranks, windows, request) -> None:
     config = own_models.own_config() if model == "own" else own_models.history_config(model, windows)
     small = replace(config, cache=CacheConfig(ratio=(config.cache.ratio or 0.0) / 2))  # else pins do not matter
     pool: RankPool = request.getfixturevalue(ranks)

@@ -71,9 +71,7 @@ def test_a_planned_run_is_exact_and_built_as_planned(plan: Plan, outcomes: list[
             assert sum(pool[name] for pool in rank["pools"]) == rank[name]
 
 
-def test_tables_that_exchange_rows_are_built_as_planned(
-    two_ranks: RankPool, plan: Plan, outcomes: list[planned.Outcome], tmp_path: Path
-) -> None:
+def test_tables_that_exchange_rows_are_built_as_planned(two_ranks, plan, outcomes, tmp_path) -> None:
     """Beside others of the same sharding types, in pools of their own."""
     with_rows = planned.with_rows(plan)
     assert len(with_rows.pools) == 2 * len(plan.pools)

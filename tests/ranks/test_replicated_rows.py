@@ -52,9 +52,7 @@ def test_faults_are_noticed(two_ranks: RankPool, fault: str) -> None:
 
 
 @pytest.mark.parametrize("copies", ["hot rows", "data-parallel caches", "replicated tables"])
-def test_after_interrupts_at_different_points_copies_that_may_differ_are_refused(
-    two_ranks: RankPool, copies: str
-) -> None:
+def test_after_interrupts_at_different_points_copies_that_may_differ_are_refused(two_ranks, copies) -> None:
     """Rank 1 has trained the batch, and rank 0 has not."""
     (state_dict, *others), of_rank_1 = two_ranks.run(rows_exchange.interrupt_all, INTERRUPTED[copies])
     needed = "did not end (KeyboardInterrupt: ), so these rows may differ from their copies on the other ranks"

@@ -81,17 +81,13 @@ def test_data_parallel_and_back(two_ranks: RankPool, folder: Path, whole: list[f
 
 
 @pytest.mark.parametrize("forget", keep(["states"], ["states", "position"]))
-def test_what_is_not_loaded_is_noticed(
-    two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path, forget: str
-) -> None:
+def test_what_is_not_loaded_is_noticed(two_ranks, folder, whole, tmp_path, forget) -> None:
     different, losses = go_on(two_ranks, Layout(), folder, tmp_path, forget)
     assert len(different) == (4 if forget == "states" else 0)
     assert losses != pytest.approx(whole[SAVED_AT:], rel=0, abs=100 * CLOSE)
 
 
-def test_on_one_rank_and_back(
-    one_rank: RankPool, two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path
-) -> None:
+def test_on_one_rank_and_back(one_rank, two_ranks, folder, whole, tmp_path) -> None:
     different, losses = go_on(one_rank, Layout("table_wise", policy="lru"), folder, tmp_path / "a")
     assert (different, losses) == ([], pytest.approx(whole[SAVED_AT:], rel=0, abs=CLOSE))
     copy = tmp_path / "a" / f"step_{SAVED_AT}"
@@ -100,13 +96,7 @@ def test_on_one_rank_and_back(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", ["one_rank", "four_ranks"])
-def test_in_float64_losses_do_not_depend_on_the_number_of_ranks(
-    request: pytest.FixtureRequest,
-    whole: list[float],
-    whole_in_fp64: tuple[Path, list[float]],
-    tmp_path: Path,
-    ranks: str,
-) -> None:
+def test_in_float64_losses_do_not_depend_on_the_number_of_ranks(request, whole, whole_in_fp64, tmp_path, ranks) -> None:
     """float32 gradients, added in another order, are the only cause of different losses."""
     folder, losses = whole_in_fp64
     layout = Layout("table_wise", policy="lookahead", lookahead=3, precision="fp64")
@@ -115,9 +105,7 @@ def test_in_float64_losses_do_not_depend_on_the_number_of_ranks(
     assert losses != pytest.approx(whole, rel=0, abs=100 * CLOSE_IN_FP64)  # the bound tells both formats apart
 
 
-def test_stock_torchrec_reads_ours_and_we_read_its(
-    two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path
-) -> None:
+def test_stock_torchrec_reads_ours_and_we_read_its(two_ranks, folder, whole, tmp_path) -> None:
     assert whole
     checkpoint = folder / "whole" / f"step_{SAVED_AT}"
     arguments = folder, checkpoint, tmp_path / "stock", Layout("table_wise")
@@ -131,9 +119,7 @@ def test_on_four_ranks(four_ranks: RankPool, folder: Path, whole: list[float], t
     assert go_on(four_ranks, layout, folder, tmp_path) == ([], pytest.approx(whole[SAVED_AT:], rel=0, abs=CLOSE))
 
 
-def test_a_state_per_row_is_kept_per_column_shard(
-    two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path
-) -> None:
+def test_a_state_per_row_is_kept_per_column_shard(two_ranks, folder, whole, tmp_path) -> None:
     """Row-wise Adagrad's; training by columns then differs from training by rows, and back by rows it is the same."""
     different, losses = go_on(two_ranks, Layout("column_wise"), folder, tmp_path / "a")
     assert {name.rpartition(".")[2] for name in different} == {"momentum1"}

@@ -137,9 +137,7 @@ def pools(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, RankPool]]
 
 @pytest.mark.parametrize(("dense", "with_dcp"), covering(tuple(DENSE), (True, False)))
 @pytest.mark.parametrize("cached", [True, matrix(False)])
-def test_losses_after_a_restore_are_those_without(
-    pools: tuple[RankPool, RankPool], dense: str, cached: bool, with_dcp: bool, tmp_path: Path
-) -> None:
+def test_losses_after_a_restore_are_those_without(pools, dense, cached, with_dcp, tmp_path) -> None:
     ranks, others = pools
     case = (str(tmp_path), dense, cached, with_dcp)
     whole = ranks.run(saved, *case)

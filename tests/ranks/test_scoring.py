@@ -97,9 +97,7 @@ def test_any_number_of_ranks_scores_as_the_export_does(one_rank: RankPool, two_r
     assert torch.cat(logits).tolist() == one["logit"].to_pylist()
 
 
-def test_figures_are_the_same_on_any_number_of_ranks(
-    one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
-):
+def test_figures_are_the_same_on_any_number_of_ranks(one_rank, two_ranks, four_ranks, tmp_path):
     """Of two labels, of users and of slices: of equal scores, the same bits; a model's scores are rounded otherwise on
     other ranks. 357 and 120 samples in batches of 16: some ranks have a short one at the end, or none."""
     pools = one_rank, two_ranks, four_ranks

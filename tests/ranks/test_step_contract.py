@@ -389,9 +389,7 @@ def test_writes_past_torch_go_unnoticed_otherwise(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(("failing", "worker"), covering((0, 1), (True, False)))
-def test_a_rank_that_raises_after_its_update_trains_on_with_the_others(
-    two_ranks: RankPool, failing: int, worker: bool
-) -> None:
+def test_a_rank_that_raises_after_its_update_trains_on_with_the_others(two_ranks, failing, worker) -> None:
     case, run = Case(sharding="row_wise"), Run(4, 2, 3, worker=worker)
     assert two_ranks.run(failing_metric, case, run, failing) == [[], []]
 
@@ -447,9 +445,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize(("change", "worker"), covering(CHANGES, (True, False)))
-def test_a_forward_of_anything_else_than_what_was_announced_is_refused(
-    two_ranks: RankPool, change: tuple[str, str], worker: bool
-) -> None:
+def test_a_forward_of_anything_else_than_what_was_announced_is_refused(two_ranks, change, worker) -> None:
     how, says = change
     case, run = Case(sharding="row_wise", weighted=True), Run(4, 2, 3, worker=worker)
     for result in two_ranks.run(change_the_batch, case, run, how):

@@ -129,9 +129,7 @@ def test_a_sweep_on_ray_survives_the_death_of_a_worker(project_dir: Path, tmp_pa
 
 
 @needs_ray
-def test_a_sweep_on_ray_survives_the_death_of_a_machine(
-    project_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_on_ray_survives_the_death_of_a_machine(project_dir, tmp_path, monkeypatch) -> None:
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("PYTHONPATH", str(project_dir))  # of the cluster's workers

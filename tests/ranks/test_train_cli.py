@@ -131,9 +131,7 @@ def test_plain_lines_and_a_closing_table_when_not_on_a_terminal(cached: Path) ->
 
 
 @pytest.mark.matrix
-def test_uncached_run_of_the_same_command_has_the_same_losses(
-    cached: Path, settings: list[str], tmp_path: Path
-) -> None:
+def test_uncached_run_of_the_same_command_has_the_same_losses(cached, settings, tmp_path) -> None:
     off = ["--set", "cache.enabled=false"]
     embershard(tmp_path, "train", *settings, *off, "--nproc", "2", "--run-dir", str(tmp_path / "r"))
     assert losses(tmp_path / "r") == losses(cached)
@@ -168,9 +166,7 @@ def run_by_two_agents(
 
 
 @pytest.mark.matrix
-def test_new_interpreters_train_to_the_bits_of_forked_ones(
-    cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
-) -> None:
+def test_new_interpreters_train_to_the_bits_of_forked_ones(cached, project_dir, settings, tmp_path) -> None:
     """Strings have other hashes in them."""
     run(project_dir, *EMBERSHARD, "train", *settings, "--nproc", "2", "--run-dir", str(tmp_path / "r"))
     assert losses(tmp_path / "r") == losses(cached)
@@ -178,9 +174,7 @@ def test_new_interpreters_train_to_the_bits_of_forked_ones(
 
 
 @pytest.mark.matrix
-def test_two_torchrun_agents_train_to_the_bits_of_one(
-    networks: Networks | None, cached: Path, project_dir: Path, settings: list[str], tmp_path: Path
-) -> None:
+def test_two_torchrun_agents_train_to_the_bits_of_one(networks, cached, project_dir, settings, tmp_path) -> None:
     """Over a network of their own, where this process may make one."""
     found = run_by_two_agents(project_dir, settings, tmp_path, networks)
     assert [code for code, _ in found] == [0, 0], "\n".join(output[-4000:] for _, output in found)
@@ -190,9 +184,7 @@ def test_two_torchrun_agents_train_to_the_bits_of_one(
 
 
 @pytest.mark.matrix
-def test_machines_that_share_no_folder_are_refused(
-    networks: Networks | None, project_dir: Path, settings: list[str], tmp_path: Path
-) -> None:
+def test_machines_that_share_no_folder_are_refused(networks, project_dir, settings, tmp_path) -> None:
     if networks is None:
         pytest.skip("network namespaces cannot be made here")
     hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path} && exec "$@"', "sh"]
@@ -202,9 +194,7 @@ def test_machines_that_share_no_folder_are_refused(
 
 
 @pytest.mark.matrix
-def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(
-    cached: Path, settings: list[str], tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(cached, settings, tmp_path) -> None:
     run_dir = tmp_path / "r"
     shutil.copytree(cached, run_dir)
     shard = run_dir / LAST / "__1_0.distcp"

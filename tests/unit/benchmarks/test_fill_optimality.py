@@ -99,9 +99,7 @@ def test_slots_for_less_than_a_batch_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["steady", "drift"])
-def test_the_command_prints_and_writes_json(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_and_writes_json(name, tmp_path, monkeypatch, capsys) -> None:
     file = tmp_path / "result.json"
     sizes = ["--batch-sizes", "16", "--batches", "12", "--scale", "0.0001", "--capacities", "4"]
     monkeypatch.setattr(sys, "argv", ["fill_optimality", name, *sizes, "--output", str(file)])

@@ -56,9 +56,7 @@ class Noting:
 
 
 @pytest.mark.slow
-def test_a_row_is_found_wherever_figures_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_is_found_wherever_figures_are(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(METRICS, "brier", BRIER)
     monkeypatch.setitem(trackers._KINDS, "tensorboard", (Noting, "torch", ""))
     clicks = write_clicks(tmp_path / "clicks")

@@ -291,9 +291,7 @@ def test_the_page_has_every_section(planned: Path, uncached: Path, tmp_path: Pat
     assert titles == [f"Sweep {folder}", *wanted, "Where a step&#39;s time goes", "Predicted beside measured"]
 
 
-def test_what_is_missing_says_so(
-    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_missing_says_so(planned, tmp_path, capsys, monkeypatch):
     output = str(tmp_path / "page.html")
     assert cli.main(["report", str(tmp_path / "none"), "-o", output]) == 2
     assert "there is no such folder" in capsys.readouterr().err

@@ -132,9 +132,7 @@ def test_a_failure_keeps_its_reason(sweep_file: Path, monkeypatch: pytest.Monkey
     assert (outcome.status, outcome.reason) == ("failed", "[rank0]: ConfigError: cache.ratio: got 7, needed less.")
 
 
-def test_a_run_that_a_signal_stopped_has_not_ended(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_that_a_signal_stopped_has_not_ended(sweep_file, monkeypatch, tmp_path) -> None:
     """`embershard train` ends with 0 after SIGTERM, without a result."""
     train_by(monkeypatch, "print('stopped before the first step.')")
     folder, experiment = tmp_path / "out", one(sweep_file)
@@ -166,9 +164,7 @@ def test_a_damaged_state_is_named(sweep_file: Path, tmp_path: Path) -> None:
         find_outcome(experiment, tmp_path / "out")
 
 
-def test_attempts_are_counted_by_their_highest_number(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_attempts_are_counted_by_their_highest_number(sweep_file, monkeypatch, tmp_path) -> None:
     train_by(monkeypatch, TRAINS)
     folder, experiment = tmp_path / "out", one(sweep_file)
     for _ in range(3):
@@ -188,9 +184,7 @@ def test_a_run_that_takes_too_long_is_ended(sweep_file: Path, monkeypatch: pytes
     assert time.monotonic() - started < 60, "it sleeps for 60 s"
 
 
-def test_what_an_earlier_attempt_left_is_set_aside(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_an_earlier_attempt_left_is_set_aside(sweep_file, monkeypatch, tmp_path) -> None:
     folder, experiment = tmp_path / "out", one(sweep_file)
     run_folder(folder, experiment.name).mkdir(parents=True)  # of a sweep that was killed
     (run_folder(folder, experiment.name) / "metrics.jsonl").write_text("half")
@@ -201,9 +195,7 @@ def test_what_an_earlier_attempt_left_is_set_aside(
     assert (aside / "metrics.jsonl").read_text() == "half"
 
 
-def test_a_run_whose_end_was_not_noted_is_not_started_again(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_whose_end_was_not_noted_is_not_started_again(sweep_file, monkeypatch, tmp_path) -> None:
     train_by(monkeypatch, TRAINS)
     folder, experiment = tmp_path / "out", one(sweep_file)
     run_experiment(experiment, folder, None)
@@ -215,9 +207,7 @@ def test_a_run_whose_end_was_not_noted_is_not_started_again(
     assert read_outcomes(folder) == [found]
 
 
-def test_a_run_with_a_result_is_finished_whatever_became_of_its_last_checkpoint(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_with_a_result_is_finished_whatever_became_of_its_last_checkpoint(sweep_file, monkeypatch, tmp_path):
     """With `checkpoint.on_failed_save = "continue"` such a run writes its result and ends with 1. All engines, and a
     sweep that finds the run later, say the same."""
     train_by(monkeypatch, f"{TRAINS}sys.exit('FailedSaveError: step 4 could not be saved')")
@@ -247,9 +237,7 @@ def test_a_torn_result_is_none(sweep_file: Path, tmp_path: Path, text: str) -> N
     assert find_outcome(experiment, folder) is not None
 
 
-def test_a_run_that_ends_without_a_whole_result_is_started_again(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_that_ends_without_a_whole_result_is_started_again(sweep_file, monkeypatch, tmp_path) -> None:
     train_by(monkeypatch, TEARS)
     folder, experiment = tmp_path / "out", one(sweep_file)
     assert run_experiment(experiment, folder, None).status == "interrupted"
@@ -282,9 +270,7 @@ def test_the_results_are_one_table(sweep_file: Path, monkeypatch: pytest.MonkeyP
         ("tracking.trackers", '[[], ["tensorboard"]]', ["[]", '["tensorboard"]']),
     ],
 )
-def test_what_a_sweep_varies_is_in_its_tables(
-    sweep_file: Path, tmp_path: Path, setting: str, values: str, columns: list[object]
-) -> None:
+def test_what_a_sweep_varies_is_in_its_tables(sweep_file, tmp_path, setting, values, columns) -> None:
     """Beside the measurements of the same name."""
     folder = tmp_path / "out"
     for experiment in of_file(sweep_file, f'config = "run.toml"\ngrid.{setting} = {values}'):
@@ -304,9 +290,7 @@ def run_all(sweep_file: Path, folder: Path, *options: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_goes_on(sweep_file, monkeypatch, tmp_path, capsys) -> None:
     started: list[str] = []
     monkeypatch.setattr(
         "embershard.commands.sweep.run.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True)
@@ -330,9 +314,7 @@ def test_the_same_command_goes_on(
     assert {row["status"] for row in pq.read_table(folder / "results.parquet").to_pylist()} == {"finished"}
 
 
-def test_a_table_that_cannot_be_written_ends_no_run(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_that_cannot_be_written_ends_no_run(sweep_file, monkeypatch, tmp_path, capsys) -> None:
     """The runs go on, and the command says so at the end."""
     monkeypatch.setattr(
         "embershard.commands.sweep.run.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True)
@@ -347,9 +329,7 @@ def test_a_table_that_cannot_be_written_ends_no_run(
 
 
 @pytest.mark.slow
-def test_seeds_are_repeats_and_the_best_is_named(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_are_repeats_and_the_best_is_named(sweep_file, monkeypatch, tmp_path, capsys) -> None:
     """AUC 0.71, 0.72, 0.73 by seed with the smaller cache, and half a hundredth less with the larger one."""
     monkeypatch.setattr(
         "embershard.commands.sweep.run.lock_run_dir", lambda folder, option: folder.mkdir(exist_ok=True)
@@ -410,9 +390,7 @@ def test_a_dry_run_prints_the_commands(sweep_file: Path, capsys: pytest.CaptureF
     assert all(line.startswith("embershard train --config") for line in lines)
 
 
-def test_ray_is_asked_for_where_it_is_missing(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ray_is_asked_for_where_it_is_missing(sweep_file, monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SetupError, match="pip install"):
         run_all(sweep_file, tmp_path / "out", "--on", "ray")
@@ -459,9 +437,7 @@ class MadeUpRay:
         return make_outcome(self._tasks[task], "finished", "", started_at=0.0, seconds=1.0, attempt=1)
 
 
-def test_an_error_on_a_machine_of_ray_ends_no_other_run(
-    sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_error_on_a_machine_of_ray_ends_no_other_run(sweep_file, monkeypatch, tmp_path) -> None:
     """All tasks end with the command, so the command must not."""
     first, second, *_ = (sweep := Sweep.read(sweep_file)).experiments
     monkeypatch.setitem(sys.modules, "ray", MadeUpRay(fails=first.name))

@@ -222,9 +222,7 @@ def test_jobs_become_outcomes(file: Path, use: Callable[[Cluster], Cluster]) -> 
     assert cluster.deleted == []
 
 
-def test_a_job_that_still_runs_is_waited_for_and_one_that_ended_is_replaced(
-    file: Path, use: Callable[[Cluster], Cluster]
-) -> None:
+def test_a_job_that_still_runs_is_waited_for_and_one_that_ended_is_replaced(file, use) -> None:
     sweep, folder = Sweep.read(file), Path("out").absolute()
     running, ended = sweep.experiments
     looks = {job_name(each.name, folder): 0 for each in sweep.experiments}
@@ -267,9 +265,7 @@ def test_jobs_end_with_a_sweep_that_is_stopped(file: Path, use: Callable[[Cluste
 
 @pytest.mark.parametrize("error", [ApiError(503), ApiError(429), ApiError(401), ApiError(0), NoAnswerError("refused")])
 @pytest.mark.parametrize("verb", ["get", "create"])
-def test_a_cluster_that_does_not_answer_for_a_while_costs_no_job(
-    file: Path, use: Callable[[Cluster], Cluster], capsys: pytest.CaptureFixture[str], error: Exception, verb: str
-) -> None:
+def test_a_cluster_that_does_not_answer_for_a_while_costs_no_job(file, use, capsys, error, verb) -> None:
     sweep, folder = Sweep.read(file), Path("out").absolute()
     left = [error] * 3
 
@@ -292,9 +288,7 @@ def test_a_cluster_that_does_not_answer_for_a_while_costs_no_job(
     assert "the jobs go on" in said
 
 
-def test_a_job_whose_creation_was_heard_without_an_answer_is_made_once(
-    file: Path, use: Callable[[Cluster], Cluster]
-) -> None:
+def test_a_job_whose_creation_was_heard_without_an_answer_is_made_once(file, use) -> None:
     sweep, folder = Sweep.read(file), Path("out").absolute()
     first, second = made_of(sweep, folder)
 
@@ -311,14 +305,7 @@ def test_a_job_whose_creation_was_heard_without_an_answer_is_made_once(
 @pytest.mark.parametrize(
     ("error", "raised"), [(ApiError(503), "has not answered for 0 s (503 Refused)"), (ApiError(403), "refused to get")]
 )
-def test_jobs_go_on_where_the_command_gives_up(
-    file: Path,
-    use: Callable[[Cluster], Cluster],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-    raised: str,
-) -> None:
+def test_jobs_go_on_where_the_command_gives_up(file, use, capsys, monkeypatch, error, raised) -> None:
     sweep, folder = Sweep.read(file), Path("out").absolute()
     monkeypatch.setattr(on_kubernetes, "_PATIENCE_SECONDS", 0.0)
 
@@ -346,9 +333,7 @@ def test_jobs_go_on_where_an_outcome_cannot_be_shown(file: Path, use: Callable[[
     assert second in cluster.jobs
 
 
-def test_a_job_that_cannot_be_deleted_does_not_keep_the_others(
-    file: Path, use: Callable[[Cluster], Cluster], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_cannot_be_deleted_does_not_keep_the_others(file, use, capsys) -> None:
     file.write_text(file.read_text().replace("[1, 4]", "[1, 2, 4]"))
     sweep, folder = Sweep.read(file), Path("out").absolute()
     first, second, third = made_of(sweep, folder)

@@ -142,13 +142,7 @@ def test_jobs_end_with_a_sweep_that_is_stopped(sweep: Sweep, use: Callable[[Slur
     assert slurm.cancelled == ["2"]
 
 
-def test_a_job_that_cannot_be_cancelled_does_not_keep_the_others(
-    sweep: Sweep,
-    use: Callable[[Slurm], Slurm],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_job_that_cannot_be_cancelled_does_not_keep_the_others(sweep, use, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(clusters, "_PAUSE_SECONDS", 0.0)
     slurm = use(Slurm(finished, stuck={"1"}))
 
@@ -164,9 +158,7 @@ def test_a_job_that_cannot_be_cancelled_does_not_keep_the_others(
     )
 
 
-def test_jobs_go_on_after_an_error(
-    sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_go_on_after_an_error(sweep, use, tmp_path, capsys) -> None:
     slurm = use(Slurm(finished, most=1))
     with pytest.raises(ConfigError, match="Slurm refused a job: sbatch: QOSMaxSubmitJobPerUserLimit"):
         run_all(sweep, tmp_path / "out")
@@ -174,9 +166,7 @@ def test_jobs_go_on_after_an_error(
     assert "the jobs that were handed over go on. Start the same command again" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_asked_for(
-    sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_asked_for(sweep, use, tmp_path, monkeypatch) -> None:
     use(Slurm(finished))
     file = tmp_path / "sweep.toml"
     file.write_text(FILE.replace("time_limit_seconds = 90", ""))

@@ -59,9 +59,7 @@ def test_every_requirement_is_pinned(pins: dict[str, Requirement]):
 
 
 @pytest.mark.parametrize("section", ["install_requires", "dev"])
-def test_the_pins_satisfy_the_metadata(
-    pins: dict[str, Requirement], metadata: configparser.ConfigParser, python: str, section: str
-):
+def test_the_pins_satisfy_the_metadata(pins, metadata, python, section):
     where = "options" if section == "install_requires" else "options.extras_require"
     for name, requirement in parse(metadata[where][section], python).items():
         assert requirement.specifier.contains(version(pins[name])), f"{requirement} and {pins[name]}"

@@ -238,9 +238,7 @@ def test_the_digest_sees_files_the_driver_and_the_versions():
     assert one != rules.digest(files, driver=False, versions="b")
 
 
-def test_a_second_run_does_nothing_but_say_so(
-    site: FakeSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_second_run_does_nothing_but_say_so(site, monkeypatch, capsys):
     inputs = {name: (setup_env.ROOT / name).read_bytes() for name in setup_env.INPUTS}
     venv = finished(site, rules.digest(inputs, rules.has_driver(), "torchrec-1.9"))
     monkeypatch.setenv("EMBERSHARD_VENV", str(venv))

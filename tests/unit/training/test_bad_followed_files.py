@@ -193,9 +193,7 @@ def _change(path: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["removed", "other samples", "bad"])
-def test_files_of_the_journal_that_changed_are_dropped_unless_a_part_trained(
-    ranks: Ranks, tmp_path: Path, change: str
-) -> None:
+def test_files_of_the_journal_that_changed_are_dropped_unless_a_part_trained(ranks, tmp_path, change) -> None:
     config, journal = config_of(tmp_path / "in", bad_files="skip").data, tmp_path / "files.jsonl"
     paths = [write(tmp_path / "in" / f"part_{number}.csv", number * SIZE) for number in range(4)]
     follower = FolderFollower(config, journal, ranks)

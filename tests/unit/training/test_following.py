@@ -123,9 +123,7 @@ def _whole(ranks: Ranks, files: list[Path], tmp_path: Path) -> list[list[float]]
         return trained(Trainer(make_following(folder, 5), ranks, tmp_path / "whole_run" / "checkpoints"))
 
 
-def test_the_journal_has_a_file_before_it_is_offered(
-    ranks: Ranks, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_journal_has_a_file_before_it_is_offered(ranks, files, tmp_path, monkeypatch) -> None:
     noted, offer = list[list[str]](), FollowedSource.offer
 
     def noting_offer(self: FollowedSource, *given: Any) -> None:

@@ -143,9 +143,7 @@ def test_a_part_may_report_save_stop_and_go_on(ranks: Ranks, tmp_path: Path) -> 
 HIDDEN = ("id_tables", "publishing", "following", "windows", "hot_cold", "bad_rows")
 
 
-def test_a_run_needs_no_module_of_a_part_that_it_has_not(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_needs_no_module_of_a_part_that_it_has_not(ranks, tmp_path, monkeypatch) -> None:
     names = [f"embershard.training.parts.{name}" for name in HIDDEN]
     for name in names:
         monkeypatch.setitem(sys.modules, name, None)  # its import raises

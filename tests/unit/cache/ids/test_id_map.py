@@ -223,9 +223,7 @@ def test_a_full_bucket_refuses_the_largest_ids_and_counts_them() -> None:
 @pytest.mark.parametrize(
     ("new", "low", "high"), [(0.5, 0.0, 0.0), (0.75, 0.0, 0.001), (1.0, 0.005, 0.03), (2.0, 0.3, 1)]
 )
-def test_a_reserve_is_enough_for_twice_the_quarantine(
-    quarantine: int, reserve: float, new: float, low: float, high: float
-) -> None:
+def test_a_reserve_is_enough_for_twice_the_quarantine(quarantine, reserve, new, low, high) -> None:
     """Shares of new ids that are refused, by how many come per batch: as docs/ids.md says."""
     capacity, config = 240_000, IdTable(quarantine=quarantine, reserve=reserve)
     ids, per_batch = (
