@@ -297,7 +297,6 @@ class Process:
     def __init__(self, folder: Path, *words: str) -> None:
         command = [sys.executable, "-m", "embershard", "serve", str(folder), "--port", "0", *words]
         self.program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self.program.stdout is not None
         found = re.search(r"http://127.0.0.1:(\d+): ", self.program.stdout.readline())
         assert found, self.program.stderr and self.program.stderr.read()
         self.port = int(found[1])

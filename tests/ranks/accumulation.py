@@ -23,7 +23,7 @@ from embershard import LookAheadPipeline, accumulating, cache_stats
 from embershard.cache.row_cache import RowCache
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.accumulation import HeldLookups, _DenseGradients
-from embershard.sharding.torchrec.modes.hot_cold import follow_hot_batches
+from embershard.sharding.torchrec.modes.hot_cold import announce_hot_batches
 from tests.ranks import parity, rows_exchange
 from tests.ranks.look_ahead import HotBatch
 from tests.ranks.parity import LinearModel, differences, snapshot
@@ -87,7 +87,7 @@ def compare(case: Case, fault: str | None = None) -> Outcome:
             stock(*joined(group)).backward()
         expected = snapshot(stock)
         model = parity.build(case, case.is_cached, make)
-        follow_hot_batches(model)
+        announce_hot_batches(model)
         most_held = train(model, case, groups, fault)
         found = snapshot(model)
     counts = _counts(stock), _counts(model)

@@ -482,7 +482,6 @@ class TwiceBatch(Batch):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> TwiceBatch:
         """A copy."""
-        assert self.others is not None
         return TwiceBatch(self.features.to(device), self.labels.to(device), self.others.to(device))
 
 

@@ -111,7 +111,6 @@ def train(case: Case, plan: Path) -> SentBytes:
 
 def sent_as_predicted(plan: Plan) -> dict[str, float]:
     """Bytes of a rank and step by kind, the mean of the ranks."""
-    assert plan.prediction is not None
     return {kind: fmean(rank.work[name] for rank in plan.prediction.ranks) for kind, name in SENT_KINDS.items()}
 
 

@@ -25,7 +25,6 @@ def _script(trainer: Trainer, values: tuple[float, ...]) -> None:
 
     def scripted() -> Any:
         report = evaluate()
-        assert report is not None
         auc = values[trainer.steps // 2 - 1]
         return dataclasses.replace(report, quality={**report.quality, "auc": auc})
 

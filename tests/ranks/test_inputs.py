@@ -58,7 +58,6 @@ def what_is_held_out(data: DataConfig) -> tuple[int, list[bool], str]:
             bits = open_source(data, share=here().from_first).held_out.samples
         except DataError as error:
             return made.call_count, [], str(error)
-    assert bits is not None
     return made.call_count, bits.between(0, bits.num_samples).tolist(), ""
 
 
@@ -173,6 +172,5 @@ def test_a_run_trains_on_the_others_and_evaluates_on_those_held_out(two_ranks: R
     assert first["error"] == second["error"] == ""
     assert first["losses"] == second["losses"]
     samples = open_source(run.data).held_out.samples
-    assert samples is not None
     held_out = samples.between(0, LINES).tolist()
     assert first["held_out"] == sum(held_out) - sum(held_out[row] for row in (3, 100, 101))

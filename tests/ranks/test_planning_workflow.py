@@ -62,7 +62,6 @@ def inputs(folder: Path) -> list[object]:
 
 def test_the_run_did_what_the_plan_said(folder):
     plan, result = Plan.load(folder / "plan.json"), json.loads((folder / "run" / "result.json").read_text())
-    assert plan.prediction is not None
     assert plan.prediction.method == "replay"
     assert result["plan"]["digest"] == plan.digest
     assert result["cache"]["evictions"] > 1000
@@ -86,7 +85,6 @@ def test_memory_of_caches_is_one_number_everywhere(folder, capsys):
     assert size(rank.total_device_bytes) in planned
     embershard("report", folder / "run")
     result = RunResult.read(folder / "run")
-    assert result.cache is not None
     fullest = max(caches.device_bytes for caches in result.cache.ranks)
     reported = capsys.readouterr().out
     assert f"slots and maps of all ranks, {size(fullest)} on the fullest" in " ".join(reported.split())

@@ -57,7 +57,6 @@ NEW = {
 def test_a_result_of_the_version_before_formats_is_read(tmp_path: Path):
     (tmp_path / RESULT).write_text(OLD.read_text())
     old, result = json.loads(OLD.read_text()), RunResult.read(tmp_path)
-    assert result.cache is not None
     assert result.cache.ranks[1].tables["t_C1"].lookups == old["cache"]["ranks"][1]["tables"]["t_C1"]["lookups"] > 0
     assert result.quality["auc"] == old["auc"]
     assert json.loads(json.dumps(result.to_dict())) == {**old, **NEW}, "nothing of it is lost"

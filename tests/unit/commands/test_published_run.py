@@ -52,7 +52,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _published_by(run_dir: Path, steps: int) -> PublishedState:
     result = RunResult.find(run_dir)
-    assert result is not None
     assert result.steps == steps
     assert result.published is not None
     return result.published

@@ -234,7 +234,6 @@ def test_ranks_end_with_their_launcher(tmp_path, project_dir):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project_dir), str(tmp_path)])}
     start = "from embershard.launch.launcher import start_ranks; start_ranks(2, 'program', [])"
     with subprocess.Popen([sys.executable, "-c", start], env=environment, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
         ranks = psutil.Process(process.pid).children()
         process.kill()

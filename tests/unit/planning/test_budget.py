@@ -78,7 +78,6 @@ def test_the_named_need_fits_and_a_byte_less_does_not(name):
     assert f"needs at least {size(need)} ({need} bytes)" in said
     assert need <= least_device_bytes(request), "the search may find one that needs less"
     plan = make_plan(with_device(request, need))
-    assert plan.prediction is not None
     assert max(sum(rank.device_bytes.values()) for rank in plan.prediction.ranks) <= need
     said = refusal(with_device(request, need - 1))
     assert f"needs at least {size(need)} ({need} bytes)" in said
@@ -90,13 +89,11 @@ def test_a_plan_without_caches_fits_in_what_it_takes():
     """Where a batch looks up most rows, the maps of caches alone are more than the rows that need no slot."""
     request = make_request(Budget(device_bytes=10**9), **CASES["a batch of most rows"])
     plan = make_plan(request)
-    assert plan.prediction is not None
     assert {table.kernel for table in plan.tables} == {"device"}
     taken = plan.prediction.most_device_bytes
     assert taken < least_need(request).asked(request.budget)
     assert make_plan(with_device(request, taken)).tables == plan.tables
     whole = least_need_without_caches(request)
-    assert whole is not None
     need = whole.asked(request.budget)
     with pytest.raises(ShardingError, match=r"\(all its rows\); all but these tables takes") as refused:
         whole.check_device(with_device(request, need - 1))
@@ -109,7 +106,6 @@ def test_a_cache_budget_is_for_the_caches_alone(name):
     need = bytes_in(r"--set cache\.device_bytes=(\d+)", refusal(request))
     assert need <= least_need(request).asked(request.budget)
     plan = make_plan(replace(request, budget=Budget(cache_bytes=need)))
-    assert plan.prediction is not None
     caches = [rank.device_bytes["slots"] + rank.device_bytes["maps"] for rank in plan.prediction.ranks]
     assert max(caches) <= need
     said = refusal(replace(request, budget=Budget(cache_bytes=need - 1)))
@@ -187,7 +183,6 @@ def test_rows_are_spread_where_a_node_is_too_small_for_a_table():
     rows, dims = (40_000, 40_000), (16, 256)
     budget = Budget(device_bytes=4_000_000, host_bytes=26_000_000)
     plan = make_plan(make_request(budget, rows=rows, dims=dims, world_size=2, ranks_per_node=1))
-    assert plan.prediction is not None
     assert all(sum(rank.host_bytes.values()) <= 26_000_000 for rank in plan.prediction.ranks)
     said = refusal(make_request(replace(budget, host_bytes=20_000_000), rows=rows, dims=dims, ranks_per_node=1))
     assert "of host memory" in said
@@ -231,7 +226,6 @@ def test_nothing_of_a_tables_size_is_made(huge, budget):
     assert largest.num_bytes < 10**6
     fits = Budget(device_bytes=80 * 10**9, host_bytes=10**13)
     plan = make_plan(replace(request, budget=fits))
-    assert plan.prediction is not None
     cached = sum(table.rows for table in plan.tables if table.kernel == "cached")
     assert sum(rank.host_bytes["rows"] for rank in plan.prediction.ranks) == cached * 260 >= 10**10 * 260
 
@@ -321,7 +315,6 @@ def test_the_fastest_plan_is_looked_for_among_those_whose_caches_can_number_thei
         for n, (sharding, ranks) in enumerate(placements)
     ]
     other = sized(request, tables)
-    assert other is not None
     assert best_candidate(request).step_seconds <= other.step_seconds * (1 + 1e-9)
 
 
@@ -361,7 +354,6 @@ def test_least_need_is_the_same_every_time_and_no_less_than_any_plan():
     needs = [least_need(request) for _ in range(2)]
     assert needs[0] == needs[1]
     plan: Plan = make_plan(request)
-    assert plan.prediction is not None
     assert max(sum(rank.device_bytes.values()) for rank in plan.prediction.ranks) >= needs[0].asked(request.budget)
 
 

@@ -213,7 +213,6 @@ def test_recalibrated_rates_give_the_measured_step_for_the_measured_work(millise
 
 def test_measured_work_keeps_what_runs_do_not_count():
     plan = predicted_plan()
-    assert plan.prediction is not None
     result = changed(result_of(plan), 0, "a")
     work = measured_work(plan, RunResult.of(without_cache(result)))[0]
     predicted = StepWork(**plan.prediction.ranks[0].work)

@@ -386,7 +386,6 @@ sys.stdin.read()
 """
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match="is in use by another run"):
             lock_run_dir(tmp_path)

@@ -172,7 +172,6 @@ def test_the_command_serves_until_it_is_told_to_end_and_waits_for_no_client(expo
     words = [sys.executable, "-m", "embershard", "serve", str(exported), "--port", "0"]
     words += ["--request-seconds", "86400", "--stop-seconds", "1"]
     with subprocess.Popen(words, cwd=project_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
         said = program.stdout.readline()
         found = re.fullmatch(rf"Serving {exported} \(step 12\) at http://127.0.0.1:(\d+): POST /predict, .*\n", said)
         assert found, said
@@ -180,7 +179,6 @@ def test_the_command_serves_until_it_is_told_to_end_and_waits_for_no_client(expo
         with dripping(int(found[1])):
             program.send_signal(signal.SIGTERM)
             assert program.wait(60) == 0
-        assert program.stderr is not None
         said = program.stderr.read()
         assert "stopping after the requests in work, in at most 1 seconds (--stop-seconds)" in said
         assert "stopped with 1 requests that were not answered" in said

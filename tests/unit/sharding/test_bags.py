@@ -40,7 +40,6 @@ def test_a_batch_without_ids_has_zeros_and_a_backward(num_samples):
     pooled = bags.pool(rows)
     assert torch.equal(pooled, torch.zeros(num_samples, 12))
     pooled.sum().backward()
-    assert rows.grad is not None
     assert rows.grad.shape == (0, 4)
 
 

@@ -86,7 +86,6 @@ def test_distinct_ids_of_a_table_are_its_first_feature_s():
     sent = exchange(features)
     assert (sent.stride(), sent.lengths().tolist(), sent.values().tolist()) == (1, [3, 0, 1], [7, 5, 9, 1])
     bags = exchange.take_context().bags
-    assert bags is not None
     rows = torch.tensor([[7.0, 70.0], [5.0, 50.0], [9.0, 90.0], [1.0, 10.0]])
     assert bags.pool(rows).tolist() == [[12.0, 120.0, 0.0, 0.0, 1.0, 10.0], [7.0, 70.0, 16.0, 160.0, 0.0, 0.0]]
 

@@ -147,7 +147,6 @@ def test_a_spec_does_not_keep_the_profile_alive():
     profile = FrequencyProfile({"t0": torch.tensor([0, 3, 0, 1])}, 1)
     spec = CacheSpec.make(CacheConfig(), profile, {}, 0)
     counts = spec.row_counts([make_table("t0", 4, 4, DataType.FP32, None)])
-    assert counts is not None
     assert counts.dense(4).tolist() == [0, 3, 0, 1]
     assert spec.profile is not None
     del profile

@@ -57,7 +57,6 @@ def test_images_start_embershard_as_a_user_without_rights(stages: Stages) -> Non
     assert base["USER"] == "embershard"
     assert base["ENTRYPOINT"] == '["embershard"]'
     python = re.fullmatch(r"python:(\d+)\.(\d+)-slim", stages["base"][0])
-    assert python is not None
     assert rules.python_problem((int(python[1]), int(python[2]))) == ""
     assert stages["wheel"][0] == stages["base"][0]
 

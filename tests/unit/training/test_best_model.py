@@ -71,7 +71,6 @@ def run(trainer: Trainer, stop_at: int | None = None) -> list[Report]:
 
 def best_of(trainer: Trainer) -> Evaluations:
     evaluations = trainer.part(Evaluations)
-    assert evaluations is not None
     return evaluations
 
 
@@ -88,7 +87,6 @@ def test_the_best_is_saved_and_stays(ranks, tmp_path):
     assert saved == [2, 6, 7, 14, 18]
     assert names(tmp_path) == ["step_6", "step_18"]
     best = BestEvaluation.find(tmp_path)
-    assert best is not None
     assert (best.step, best.metric, best.value, best.quality["auc"]) == (6, "auc", 0.8, 0.8)
     assert best_of(trainer).kept == best
 
@@ -171,7 +169,6 @@ def test_an_interrupted_evaluation_is_made_up_for(ranks, tmp_path):
     assert isinstance(reports[0], EvalReport)
     assert (reports[0].step, reports[0].is_best, resumed.steps) == (6, True, 12)
     best = BestEvaluation.find(tmp_path)
-    assert best is not None
     assert best.step == 6, "the checkpoint that was there already is kept"
 
 

@@ -91,7 +91,6 @@ def test_column_shards_of_one_module_are_one_table(ranks):
 
 def test_a_report_names_the_module_only_of_namesakes(ranks):
     totals = CacheReader(train(TABLES, LOOKUPS), ranks).totals(0.5)
-    assert totals is not None
     expected = {"age": (20, 3), "shop": (30, 2), "sparse.item.id": (60, 7), "sparse.user.id": (40, 5)}
     (rank,) = totals.ranks
     for tables in (totals.tables, rank.tables):
@@ -103,6 +102,5 @@ def test_a_report_names_the_module_only_of_namesakes(ranks):
 @pytest.mark.slow
 def test_a_report_of_different_names_has_no_modules(ranks):
     totals = CacheReader(train({"user": {"id": 40}, "item": {"shop": 60}}, {"user": {"id": 5}}), ranks).totals(0.5)
-    assert totals is not None
     assert list(totals.tables) == ["id", "shop"]
     assert sorted(pool.tables for pool in totals.ranks[0].pools) == [("id",), ("shop",)]

@@ -143,7 +143,6 @@ def test_a_run_says_how_far_it_could_look_ahead(ranks: Ranks, files: list[Path],
         trainer = Trainer(make_config(tmp_path), ranks, tmp_path / "run" / "checkpoints")
         trained(trainer)
     stats = trainer.upcoming.stats()
-    assert stats is not None
     assert stats.lookahead_min == 0, "before each wait the window is empty"
     assert stats.lookahead_mean is not None
     assert stats.lookahead_mean < 5

@@ -58,7 +58,6 @@ def test_hot_batches_look_up_hot_rows_only_and_cold_ones_others_too(ranks):
     config = hot_config()
     source = open_source(config.data)
     hot = find_hot_set(config, find_profile(config, source), source, ranks, None)
-    assert hot is not None
     assert hot.rows.num_bytes <= HOT_BYTES
     seen = {True: 0, False: 0}
     stream = open_stream(config, source, ranks, stream_start(config), hot=hot.samples)
@@ -87,14 +86,12 @@ def test_a_run_goes_on_in_the_middle_of_a_segment_bit_for_bit(ranks, tmp_path, l
     expected = losses(reports)
     assert len(expected) == 90
     counts = [report.batches for report in reports if isinstance(report, TrainReport)][-1]
-    assert counts is not None
     assert sum(counts.values()) == 90
     assert min(counts["hot"], counts["cold"]) > 10
     for step in (26, 39):
         trainer = Trainer(config, ranks, tmp_path / "checkpoints")
         _, comparison = trainer.resume(tmp_path / "checkpoints" / f"step_{step}")
         packed = comparison.stream.packed
-        assert packed is not None
         assert packed.batches == step
         assert packed.left, "the test is about the middle of a segment"
         trainer.checkpoints = None
@@ -125,7 +122,6 @@ def test_lookups_and_bytes_of_hot_rows_are_reported(ranks):
         list(trainer.train())
         trainer.close()
         totals = trainer.metrics.cache_reader.totals(0.1)
-        assert totals is not None
         (rank,) = totals.ranks
         for whole in (totals, rank):
             of_tables = {

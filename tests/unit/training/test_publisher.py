@@ -125,7 +125,6 @@ def test_of_two_runs_that_begin_in_one_folder_the_second_is_refused(tmp_path, la
     holds = f"import fcntl, sys; {lock}; print(flush=True); input()"
     words = [sys.executable, "-c", holds, str(folder / ".lock")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(ConfigError, match=r"is in use by another run, .* Give each run a folder of its own"):
             Life(tmp_path, None, False, 1, layers)

@@ -307,11 +307,9 @@ def test_a_profile_is_counted_where_the_policy_needs_one(tmp_path):
         return find_profile(make_config(profile=profile, cache=CacheConfig(ratio=0.3, **cache)), source)
 
     counted = found(ProfileConfig(samples=500), policy="frequency")
-    assert counted is not None
     assert {int(counts.sum()) for counts in counted.counts.values()} == {500}
     counted.save(tmp_path / "p.npz")
     read = found(ProfileConfig(path=str(tmp_path / "p.npz")))
-    assert read is not None
     assert all(torch.equal(read.counts[name], counts) for name, counts in counted.counts.items())
     assert found(ProfileConfig(), policy="lru") is None
     assert found(ProfileConfig(), policy="frequency", enabled=False) is None

@@ -219,7 +219,6 @@ class Run:
             if self.ahead[number].ticket is None:
                 break
         batch = self.ahead.popleft()
-        assert batch.ticket is not None
         self.cache.wait(batch.ticket)
         self.cache.begin_update(batch.ticket)
         slots, step = batch.ticket.slots.unique(), float(self.step)

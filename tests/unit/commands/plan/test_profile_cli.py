@@ -57,8 +57,6 @@ def lookups_in_training_order(data: DataConfig) -> dict[str, np.ndarray]:
 
 def same(a: FrequencyProfile, b: FrequencyProfile) -> None:
     one, other = a.need_statistics(), b.need_statistics()
-    assert one.trace is not None
-    assert other.trace is not None
     assert one.trace.rate == other.trace.rate
     for table in a.tables:
         assert a.sparse(table).rows.tolist() == b.sparse(table).rows.tolist()
@@ -82,7 +80,6 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, capsys):
     one, two = (FrequencyProfile.load(tmp_path / f"{workers}.npz") for workers in "12")
     same(one, two)
     trace = one.need_statistics().trace
-    assert trace is not None
     assert trace.rate < 1
     assert trace.num_lookups <= 30_000
     assert set(one.need_statistics().preferences) >= {"frequency", "lfu", "lru"}
@@ -115,7 +112,6 @@ def test_the_trace_is_what_the_trainer_reads(monkeypatch):
     data = DataConfig(synthetic=dataclasses.replace(SMALL, num_samples=900), seed=3, chunk_rows=64, num_workers=0)
     profile = profile_data(data, PassOptions())
     trace = profile.need_statistics().trace
-    assert trace is not None
     assert trace.num_samples == 810
     for table, rows in lookups_in_training_order(data).items():
         assert trace.tables[table].rows.tolist() == rows.tolist()
@@ -142,7 +138,6 @@ def test_the_real_sample(criteo_sample, tmp_path, capsys):
     assert picture.read_bytes()[:4] == b"\x89PNG"
     statistics = FrequencyProfile.load(file).need_statistics()
     assert sum(table.num_lookups for table in statistics.tables.values()) == 9000 * 26
-    assert statistics.trace is not None
     assert statistics.trace.rate == 1.0
     assert statistics.read_seconds_per_sample is not None
 

@@ -165,8 +165,6 @@ def test_machines_and_rows_of_files_are_proposed():
     files = ("data.kind=criteo", "data.path=logs", "data.criteo.num_rows=2000000", "train.init=torchrec")
     message = refusal(*files, machine=limits(2.4))
     most, machines = re.search(r"no table with more than ([\d,]+) rows", message), re.search(r"(\d+) machines", message)
-    assert most is not None
-    assert machines is not None
     rows, count = int(most[1].replace(",", "")), int(machines[1])
     assert check(*files, f"data.criteo.num_rows={rows}", machine=limits(2.4)) == ""
     for number, fits in ((count, True), (count - 1, False)):
