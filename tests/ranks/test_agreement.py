@@ -19,6 +19,8 @@ from embershard.distributed.agreement import Agreement, Supply
 from tests.ranks.parity import Case, batches, build, train
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 Batch = tuple[KeyedJaggedTensor, Tensor]
 
 
@@ -148,8 +150,6 @@ def evaluate_unevenly(case: Case, lengths: tuple[int, int]) -> dict[str, Any]:
         "untouched": counted == [stats.lookups for stats in cache_stats(model)],
     }
 
-
-pytestmark = pytest.mark.ranks
 
 LENGTHS = (0, 1, 5)
 

@@ -34,6 +34,8 @@ from tests.ranks.look_ahead import message_of
 from tests.ranks.parity import Case, batches, build, differences, snapshot, train
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 def _pins(model: Any) -> int:
     return sum(len(pool.cache._in_flight) for pool in cached_embeddings(model))
@@ -322,9 +324,6 @@ def sharder_leaves_its_arguments_alone() -> bool:
         sharders=[sharder],
     )
     return fused_params == {"learning_rate": 0.5}
-
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("sharding", keep(["column_wise"], ["table_wise", "row_wise", "column_wise"]))

@@ -16,6 +16,8 @@ from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 #: AUC by evaluation on the first rank; another one would decide otherwise.
 _FIRST, _OTHER = (0.6, 0.8, 0.7, 0.7, 0.9), (0.9, 0.1, 0.95, 0.96, 0.97)
 
@@ -48,9 +50,6 @@ def train(folder: Path) -> list[tuple[Any, ...]]:
         kept = trainer.part(Evaluations).kept
         found.append((trainer.steps, len(reports) > 1, best and best.step, kept == best, names))
     return found
-
-
-pytestmark = pytest.mark.ranks
 
 
 def test_ranks_decide_alike(two_ranks: RankPool, tmp_path: Path):

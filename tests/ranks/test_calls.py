@@ -39,6 +39,8 @@ from tests.ranks.look_ahead import message_of
 from tests.ranks.parity import snapshot
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 ROWS, SAMPLES, STEPS = 200, 8, 6
 CPU = torch.device("cpu")
 
@@ -242,8 +244,6 @@ def _process_wide(model: nn.Module) -> list[Any]:
         isinstance(tables.forward, PipelinedForward),
     ]
 
-
-pytestmark = pytest.mark.ranks
 
 SEVERAL = [
     several

@@ -16,6 +16,8 @@ from tests.ranks.planned import here
 from tests.ranks.workers import RankPool
 from tests.unit.distributed.checkpoints import flip_bit
 
+pytestmark = pytest.mark.ranks
+
 
 def save_with_a_failing_rank(folder: Path, failing: int) -> tuple[str, list[str], list[str]]:
     """Save step 1, then step 2 while a rank's disk is full, then step 3: the error and the folder after 2 and 3."""
@@ -52,9 +54,6 @@ def verify(checkpoint: Path, blind: int | None = None) -> str:
         except CheckpointError as error:
             return str(error)
     return ""
-
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("failing", [0, 1])

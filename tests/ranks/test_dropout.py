@@ -14,6 +14,8 @@ from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 def train(dropout: float, is_cached: bool) -> tuple[list[float], int, int]:
     """Return the losses, the seed of the last masks, and the evictions."""
@@ -23,9 +25,6 @@ def train(dropout: float, is_cached: bool) -> tuple[list[float], int, int]:
     losses = [report.loss for report in trainer.train() if isinstance(report, TrainReport)]
     trainer.close()
     return losses, torch.initial_seed(), sum(table.evictions for table in cache_stats(trainer.model))
-
-
-pytestmark = pytest.mark.ranks
 
 
 def test_a_cache_changes_no_mask_and_ranks_have_their_own(two_ranks: RankPool):

@@ -29,6 +29,8 @@ from embershard.errors import EmbershardError
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 FEATURES, ROWS, MOST_IDS, SAMPLES = ["viewed", "bought"], 300, 4, 16
 CPU = torch.device("cpu")
 
@@ -172,9 +174,6 @@ def weight_gradients(steps: int, weights_train: bool) -> dict[str, Any]:
 def _own(value: Any) -> Tensor:
     found: Tensor = value.local_shards()[0].tensor if hasattr(value, "local_shards") and value.local_shards() else value
     return found.clone() if isinstance(found, Tensor) and not hasattr(found, "local_shards") else torch.empty(0)
-
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize(

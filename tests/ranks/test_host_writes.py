@@ -22,6 +22,8 @@ from tests.ranks.parity import LinearModel, differences
 from tests.ranks.rows_exchange import Case, batches
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 def write_between_steps(cases: list[Case], rows: bool) -> list[list[str]]:
     """Tables are halved between two steps, and that is announced; weights and states that are then not those of stock
@@ -111,8 +113,6 @@ def versions_when_ranks_meet(case: Case) -> tuple[int, list[int]]:
     model.load_state_dict(tensors)
     return before, found
 
-
-pytestmark = pytest.mark.ranks
 
 HOT = Case(optimizer="adagrad", init_seed=3, exchange="pooled", hot=40, hot_every=3, steps=6, batch_size=8, ratio=0.3)
 POOLED = replace(HOT, hot=None)

@@ -24,6 +24,8 @@ from tests.ranks.planned import here, make_config
 from tests.ranks.rounding import loss_rounding
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 GLOBAL_BATCH = 20
 LINES = 400
 
@@ -89,9 +91,6 @@ def train(run: RunConfig, folder: Path, resume: bool = False, truncate_at: int |
     found["saved"] = [path.name for path in complete_checkpoints(folder)]
     trainer.close()
     return found
-
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("lookahead", [matrix(0), 4])

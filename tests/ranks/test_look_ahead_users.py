@@ -26,6 +26,8 @@ from tests.ranks.look_ahead import (
 )
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 class PlainBatch:
     """A batch of a class that neither TorchRec nor the pipeline knows."""
@@ -149,7 +151,6 @@ def bad_id_on_one_rank(case: Case, run: Run, failing: int, number: int) -> tuple
         return f"{type(error).__name__}: {error}", trained
 
 
-pytestmark = pytest.mark.ranks
 CASE = Case(sharding="row_wise", ratio=0.6, policy="lookahead")
 
 

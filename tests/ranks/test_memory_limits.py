@@ -36,6 +36,8 @@ from tests.covering import keep, matrix
 from tests.ranks.planned import here
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 14
 
 
@@ -105,8 +107,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     storages = [each.untyped_storage() for each in tensors]
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
-
-pytestmark = pytest.mark.ranks
 
 PROJECT = Path(__file__).resolve().parents[2]
 CLOSE = 0.01  # FBGEMM has some counters beside the rows

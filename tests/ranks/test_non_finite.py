@@ -13,6 +13,8 @@ from tests.ranks.planned import here
 from tests.ranks.workers import RankPool
 from tests.unit.training.poisoned import config_of, losses, run
 
+pytestmark = pytest.mark.ranks
+
 
 def skip_batches(bad_rank: int, cache: str, left_out: set[int]) -> tuple[bool, list[str], list[str]]:
     """Train while `bad_rank` has a poisoned batch, and without these batches: are the losses equal, which tensors
@@ -35,7 +37,6 @@ def stop(folder: Path, bad_rank: int) -> str:
     return ""
 
 
-pytestmark = pytest.mark.ranks
 BAD = {2, 7, 12}
 
 

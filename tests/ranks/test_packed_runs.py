@@ -20,6 +20,8 @@ from tests.ranks.rounding import loss_rounding
 from tests.ranks.workers import RankPool
 from tests.small_runs import small_run
 
+pytestmark = pytest.mark.ranks
+
 GLOBAL_BATCH, SAVED_AT = 20, 13
 
 
@@ -72,9 +74,6 @@ def run(folder: Path | None, lookahead: int, resume: Path | None = None) -> Trai
             found.batches = report.batches or {}
     trainer.close()
     return found
-
-
-pytestmark = pytest.mark.ranks
 
 
 def samples(ranks: list[Trained]) -> list[list[float]]:

@@ -29,6 +29,8 @@ from tests.ranks.look_ahead import message_of
 from tests.ranks.parity import Case, _constraints, _Model, batches, snapshot
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 CASE = Case(steps=16)
 HALF = CASE.steps // 2
 DENSE = {
@@ -121,9 +123,6 @@ def warm_up() -> tuple[bool, list[str]]:
     warming = WarmupOptimizer(CombinedOptimizer([model.fused_optimizer, dense]), stages, lr=0.1)
     warming.step()
     return warming._warmup_param in warming.state, list(warming.state_dict()["state"])
-
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module", params=[matrix(1), 2], ids="{} ranks".format)

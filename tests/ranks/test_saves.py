@@ -24,6 +24,8 @@ from tests.ranks.workers import RankPool
 from tests.unit.distributed.test_blocks import stock_loaded
 from tests.unit.training.gated_saves import train
 
+pytestmark = pytest.mark.ranks
+
 EVERY = 6
 
 
@@ -72,9 +74,6 @@ def fail(folder: Path, failing: int, on_failed_save: str) -> tuple[list[tuple[in
             said = f"{trainer.steps}: {error}"
         trainer.close()
     return failed, said, [path.name for path in complete_checkpoints(folder)]
-
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("lookahead", [matrix(0), 16])

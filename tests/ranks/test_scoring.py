@@ -28,6 +28,8 @@ from tests.ranks.workers import RankPool
 from tests.unit.data.targets import target_config, write_targets
 from tests.unit.metrics.columns import Columns
 
+pytestmark = pytest.mark.ranks
+
 
 def train(config: RunConfig, checkpoints: Path) -> None:
     """Train, and save at the end."""
@@ -65,7 +67,6 @@ def score(config: RunConfig, checkpoints: Path, output: Path) -> None:
     ScoreJob(config, None, False, checkpoints, None, output).run(here(), Supervision())
 
 
-pytestmark = pytest.mark.ranks
 _BATCH = 20
 
 

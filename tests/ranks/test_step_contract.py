@@ -45,6 +45,8 @@ from tests.ranks.look_ahead import (
 from tests.ranks.parity import differences, snapshot
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 def losses_until(loop: Any, iterator: Iterator[Batch], steps: int) -> list[float]:
     """Of so many steps."""
@@ -358,8 +360,6 @@ def depth_of(case: Case, run: Run, late_steps: int) -> dict[str, Any]:
             "evictions": evictions,
         }
 
-
-pytestmark = pytest.mark.ranks
 
 RUNS = [Run(4, 2, 3), Run(4, 3, 4, 0, True, worker=False)]
 

@@ -18,6 +18,8 @@ from tests.ranks.parity import Case, batches, build, train
 from tests.ranks.predicted_traffic import is_close, plan_of, sent_as_predicted
 from tests.ranks.workers import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 def of_a_step(case: Case, cached: bool) -> tuple[SentBytes, list[list[int]]]:
     """What this rank sent in one step, and the ids of each of its features."""
@@ -60,8 +62,6 @@ def of_collectives() -> dict[str, SentBytes]:
     found["counted as other"] = sent_bytes() - before
     return found
 
-
-pytestmark = pytest.mark.ranks
 
 ROWS, DIM, BATCH, TABLES = 600, 16, 16, 4
 #: TorchRec's planner puts tables 0 and 2 on rank 0, tables 1 and 3 on rank 1.

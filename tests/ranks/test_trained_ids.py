@@ -52,6 +52,8 @@ from tests.ranks.workers import RankPool
 from tests.small_runs import small_model
 from tests.unit.cache.rows.test_initial_weights import weights_of_id
 
+pytestmark = pytest.mark.ranks
+
 GLOBAL_BATCH, STEPS, DIM = 48, 60, 8
 CAPACITY = {"t_user": 240, "t_item": 480}
 RULES = {"user": IdTable(buckets=6, reserve=0.4), "item": IdTable(buckets=12, reserve=0.4, admit_after=2, half_life=6)}
@@ -280,8 +282,6 @@ def score(path: Path, checkpoints: Path) -> tuple[dict[str, Any], Maps]:
     quality = scorer.evaluate().quality
     return quality, maps_of(scorer.model)
 
-
-pytestmark = pytest.mark.ranks
 
 EVERY = 17
 

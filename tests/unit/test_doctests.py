@@ -22,6 +22,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, plan_sharding
 from embershard.distributed import process_group
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
@@ -56,8 +58,6 @@ def names() -> dict[str, Any]:
     optimizer = torch.optim.SGD(sharded.module.over.parameters(), lr=0.1)
     return {"model": sharded, "optimizer": optimizer, "loader": loader}
 
-
-pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).resolve().parents[2]
 FILES = sorted([*(PROJECT / "embershard").rglob("*.py"), *(PROJECT / "examples" / "dlrm_v4").glob("*.py")])

@@ -53,6 +53,8 @@ from tests.unit.gpu_model.device import CUDA, Gpu
 from tests.unit.gpu_model.fbgemm import ModelledTables, slice_of
 from tests.unit.gpu_model.training import _copy_rows, compute_launch
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Life:
@@ -190,8 +192,6 @@ def modelled_ranks(num_ranks: int = 1) -> Iterator[tuple[Gpu, Ranks]]:
         stack.enter_context(torch_planning())
         yield gpu, Ranks(0, num_ranks, 0, num_ranks, CUDA)
 
-
-pytestmark = pytest.mark.slow
 
 KEPT, OTHERS = cases()
 _CHECKS_IDS = "modules.py"
