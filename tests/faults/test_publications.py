@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.covering import keep, matrix
 from tests.faults import published_trainings
 from tests.faults.published_lives import Life
 from tests.faults.published_trainings import OF_DELTAS, DiffersError, Pools, Tally
-from tests.ranks import resharding
+from tests.ranks import commands, resharding
 from tests.ranks.resharding import Layout
 
 pytestmark = pytest.mark.slow  # processes that are killed
@@ -108,23 +107,21 @@ def test_whole_commands_that_are_killed(tmp_path: Path):
 
 
 def _schedules(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, which forks: this one has threads."""
-    words = [sys.executable, "-m", "tests.faults.publications", *more]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    return commands.run_program(["tests.faults.publications", *more], folder)
 
 
 @pytest.mark.parametrize("schedules", keep(["1"], ["1", "8"]))
-def test_replicas_differ_in_nothing_after_kills(project_dir: Path, schedules: str):
-    done = _schedules(project_dir, "--schedules", schedules)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_replicas_differ_in_nothing_after_kills(tmp_path: Path, schedules: str):
+    done = _schedules(tmp_path, "--schedules", schedules)
+    assert done.returncode == 0, done.stdout
     assert ": 0 wrong" in done.stdout
 
 
 @pytest.mark.matrix  # tests/ranks/test_publications.py has a resume without the correction
 @pytest.mark.parametrize("without", ["correction", "touches"])
-def test_what_is_left_out_is_noticed(project_dir: Path, without: str):
-    done = _schedules(project_dir, "--schedules", "8", "--without", without)
-    assert done.returncode == 1, done.stdout + done.stderr
+def test_what_is_left_out_is_noticed(tmp_path: Path, without: str):
+    done = _schedules(tmp_path, "--schedules", "8", "--without", without)
+    assert done.returncode == 1, done.stdout
     noticed = [line for line in done.stdout.splitlines() if line.startswith("schedule ")]
     assert noticed
     # A replica serves other values, or refuses changes of a table's ids that do not follow from those it has.

@@ -136,6 +136,29 @@ def _command(arguments: list[str], output: Path, errors: Path | None, environmen
     sys.exit(cli.main(arguments))
 
 
+def run_program(words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m words...`, whose module has a `main`, in a forked process without threads: it may fork on.
+
+    Args:
+        folder: for a file with what it prints, to both.
+    """
+    output = folder / "program.txt"
+    process = Process(forked().Process(target=_program, args=(list(words), output)))
+    try:
+        code = process.wait(600)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(list(words), code, output.read_text())
+
+
+def _program(words: list[str], output: Path) -> NoReturn:
+    print_to(output)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.chdir(PROJECT)
+    sys.argv = words
+    sys.exit(importlib.import_module(words[0]).main())
+
+
 def run_script(words: Sequence[str], folder: Path, world_size: int = 2) -> str:
     """Run `words`, a script of the project and its arguments, in forked ranks; return what all of them print.
 
