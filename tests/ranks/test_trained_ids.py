@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -291,6 +292,21 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_clicks(tmp_path_factory.mktemp("clicks"))
 
 
+Whole = Callable[[RankPool, str], tuple[list[Trained], Path]]
+
+
+@pytest.fixture(scope="module")
+def whole(clicks: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The whole run of a pool with tables sharded in a way, which tests share, and the folder of its checkpoints."""
+
+    @functools.cache
+    def of(pool: RankPool, kind: str) -> tuple[list[Trained], Path]:
+        checkpoints = tmp_path_factory.mktemp("whole")
+        return pool.run(partial(train, eval_every=EVERY), clicks, checkpoints, kind), checkpoints
+
+    return of
+
+
 def joined(runs: list[Trained]) -> Maps:
     """The ids of all ranks' shards."""
     return {table: {x: place for run in runs for x, place in run.maps.get(table, {}).items()} for table in CAPACITY}
@@ -317,10 +333,10 @@ def is_caught(found: list[Trained], stock: list[Trained]) -> bool:
 
 
 @pytest.mark.parametrize(("pool", "kind"), [("one", "row_wise"), matrix("two", "table_wise"), ("two", "row_wise")])
-def test_a_training_is_stock_s_with_a_dictionary(one_rank, two_ranks, clicks, pool, kind):
+def test_a_training_is_stock_s_with_a_dictionary(one_rank, two_ranks, clicks, whole, pool, kind):
     """Losses, evaluations between steps, weights, states, and every id's row, count and last use; ids were evicted."""
     ranks: RankPool = one_rank if pool == "one" else two_ranks
-    found = ranks.run(partial(train, eval_every=EVERY), clicks, None, kind)
+    found, _ = whole(ranks, kind)
     stock = ranks.run(partial(train_stock, eval_every=EVERY), clicks, kind)
     assert {each for run in found for each in run.sharding} == {kind}
     assert joined(found) == stock[0].maps
@@ -333,25 +349,26 @@ def test_a_training_is_stock_s_with_a_dictionary(one_rank, two_ranks, clicks, po
         assert totals.evicted > 300
         assert totals.evicted_age is not None
         assert totals.evicted_age >= 1
-    assert is_caught(found, ranks.run(partial(train_stock, eval_every=EVERY, forgets=False), clicks, kind))
+    if pool == "one":  # what compares is the same on two
+        assert is_caught(found, ranks.run(partial(train_stock, eval_every=EVERY, forgets=False), clicks, kind))
 
 
 @pytest.mark.parametrize("kind", keep(["row_wise"], ["table_wise", "row_wise"]))
-def test_a_resume_goes_on_on_any_ranks(one_rank, two_ranks, clicks, tmp_path, kind):
+def test_a_resume_goes_on_on_any_ranks(one_rank, two_ranks, clicks, whole, tmp_path, kind):
     """From a checkpoint in mid-run, or of a signal: on as many ranks bit for bit; on others with the same ids."""
-    whole = two_ranks.run(train, clicks, tmp_path / "a", kind)
+    found, checkpoints = whole(two_ranks, kind)
     again = two_ranks.run(partial(train, stop_after=30), clicks, tmp_path / "a2", kind)
     assert [run.losses[-1][0] for run in again] == [31, 31]
     rest = two_ranks.run(partial(train, resume=31), clicks, tmp_path / "a2", kind)
-    for before, after, expected in zip(again, rest, whole, strict=True):
+    for before, after, expected in zip(again, rest, found, strict=True):
         assert before.losses + after.losses == expected.losses
         assert after.maps == expected.maps
         assert differences(after, _from(expected, 31)) == []
-    everything = joined(whole)
-    (alone,) = one_rank.run(partial(train, resume=40), clicks, _copy(tmp_path, 40), kind)
+    everything = joined(found)
+    (alone,) = one_rank.run(partial(train, resume=40), clicks, _copy(checkpoints, 40, tmp_path), kind)
     assert alone.maps == everything
     weights = torch.cat([rows for name, rows in sorted(alone.tensors.items()) if name.startswith("t_user weight")])
-    for run in whole:
+    for run in found:
         for name, rows in run.tensors.items():
             if name.startswith("t_user weight"):
                 first = int(name.split(" ")[2])
@@ -359,7 +376,9 @@ def test_a_resume_goes_on_on_any_ranks(one_rank, two_ranks, clicks, tmp_path, ki
                 assert here
                 torch.testing.assert_close(rows[[row - first for row in here]], weights[here], rtol=1e-3, atol=1e-4)
     other = "table_wise" if kind == "row_wise" else "row_wise"
-    assert joined(two_ranks.run(partial(train, resume=20), clicks, _copy(tmp_path, 20), other)) == everything
+    assert (
+        joined(two_ranks.run(partial(train, resume=20), clicks, _copy(checkpoints, 20, tmp_path), other)) == everything
+    )
 
 
 @pytest.mark.matrix
@@ -391,12 +410,12 @@ def planned(clicks: Path, folder: Path, num_ranks: int, *more: str) -> Plan:
 @pytest.mark.parametrize(
     ("pool", "kind"), [matrix("one", "row_wise"), matrix("two", "table_wise"), ("two", "row_wise")]
 )
-def test_a_planned_training_is_the_same(one_rank, two_ranks, clicks, tmp_path, pool, kind, capsys):
+def test_a_planned_training_is_the_same(one_rank, two_ranks, clicks, whole, tmp_path, pool, kind, capsys):
     """With the caches of a plan, where it places the tables in the same way: all but what is cached."""
     ranks: RankPool = one_rank if pool == "one" else two_ranks
     plan = planned(clicks, tmp_path, 1 if pool == "one" else 2, "--types", kind)
     assert "Hit rates of t_user, t_item are an estimate" in " ".join(capsys.readouterr().out.split())
-    expected = ranks.run(train, clicks, None, kind)
+    expected, _ = whole(ranks, kind)
     found = ranks.run(partial(train, plan=tmp_path / "plan.json"), clicks, None, None)
     for rank, (run, other) in enumerate(zip(found, expected, strict=True)):
         assert run.sharding == other.sharding == {kind}
@@ -413,12 +432,12 @@ def test_a_planned_training_is_the_same(one_rank, two_ranks, clicks, tmp_path, p
 
 
 @pytest.mark.matrix
-def test_a_plan_may_place_ids_as_it_likes(two_ranks, clicks, tmp_path):
+def test_a_plan_may_place_ids_as_it_likes(two_ranks, clicks, whole, tmp_path):
     """Ids have the same rows anywhere."""
     plan = planned(clicks, tmp_path, 2)
     assert {table.kernel for table in plan.tables if table.table in CAPACITY} == {"cached"}
     found = two_ranks.run(partial(train, plan=tmp_path / "plan.json"), clicks, None, None)
-    assert joined(found) == joined(two_ranks.run(train, clicks, None, "row_wise"))
+    assert joined(found) == joined(whole(two_ranks, "row_wise")[0])
 
 
 def rows_of(runs: list[Trained]) -> dict[tuple[str, str, int], list[float]]:
@@ -434,12 +453,12 @@ def rows_of(runs: list[Trained]) -> dict[tuple[str, str, int], list[float]]:
     return found
 
 
-def test_scores_are_those_of_the_training(one_rank, two_ranks, clicks, tmp_path):
+def test_scores_are_those_of_the_training(one_rank, two_ranks, clicks, whole):
     """By a checkpoint, on any ranks: ids without a row get what training gave them, and nothing is counted."""
-    trained = two_ranks.run(train, clicks, tmp_path, "row_wise")
+    trained, checkpoints = whole(two_ranks, "row_wise")
     expected = trained[0].evaluations[-1]
-    (alone,) = one_rank.run(score, clicks, tmp_path)
-    together = two_ranks.run(score, clicks, tmp_path)
+    (alone,) = one_rank.run(score, clicks, checkpoints)
+    together = two_ranks.run(score, clicks, checkpoints)
     for quality, _ in (alone, *together):
         assert quality["samples"] == expected["samples"] > 200
         assert quality == pytest.approx(expected, rel=1e-6)
@@ -452,8 +471,8 @@ def _from(run: Trained, step: int) -> Trained:
     return Trained(losses, run.evaluations[-1:], run.maps, run.ids, run.tensors, run.sharding)
 
 
-def _copy(folder: Path, step: int) -> Path:
+def _copy(checkpoints: Path, step: int, folder: Path) -> Path:
     """A checkpoint of the whole run, for a run of its own."""
     name = f"step_{step}"
-    shutil.copytree(folder / "a" / name, folder / f"from_{step}" / name)
+    shutil.copytree(checkpoints / name, folder / f"from_{step}" / name)
     return folder / f"from_{step}"
