@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from embershard.cache import CacheConfig
-from embershard.data import DataConfig
-from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
 from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
@@ -18,6 +17,7 @@ from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
+from tests.small_runs import small_data
 from tests.unit.training.test_trainer import make_config
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -29,7 +29,7 @@ def config(
     policy: str, lookahead: int = 0, profile: int | None = None, steps: int = BEFORE + AFTER, **cache: Any
 ) -> RunConfig:
     return make_config(
-        data=DataConfig(synthetic=SyntheticConfig(num_samples=50_000, scale=0.002), num_workers=0),
+        data=small_data(50_000, scale=0.002, eval_fraction=0.0),
         cache=CacheConfig(**{"ratio": 0.05, "policy": policy, **cache}),
         look_ahead=LookAheadConfig(lookahead, 1 if lookahead else 2),
         profile=ProfileConfig(samples=profile),
@@ -68,7 +68,8 @@ def test_the_first_100_steps_hit_as_those_before(ranks, tmp_path, settings, monk
     assert mean(warm, BEFORE, BEFORE + AFTER) == pytest.approx(mean(whole, BEFORE - AFTER, BEFORE), abs=0.01)
     assert mean(warm, BEFORE, BEFORE + 10) > mean(whole, BEFORE, BEFORE + 10) - 0.02
     monkeypatch.setattr(run_state, "restore_contents", lambda *_: None)
-    cold = resumed(settings, ranks, checkpoint)
+    shorter = replace(settings, train=replace(settings.train, max_steps=BEFORE + 10))
+    cold = resumed(shorter, ranks, checkpoint)
     assert mean(cold, BEFORE, BEFORE + 10) < mean(whole, BEFORE, BEFORE + 10) - (0.003 if settings.has_profile else 0.1)
 
 
