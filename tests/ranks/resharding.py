@@ -28,7 +28,8 @@ from tests.small_runs import small_model
 from tests.unit.sharding.plans import make_plan, ranks_for
 
 ROWS = {"user": 301, "item": 250, "shop": 97, "day": 31}
-DIM, BATCH, SAVED_AT, STEPS = 8, 24, 6, 70
+DIM, BATCH, SAVED_AT = 8, 24, 6
+STEPS = 45  # past the end of an epoch
 SAMPLES = 1000
 HOT_BYTES = 4000  # rows of 36 bytes: about a sixth of them
 
