@@ -19,8 +19,11 @@ _LATEX = {each: f"\\{each}" for each in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
+    **{each: rf"\text{name}{{}}" for each, name in (("|", "bar"), ("<", "less"), (">", "greater"))},
     "±": r"$\pm$",
 }
+#: Lines of a table for documents without the package booktabs, whose own are finer.
+_RULES = [rf"\providecommand{{\{each}rule}}{{\hline}}" for each in ("top", "mid", "bottom")]
 
 
 class _Row(NamedTuple):
@@ -105,5 +108,7 @@ def _latex(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
         return " & ".join("".join(_LATEX.get(each, each) for each in text) for text in texts) + r" \\"
 
     body = [line(titles), r"\midrule", *map(line, cells), r"\bottomrule", r"\end{tabular}"]
-    head = [r"% needs \usepackage{booktabs}; +-: half of the mean's 95 % confidence interval; sd: standard deviation"]
-    return "\n".join([*head, rf"\begin{{tabular}}{{l{'r' * (len(titles) - 1)}}}", r"\toprule", *body])
+    head = (
+        r"% \usepackage{booktabs} is optional; +-: half of the mean's 95 % confidence interval; sd: standard deviation"
+    )
+    return "\n".join([head, *_RULES, rf"\begin{{tabular}}{{l{'r' * (len(titles) - 1)}}}", r"\toprule", *body])

@@ -13,6 +13,7 @@ import pytest
 
 from embershard.commands import cli
 from embershard.planning.cost.topology import load_topology
+from embershard.reports.results import evaluation_text
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.sharding.plan import Plan
@@ -184,11 +185,26 @@ def test_results_are_a_table_for_readers(tmp_path, report):
     assert lines[6].startswith("| s: ranks=2, cache.ratio=0.2 | 1 of 2 |"), "the other one failed"
     assert "| 1,000 ± 635 (sd 71) |" in lines[3]
     latex = table_of(report, "latex", folder, tmp_path / "s")
-    assert r"a\_b|c & 1 &" in latex
+    assert r"a\_b\textbar{}c & 1 &" in latex
     assert r"1,000 $\pm$ 635 (sd 71)" in latex
-    body = latex.split(r"\toprule")[1].split(r"\bottomrule")[0]
+    body = latex.split(r"\toprule")[-1].split(r"\bottomrule")[0]
     assert {line.count(" & ") for line in body.splitlines() if line.endswith(r"\\")} == {8}
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 1
+
+
+def test_latex_needs_no_editing():
+    """Whatever a name has in it, and with or without booktabs."""
+    slices = {"a_b": {"50 % & more #1 {$x^2~\\} <5>|": {"samples": 10, "auc": 0.5}}}
+    latex = evaluation_text(3, {"samples": 10, "auc": 0.5}, slices, "latex")
+    row = next(line for line in latex.splitlines() if "more" in line)
+    assert row.startswith(
+        r"a\_b = 50 \% \& more \#1 \{\$x\textasciicircum{}2\textasciitilde{}\textbackslash{}\} "
+        r"\textless{}5\textgreater{}\textbar{} & "
+    )
+    head, table = latex.split(r"\begin{tabular}")
+    for rule in re.findall(r"\\(\w+rule)\b", table):
+        assert rf"\providecommand{{\{rule}}}{{\hline}}" in head
+    assert table.count("rule") == 3
 
 
 def test_a_row_says_what_is_held_out_whether_all_failed_and_whether_its_speed_is_steady(tmp_path, report):
