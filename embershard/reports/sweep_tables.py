@@ -19,8 +19,8 @@ from rich.table import Table
 from embershard.launch.screen import make_table, say
 from embershard.metrics.figures import form_of, main_names, more_is_better, title_of
 from embershard.run_result import RunResult, steady_mark
-from embershard.settings.decoding import flat, toml
-from embershard.sweeps.experiments import Experiment, shown
+from embershard.settings.decoding import flat
+from embershard.sweeps.experiments import Experiment, cell, shown
 from embershard.sweeps.outcomes import Outcome, read_outcomes, run_folder
 from embershard.sweeps.spread import Configuration, against_best, main_figures, result_rows, spread_text
 from embershard.units import number
@@ -206,7 +206,7 @@ def _write(sweep: Path, file: str, rows: Sequence[Mapping[str, Any]]) -> pa.Tabl
 
 def _row(sweep: Path, outcome: Outcome) -> dict[str, Any]:
     values = dataclasses.asdict(outcome)
-    varied = {key: toml(value) if isinstance(value, list) else value for key, value in values.pop("varied").items()}
+    varied = {key: cell(key, value) for key, value in values.pop("varied").items()}
     found = RunResult.find(run_folder(sweep, outcome.name))
     entries = {} if found is None else found.to_dict()
     result = flat({key: value for key, value in entries.items() if key not in _LEFT_OUT})

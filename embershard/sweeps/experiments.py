@@ -13,7 +13,7 @@ from embershard.errors import ConfigError
 from embershard.launch.arguments import config_file, set_words, trust_words
 from embershard.launch.launcher import planned_ranks
 from embershard.settings.decoding import decode, flat, read_toml, to_toml, toml
-from embershard.settings.files import load_config
+from embershard.settings.files import apply_override, load_config
 from embershard.sweeps.clusters import KubernetesJobs, SlurmJobs
 from embershard.training.config import RunConfig
 
@@ -149,6 +149,20 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
     )
     words = ("--config", str(config), *set_words(overrides), *trust_words(trust_code))
     return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0, group)
+
+
+def cell(key: str, value: Any) -> Any:
+    """Return a value that a sweep varies as tables and JSON have it: None where its text is the setting's none, and a
+    list as its text in TOML.
+
+    >>> cell("train.max_steps", "none"), cell("data.criteo.dense_transform", "none"), cell("model.funnel", "none")
+    (None, 'none', '[]')
+    """
+    if isinstance(value, str) and value.lower() in ("none", "null"):
+        found: dict[str, Any] = {}
+        apply_override(RunConfig, found, f"{key}={value}")
+        value = flat(found).get(key)
+    return toml(value) if isinstance(value, list) else value
 
 
 def shown(varied: Mapping[str, Any]) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 from embershard.metrics.figures import METRICS, form_of, main_names, more_is_better, title_of
 from embershard.run_result import RunResult, held_out_warning, steady_mark
-from embershard.settings.decoding import flat, read_toml, toml
+from embershard.settings.decoding import flat, read_toml
 from embershard.settings.files import RUN_CONFIG
-from embershard.sweeps.experiments import SEEDS, shown
+from embershard.sweeps.experiments import SEEDS, cell, shown
 from embershard.sweeps.outcomes import Outcome, read_outcomes, run_folder
 
 _CONFIDENCE = 0.95
@@ -209,7 +209,7 @@ _IN_ROWS = (
 
 def result_rows(
     groups: Sequence[tuple[str, Mapping[str, Any], Sequence[RunResult]]],
-) -> list[dict[str, str | int | float]]:
+) -> list[dict[str, str | int | float | None]]:
     """Return a row of plain values for each group of runs, given by name, settings and results.
 
     `result.NAME` is the mean of a figure, by its name in result.json; of several runs, `result.NAME.sd` is the standard
@@ -217,11 +217,7 @@ def result_rows(
     """
     rows = []
     for name, settings, results in groups:
-        row = {
-            "name": name,
-            **{key: toml(value) if isinstance(value, list) else value for key, value in settings.items()},
-        }
-        row["runs"] = len(results)
+        row = {"name": name, **{key: cell(key, value) for key, value in settings.items()}, "runs": len(results)}
         if held_out := held_out_of(results):
             row["held_out"] = held_out
         if results:

@@ -75,6 +75,9 @@ def test_file_and_overrides(load):
         ("inner.rows=7,8", "rows", (7, 8)),
         ("inner.names=day_*,train*", "names", ("day_*", "train*")),
         ("inner.sizes=[]", "sizes", ()),
+        ("inner.sizes=none", "sizes", ()),
+        ("inner.names=None", "names", ()),
+        ('inner.names=["none"]', "names", ("none",)),
     ],
 )
 def test_override_is_read_by_the_type_of_the_setting(load, override, key, value):

@@ -265,7 +265,8 @@ def test_the_results_are_one_table(sweep_file: Path, monkeypatch: pytest.MonkeyP
         ("cache.device_bytes", "[10_000_000, 20_000_000]", [10_000_000, 20_000_000]),
         ("cache.ratio", "[0.1, 0.2]", [0.1, 0.2]),
         ("model.dense_arch_layer_sizes", "[[32, 16], [64, 16]]", ["[32, 16]", "[64, 16]"]),
-        ("tracking.trackers", '[[], ["tensorboard"]]', ["[]", '["tensorboard"]']),
+        ("tracking.trackers", '["none", ["tensorboard"]]', ["[]", '["tensorboard"]']),
+        ("train.max_steps", '["none", 7]', [None, 7]),
     ],
 )
 def test_what_a_sweep_varies_is_in_its_tables(sweep_file, tmp_path, setting, values, columns) -> None:
