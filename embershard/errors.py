@@ -26,10 +26,12 @@ True
 
 from __future__ import annotations
 
+import difflib
 import errno
+import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,9 +130,37 @@ def os_problem(error: OSError, path: Path | str | None = None) -> str:
     """
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
     where = " -> ".join(names) or (str(path) if path is not None else "")
+    near = near_file(Path(where)) if error.errno == errno.ENOENT and len(names) < 2 else ""
     what = error.strerror or str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0)
-    return " ".join(f"{where}{': ' if where else ''}{what}.{f' {remedy}.' if remedy else ''}".split())
+    return " ".join(f"{where}{': ' if where else ''}{what}.{f' {remedy}.' if remedy else ''}{near[1:]}".split())
+
+
+def did_you_mean(word: str, known: Iterable[str], *, end: str = "", least: float = 0.6) -> str:
+    """Return a question about a word that is not known, to stand behind a message; `end` where nothing comes close.
+
+    >>> did_you_mean("trian", ["train", "plan"])
+    '. Did you mean train?'
+
+    Args:
+        least: how close a known word must come, at most 1.
+    """
+    near = difflib.get_close_matches(word, list(known), n=2, cutoff=least)
+    return f". Did you mean {' or '.join(near)}?" if near else end
+
+
+_MOST_NAMES = 10_000  # of a folder, that are compared
+
+
+def near_file(path: Path) -> str:
+    """Return a question as `did_you_mean`, with what stands beside a file that is not there and has almost its name."""
+    try:
+        with os.scandir(path.parent) as found:
+            names = [each.name for each in itertools.islice(found, _MOST_NAMES)]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return str(printable(f". Did you mean {path.parent / near[0]}?")) if near else ""
 
 
 def printable(value: Any) -> Any:

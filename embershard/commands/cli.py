@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
+import select
 import sys
 import textwrap
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from embershard import __version__
-from embershard.errors import ConfigError, EmbershardError, SetupError, os_problem, printable
-
-if TYPE_CHECKING:
-    from embershard.settings.files import Setting
+from embershard.errors import ConfigError, EmbershardError, SetupError, did_you_mean, os_problem, printable
+from embershard.launch.arguments import as_called, examples, make_parser, note_program
 
 #: Name of each command; below `embershard.commands` its module, and, where it is not `main`, its function of the words
 #: behind the name, which returns the exit code; and its help.
@@ -40,42 +37,77 @@ _COMMANDS = (
 )
 
 
+#: Those of commands with several, for who leaves out the command.
+_ACTIONS = {
+    "data": ("inspect", "convert", "validate", "events", "sessions", "ids"),
+    "ckpt": ("ls", "verify", "prune", "diff"),
+    "publish": ("ls", "verify", "base"),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0 done, 1 failed, 2 wrong usage, settings or data, 130 Ctrl-C."""
-    arguments = _words() if argv is None else list(argv)
-    for name, place, _ in _COMMANDS:
-        if arguments[:1] == [name]:
-            module, _, function = place.partition(":")
-            # Imported here: most commands load torch and TorchRec, the others answer at once.
-            try:
-                _check_encoding(arguments)
-                command = getattr(import_module(f"embershard.commands.{module}"), function or "main")
-                code: int = command(arguments[1:])
-                return code
-            except EmbershardError as error:
-                print(f"embershard: {error}", file=sys.stderr)
-                return 2
-            except BrokenPipeError:  # the reader of the output has seen enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                return 1
-            except OSError as error:
-                print(f"embershard: {os_problem(error)}", file=sys.stderr)
-                return 2
-            except KeyboardInterrupt:
-                print("embershard: stopped.", file=sys.stderr)
-                return 130
-    from embershard.launch.arguments import Parser
+    if argv is None:
+        note_program()
+    try:
+        try:
+            return _run(_words() if argv is None else list(argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
-    parser = Parser(
-        prog="embershard",
-        description="Train recommendation models whose embedding tables are larger than device memory.",
-        epilog="For instance:  embershard train quickstart",
+
+def _run(words: Sequence[str]) -> int:
+    place = next((place for name, place, _ in _COMMANDS if words[:1] == [name]), None)
+    if place is None:
+        return _no_command(words)
+    module, _, function = place.partition(":")
+    # Imported here: most commands load torch and TorchRec, the others answer at once.
+    try:
+        _check_encoding(words)
+        command = getattr(import_module(f"embershard.commands.{module}"), function or "main")
+        code: int = command(words[1:])
+        return code
+    except EmbershardError as error:
+        print(f"embershard: {as_called(str(error))}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            raise
+        print(f"embershard: {os_problem(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("embershard: stopped.", file=sys.stderr)
+        return 130
+
+
+def _is_unread() -> bool:
+    """Return whether the output is a pipe whose reader has ended."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
+
+
+def _no_command(words: Sequence[str]) -> int:
+    """Show the help or the version, or refuse what is no command, with the one that was meant, perhaps; return 2."""
+    parser = make_parser(
+        "",
+        "Train recommendation models whose embedding tables are larger than device memory.\n\n"
+        "  embershard train quickstart\n",
     )
     parser.add_argument("--version", action="version", version=f"embershard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, _, text in _COMMANDS:
         commands.add_parser(name, help=text)
-    parser.parse_args(arguments)  # shows the help or the version, or refuses the command
+    meant = [name for name, actions in _ACTIONS.items() if words[0] in actions] if words else []
+    if words and (words[0].endswith(".toml") or words[0] in examples()):
+        meant = ["train"]
+    if meant:
+        commands = " or ".join(as_called(f"embershard {name} {words[0]}") for name in meant)
+        parser.error(f"got {words[0]!r}, needed a command. Did you mean {commands}?")
+    parser.parse_args(words)
     return 2
 
 
@@ -103,7 +135,7 @@ _SETTINGS = """List the settings of a run, for its TOML file and for --set: type
 
   embershard settings
   embershard settings cache
-  embershard settings train.batch_size look_ahead
+  embershard settings learning_rate "early stopping"
   embershard settings --json-schema > embershard.schema.json    # for editors: "#:schema ./embershard.schema.json"
 """
 _COMPLETION = """Print the lines that make Tab complete embershard's commands, options, settings and files in a shell.
@@ -119,13 +151,14 @@ def settings(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: no setting has a name like those that were given.
     """
-    from embershard.launch.arguments import make_parser
-    from embershard.settings.files import describe, json_schema
+    from embershard.settings.files import describe, find_settings, json_schema
     from embershard.training.config import RunConfig
 
     found = describe(RunConfig())
     parser = make_parser("settings", _SETTINGS)
-    names = parser.add_argument("names", nargs="*", metavar="NAME", help="section, setting, or a part of its name")
+    names = parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="section, setting, or words of its name or meaning"
+    )
     names.completer = lambda **_: [setting.key for setting in found]  # type: ignore[attr-defined]
     parser.add_argument("--json-schema", action="store_true", help="print the JSON Schema of the TOML file")
     arguments = parser.parse_args(argv)
@@ -134,21 +167,17 @@ def settings(argv: Sequence[str]) -> int:
             raise ConfigError("--json-schema has all settings: give no name with it.")
         print(json.dumps(json_schema(RunConfig), indent=2))
         return 0
-    for setting in _named(found, arguments.names) if arguments.names else found:
+    shown = {} if arguments.names else dict.fromkeys(found)
+    for name in arguments.names:
+        shown |= dict.fromkeys(find_settings(found, name))
+        if not shown:
+            keys = [setting.key for setting in found]
+            near = did_you_mean(name, keys, end=". embershard settings lists all.", least=0.5)
+            raise ConfigError(f"no setting is called like {name!r}, or means that{near}")
+    for setting in shown:
         print(f"{setting.key}    {setting.type}    (default: {setting.default})")
         print(textwrap.fill(setting.doc, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return 0
-
-
-def _named(settings: Sequence[Setting], names: Sequence[str]) -> list[Setting]:
-    """Return the settings that are named, or are in a section that is; else those with a name as a part of theirs."""
-    found = [each for each in settings if any(f"{each.key}.".startswith(f"{name}.") for name in names)]
-    found = found or [each for each in settings if any(name in each.key for name in names)]
-    if not found:
-        near = difflib.get_close_matches(names[0], [setting.key for setting in settings], n=3, cutoff=0.5)
-        hint = f"Did you mean {' or '.join(near)}?" if near else "embershard settings lists all."
-        raise ConfigError(f"no setting is called like {names[0]!r}. {hint}")
-    return found
 
 
 def completion(argv: Sequence[str]) -> int:
@@ -157,8 +186,6 @@ def completion(argv: Sequence[str]) -> int:
     Raises:
         SetupError: argcomplete is not installed.
     """
-    from embershard.launch.arguments import make_parser
-
     parser = make_parser("completion", _COMPLETION)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
     arguments = parser.parse_args(argv)

@@ -423,10 +423,10 @@ class DataConfig:
     path: AsFiles[str | None] = None
     """A file, or a folder of files. Needed by all kinds but "synthetic"."""
     eval_path: AsEvalFiles[str | None] = None
-    """Held-out file or folder. Without it samples of `path` are held out (`split`, `eval_fraction`)."""
+    """Held-out (validation) file or folder. Without it samples of `path` are held out (`split`, `eval_fraction`)."""
     eval_fraction: OfTraining[float] = EVAL_FRACTION
-    """Share of the samples that is held out; with 1, nothing is left to train on. Not used when `eval_path` is given.
-    `split` says which samples; with "last", other numbers than 0 and 1 have no effect."""
+    """Share of the samples that is held out for validation; with 1, nothing is left to train on. Not used when
+    `eval_path` is given. `split` says which samples; with "last", other numbers than 0 and 1 have no effect."""
     split: OfTraining[SplitKind] = "tail"
     """Which samples are held out. "tail": the end of every file. "random": samples by chance. Of kinds "table" and
     "parquet" also "hash": all samples of some values of `split_column`; "time": the latest ones by `split_time`;

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from embershard.errors import DataError, naming_file, os_problem
+from embershard.errors import DataError, naming_file, near_file, os_problem
 from embershard.frequency.counts import RowCounts, SparseCounts
 from embershard.frequency.statistics import (
     CountHistogram,
@@ -139,9 +139,10 @@ def _no_profile(path: Path, error: BaseException) -> DataError:
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.errno is not None:
         return DataError(os_problem(error, path))
     reason: object = "it is no .npz file" if "allow_pickle" in str(error) else error
+    near = ""
     if isinstance(error, FileNotFoundError):
-        reason = "there is no such file"
-    return DataError(f"{path} is not a frequency profile: {reason}. Make one with `embershard profile`")
+        reason, near = "there is no such file", near_file(path)
+    return DataError(f"{path} is not a frequency profile: {reason}. Make one with `embershard profile`{near}")
 
 
 def encode(statistics: DataStatistics) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -3,32 +3,104 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import re
+import shlex
 import shutil
 import sys
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, did_you_mean, near_file
 from embershard.settings.decoding import toml
 
 NEWEST = -1  # --resume without a step
 #: Set where argcomplete asks for completions.
 ASKS = "_ARGCOMPLETE"
+#: How this process and those that it starts were called, for what they tell a user to call next.
+_PROGRAM = "EMBERSHARD_PROGRAM"
+
+
+def note_program() -> None:
+    """Note how this process was called: `embershard`, by its path, or as `python -m embershard`."""
+    name = Path(sys.argv[0]).name
+    called = _shown(name, sys.argv[0]) if name == "embershard" else f"{_shown('python', sys.executable)} -m embershard"
+    os.environ.setdefault(_PROGRAM, called)
+
+
+def _shown(name: str, path: str) -> str:
+    """Return the name of a program where a shell finds it in this path's folder, else the path."""
+    found = shutil.which(name)
+    if found is not None and os.path.realpath(Path(found).parent) == os.path.realpath(Path(path).parent):
+        return name
+    relative = os.path.relpath(path)
+    return shlex.quote(path if relative.startswith("..") else relative)
+
+
+def program() -> str:
+    """Return how this process was called, as noted; in a program that calls embershard's functions, "embershard"."""
+    return os.environ.get(_PROGRAM, "embershard")
+
+
+def as_called(text: str) -> str:
+    """Return a text with its commands of embershard as they are to be called here.
+
+    >>> as_called("Try: embershard doctor")
+    'Try: embershard doctor'
+    """
+    return re.sub(r"(?<![\w./-])embershard (?=[a-zA-Z]|--)", lambda _: f"{program()} ", text)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that, where argcomplete asks, prints what the word at the cursor may become, and ends the process."""
+    """A parser whose errors say what was meant, perhaps. Where argcomplete asks, it prints what the word at the cursor
+    may become, and ends the process."""
 
     _answers = False
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """Parse, or answer argcomplete."""
+        """Parse, or answer argcomplete. An unknown option is an error here: the outer parser knows no better."""
         self._answer()
-        return super().parse_known_args(args, namespace)
+        found, left = super().parse_known_args(args, namespace)
+        words = list(itertools.takewhile(lambda word: word != "--", left))
+        first = next((place for place, word in enumerate(words) if word.startswith("-")), None)
+        if first is not None:
+            self.error(f"unrecognized arguments: {' '.join(words[first:])}{self._meant(*words[first : first + 2])}")
+        return found, left
+
+    def error(self, message: str) -> NoReturn:
+        """Show the message, with the choice that comes close to a wrong one, and end the process with code 2."""
+        if choice := re.search(r"invalid choice: '(.+)' \(choose from (.+)\)", message):
+            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
+        super().error(message)
+
+    def format_help(self) -> str:
+        """Return the help, its texts wrapped for the terminal."""
+        width = shutil.get_terminal_size().columns - 2  # as argparse has it
+        self.description, self.epilog = (_wrapped(text or "", width) for text in (self.description, self.epilog))
+        return super().format_help()
+
+    def _meant(self, option: str, value: str = "") -> str:
+        """Return a question about an option that is not known: is a setting, or another option meant?"""
+        option, equals, given = option.partition("=")
+        value = given if equals else value if value and not value.startswith("-") else "VALUE"
+        options = re.findall(r"--[\w-]+", self.format_help())
+        near = did_you_mean(option, {*options} - {"--help"})
+        if "--set" not in options:
+            return near
+        from embershard.settings.files import describe, find_settings
+        from embershard.training.config import RunConfig
+
+        name = option.lstrip("-").replace("-", "_")
+        keys = [setting.key for setting in find_settings(describe(RunConfig()), name)]
+        found = [key for key in keys if key.endswith(f".{name}")] or ([] if near else keys)
+        if not found:
+            return near
+        return f". Did you mean {' or '.join(f'--set {key}={value}' for key in found[:3])}?"
 
     def parse_known_intermixed_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         """Parse, or answer argcomplete."""
@@ -48,15 +120,41 @@ def make_parser(command: str, text: str, usage: str | None = None) -> Parser:
     """Return the parser of `embershard COMMAND`.
 
     Args:
+        command: "" for that of all commands.
         text: of its help, as for `help_parts`.
         usage: what follows the command in the line of usage; None: all arguments.
     """
-    return Parser(prog=f"embershard {command}", usage=usage and f"embershard {command} {usage}", **help_parts(text))
+    called = f"{program()} {command}".rstrip()
+    return Parser(prog=called, usage=usage and f"{called} {usage}", **help_parts(text))
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Return a text with lines of at most `width`: paragraphs, and commands, which are indented and can be copied."""
+    lines = []
+    for is_command, found in itertools.groupby(text.splitlines(), lambda line: line.startswith("  ")):
+        for each in found if is_command else "\n".join(found).split("\n\n"):
+            lines += (
+                _wrapped_command(each, width)
+                if is_command
+                else ["", textwrap.fill(each, width, break_on_hyphens=False)]
+            )
+    return "\n".join(lines).strip("\n")
+
+
+def _wrapped_command(line: str, width: int) -> list[str]:
+    """Return a command in as many lines as it needs; its comment then stands above it."""
+    if len(line) <= width:
+        return [line]
+    command, mark, comment = line.partition("    #")
+    above = textwrap.wrap(f"#{comment}", width, initial_indent="  ", subsequent_indent="  # ") if mark else []
+    tied = re.sub(r"( --?[a-z][\w-]*) (?=[^-\s])", r"\1\0", command)  # a value stays beside its option
+    found = textwrap.wrap(tied, width - 2, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False)
+    return [*above, " \\\n".join(found).replace("\0", " ")]
 
 
 def help_parts(text: str) -> dict[str, Any]:
-    """Return arguments for a parser whose help shows a text as it is written: from its first indented line on, which
-    begins the examples, below the options.
+    """Return arguments for a parser whose help shows a text: from its first indented line on, which begins the
+    examples, below the options.
 
     >>> help_parts("Count.\\n\\n  embershard count\\n")["epilog"]
     '  embershard count\\n'
@@ -64,7 +162,8 @@ def help_parts(text: str) -> dict[str, Any]:
     lines = text.splitlines(keepends=True)
     end = next((number for number, line in enumerate(lines) if line.startswith("  ")), len(lines))
     parts = {"description": "".join(lines[:end]), "epilog": "".join(lines[end:])}
-    return {**parts, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    called = {name: as_called(part) for name, part in parts.items()}
+    return {**called, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def add_action(actions: Any, name: str, text: str, page: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -158,7 +257,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 def program_words(name: str, module: str) -> str:
     """Return what starts a program here: its name, or this Python with its module where the name is not found."""
-    return name if shutil.which(name) else f"{os.path.relpath(sys.executable)} -m {module}"
+    return name if shutil.which(name) else f"{_shown('python', sys.executable)} -m {module}"
 
 
 def text_override(key: str, text: str) -> str:
@@ -280,6 +379,9 @@ def config_file(text: str) -> Path:
     True
     """
     path = Path(text)
+    if path.suffix in ("", ".toml") and not path.exists() and path.stem not in examples() and not near_file(path):
+        if meant := did_you_mean(path.stem, examples()):
+            raise argparse.ArgumentTypeError(f"got {text}: no such file, and no example is called so{meant}")
     if path.exists() or len(path.parts) != 1 or path.suffix not in ("", ".toml"):
         return path
     return examples().get(path.stem, path)

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from embershard import distributed  # its names load torch when they are used, and a launcher needs it not
 from embershard.errors import EmbershardError, StepError, os_problem
+from embershard.launch.arguments import as_called
 from embershard.launch.stop_signals import stop_training_on_signals
 from embershard.settings.files import check_config_code
 from embershard.settings.own_code import message_for_user
@@ -140,7 +141,7 @@ def _show_error(
     is_final = is_full or (isinstance(error, EmbershardError) and not isinstance(error, StepError))
     supervision.has_failed(is_final)
     if isinstance(error, EmbershardError):  # torch puts the rank in front
-        print(f"{kind.__name__}: {error}", file=sys.stderr)
+        print(f"{kind.__name__}: {as_called(str(error))}", file=sys.stderr)
     elif isinstance(error, OSError):
         print(f"{kind.__name__}: {os_problem(error)}", file=sys.stderr)
     elif (text := message_for_user(error)) is not None:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from embershard.errors import DataError, naming_file, printable
+from embershard.launch.arguments import as_called
 from embershard.launch.stop_signals import is_device, leave_closed_terminal
 
 LogFormat = Literal["text", "json"]
@@ -101,9 +102,10 @@ def wide_console() -> Console:
 
 
 def say(console: Console, *lines: str) -> None:
-    """Print lines as they are: not wrapped, so that commands can be copied, and without colours."""
+    """Print lines as they are: not wrapped, so that commands can be copied, which name the program as it was called;
+    and without colours."""
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(as_called(line), soft_wrap=True, highlight=False)
 
 
 def make_table(title: str, left: Sequence[str], right: Sequence[str], **style: Any) -> Table:

@@ -10,12 +10,13 @@ import re
 import sys
 import types
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from embershard.errors import ConfigError, EmbershardError
+from embershard.errors import ConfigError, EmbershardError, near_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -114,7 +115,8 @@ def read_toml(file: Any) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror}). Give an existing file.") from error
+        near = near_file(Path(str(file))) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}). Give an existing file{near or '.'}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: is not TOML: {error}") from error
     except RecursionError:

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import itertools
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -196,6 +197,40 @@ def describe(config: Any, path: str = "") -> list[Setting]:
     return found
 
 
+def find_settings(settings: Sequence[Setting], name: str) -> list[Setting]:
+    """Return what a user may mean: the setting that is called so, or those of that section; else those with `name` as a
+    part of theirs; else those whose name, values and meaning have all of its words, or most of them.
+
+    >>> from embershard.training.config import RunConfig
+    >>> [setting.key for setting in find_settings(describe(RunConfig()), "learning_rate")]
+    ['embedding_optimizer.lr', 'dense_optimizer.lr']
+    """
+    name = name.lower().replace("-", "_")
+    if found := [each for each in settings if f"{each.key}.".startswith(f"{name}.")]:
+        return found
+    if found := [each for each in settings if name in each.key]:
+        return found
+    wanted = [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in _words(name)]
+
+    def num_found(text: str) -> int:
+        words = _words(text.lower())
+        return sum(any(_same_stem(word, each) for each in words) for word in wanted)
+
+    counts = {each: num_found(f"{each.key} {each.type} {each.doc}") for each in settings}
+    most = max(counts.values(), default=0)
+    found = [each for each in settings if counts[each] == most > 0]
+    return sorted(found, key=lambda each: (-num_found(each.key), -num_found(each.doc.partition(". ")[0])))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text)
+
+
+def _same_stem(word: str, other: str) -> bool:
+    """Return whether one begins with the other, which is no short one: batch and batches, schedule and scheduler."""
+    return other.startswith(word) or (len(other) > 4 and word.startswith(other))
+
+
 def json_schema(cls: type) -> dict[str, Any]:
     """Return the JSON Schema of a dataclass of settings: editors complete and check TOML files by it."""
     schema = TypeAdapter(cls).json_schema()
@@ -217,8 +252,11 @@ def _sections(hint: Any) -> set[type]:
 def _from_text(hint: Any, text: str) -> Any:
     """Return what the text of `--set key=text` means for a setting of type `hint`; the check comes later."""
     options = alternatives(hint)
-    if type(None) in options and text.lower() in ("none", "null"):
-        return None
+    if text.lower() in ("none", "null"):
+        if type(None) in options:
+            return None
+        if all(get_args(option)[1:] == (Ellipsis,) for option in options):
+            return []
     words = any(option is str or get_origin(option) is Literal for option in options) and float not in options
     lists = any(get_origin(option) is tuple for option in options)
     if lists and "," in text and not text.startswith("["):

@@ -69,7 +69,7 @@ class TrainConfig:
     matters (`early_stopping`, `checkpoint.keep_best`), also one at the end of each epoch."""
 
     early_stopping: Free[int | None] = None
-    """Ends the training after so many evaluations in a row that were no better than the best one before them."""
+    """Patience: ends the training after so many evaluations in a row that were no better than the best one before."""
 
     metric: Free[str | None] = None
     """Figure of an evaluation by which the best one is known, for `early_stopping` and `checkpoint.keep_best`: "auc",

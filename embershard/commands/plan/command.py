@@ -28,9 +28,9 @@ N = TypeVar("N", int, float)
 
 _HELP = """Place tables and size caches; predict memory, hit rates and step time.
 
-  embershard plan run.toml --profile profile.npz --ranks 8 --device-memory 72GiB --topology h100x8 -o plan.json
-  embershard plan --tables tables.toml --ranks 1,2,4,8,16 --topology h200x8 --png scaling.png
-  embershard plan run.toml --profile profile.npz --simulate --ranks 1..4096 --topology h100x8
+  embershard plan run.toml --profile p.npz --topology h100x8 -o a.json
+  embershard plan --tables tables.toml --ranks 1,2,4,8 --topology h200x8
+  embershard plan run.toml --profile p.npz --ranks 1..4096 --simulate
   embershard plan --calibrate -o machine.toml --ranks 1,2,4
   embershard plan diff a.json b.json
 """

@@ -168,7 +168,7 @@ def _check_usage(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("report", _HELP)
+    parser = make_parser("report", _HELP, "RUN_OR_SWEEP ... [options]")
     parser.add_argument(
         "folders",
         type=Path,

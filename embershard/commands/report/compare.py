@@ -27,15 +27,13 @@ if TYPE_CHECKING:
     _Floats = NDArray[np.float64]
     _Found = tuple[int, list[PairedDifference]]
 
-_HELP = """Compare two models on the same samples, by a paired bootstrap: the difference of each figure, the interval in
-which it is, and whether chance alone explains it. A and B are runs, which score what they hold out, files of embershard
-predict with labels, or configurations of sweeps, whose runs are paired by their seeds: the interval then says what
-other seeds could change, too. With --group, all samples of a group (a user, a session) are drawn together: use it where
-they are alike, or the interval is too narrow. Samples count by the weights of the runs' data, as in the runs' own
-figures; --weight and --no-weight say otherwise. See docs/training.md.
+_HELP = """Compare two models on the same samples, by a paired bootstrap: the difference of each figure, its interval, and
+whether chance alone explains it. A and B are runs, which score what they hold out, files of embershard predict with
+labels, or configurations of sweeps, whose runs are paired by their seeds. With --group, all samples of a group (a user,
+a session) are drawn together: use it where they are alike, or the interval is too narrow. See docs/training.md.
 
   embershard compare runs/mine runs/other
-  embershard compare runs/mine runs/other --group user_id --metrics auc,gauc,ndcg@10
+  embershard compare runs/mine runs/other --group user_id --metrics auc,gauc
   embershard compare a.parquet b.parquet --group user_id --json
   embershard compare sweeps/models:model.arch=dlrm sweeps/models:model.arch=din
 """

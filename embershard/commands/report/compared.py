@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from embershard.errors import ConfigError, naming_file
+from embershard.errors import ConfigError, naming_file, near_file
 from embershard.reports.run_folder import is_sweep
 from embershard.settings.decoding import flat, read_toml, toml_value
 from embershard.settings.files import RUN_CONFIG
@@ -52,7 +52,8 @@ class ComparedModel:
             first, *settings = re.split(r":(?=[A-Za-z_][\w.]*=)", given)
             path = Path(first)
         if not path.exists():
-            raise ConfigError(f"{path}: no such file or folder; needed a run, a sweep or a Parquet file of scores.")
+            needed = f"needed a run, a sweep or a Parquet file of scores{near_file(path) or '.'}"
+            raise ConfigError(f"{path}: no such file or folder; {needed}")
         if is_sweep(path):
             return ComparedModel(given, _runs_of(path, settings))
         if settings:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from embershard.errors import near_file
 from embershard.launch.arguments import add_trust, make_parser
 
 _HELP = """Train all runs that a TOML file describes, each in a folder of its own, and gather their results in
@@ -67,5 +68,7 @@ def _figure(text: str) -> str:
 
 def _file(text: str) -> Path:
     if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text}: there is no such file; give the TOML file of a sweep")
+        raise argparse.ArgumentTypeError(
+            f"{text}: there is no such file; give the TOML file of a sweep{near_file(Path(text))}"
+        )
     return Path(text)

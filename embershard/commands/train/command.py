@@ -19,11 +19,11 @@ from embershard.launch.arguments import (
     NEWEST,
     add_config_word,
     add_run_arguments,
+    as_called,
     check_resume,
     make_parser,
     needed_config,
     positive,
-    program_words,
     set_words,
     trust_words,
     whole,
@@ -38,10 +38,10 @@ from embershard.training.config import RunConfig
 
 _HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 
-All settings: embershard settings. On several machines: torchrun -m embershard train (docs/operations.md).
+All settings: embershard settings. On several machines: docs/operations.md.
 
   embershard train quickstart --set train.max_steps=100
-  embershard train run.toml --plan plan.json --run-dir runs/mine --max-restarts 3
+  embershard train run.toml --plan plan.json --run-dir runs/a --max-restarts 3
   embershard train run.toml --run-dir runs/mine --resume
 """
 
@@ -133,7 +133,7 @@ class TrainJob(Job):
         if num_ranks is None:
             return "torchrun as before, with"
         words = ["train", "--config", str(self.file), *set_words(overrides), *trust_words(self.trust_code)]
-        return f"{program_words('embershard', 'embershard')} {shlex.join(words)} --nproc {num_ranks}"
+        return as_called(f"embershard {shlex.join(words)} --nproc {num_ranks}")
 
 
 def resume_step(step: int | None, run_dir: Path) -> int | None:

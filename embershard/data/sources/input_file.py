@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from embershard.data.config import DataConfig
-from embershard.errors import ConfigError, DataError, os_problem
+from embershard.errors import ConfigError, DataError, near_file, os_problem
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _NUM_SAMPLED = 16
@@ -186,7 +186,7 @@ def files_at(
     natural order, without those that are being written. `sums`: with checksums."""
     root = Path(path).expanduser()
     if not root.exists():
-        raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path")
+        raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path{near_file(root)}")
     files = [root]
     if root.is_dir():
         there = sorted(p for p in root.iterdir() if p.is_file() and not p.name.startswith((".", "_")))

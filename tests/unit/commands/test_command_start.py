@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -89,15 +90,110 @@ def test_a_plan_that_is_close_to_the_best_needs_no_torchrec(num_ranks, tmp_path)
     assert ran.stdout.splitlines()[-1:] == ["0 False"], ran.stdout + ran.stderr
 
 
+@pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *(name.split() for name in SUBCOMMANDS)])
-def test_help_fits_a_screen_and_ends_with_an_example(command, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_help_fits_a_screen_and_ends_with_an_example(command, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--help"])
     assert stopped.value.code == 0
-    lines = capsys.readouterr().out.rstrip().splitlines()
-    assert len(lines) <= 40
-    assert "embershard" in lines[-1]
+    text = capsys.readouterr().out.rstrip()
+    lines = text.splitlines()
+    assert len(lines) <= 40 or width < 80
+    assert [line for line in lines if len(line) > width] == []
+    assert "embershard" in text.replace("\\\n", "").splitlines()[-1], "a command that is wrapped can be pasted"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "Did you mean train?"),
+        (["inspect", "a.csv"], "got 'inspect', needed a command. Did you mean embershard data inspect?"),
+        (["ls"], "Did you mean embershard ckpt ls or embershard publish ls?"),
+        (["run.toml"], "Did you mean embershard train run.toml?"),
+        (["data", "inspct", "a.csv"], "Did you mean inspect?"),
+        (["train", "quickstart", "--log-format", "jsn"], "Did you mean json?"),
+        (["train", "--confg", "a.toml"], "unrecognized arguments: --confg a.toml. Did you mean --config?"),
+        (["train", "quickstart", "--epochs", "3"], "--epochs 3. Did you mean --set train.epochs=3?"),
+        (["verify", "quickstart", "--batch-size=64"], "Did you mean --set train.batch_size=64?"),
+        (["train", "--lr", "0.1"], "Did you mean --set embedding_optimizer.lr=0.1 or --set dense_optimizer.lr=0.1?"),
+        (["train", "--learning-rate", "0.1"], "Did you mean --set embedding_optimizer.lr=0.1 or"),
+        (["ckpt", "verify", "runs/a", "--step", "3"], "unrecognized arguments: --step 3\n"),
+        (
+            ["train", "quickstrat"],
+            "got quickstrat: no such file, and no example is called so. Did you mean quickstart?",
+        ),
+    ],
+)
+def test_a_word_that_is_almost_right_gets_a_question(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "FILE"], ["data", "inspect", "FILE"], ["profile", "show", "FILE"], ["compare", "FILE", "FILE"]],
+)
+def test_a_name_that_is_almost_that_of_a_file_gets_a_question(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("clicks.toml").touch()
+    assert cli.main([word.replace("FILE", "clciks.toml") for word in words]) == 2
+    assert capsys.readouterr().err.strip().endswith("Did you mean clicks.toml?")
+
+
+def test_actions_of_commands_are_those_that_the_commands_have(capsys):
+    for command, actions in cli._ACTIONS.items():
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        listed = capsys.readouterr().out.partition("  ACTION\n")[2].partition("\n\n")[0]
+        assert re.findall(r"^    (\w+)", listed, re.M) == list(actions)
+
+
+@pytest.mark.parametrize(
+    ("called", "path", "shown"),
+    [
+        ("bin/embershard", "bin", "embershard"),
+        ("bin/embershard", "other", "bin/embershard"),
+        ("src/embershard/__main__.py", "bin", "python -m embershard"),
+        ("src/embershard/__main__.py", "other", "bin/python -m embershard"),
+    ],
+)
+def test_what_is_told_names_the_program_as_it_was_called(called, path, shown, tmp_path, monkeypatch, capsys):
+    (tmp_path / "bin").mkdir()
+    for name in ("embershard", "python"):
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setattr("sys.argv", [called, "profile", "show", "runs/embershard train"])
+    monkeypatch.setattr("sys.executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("EMBERSHARD_PROGRAM", "")  # taken back behind the test
+    monkeypatch.delenv("EMBERSHARD_PROGRAM")
+    assert cli.main() == 2
+    assert f"Make one with `{shown} profile`" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["settings", "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {shown} settings [-h]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["settings", "settings cache", "--help", "train quickstart --dry-run"])
+def test_a_reader_that_has_seen_enough_ends_a_command_well(words, tmp_path):
+    command = f"{sys.executable} -m embershard {words} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.stdout, ran.stderr) == ("0\n", "")
+
+
+@pytest.mark.slow
+def test_a_reader_that_never_was_ends_a_command_well(tmp_path):
+    """The output fits the buffer, so it is written at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "embershard", "settings", "train.epochs"]
+    ran = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +273,20 @@ def test_settings_are_found_by_section_name_and_part(capsys):
     assert "train.seed" in keys
     assert cli.main(["settings", "warmup"]) == 0
     assert "schedule.warmup_steps    integer    (default: 0)\n" in capsys.readouterr().out
+    for words, key in (
+        ("learning_rate", "dense_optimizer.lr"),
+        ("learning-rate", "embedding_optimizer.lr"),
+        ("hidden", "model.over_arch_layer_sizes"),
+        ("dims", "model.embedding_dim"),
+        ("epoch", "train.epochs"),
+        ("workers", "data.num_workers"),
+        ("patience", "train.early_stopping"),
+        ("validation split", "data.eval_fraction"),
+        ("lr_scheduler", "schedule.decay"),
+        ("weight decay", "dense_optimizer.weight_decay"),
+    ):
+        assert cli.main(["settings", words]) == 0
+        assert f"\n{key} " in f"\n{capsys.readouterr().out}", words
     assert cli.main(["settings", "rateo"]) == 2
     assert "Did you mean cache.ratio?" in capsys.readouterr().err
 
