@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -379,12 +379,11 @@ def config_file(text: str) -> Path:
     True
     """
     path = Path(text)
-    if path.suffix in ("", ".toml") and not path.exists() and path.stem not in examples() and not near_file(path):
-        if meant := did_you_mean(path.stem, examples()):
-            raise argparse.ArgumentTypeError(f"got {text}: no such file, and no example is called so{meant}")
-    if path.exists() or len(path.parts) != 1 or path.suffix not in ("", ".toml"):
+    if path.exists() or path.suffix not in ("", ".toml"):
         return path
-    return examples().get(path.stem, path)
+    if path.stem not in examples() and not near_file(path) and (meant := did_you_mean(path.stem, examples())):
+        raise argparse.ArgumentTypeError(f"got {text}: no such file, and no example is called so{meant}")
+    return examples().get(path.stem, path) if len(path.parts) == 1 else path
 
 
 def needed_config(arguments: argparse.Namespace) -> Path:

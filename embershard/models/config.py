@@ -63,9 +63,9 @@ class ModelConfig:
     Not for arch "fm", "deepfm" and "wide_deep"."""
 
     over_arch_layer_sizes: OfModel[tuple[int, ...]] = (64, 32, 1)
-    """Layer widths of the MLP over the interaction; of "deepfm" and "wide_deep", over the embeddings: hidden layers, and
-    the last one, which must be 1, the logit; of several labels, the model has as many. With towers: those of each. Not
-    for arch "fm"."""
+    """Layer widths of the MLP over the interaction; of "deepfm" and "wide_deep", over the embeddings: hidden layers,
+    and the last one, which must be 1, the logit; of several labels, the model has as many. With towers: those of each.
+    Not for arch "fm"."""
 
     table_dtype: OfModel[Literal["fp32", "fp16"]] = "fp32"
     """Number format of the embedding rows. The dense layers are always fp32."""

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     _Floats = NDArray[np.float64]
     _Found = tuple[int, list[PairedDifference]]
 
-_HELP = """Compare two models on the same samples, by a paired bootstrap: the difference of each figure, its interval, and
-whether chance alone explains it. A and B are runs, which score what they hold out, files of embershard predict with
+_HELP = """Compare two models on the same samples, by a paired bootstrap: the difference of each figure, its interval,
+and whether chance alone explains it. A and B are runs, which score what they hold out, files of embershard predict with
 labels, or configurations of sweeps, whose runs are paired by their seeds. With --group, all samples of a group (a user,
 a session) are drawn together: use it where they are alike, or the interval is too narrow. See docs/training.md.
 
