@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from embershard.data.sources.check import check_data
 from embershard.errors import ConfigError, DataError, naming_file
 from embershard.launch import launcher
 from embershard.launch.arguments import (
@@ -160,7 +161,10 @@ def _score(command: str, argv: Sequence[str]) -> int:
     arguments = _parser(command, starts_ranks=True).parse_args(argv)
     if command == "predict":
         check_new_output(arguments.output)
-    return _start(arguments, ScoreJob.of(arguments))
+    job = ScoreJob.of(arguments)
+    is_measured = command == "eval"
+    check_data(job.config.data, job.config.metrics.columns if is_measured else (), needs_labels=is_measured)
+    return _start(arguments, job)
 
 
 def _start(arguments: argparse.Namespace, job: ScoreJob) -> int:

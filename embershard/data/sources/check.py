@@ -9,12 +9,13 @@ from embershard.data.config import DataConfig
 from embershard.data.sources.input_file import list_files, need_path, next_file
 
 
-def check_data(config: DataConfig, of_metrics: Sequence[str] = ()) -> None:
+def check_data(config: DataConfig, of_metrics: Sequence[str] = (), *, needs_labels: bool = True) -> None:
     """Check that the files are there; of "parquet" and "table" that every column is, with a type and, in the first
     rows, values that its feature takes.
 
     Args:
         of_metrics: columns that evaluations need, too.
+        needs_labels: False: the columns of labels and of what goes with them may be missing.
 
     Raises:
         ConfigError: a setting that this kind of data needs is missing; or one of `of_metrics` is, or has lists.
@@ -27,4 +28,4 @@ def check_data(config: DataConfig, of_metrics: Sequence[str] = ()) -> None:
     if config.kind in ("parquet", "table"):
         from embershard.data.sources.table.source import check_table  # it loads pyarrow
 
-        check_table(config, files, of_metrics)
+        check_table(config, files, of_metrics, needs_labels=needs_labels)

@@ -140,12 +140,15 @@ def _open(files: list[InputFile], settings: TableConfig, config: DataConfig, nee
     return TextTables(files, settings, config.chunk_rows, config.num_workers, needs_labels=needs_labels)
 
 
-def check_table(config: DataConfig, files: list[InputFile], of_metrics: Sequence[str] = ()) -> None:
+def check_table(
+    config: DataConfig, files: list[InputFile], of_metrics: Sequence[str] = (), *, needs_labels: bool = True
+) -> None:
     """Check the columns of the files of "parquet" and "table": those that features need are there, with types and, in
     the first rows, values that fit.
 
     Args:
         of_metrics: columns of single values that evaluations need.
+        needs_labels: as for `check_data`.
 
     Raises:
         ConfigError: the features do not fit each other; or a file has not one of `of_metrics`.
@@ -156,7 +159,7 @@ def check_table(config: DataConfig, files: list[InputFile], of_metrics: Sequence
     if config.kind == "parquet" or are_parquet(files):
         for file in files:
             schema, _ = parquet_schema(file.path)
-            columns = check_columns(file.path, schema.names, settings, needs_labels=True)
+            columns = check_columns(file.path, schema.names, settings, needs_labels=needs_labels)
             check_types(file.path, schema, settings)
             check_split(config, file.path, schema.names, schema)
             _check_of_metrics(file.path, schema.names, of_metrics)
@@ -170,7 +173,7 @@ def check_table(config: DataConfig, files: list[InputFile], of_metrics: Sequence
                 _check_values(first_rows(file.path, columns, _FIRST_ROWS), settings, config.kind)
         return
     for file in files:
-        _check_text(file, settings, config, of_metrics)
+        _check_text(file, settings, config, of_metrics, needs_labels)
 
 
 def _check_of_metrics(path: Path, names: Sequence[str], of_metrics: Sequence[str]) -> None:
@@ -180,11 +183,13 @@ def _check_of_metrics(path: Path, names: Sequence[str], of_metrics: Sequence[str
         raise ConfigError(f"metrics.group, metrics.slices: {error}") from None
 
 
-def _check_text(file: InputFile, settings: TableConfig, config: DataConfig, of_metrics: Sequence[str]) -> None:
+def _check_text(
+    file: InputFile, settings: TableConfig, config: DataConfig, of_metrics: Sequence[str], needs_labels: bool
+) -> None:
     """Raise `DataError` where the header or, where bad rows stop a run, one of the first lines does not fit."""
     data = first_bytes(file, _FIRST_BYTES)
     first, _, rest = data.partition(b"\n")
-    columns = columns_of(file.path, first, settings, needs_labels=True)
+    columns = columns_of(file.path, first, settings, needs_labels=needs_labels)
     check_split(config, file.path, columns.names)
     _check_of_metrics(file.path, columns.names, of_metrics)
     lines = data if settings.columns else rest

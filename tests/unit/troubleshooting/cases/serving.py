@@ -34,6 +34,17 @@ CASES = [
         files=_RUN,
     ),
     _case(
+        "Samples to score have not the columns of those that the run trained on",
+        ("predict", "mine", "--data", "new.csv", "-o", "scores.parquet"),
+        "new.csv: no column 'user'; did you mean 'usr'?",
+        "Rename the column. Types, and the values of the first rows, are looked at before any rank starts, too.",
+        files={
+            "mine/config.toml": '[data]\nkind = "table"\npath = "old.csv"\n\n[data.table.features.user]\n'
+            'kind = "sparse"\nmapping = "hash"\nnum_rows = 10\n',
+            "new.csv": "usr\n1\n",
+        },
+    ),
+    _case(
         "The run holds nothing out",
         ("eval", "mine", "--set", "data.eval_fraction=0"),
         "The run holds nothing out (data.eval_fraction is 0). Give the samples: --data PATH.",
