@@ -43,8 +43,8 @@ Exit codes: 0 when training would read all of it, 1 when it would stop, 2 for wr
 _EVENTS_HELP = """Make samples of a log of events: a window of a user's history, and the item that came next (label 1)
 or one of a random event (label 0). Each user's last event is held out.
 
-FILE is CSV without a header: user,item,category,behaviour,time (Alibaba's UserBehavior.csv). Written are train.parquet,
-eval.parquet and run.toml, which trains a DIN on them.
+FILE is CSV without a header: user,item,category,behaviour,time (Alibaba's UserBehavior.csv), times in seconds since
+1970, or in milliseconds. Written are train.parquet, eval.parquet and run.toml, which trains a DIN on them.
 
   embershard data events UserBehavior.csv -o windows
   embershard train --config windows/run.toml

@@ -4,19 +4,21 @@ log."""
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from embershard.data.sources.events import DENSE, SPARSE, WindowOptions, Windows, write_windows
 from embershard.data.sources.sessions import SessionOptions, session_log
 from embershard.errors import naming_file
-from embershard.launch.arguments import check_new_folder
+from embershard.launch.arguments import as_called, check_new_folder
 from embershard.launch.screen import plain_console, say
 from embershard.settings.decoding import to_toml
 from embershard.whole_file import whole_file, whole_folder
 
 _EVENTS_NOTE = """# Samples that `embershard data events` made of {log}: {train:,} to train on, {eval:,} held out.
 # model.arch = "tbsm" is the other model with attention over the history; "dlrm" takes it as bags (then without target
-# and history). `embershard train --help` explains every setting.
+# and history). `embershard settings` explains every setting. Train on them:
+#   embershard train --config {file}
 
 """
 
@@ -33,12 +35,13 @@ def events(arguments: argparse.Namespace) -> int:
     with whole_folder(folder) as partial:
         windows = write_windows(arguments.log, partial, options)
         with naming_file(folder):
-            (partial / "run.toml").write_text(_settings(arguments.log, folder.absolute(), windows), encoding="utf-8")
+            (partial / "run.toml").write_text(_settings(arguments.log, folder, windows), encoding="utf-8")
     say(
         plain_console(),
         f"{windows.num_events:,} events of {windows.num_users:,} users: {windows.num_train:,} samples to train on, "
-        f"{windows.num_eval:,} held out, in {folder}.",
-        f"Train on them: embershard train --config {folder / 'run.toml'}",
+        f"{windows.num_eval:,} held out, in {folder}."
+        + (f" The log's times are in {windows.time_unit}." if windows.time_unit != "seconds" else ""),
+        f"Train on them: embershard train --config {shlex.quote(str(folder / 'run.toml'))}",
     )
     return 0
 
@@ -47,8 +50,8 @@ def _settings(log: Path, folder: Path, windows: Windows) -> str:
     sparse = list(SPARSE)
     data = {
         "kind": "parquet",
-        "path": str(folder / "train.parquet"),
-        "eval_path": str(folder / "eval.parquet"),
+        "path": str(folder.absolute() / "train.parquet"),
+        "eval_path": str(folder.absolute() / "eval.parquet"),
         "parquet": {
             "dense": list(DENSE),
             "sparse": sparse,
@@ -66,7 +69,8 @@ def _settings(log: Path, folder: Path, windows: Windows) -> str:
         "history": ["hist_item", "hist_category"],
     }
     rest = {"cache": {"ratio": 0.2}, "train": {"batch_size": 256, "epochs": 1}}
-    note = _EVENTS_NOTE.format(log=log.name, train=windows.num_train, eval=windows.num_eval)
+    file = shlex.quote(str(folder / "run.toml"))
+    note = as_called(_EVENTS_NOTE.format(log=log.name, train=windows.num_train, eval=windows.num_eval, file=file))
     return note + to_toml({"data": data, "model": model, **rest})
 
 

@@ -1,7 +1,7 @@
 """Logs of users' events as samples: a window of a user's history, and the item that came next or one that did not.
 
 The log is a CSV file without a header, in the layout of Alibaba's UserBehavior data set: user, item, category,
-behaviour ("pv", "buy", "cart" or "fav") and time in seconds.
+behaviour ("pv", "buy", "cart" or "fav") and time, in seconds since 1970, or in milliseconds or less.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ _PART_BYTES = 256 << 20
 _WINDOWS_AT_ONCE = 2048
 _COUNTED_AT_ONCE = 2_000_000  # events
 _SECONDS_PER_HOUR = 3600.0
+#: Units of times, and from which number on a time is in the next one: seconds since 1970 have 11 digits until 5138.
+_UNITS = ("seconds", "milliseconds", "microseconds", "nanoseconds")
+_LEAST_OF_UNITS = np.array([10**11, 10**14, 10**17])
 Events = NDArray[np.int64]
 
 
@@ -72,6 +75,7 @@ class Windows:
         num_train, num_eval: samples, negatives included.
         largest: the largest id of user, item and category.
         distinct: how many of each there are.
+        time_unit: of the log.
     """
 
     num_events: int
@@ -80,6 +84,7 @@ class Windows:
     num_eval: int
     largest: dict[str, int]
     distinct: dict[str, int]
+    time_unit: str = "seconds"
 
     @property
     def id_mapping(self) -> str:
@@ -105,8 +110,8 @@ def write_windows(log: Path, folder: Path, options: WindowOptions) -> Windows:
 
     Every event but a user's first one is a sample with label 1, with the user's events before it as its history,
     oldest first, followed by `options.negatives` samples with label 0. The result does not depend on the order of the
-    lines, apart from events of one user in the same second. An item of several categories has the lowest
-    in a negative.
+    lines, apart from events of one user at the same time. An item of several categories has the lowest in a negative.
+    Times are written in seconds.
 
     The log is read once and cut by users into parts on disk (40 bytes per event). In memory are one part (that of a
     256 MiB log), and of every distinct item its id, category and count (about 100 bytes while they are counted).
@@ -121,12 +126,17 @@ def write_windows(log: Path, folder: Path, options: WindowOptions) -> Windows:
         if options.negatives and len(items.ids) == 1:
             raise DataError(f"{log}: all events are of item {items.ids[0]}; needed two, for samples with label 0.")
         counts = {"train": 0, "eval": 0}
-        num_events = num_users = 0
+        num_events = num_users = unit = 0
         with ExitStack() as stack:
             writers = {name: stack.enter_context(SampleWriter(folder / f"{name}.parquet", _SCHEMA)) for name in counts}
             for path in parts:
                 events = np.fromfile(path, np.int64).reshape(-1, len(_COLUMNS)) if path.exists() else _NONE
-                events = events[np.lexsort((events[:, _TIME], events[:, _USER]))]
+                units = np.searchsorted(_LEAST_OF_UNITS, events[:, _TIME], side="right")
+                unit = max(unit, int(units.max(initial=0)))
+                seconds = events[:, _TIME] // 1000**units
+                order = np.lexsort((events[:, _TIME], seconds, events[:, _USER]))
+                events[:, _TIME] = seconds
+                events = events[order]
                 num_events += len(events)
                 num_users += len(np.unique(events[:, _USER]))
                 for name, samples in _samples(events, items, options):
@@ -135,7 +145,7 @@ def write_windows(log: Path, folder: Path, options: WindowOptions) -> Windows:
     if not counts["eval"]:
         raise DataError(f"{log}: no user has two events; needed users with a history.")
     distinct = {"user": num_users, "item": len(items.ids), "category": len(np.unique(items.categories))}
-    return Windows(num_events, num_users, counts["train"], counts["eval"], largest, distinct)
+    return Windows(num_events, num_users, counts["train"], counts["eval"], largest, distinct, _UNITS[unit])
 
 
 _NONE: Events = np.empty((0, len(_COLUMNS)), np.int64)

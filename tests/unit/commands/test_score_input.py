@@ -43,7 +43,10 @@ def started(tmp_path, monkeypatch) -> list[int]:
         (["predict", "--data", "unlabeled.parquet"], "Did you mean unlabelled.parquet?"),
         (["predict", "--data", "no_user.parquet"], "no_user.parquet: no column 'user'"),
         (["predict", "--data", "words.parquet"], "column 'age' is of type list<element: string>; needed"),
-        (["predict", "--data", "wide.parquet", "--set", "data.parquet.max_bag_size=9"], "wide.parquet:1 items=20 ids: needed at most 9"),
+        (
+            ["predict", "--data", "wide.parquet", "--set", "data.parquet.max_bag_size=9"],
+            "wide.parquet:1 items=20 ids: needed at most 9",
+        ),
         (["predict", "--data", "words.parquet", "--set", "data.kind=table"], "data.table"),
         (["eval", "--data", "unlabelled.parquet"], "unlabelled.parquet: no column 'click'"),
         (["eval", "--set", "metrics.group=usr"], "no column 'usr'; did you mean 'user'?"),

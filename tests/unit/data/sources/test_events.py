@@ -128,6 +128,27 @@ def test_the_order_of_the_lines_does_not_matter(tmp_path):
     assert len(found[0]["train"]) == 6 * 18 * 3
 
 
+@pytest.mark.parametrize("unit", ["seconds", "milliseconds", "microseconds", "nanoseconds"])
+def test_times_of_any_unit_become_seconds(unit, tmp_path):
+    per_second = 1000 ** ["seconds", "milliseconds", "microseconds", "nanoseconds"].index(unit)
+    second = 1_700_000_000
+    log = write_log(tmp_path / "log.csv", [(1, item, "pv", (second + item) * per_second) for item in (0, 3600, 7200)])
+    (tmp_path / "out").mkdir()
+    assert write_windows(log, tmp_path / "out", WindowOptions(5, 0)).time_unit == unit
+    samples = [sample for of_split in read(tmp_path / "out").values() for sample in of_split]
+    assert [sample["time"] for sample in samples] == [second + 3600, second + 7200]
+    assert [sample["hist_time"][-1] for sample in samples] == [second, second + 3600]
+    assert [sample["hours_since_last"] for sample in samples] == [1, 1]
+
+
+def test_events_of_one_second_are_in_the_order_of_their_milliseconds(tmp_path):
+    log = [(1, item, "pv", 1_700_000_000_000 + item) for item in (3, 1, 2)]
+    (tmp_path / "out").mkdir()
+    write_windows(write_log(tmp_path / "log.csv", log), tmp_path / "out", WindowOptions(5, 0))
+    (last,) = read(tmp_path / "out")["eval"]
+    assert (last["hist_item"], last["item"]) == ([1, 2], 3)
+
+
 def test_one_item_has_no_negatives(tmp_path):
     log = write_log(tmp_path / "log.csv", [(1, 7, "pv", second) for second in range(4)])
     (tmp_path / "out").mkdir()
