@@ -264,7 +264,7 @@ def _draw(
     """Draw one number of a run's reports, in multiples of `unit`; the legend has each run once."""
     samples_at = _samples_at(run.folder.reports("train"))
     reports = [report for report in run.folder.reports(kind) if isinstance(report.get(name), (int, float))]
-    columns = len(figure._grid_ref[0])
+    columns = figure.layout.meta["columns"]
     figure.add_trace(
         go.Scatter(
             x=[samples_at(report["step"]) for report in reports],

@@ -34,6 +34,11 @@ class PageFigure:
     drawn: go.Figure
     note: str = ""
 
+    @property
+    def least_width(self) -> int:
+        """The pixels that the panels beside each other need; on a narrower screen the figure is moved."""
+        return 360 + 240 * (self.drawn.layout.meta["columns"] - 1)
+
     def html(self, name: str) -> str:
         """Return the figure as HTML, without Plotly's own code; `name` is its element's id."""
         config = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": _BUTTONS_LEFT_OUT}
@@ -72,6 +77,7 @@ def new_figure(*panels: str, height: int = 380, columns: int | None = None) -> g
         font={"family": "system-ui, sans-serif", "size": 13},
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + above / (height * rows - 110), "x": 0},
         colorway=_COLOURS,
+        meta={"columns": columns},
         modebar={"orientation": "v"},  # beside the figure: above it, the legend would run into it
     )
     return figure
