@@ -12,7 +12,7 @@ from importlib import import_module
 
 from embershard import __version__
 from embershard.errors import ConfigError, EmbershardError, SetupError, did_you_mean, os_problem, printable
-from embershard.launch.arguments import as_called, examples, make_parser, note_program
+from embershard.launch.arguments import as_called, examples, make_parser, note_program, shipped
 
 #: Name of each command; below `embershard.commands` its module, and, where it is not `main`, its function of the words
 #: behind the name, which returns the exit code; and its help.
@@ -92,11 +92,9 @@ def _is_unread() -> bool:
 
 def _no_command(words: Sequence[str]) -> int:
     """Show the help or the version, or refuse what is no command, with the one that was meant, perhaps; return 2."""
-    parser = make_parser(
-        "",
-        "Train recommendation models whose embedding tables are larger than device memory.\n\n"
-        "  embershard train quickstart\n",
-    )
+    pages = [f" Its pages, from {page} on, say how." for page in shipped("docs", ".md") if page.name == "README.md"]
+    what = "Train recommendation models whose embedding tables are larger than device memory."
+    parser = make_parser("", f"{what}{''.join(pages)}\n\n  embershard train quickstart\n")
     parser.add_argument("--version", action="version", version=f"embershard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, _, text in _COMMANDS:

@@ -128,16 +128,20 @@ def make_parser(command: str, text: str, usage: str | None = None) -> Parser:
     return Parser(prog=called, usage=usage and f"{called} {usage}", **help_parts(text))
 
 
+def _wrap(text: str, width: int, first: str = "", other: str = "") -> list[str]:
+    """Return a text in lines of at most `width`, indented by these; a path or an option stays whole."""
+    whole = textwrap.TextWrapper(width, first, other, break_long_words=False, break_on_hyphens=False)
+    return whole.wrap(text)
+
+
 def _wrapped(text: str, width: int) -> str:
     """Return a text with lines of at most `width`: paragraphs, and commands, which are indented and can be copied."""
-    lines = []
+    lines: list[str] = []
     for is_command, found in itertools.groupby(text.splitlines(), lambda line: line.startswith("  ")):
-        for each in found if is_command else "\n".join(found).split("\n\n"):
-            lines += (
-                _wrapped_command(each, width)
-                if is_command
-                else ["", textwrap.fill(each, width, break_on_hyphens=False)]
-            )
+        if is_command:
+            lines += [part for each in found for part in _wrapped_command(each, width)]
+        else:
+            lines += [part for each in "\n".join(found).split("\n\n") for part in ("", *_wrap(each, width))]
     return "\n".join(lines).strip("\n")
 
 
@@ -146,10 +150,9 @@ def _wrapped_command(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     command, mark, comment = line.partition("    #")
-    above = textwrap.wrap(f"#{comment}", width, initial_indent="  ", subsequent_indent="  # ") if mark else []
-    tied = re.sub(r"( --?[a-z][\w-]*) (?=[^-\s])", r"\1\0", command)  # a value stays beside its option
-    found = textwrap.wrap(tied, width - 2, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False)
-    return [*above, " \\\n".join(found).replace("\0", " ")]
+    above = _wrap(f"#{comment}", width, "  ", "  # ") if mark else []
+    tied = re.sub(r"( --?[a-z][\w-]*) (?=[^-\s])", r"\1\0", command.strip())  # a value stays beside its option
+    return [*above, " \\\n".join(_wrap(tied, width - 2, "  ", "      ")).replace("\0", " ")]
 
 
 def help_parts(text: str) -> dict[str, Any]:
@@ -350,7 +353,20 @@ def _step(text: str) -> int:
     return int(text)
 
 
-_IN_WHEEL = "share/embershard/examples"  # as setup.cfg says
+_IN_WHEEL = "share/embershard"  # as setup.cfg says
+
+
+def shipped(folder: str, ending: str) -> list[Path]:
+    """Return the files in "examples" or "docs" that come with embershard, in a clone or a wheel, by their ending."""
+    source = Path(__file__).parents[2]
+    if (source / "examples" / "quickstart.toml").is_file():
+        return sorted((source / folder).glob(f"*{ending}"))
+    try:
+        installed = metadata.files("embershard") or []
+    except metadata.PackageNotFoundError:
+        return []
+    ours = [each for each in installed if each.parent.as_posix().endswith(f"{_IN_WHEEL}/{folder}")]
+    return sorted(Path(str(each.locate())).resolve() for each in ours if each.suffix == ending)
 
 
 def examples() -> dict[str, Path]:
@@ -359,17 +375,7 @@ def examples() -> dict[str, Path]:
     >>> examples()["quickstart"].name
     'quickstart.toml'
     """
-    source = Path(__file__).parents[2] / "examples"
-    if (source / "quickstart.toml").is_file():
-        found = list(source.glob("*.toml"))
-    else:
-        try:
-            installed = metadata.files("embershard") or []
-        except metadata.PackageNotFoundError:
-            installed = []
-        ours = [each for each in installed if _IN_WHEEL in each.as_posix() and each.suffix == ".toml"]
-        found = [Path(str(each.locate())).resolve() for each in ours]
-    return {path.stem: path for path in sorted(found)}
+    return {path.stem: path for path in shipped("examples", ".toml")}
 
 
 def config_file(text: str) -> Path:
