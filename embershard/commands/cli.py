@@ -103,8 +103,8 @@ def _no_command(words: Sequence[str]) -> int:
     if words and (words[0].endswith(".toml") or words[0] in examples()):
         meant = ["train"]
     if meant:
-        commands = " or ".join(as_called(f"embershard {name} {words[0]}") for name in meant)
-        parser.error(f"got {words[0]!r}, needed a command. Did you mean {commands}?")
+        questions = " or ".join(as_called(f"embershard {name} {words[0]}") for name in meant)
+        parser.error(f"got {words[0]!r}, needed a command. Did you mean {questions}?")
     parser.parse_args(words)
     return 2
 
@@ -154,9 +154,8 @@ def settings(argv: Sequence[str]) -> int:
 
     found = describe(RunConfig())
     parser = make_parser("settings", _SETTINGS)
-    names = parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="section, setting, or words of its name or meaning"
-    )
+    text = "section, setting, or words of its name or meaning"
+    names = parser.add_argument("names", nargs="*", metavar="NAME", help=text)
     names.completer = lambda **_: [setting.key for setting in found]  # type: ignore[attr-defined]
     parser.add_argument("--json-schema", action="store_true", help="print the JSON Schema of the TOML file")
     arguments = parser.parse_args(argv)

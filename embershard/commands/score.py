@@ -187,25 +187,18 @@ def _parser(command: str, *, starts_ranks: bool) -> argparse.ArgumentParser:
     parser = make_parser(command, _PREDICT_HELP if command == "predict" else _EVAL_HELP)
     add_run(parser)
     if starts_ranks:
-        parser.add_argument(
-            "--nproc", type=positive, default=1, metavar="N", help="number of ranks (default: %(default)s)"
-        )
+        text = "number of ranks (default: %(default)s)"
+        parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=text)
         launcher.add_hang_seconds(parser)
     if command == "eval":
         from embershard.reports.results import FORMATS
 
         parser.add_argument("--format", choices=FORMATS, help="print the figures, those of slices too, in this format")
     else:
-        parser.add_argument(
-            "-o", dest="output", type=Path, required=True, metavar="FILE", help="Parquet file for the scores"
-        )
-        parser.add_argument(
-            "--keep",
-            type=lambda text: text.split(","),
-            default=[],
-            metavar="NAME,...",
-            help="columns of the data that the file gets, too, for instance user_id,item_id",
-        )
+        text = "Parquet file for the scores"
+        parser.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help=text)
+        text = "columns of the data that the file gets, too, for instance user_id,item_id"
+        parser.add_argument("--keep", type=lambda names: names.split(","), default=[], metavar="NAME,...", help=text)
     return parser
 
 
@@ -219,9 +212,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         help="use the checkpoint of this step, or the newest valid one (default: that of the best evaluation, where "
         "the run kept it, else the newest)",
     )
-    parser.add_argument(
-        "--data", metavar="PATH", help="a file or folder, all of it (default: what the run's settings hold out)"
-    )
+    text = "a file or folder, all of it (default: what the run's settings hold out)"
+    parser.add_argument("--data", metavar="PATH", help=text)
     add_trust(parser)
     add_overrides(parser, "override a setting of the run's data, cache or batch; may be repeated")
 

@@ -96,19 +96,13 @@ def run_rank(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
         return record(do)(make, stops_in_order=stops_in_order) or 0
     except Exception:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        _leave_gpus()
+        import torch
+
+        if torch.cuda.is_initialized():  # an ordinary end frees models, which waits for kernels that may never end:
+            sys.stdout.flush()  # those of a collective do not, once another rank has gone
+            sys.stderr.flush()
+            os._exit(1)
         return 1
-
-
-def _leave_gpus() -> None:
-    """End this process now, if it uses a GPU: an ordinary end frees models, which waits for all kernels, and one of a
-    collective never ends once another rank has."""
-    import torch
-
-    if torch.cuda.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:

@@ -168,7 +168,13 @@ class RankGroup:
         looks = {number: look for number, rank in living.items() if (look := rank.look()) is not None}
         stopped = {number for number, look in looks.items() if look.state == "stopped"}
         for numbers in (living.keys() - stopped, stopped):  # a stopped rank goes on for a moment to write its own
-            _collect_stacks([living[number] for number in numbers])
+            ranks = [living[number] for number in numbers]
+            for rank in ranks:
+                rank.ask_for_stacks()
+            ends_at, before, now = time.monotonic() + _STACKS_SECONDS, [""], [rank.stacks() for rank in ranks]
+            while time.monotonic() < ends_at and not (all(now) and now == before):  # all wrote, and none writes more
+                time.sleep(_POLL_SECONDS)
+                before, now = now, [rank.stacks() for rank in ranks]
         stacks = {number: rank.stacks() for number, rank in living.items()}
         where = self._write_stacks(stacks)
         hanging = hanging_ranks(looks, stacks) if looks else []
@@ -191,17 +197,6 @@ class RankGroup:
         except OSError as error:
             return f" Their stacks could not be written to {self._stacks_file} ({error.strerror})."
         return f" Their stacks are in {self._stacks_file}."
-
-
-def _collect_stacks(ranks: Sequence[RankProcess]) -> None:
-    """Have ranks write their stacks, thread after thread, and wait until all wrote and none writes more."""
-    for rank in ranks:
-        rank.ask_for_stacks()
-    ends_at = time.monotonic() + _STACKS_SECONDS
-    before, now = [""], [rank.stacks() for rank in ranks]
-    while time.monotonic() < ends_at and not (all(now) and now == before):
-        time.sleep(_POLL_SECONDS)
-        before, now = now, [rank.stacks() for rank in ranks]
 
 
 def _environment(rank: int, num_ranks: int, address: tuple[str, int] | None) -> dict[str, str]:

@@ -56,7 +56,10 @@ class ProgressDisplay:
         of = "" if self._total is None else f"/{self._total}"
         line = f"step {report.step}{of}  {report.line()}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=report.step, description=_bar_line(report))
+            hits = "" if report.hit_rate_lookups is None else f" hit {report.hit_rate_lookups:.1%}"
+            main, *_ = figures(main_values(report.quality))  # of the first label
+            now = f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} {main.title} {main.value}{hits}"
+            self._bar.update(self._task, completed=report.step, description=now)
             say(self._console, line)  # above the bar, and stays there
         elif self._total is None:
             say(self._console, line)
@@ -68,12 +71,6 @@ class ProgressDisplay:
         """End the bar, so that other output can follow. May be called twice."""
         if self._bar is not None:
             self._bar.stop()
-
-
-def _bar_line(report: TrainReport) -> str:
-    hits = "" if report.hit_rate_lookups is None else f" hit {report.hit_rate_lookups:.1%}"
-    main, *_ = figures(main_values(report.quality))  # of the first label
-    return f"{report.samples_per_second:,.0f}/s loss {report.loss:.4f} {main.title} {main.value}{hits}"
 
 
 def closing_table(result: RunResult, what: str) -> Table:

@@ -59,7 +59,13 @@ def results_text(folders: Sequence[Path], form: str) -> str:
     if form in ("json", "csv"):
         values = result_rows([row[:3] for row in rows])
         return _csv(values) if form == "csv" else json.dumps(values, indent=2, allow_nan=False)
-    return (_latex if form == "latex" else _markdown)(*_for_readers(rows))
+    figures, cells = main_figures(result for row in rows for result in row.results), []
+    for row in rows:
+        shown = [spread_text(row.results, name, each) for name, (_, each) in figures.items()]
+        finished = f"{len(row.results)} of {row.ended}" if len(row.results) < row.ended else str(row.ended)
+        cells.append([row.name, finished, *shown, held_out_of(row.results)])
+    titles = ["run", "runs", *(title for title, _ in figures.values()), "held out"]
+    return (_latex if form == "latex" else _markdown)(titles, cells)
 
 
 def evaluation_text(step: int, quality: Mapping[str, Any], slices: Slices, form: str) -> str:
@@ -85,17 +91,6 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().rstrip("\n")
-
-
-def _for_readers(rows: Sequence[_Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the cells of the main figures."""
-    figures = main_figures(result for row in rows for result in row.results)
-    cells = []
-    for row in rows:
-        values = [spread_text(row.results, name, form) for name, (_, form) in figures.items()]
-        finished = f"{len(row.results)} of {row.ended}" if len(row.results) < row.ended else str(row.ended)
-        cells.append([row.name, finished, *values, held_out_of(row.results)])
-    return ["run", "runs", *(title for title, _ in figures.values()), "held out"], cells
 
 
 def _markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

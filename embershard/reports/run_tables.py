@@ -46,7 +46,11 @@ def table_of(shown: ShownTable) -> Table:
 def show_comparison(found: PlanComparison, notes: Sequence[str], console: Console, top: int) -> None:
     """Print verdicts, ranks, the `top` tables with the largest errors, and notes."""
     say(console, *map(verdict_line, found.verdicts))
-    console.print(_sent_table(found))
+    sent = _wide_table("Sent by a rank in a step, mean of ranks", ("",), ("predicted", "measured"))
+    for kind, pair in found.sent_bytes.items():
+        sent.add_row(kind.replace("_", " "), *_both(pair, size).split("\n"))
+    sent.caption = "other: agreements between ranks, reports, checkpoints, evaluations"
+    console.print(sent)
     console.print(_ranks_table(found))
     cached = [table for table in found.tables if table.kernel == "cached"]
     if cached:
@@ -75,14 +79,6 @@ def verdict_line(verdict: PromiseVerdict) -> str:
 
 
 _TRAFFIC = ("hits", "off", "unique\nhits", "off", "lookups", "unique", "fills", "write-backs", "to device", "to host")
-
-
-def _sent_table(found: PlanComparison) -> Table:
-    table = _wide_table("Sent by a rank in a step, mean of ranks", ("",), ("predicted", "measured"))
-    for kind, pair in found.sent_bytes.items():
-        table.add_row(kind.replace("_", " "), *_both(pair, size).split("\n"))
-    table.caption = "other: agreements between ranks, reports, checkpoints, evaluations"
-    return table
 
 
 def _ranks_table(found: PlanComparison) -> Table:

@@ -18,7 +18,6 @@ from embershard.models import ModelConfig, ModelTable, build_model
 from embershard.models.history import features_read_as_ids
 from embershard.models.loss import class_logits
 from embershard.models.own_model import OwnModel
-from embershard.models.schema import TargetLike
 from embershard.models.table_modules import collections_of, tables_in
 from embershard.settings.own_code import place_of
 
@@ -125,18 +124,15 @@ class DenseLayers(nn.Module):
             {name: (next(parts), next(parts)) for name in self.read_as_ids},
         )
         if isinstance(self.model, OwnModel):
-            outputs = self.model.model(_unlabelled_batch(dense, features, self.model.target))
+            # A loss may read labels and weights: of the shapes of training.
+            target, num_samples = self.model.target, dense.shape[0]
+            labels = dense.new_zeros((num_samples, len(target.labels)) if len(target.labels) > 1 else num_samples)
+            weights = None if target.weight is None else dense.new_ones(num_samples)
+            outputs = self.model.model(Batch(dense, features, labels, weights=weights))
             outputs = outputs[1] if isinstance(outputs, tuple) else outputs
         else:
             outputs = self.model.model(dense, features)
         return class_logits(self.model.target, outputs.squeeze(-1) if outputs.dim() > 1 else outputs)
-
-
-def _unlabelled_batch(dense: Tensor, features: Any, target: TargetLike) -> Batch:
-    """Return a batch with labels and weights of the shapes of training, for a loss that reads them."""
-    num_samples, num_labels = dense.shape[0], len(target.labels)
-    labels = dense.new_zeros((num_samples, num_labels) if num_labels > 1 else num_samples)
-    return Batch(dense, features, labels, weights=None if target.weight is None else dense.new_ones(num_samples))
 
 
 def dense_layers(config: ModelConfig, schema: Schema, checkpoint: Path) -> DenseLayers:

@@ -296,7 +296,14 @@ class Replica:
                     raise OtherChainError(f"{path}: it is of run {base.run_id[:8]}, needed {have.run_id[:8]}")
                 if have is not None and base.life < have.life:
                     raise StaleLifeError(f"{path}: it is of life {base.life}, needed {have.life} or later")
-                return _loaded(path)
+                base, written_at = verify(path), _written_at(path)
+                try:
+                    model = load(path)
+                except Exception as error:
+                    raise PublicationError(f"{path}: cannot be loaded ({type(error).__name__}: {error})") from error
+                if read_publication(path) != base:
+                    raise DamagedError(f"{path}: it was replaced while it was loaded")
+                return _Served(model, base, written_at)
             except DamagedError as error:
                 problems.append(str(error))
         if problems or have is None:
@@ -355,18 +362,6 @@ class Replica:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
-
-
-def _loaded(path: Path) -> _Served:
-    """Return a base that is whole, loaded."""
-    base, written_at = verify(path), _written_at(path)
-    try:
-        model = load(path)
-    except Exception as error:
-        raise PublicationError(f"{path}: cannot be loaded ({type(error).__name__}: {error})") from error
-    if read_publication(path) != base:
-        raise DamagedError(f"{path}: it was replaced while it was loaded")
-    return _Served(model, base, written_at)
 
 
 def _written_at(path: Path) -> float:

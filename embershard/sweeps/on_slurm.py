@@ -14,7 +14,7 @@ from typing import Any
 from embershard.errors import ConfigError, SetupError
 from embershard.sweeps.clusters import job_name, jobs_outlive_errors
 from embershard.sweeps.experiments import Experiment, Sweep
-from embershard.sweeps.outcomes import Begin, End, Outcome, find_outcome, make_outcome
+from embershard.sweeps.outcomes import Begin, End, find_outcome, make_outcome
 from embershard.sweeps.run import run_once
 
 _POLL_SECONDS = 2.0
@@ -56,8 +56,13 @@ def run_on_slurm(sweep: Sweep, experiments: Sequence[Experiment], folder: Path, 
                 waited = time.monotonic() - left_at.setdefault(number, time.monotonic())
                 outcome = find_outcome(jobs[number][0], folder)
                 if outcome is not None or waited > _SETTLE_SECONDS:
-                    ended = jobs.pop(number)
-                    end(outcome or _lost(*ended))
+                    experiment, job = jobs.pop(number)
+                    last = ["it printed nothing", *(job.stderr() or "").strip().splitlines()][-1]
+                    reason = f"Slurm's job {number} ended without a result: {last}"
+                    lost = make_outcome(
+                        experiment, "interrupted", reason, started_at=time.time(), seconds=0.0, attempt=1
+                    )
+                    end(outcome or lost)
             time.sleep(_POLL_SECONDS if jobs else 0)
 
 
@@ -100,10 +105,3 @@ def _queued_ids(jobs: Set[str]) -> Set[str]:
     command = ["squeue", "--me", "--noheader", "--format=%i"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return jobs if done.returncode else set(done.stdout.split())
-
-
-def _lost(experiment: Experiment, job: Any) -> Outcome:
-    """Return the outcome of a job that left the queue without one."""
-    last = (job.stderr() or "").strip().splitlines()[-1:]
-    reason = f"Slurm's job {job.job_id} ended without a result: {last[0] if last else 'it printed nothing'}"
-    return make_outcome(experiment, "interrupted", reason, started_at=time.time(), seconds=0.0, attempt=1)

@@ -3,9 +3,8 @@ which of them differ from it at all."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -156,25 +155,20 @@ def _with_labels(configurations: list[Configuration]) -> list[Configuration]:
     have several labels and this is one of them: so they stand in one column."""
     names = {name for each in configurations for result in each.results for name in result.quality}
     labels = {label for _, _, label in (name.partition("/") for name in names) if label}
+
+    def with_label(folder: Path, result: RunResult) -> RunResult:
+        if (label := only_label(folder)) not in labels:
+            return result
+
+        def named(own: Mapping[str, Any]) -> dict[str, Any]:
+            return {name if name == "samples" or "/" in name else f"{name}/{label}": own[name] for name in own}
+
+        slices = {column: {value: named(own) for value, own in of.items()} for column, of in result.slices.items()}
+        return replace(result, quality=named(result.quality), slices=slices)
+
     if not labels:
         return configurations
-    return [
-        replace(each, results=tuple(map(partial(_with_label, labels), each.folders, each.results)))
-        for each in configurations
-    ]
-
-
-def _with_label(labels: Collection[str], folder: Path, result: RunResult) -> RunResult:
-    if (label := only_label(folder)) not in labels:
-        return result
-
-    def named(figures: Mapping[str, Any]) -> dict[str, Any]:
-        return {name if name == "samples" or "/" in name else f"{name}/{label}": each for name, each in figures.items()}
-
-    slices = {
-        column: {value: named(figures) for value, figures in values.items()} for column, values in result.slices.items()
-    }
-    return replace(result, quality=named(result.quality), slices=slices)
+    return [replace(each, results=tuple(map(with_label, each.folders, each.results))) for each in configurations]
 
 
 def only_label(run: Path) -> str:

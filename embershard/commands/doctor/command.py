@@ -140,16 +140,11 @@ def parse_gpus(text: str, system: Path = _SYSTEM) -> list[Gpu]:
         if len(parts) == 4:
             address = parts[0].lower()[-12:]
             lanes, most_lanes = (int(part) if part.isdigit() else None for part in parts[2:])
-            found.append(Gpu(address, parts[1], lanes, most_lanes, _numa_node(address, system)))
+            node = -1
+            with contextlib.suppress(OSError, ValueError):
+                node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
+            found.append(Gpu(address, parts[1], lanes, most_lanes, node if node >= 0 else None))
     return found
-
-
-def _numa_node(address: str, system: Path) -> int | None:
-    try:
-        node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
 
 
 def known_gpus() -> list[Gpu]:

@@ -176,9 +176,13 @@ def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None
 
 
 def _read(arguments: argparse.Namespace, command: str) -> _Setup:
-    if arguments.tables is not None:
-        return _of_tables(arguments, command)
+    if arguments.config is None:
+        own, statistics, model = read_tables(arguments.tables, arguments.overrides, arguments.trust_code)
+        return _Setup(own, statistics, _topology(own, arguments), arguments, command, model, own.note)
     config = load_config(RunConfig, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
+    if arguments.tables is not None:
+        tables, statistics, model = read_lookups(arguments.tables, config)
+        return _Setup(config, statistics, _topology(config, arguments), arguments, command, model, tables.note)
     statistics = FrequencyProfile.load(arguments.profile).statistics
     if statistics is None:
         raise ConfigError(
@@ -187,16 +191,6 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
         )
     check_tables(config, statistics)
     return _Setup(config, statistics, _topology(config, arguments), arguments, command)
-
-
-def _of_tables(arguments: argparse.Namespace, command: str) -> _Setup:
-    """Read tables that are given as numbers."""
-    if arguments.config is None:
-        config, statistics, model = read_tables(arguments.tables, arguments.overrides, arguments.trust_code)
-        return _Setup(config, statistics, _topology(config, arguments), arguments, command, model, config.note)
-    run = load_config(RunConfig, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
-    tables, statistics, model = read_lookups(arguments.tables, run)
-    return _Setup(run, statistics, _topology(run, arguments), arguments, command, model, tables.note)
 
 
 def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:

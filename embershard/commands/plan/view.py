@@ -157,48 +157,37 @@ def show_what_if(outcomes: Sequence[PlannedCase], console: Console) -> None:
     speed = ("samples/s", "efficiency", "step", "waits for")
     memory = ("caches/rank", "device/rank", "host/node", "fills/step")
     table = make_table("What if", (), ("ranks", "ratio", *speed, *_HITS, *memory))
+    names: dict[str, list[str]] = {}  # of the cases that a note is of
     for outcome in outcomes:
-        table.add_row(*_what_if_row(outcome, outcomes))
+        case = (str(outcome.num_ranks), "" if outcome.ratio is None else f"{outcome.ratio:g}")
+        prediction, share = outcome.prediction, efficiency(outcome, outcomes)
+        if outcome.plan is None or prediction is None:
+            table.add_row(*case, "does not fit")
+            continue
+        table.add_row(
+            *case,
+            f"{prediction.samples_per_second:,.0f}",
+            "" if share is None else f"{share:.0%}",
+            f"{prediction.step_seconds * 1e3:.2f} ms",
+            prediction.bottleneck,
+            *_hits_cells(prediction.tables),
+            size(max(rank.cache_device_bytes for rank in prediction.ranks)),
+            size(prediction.most_device_bytes),
+            size(prediction.most_host_bytes(outcome.plan.ranks_per_node)),
+            f"{sum(table.fills for table in prediction.tables):,.0f}",
+        )
+        for note in outcome.plan.notes:
+            names.setdefault(note, []).append(outcome.name)
     console.print(table)
     legend = (
         "efficiency: samples/s per rank, over that of the fewest ranks. caches, device: memory of the fullest rank, "
         "its caches (slots and maps), and all of it (dense layers, activations, buffers, a reserve)."
     )
     problems = [f"{each.name}: {each.problem}" for each in outcomes if each.problem]
-    say(console, _HITS_LEGEND, legend, *problems, *_notes(outcomes))
-
-
-def _notes(outcomes: Sequence[PlannedCase]) -> list[str]:
-    """Return the notes of all plans; one that is not of all of them names those that it is of."""
-    planned = [(each.name, each.plan) for each in outcomes if each.plan is not None]
-    names: dict[str, list[str]] = {}
-    for name, plan in planned:
-        for note in plan.notes:
-            names.setdefault(note, []).append(name)
-    return [
-        f"Note: {note}" if len(of) == len(planned) else f"Note on {'; '.join(of)}: {note}" for note, of in names.items()
-    ]
-
-
-def _what_if_row(outcome: PlannedCase, outcomes: Sequence[PlannedCase]) -> list[str]:
-    ratio = "" if outcome.ratio is None else f"{outcome.ratio:g}"
-    prediction = outcome.prediction
-    if outcome.plan is None or prediction is None:
-        return [str(outcome.num_ranks), ratio, "does not fit"]
-    share = efficiency(outcome, outcomes)
-    return [
-        str(outcome.num_ranks),
-        ratio,
-        f"{prediction.samples_per_second:,.0f}",
-        "" if share is None else f"{share:.0%}",
-        f"{prediction.step_seconds * 1e3:.2f} ms",
-        prediction.bottleneck,
-        *_hits_cells(prediction.tables),
-        size(max(rank.cache_device_bytes for rank in prediction.ranks)),
-        size(prediction.most_device_bytes),
-        size(prediction.most_host_bytes(outcome.plan.ranks_per_node)),
-        f"{sum(table.fills for table in prediction.tables):,.0f}",
-    ]
+    num_planned = sum(each.plan is not None for each in outcomes)
+    where = {note: "" if len(of) == num_planned else f" on {'; '.join(of)}" for note, of in names.items()}
+    notes = [f"Note{of}: {note}" for note, of in where.items()]
+    say(console, _HITS_LEGEND, legend, *problems, *notes)
 
 
 def _headline(plan: Plan, prediction: Prediction) -> str:
@@ -332,13 +321,24 @@ def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: C
         ("ranks", "batch", "samples/s", "efficiency", "step ms", "limited by", "where a step's time goes"),
     )
     for run in runs:
-        table.add_row(*_simulation_row(run, runs))
+        case, share = (str(run.num_ranks), f"{run.global_batch_size:,}"), run.efficiency(runs)
+        if share is None or run.parts is None:
+            table.add_row(*case, "does not fit")
+            continue
+        largest = sorted(run.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+        parts = ", ".join(f"{name} {seconds / run.step_seconds:.0%}" for name, seconds in largest)
+        speed = (f"{run.samples_per_second:,.0f}", f"{share:.0%}", f"{run.step_seconds * 1e3:.2f}")
+        table.add_row(*case, *speed, run.limit, parts)
     console.print(table)
-    say(
-        console,
-        *(f"{run.num_ranks} ranks: {run.problem}" for run in runs if run.problem),
-        *_simulation_notes(runs, topology),
-    )
+    limits = dict.fromkeys(run.limit for run in runs if not run.problem)
+    notes = [topology.note(runs[-1].num_ranks), *map(topology.error_note, limits)]
+    if any(not run.is_searched for run in runs):
+        notes.append(
+            f"Beyond {MOST_SEARCHED_RANKS} ranks placements are not searched: the best of four plain ones is simulated."
+        )
+    notes.append("Hit rates are from the profile's counts, in the long run. docs/planning.md has the errors.")
+    problems = [f"{run.num_ranks} ranks: {run.problem}" for run in runs if run.problem]
+    say(console, *problems, *(f"Note: {note}" for note in notes if note is not None))
 
 
 def write_simulation(runs: Sequence[SimulatedRun], topology: Topology, path: Path) -> None:
@@ -352,30 +352,3 @@ def write_simulation(runs: Sequence[SimulatedRun], topology: Topology, path: Pat
     }
     with naming_file(path):
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _simulation_row(run: SimulatedRun, runs: Sequence[SimulatedRun]) -> list[str]:
-    share = run.efficiency(runs)
-    if share is None or run.parts is None:
-        return [str(run.num_ranks), f"{run.global_batch_size:,}", "does not fit"]
-    largest = sorted(run.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
-    return [
-        str(run.num_ranks),
-        f"{run.global_batch_size:,}",
-        f"{run.samples_per_second:,.0f}",
-        f"{share:.0%}",
-        f"{run.step_seconds * 1e3:.2f}",
-        run.limit,
-        ", ".join(f"{name} {seconds / run.step_seconds:.0%}" for name, seconds in largest),
-    ]
-
-
-def _simulation_notes(runs: Sequence[SimulatedRun], topology: Topology) -> list[str]:
-    limits = dict.fromkeys(run.limit for run in runs if not run.problem)
-    notes = [topology.note(runs[-1].num_ranks), *map(topology.error_note, limits)]
-    if any(not run.is_searched for run in runs):
-        notes.append(
-            f"Beyond {MOST_SEARCHED_RANKS} ranks placements are not searched: the best of four plain ones is simulated."
-        )
-    notes.append("Hit rates are from the profile's counts, in the long run. docs/planning.md has the errors.")
-    return [f"Note: {note}" for note in notes if note is not None]

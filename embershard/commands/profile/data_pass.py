@@ -147,9 +147,11 @@ def profile_data(
         done += part.num_samples
         if on_progress is not None:
             on_progress(done, to_count)
-    collected = collector.finish(
-        share_of_samples=to_count / max(reader.num_samples, 1), origin=_origin(data, reader.ids)
-    )
+    where = "" if data.path is None else f" {data.path}"
+    order = f"in the order of epoch 0, seed {data.seed}" if data.shuffle else "in the order of the files"
+    estimate = f"; an estimate for {', '.join(reader.ids)}, whose ids are hashed onto rows" if reader.ids else ""
+    origin = f"{data.kind} data{where}, training samples {order}{estimate}"
+    collected = collector.finish(share_of_samples=to_count / max(reader.num_samples, 1), origin=origin)
     if collected.halves is not None:
         collected = _with_error(collected)
     return FrequencyProfile.of_sparse(reader.num_rows, collected.counts, collector.num_parts, collected.statistics)
@@ -280,13 +282,6 @@ def in_parts(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _origin(data: DataConfig, ids: Mapping[str, Buckets]) -> str:
-    where = "" if data.path is None else f" {data.path}"
-    order = f"in the order of epoch 0, seed {data.seed}" if data.shuffle else "in the order of the files"
-    estimate = f"; an estimate for {', '.join(ids)}, whose ids are hashed onto rows" if ids else ""
-    return f"{data.kind} data{where}, training samples {order}{estimate}"
 
 
 def _with_error(collected: Collected) -> Collected:

@@ -60,7 +60,10 @@ def sentences(statistics: DataStatistics, together: StackDistances | None) -> li
         "top x %: share of the lookups that go to the x % most frequent of the rows that occur. static, LRU: share of "
         "the lookups that hit in a cache for this share of all rows. new data: an estimate of that share for new "
         "samples after a long training, by a power law for rows that were seen rarely or never.",
-        _first_touch_sentence(statistics),
+        f"First touches: {first_touch_share(_rows_of_all(statistics)):.2%} of the lookups are the first of their row, "
+        "which no cache that starts empty finds. A number with a * has more first touches than other misses, or all "
+        "rows that occur in the cache: these data are too short for it to say what the size is worth. Look at new "
+        "data, or profile more samples.",
         _policy_sentence(statistics) if statistics.preferences else _curves_sentence(statistics, together),
         _drift_sentence(statistics),
         _trust_sentence(statistics),
@@ -102,15 +105,6 @@ def comparison_sentence(found: Sequence[ProfileComparison]) -> str:
 def _rows_of_all(statistics: DataStatistics) -> CountHistogram:
     """Return how often rows of all tables occur, together."""
     return pooled(table.histogram for table in statistics.tables.values())
-
-
-def _first_touch_sentence(statistics: DataStatistics) -> str:
-    share = first_touch_share(_rows_of_all(statistics))
-    return (
-        f"First touches: {share:.2%} of the lookups are the first of their row, which no cache that starts empty "
-        "finds. A number with a * has more first touches than other misses, or all rows that occur in the cache: these "
-        "data are too short for it to say what the size is worth. Look at new data, or profile more samples."
-    )
 
 
 def _expected(tables: Sequence[TableStatistics]) -> CountHistogram:
@@ -246,7 +240,13 @@ def make_figure(
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     tables = sorted(statistics.tables.values(), key=lambda each: each.num_rows, reverse=True)
-    _draw_together(left, statistics, together, _replayed_points(statistics, progress))
+    points: list[CurvePoint] = []
+    if statistics.trace is not None and statistics.trace.num_samples >= _BATCH_SIZE:
+        rows = {table.table: table.num_rows for table in statistics.tables.values()}
+        sizes = [max(1, round(share * sum(rows.values()))) for share in _REPLAYED_SHARES]
+        trace = downsampled(statistics.trace, _REPLAYED_LOOKUPS)
+        points = hit_rate_curve(trace, rows, sizes, _BATCH_SIZE, progress=progress)
+    _draw_together(left, statistics, together, points)
     _draw_alone(right, tables[:_NUM_ALONE])
     for axes in (left, right):
         least = min((np.asarray(line.get_ydata())[0] for line in axes.get_lines()), default=0.0)
@@ -259,18 +259,6 @@ def make_figure(
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize="small")
     return figure
-
-
-def _replayed_points(
-    statistics: DataStatistics, progress: Callable[[int, int], None] | None = None
-) -> list[CurvePoint]:
-    """Return the replayed hit rates of all tables in one cache; none where no batch can be replayed."""
-    if statistics.trace is None or statistics.trace.num_samples < _BATCH_SIZE:
-        return []
-    trace = downsampled(statistics.trace, _REPLAYED_LOOKUPS)
-    rows = {table.table: table.num_rows for table in statistics.tables.values()}
-    sizes = [max(1, round(share * sum(rows.values()))) for share in _REPLAYED_SHARES]
-    return hit_rate_curve(trace, rows, sizes, _BATCH_SIZE, progress=progress)
 
 
 def _draw_together(

@@ -44,14 +44,10 @@ def main(argv: Sequence[str]) -> int:
         from embershard.reports.results import results_text
 
         print(results_text(arguments.folders, arguments.format))
-    elif arguments.output is None:
+        return 0
+    if arguments.output is None:
         _report(arguments)
-    else:
-        _write_page(arguments)
-    return 0
-
-
-def _write_page(arguments: argparse.Namespace) -> None:
+        return 0
     check_output(arguments.output)
     try:
         from embershard.reports.page.write import write_page
@@ -63,6 +59,7 @@ def _write_page(arguments: argparse.Namespace) -> None:
         ) from error
     write_page(arguments.folders, arguments.output)
     say(wide_console(), f"Written to {arguments.output}: open it in a browser.")
+    return 0
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -169,30 +166,18 @@ def _check_usage(arguments: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("report", _HELP, "RUN_OR_SWEEP ... [options]")
-    parser.add_argument(
-        "folders",
-        type=Path,
-        nargs="+",
-        metavar="RUN_OR_SWEEP",
-        help="folder of a run; with -o or --format also of a sweep",
-    )
-    parser.add_argument(
-        "-o", dest="output", type=Path, metavar="FILE.html", help="write a page of all these, which opens offline"
-    )
-    parser.add_argument(
-        "--format", choices=("json", "csv", "latex", "markdown"), help="print a table of results in this format"
-    )
+    text = "folder of a run; with -o or --format also of a sweep"
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_OR_SWEEP", help=text)
+    text = "write a page of all these, which opens offline"
+    parser.add_argument("-o", dest="output", type=Path, metavar="FILE.html", help=text)
+    text = "print a table of results in this format"
+    parser.add_argument("--format", choices=("json", "csv", "latex", "markdown"), help=text)
     parser.add_argument("--predicted", action="store_true", help="set what the plan predicted beside what was measured")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="compare with this plan (default: the run's own)")
-    parser.add_argument(
-        "--recalibrate",
-        type=Path,
-        metavar="OUT.toml",
-        help="write the topology with its rates corrected, so that they give the step time that was measured",
-    )
-    parser.add_argument(
-        "--topology", metavar="NAME", help="to correct: a machine or a TOML file (default: the one of the plan)"
-    )
+    text = "write the topology with its rates corrected, so that they give the step time that was measured"
+    parser.add_argument("--recalibrate", type=Path, metavar="OUT.toml", help=text)
+    text = "to correct: a machine or a TOML file (default: the one of the plan)"
+    parser.add_argument("--topology", metavar="NAME", help=text)
     parser.add_argument("--json", action="store_true", help="print the same numbers as JSON, for all tables")
     parser.add_argument("--top", type=positive, metavar="N", help=f"tables to show (default: {_TOP})")
     return parser

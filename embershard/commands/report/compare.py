@@ -97,11 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     metrics = [name for name, each in METRICS.items() if not each.is_of_groups and not each.is_recalibrated]
     of_groups = [f"{name}@10" if each.has_place else name for name, each in METRICS.items() if each.is_of_groups]
     for name in "ab":
-        parser.add_argument(
-            name,
-            metavar=name.upper(),
-            help="folder of a run, a Parquet file of scores, or SWEEP:SETTING=VALUE, a configuration of a sweep",
-        )
+        text = "folder of a run, a Parquet file of scores, or SWEEP:SETTING=VALUE, a configuration of a sweep"
+        parser.add_argument(name, metavar=name.upper(), help=text)
     parser.add_argument(
         "--metrics",
         type=lambda text: text.split(","),
@@ -111,15 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--group", metavar="COLUMN", help="column of the data with the user or session of a sample")
     weights = parser.add_mutually_exclusive_group()
-    weights.add_argument(
-        "--weight",
-        metavar="COLUMN",
-        help="column of the data with the weight of a sample (default: the weights of the runs' data)",
-    )
+    text = "column of the data with the weight of a sample (default: the weights of the runs' data)"
+    weights.add_argument("--weight", metavar="COLUMN", help=text)
     weights.add_argument("--no-weight", action="store_true", help="let every sample count once")
-    parser.add_argument(
-        "--replicates", type=positive, default=1000, metavar="R", help="of the bootstrap (default: %(default)s)"
-    )
+    text = "of the bootstrap (default: %(default)s)"
+    parser.add_argument("--replicates", type=positive, default=1000, metavar="R", help=text)
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     add_trust(parser)

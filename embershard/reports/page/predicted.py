@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.planning.verify.compare import Pair, PlanComparison, PromiseVerdict, compare, notes
+from embershard.planning.verify.compare import Pair, PlanComparison, compare, notes
 from embershard.reports.page.runs import PageFigure, PageTable, Run, Section, colour, fill, new_figure, text
 from embershard.sharding.plan import Prediction
 from embershard.units import size
@@ -42,26 +42,21 @@ def predicted(runs: Sequence[Run]) -> Section:
                 said.append(f"{run.name}: {error}")
     if not compared:
         return Section("Predicted beside measured", (), said or ["No run that ended had a plan."])
+    rows = []
+    for each in compared:
+        for verdict in each.found.verdicts:
+            unit = " points" if verdict.unit == "points" else " %"
+            error = "not measured" if verdict.error is None else f"{verdict.error:.2f}{unit}"
+            outcome = {None: "", True: "kept", False: "NOT kept"}[verdict.kept]
+            rows.append((each.run.name, verdict.what, error, f"{verdict.promised:g}{unit}", outcome, verdict.detail))
     parts: list[PageFigure | PageTable] = [
-        _verdicts(compared),
+        PageTable("Promises", ("run", "of", "off by", "promised at most", "outcome", "detail"), rows),
         _ratios(compared),
         _hit_rates(compared),
         _step_parts(compared),
         _memory(compared),
     ]
     return Section("Predicted beside measured", parts, said)
-
-
-def _verdicts(compared: Sequence[_Compared]) -> PageTable:
-    rows = [(each.run.name, *_verdict_row(verdict)) for each in compared for verdict in each.found.verdicts]
-    return PageTable("Promises", ("run", "of", "off by", "promised at most", "outcome", "detail"), rows)
-
-
-def _verdict_row(verdict: PromiseVerdict) -> tuple[str, ...]:
-    unit = " points" if verdict.unit == "points" else " %"
-    error = "not measured" if verdict.error is None else f"{verdict.error:.2f}{unit}"
-    outcome = {None: "", True: "kept", False: "NOT kept"}[verdict.kept]
-    return verdict.what, error, f"{verdict.promised:g}{unit}", outcome, verdict.detail
 
 
 def _ratios(compared: Sequence[_Compared]) -> PageFigure:

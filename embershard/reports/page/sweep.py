@@ -25,7 +25,10 @@ def sweep_section(path: Path, configurations: Sequence[Configuration]) -> Sectio
     said = [f"{best}."] if best else []
     if finished:
         parts.append(_spread(finished))
-    lines = [line for line in _by_rest(finished).values() if len(line) > 1]
+    by_rest: dict[str, list[Configuration]] = {}  # those that differ in their number of ranks alone, in its order
+    for each in sorted(finished, key=lambda each: each.outcomes[0].ranks):
+        by_rest.setdefault(each.without(_RANKS), []).append(each)
+    lines = [line for line in by_rest.values() if len(line) > 1]
     if lines:
         parts.append(_scaling(lines))
     else:
@@ -79,14 +82,6 @@ def _spread(configurations: Sequence[Configuration]) -> PageFigure:
     figure.update_xaxes(title="samples/s", rangemode="tozero")
     figure.update_yaxes(type="category", autorange="reversed", automargin=True)
     return PageFigure("Throughput, every run", figure, "Distance of the dots in a row: the spread over repeats.")
-
-
-def _by_rest(configurations: Sequence[Configuration]) -> dict[str, list[Configuration]]:
-    """Return configurations that differ in their number of ranks alone, in the order of that number."""
-    found: dict[str, list[Configuration]] = {}
-    for each in sorted(configurations, key=lambda each: each.outcomes[0].ranks):
-        found.setdefault(each.without(_RANKS), []).append(each)
-    return found
 
 
 def _scaling(lines: Sequence[Sequence[Configuration]]) -> PageFigure:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from embershard import __version__
 from embershard.reports.page.measured import by_slice, caches, curves, moved, reported, step_time, training, windows
 from embershard.reports.page.predicted import predicted
-from embershard.reports.page.runs import Run, Section, settings, summary
+from embershard.reports.page.runs import Run, settings, summary
 from embershard.reports.page.sweep import sweep_section
 from embershard.reports.run_folder import RunFolder, is_sweep
 from embershard.sweeps.spread import read_configurations
@@ -31,7 +31,8 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
     sections, runs, text = [], [], []
     for folder in folders:
         if not is_sweep(folder):
-            runs.append((folder.name if _is_alone(folder, folders) else str(folder), RunFolder.read_begun(folder)))
+            is_alone = [other.name for other in folders].count(folder.name) == 1
+            runs.append((folder.name if is_alone else str(folder), RunFolder.read_begun(folder)))
             continue
         configurations = read_configurations(folder)
         sections.append(sweep_section(folder, configurations))
@@ -42,7 +43,10 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
             f"Of {folder}, the first finished repeat of {min(len(finished), _MOST_RUNS_OF_SWEEPS)} of {len(finished)} "
             "configurations is drawn below. Give the folders of runs to see others."
         )
-    sections += _run_sections([Run(name, number, folder) for number, (name, folder) in enumerate(runs)])
+    quality = (training, by_slice, curves, windows)
+    makers = (summary, settings, *quality, reported, moved, caches, step_time, predicted) if runs else ()
+    named = [Run(name, number, folder) for number, (name, folder) in enumerate(runs)]
+    sections += [make(named) for make in makers]
     names = ", ".join(map(str, folders))
     environment = Environment(
         loader=PackageLoader("embershard.reports", "page"),
@@ -61,15 +65,3 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
     )
     with whole_file(output) as partial:
         partial.write_text(page, encoding="utf-8")
-
-
-def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
-    if not runs:
-        return
-    quality = (training, by_slice, curves, windows)
-    for make in (summary, settings, *quality, reported, moved, caches, step_time, predicted):
-        yield make(runs)
-
-
-def _is_alone(folder: Path, folders: Sequence[Path]) -> bool:
-    return [other.name for other in folders].count(folder.name) == 1
