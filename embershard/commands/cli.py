@@ -7,11 +7,11 @@ import os
 import select
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from embershard import __version__
-from embershard.errors import ConfigError, EmbershardError, SetupError, did_you_mean, os_problem, printable
+from embershard.errors import ConfigError, EmbershardError, SetupError, did_you_mean, naming_file, os_problem, printable
 from embershard.launch.arguments import as_called, examples, make_parser, note_program, shipped
 
 #: Name of each command; below `embershard.commands` its module, and, where it is not `main`, its function of the words
@@ -49,38 +49,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0 done, 1 failed, 2 wrong usage, settings or data, 130 Ctrl-C."""
     if argv is None:
         note_program()
-    try:
-        try:
-            return _run(_words() if argv is None else list(argv))
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def _run(words: Sequence[str]) -> int:
-    place = next((place for name, place, _ in _COMMANDS if words[:1] == [name]), None)
-    if place is None:
-        return _no_command(words)
-    module, _, function = place.partition(":")
-    # Imported here: most commands load torch and TorchRec, the others answer at once.
+    words = _words() if argv is None else list(argv)
     try:
         _check_encoding(words)
-        command = getattr(import_module(f"embershard.commands.{module}"), function or "main")
-        code: int = command(words[1:])
-        return code
+        try:
+            return _command(words)(words)
+        finally:
+            if sys.stdout is not None:  # it was closed
+                with naming_file("standard output"):
+                    sys.stdout.flush()
     except EmbershardError as error:
         print(f"embershard: {as_called(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
-            raise
-        print(f"embershard: {os_problem(error)}", file=sys.stderr)
-        return 2
+        is_read = not (isinstance(error, BrokenPipeError) and _is_unread())
+        try:
+            sys.stdout.flush()
+        except OSError:  # what is left goes nowhere, or Python would complain at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if is_read:
+            print(f"embershard: {os_problem(error)}", file=sys.stderr)
+        return 2 if is_read else 0  # the reader of the output has seen enough
     except KeyboardInterrupt:
         print("embershard: stopped.", file=sys.stderr)
         return 130
+
+
+def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    """Return the function of these words that does the command. Its module is imported here: most commands load torch
+    and TorchRec, the others answer at once."""
+    place = next((place for name, place, _ in _COMMANDS if words[:1] == [name]), None)
+    if place is None:
+        return _no_command
+    module, _, function = place.partition(":")
+    command = getattr(import_module(f"embershard.commands.{module}"), function or "main")
+    return lambda words: int(command(words[1:]))
 
 
 def _is_unread() -> bool:

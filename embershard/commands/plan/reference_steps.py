@@ -195,7 +195,9 @@ def simple_plan(config: RunConfig, types: Sequence[str], world_size: int, kernel
             dtype=config.model.table_dtype,
             sharding=sharding,  # type: ignore[arg-type]
             kernel=kernel,
-            ranks=_ranks_of(sharding, turn // len(types), world_size),
+            ranks=tuple(range(world_size))
+            if sharding == "row_wise"
+            else tuple((turn // len(types) + shard) % world_size for shard in range(1 + (sharding == "column_wise"))),
             exchange="rows" if config.sharding.exchange == "rows" and world_size > 1 else "pooled",
         )
         for turn, feature in enumerate(in_turn)
@@ -213,12 +215,6 @@ def simple_plan(config: RunConfig, types: Sequence[str], world_size: int, kernel
         tables=tuple(tables),
         pools=tuple(pool.with_slots(slots_for(pool.rows, ratio * pool.rows)) for pool in pools_of(tables, world_size)),
     )
-
-
-def _ranks_of(sharding: str, turn: int, world_size: int) -> tuple[int, ...]:
-    if sharding == "row_wise":
-        return tuple(range(world_size))
-    return tuple((turn + shard) % world_size for shard in range(2 if sharding == "column_wise" else 1))
 
 
 def _input_seconds(config: RunConfig) -> float:

@@ -183,14 +183,14 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
     if arguments.tables is not None:
         tables, statistics, model = read_lookups(arguments.tables, config)
         return _Setup(config, statistics, _topology(config, arguments), arguments, command, model, tables.note)
-    statistics = FrequencyProfile.load(arguments.profile).statistics
-    if statistics is None:
+    found = FrequencyProfile.load(arguments.profile).statistics
+    if found is None:
         raise ConfigError(
             f"{arguments.profile} has row counts only; make it with embershard profile, which also finds out what "
             "planning needs."
         )
-    check_tables(config, statistics)
-    return _Setup(config, statistics, _topology(config, arguments), arguments, command)
+    check_tables(config, found)
+    return _Setup(config, found, _topology(config, arguments), arguments, command)
 
 
 def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:

@@ -46,9 +46,9 @@ def predicted(runs: Sequence[Run]) -> Section:
     for each in compared:
         for verdict in each.found.verdicts:
             unit = " points" if verdict.unit == "points" else " %"
-            error = "not measured" if verdict.error is None else f"{verdict.error:.2f}{unit}"
+            off_by = "not measured" if verdict.error is None else f"{verdict.error:.2f}{unit}"
             outcome = {None: "", True: "kept", False: "NOT kept"}[verdict.kept]
-            rows.append((each.run.name, verdict.what, error, f"{verdict.promised:g}{unit}", outcome, verdict.detail))
+            rows.append((each.run.name, verdict.what, off_by, f"{verdict.promised:g}{unit}", outcome, verdict.detail))
     parts: list[PageFigure | PageTable] = [
         PageTable("Promises", ("run", "of", "off by", "promised at most", "outcome", "detail"), rows),
         _ratios(compared),

@@ -186,6 +186,17 @@ def test_a_reader_that_has_seen_enough_ends_a_command_well(words, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", ["settings", "settings train.epochs"])
+def test_an_output_that_cannot_be_written_ends_in_one_line(words, tmp_path):
+    """Or in none where there is no output."""
+    for redirect, code, said in ((">/dev/full", 2, ["The disk is full: free some space"]), (">&-", 0, [])):
+        command = ["bash", "-c", f"{sys.executable} -m embershard {words} {redirect}"]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert ran.returncode == code
+        assert [text in line for text, line in zip(said, ran.stderr.splitlines(), strict=True)] == [True] * len(said)
+
+
+@pytest.mark.slow
 def test_a_reader_that_never_was_ends_a_command_well(tmp_path):
     """The output fits the buffer, so it is written at the end."""
     reader, writer = os.pipe()

@@ -19,7 +19,7 @@ setting or the file. `<words>` stand for what differs from case to case.
 
 | exit code | meaning |
 |---|---|
-| 0 | done |
+| 0 | done; also where who reads the output, as `head`, ended first |
 | 1 | a run, a check or a comparison failed; also if ranks see why before a step (files, too few samples, memory) |
 | 2 | wrong usage, settings, files or data, seen before any rank was started |
 | 130 | stopped by Ctrl-C, in order or at once by a second one |
