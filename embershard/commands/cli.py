@@ -49,15 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0 done, 1 failed, 2 wrong usage, settings or data, 130 Ctrl-C."""
     if argv is None:
         note_program()
+    if sys.stdout is None:  # it was closed
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     words = _words() if argv is None else list(argv)
     try:
         _check_encoding(words)
         try:
             return _command(words)(words)
         finally:
-            if sys.stdout is not None:  # it was closed
-                with naming_file("standard output"):
-                    sys.stdout.flush()
+            with naming_file("standard output"):
+                sys.stdout.flush()
     except EmbershardError as error:
         print(f"embershard: {as_called(str(error))}", file=sys.stderr)
         return 2

@@ -112,7 +112,8 @@ class Parser(argparse.ArgumentParser):
             import argcomplete
 
             Parser._answers = True  # argcomplete parses, too
-            os.environ[ASKS] = str(len(self.prog.split()))  # the words of the line that this parser does not see
+            # The words of the line that this parser does not see: the program's is one, however it was called.
+            os.environ[ASKS] = str(1 + len(self.prog.removeprefix(program()).split()))
             argcomplete.autocomplete(self)
 
 
