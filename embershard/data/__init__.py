@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         CriteoConfig,
         DataConfig,
         ParquetConfig,
-        SyntheticConfig,
         TableConfig,
         TableFeature,
     )
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from embershard.data.sources.kinds import kind_of_files, open_source, schema_of
     from embershard.data.sources.source import Source
     from embershard.data.sources.table.parquet_files import write_samples
+    from embershard.data.synthetic_config import SyntheticConfig
 else:
     __getattr__ = lazy_names(__name__)
 

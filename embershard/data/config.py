@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from embershard.data.config_fields import check_fields, freeze_lists
+from embershard.data.config_fields import NEEDED_FORMAT, check_fields, freeze_lists, has_lines, is_time_format
 from embershard.data.label_needs import label_needs
 from embershard.data.schema import Pooling, Target, Task
+from embershard.data.synthetic_config import NUM_CRITEO_SPARSE, SyntheticConfig
 from embershard.data.time_config import TimeConfig
 from embershard.errors import ConfigError
 from embershard.settings.resume_rules import AsEvalFiles, AsFiles, Free, OfModel, OfTraining
@@ -17,81 +18,16 @@ SplitKind = Literal["tail", "random", "hash", "time", "last"]
 IdMapping = Literal["text", "hash", "modulo", "none", "hour", "weekday", "ids", "text_ids"]
 EVAL_FRACTION = 0.1  # by default
 NUM_CRITEO_DENSE = 13
-NUM_CRITEO_SPARSE = 26
 NUM_AVAZU_HASHED = 21
 _MOST_CHUNKS = 10_000_000  # of generated samples: each takes 50 bytes or so
-#: The dense feature of tables that have none, which models need: 1 in every sample.
-CONSTANT = "constant"
+#: The dense feature of tables that have none, which models need: 1 in every sample. No column is called so.
+CONSTANT = "\x00constant"
 #: Rows of the tables of hours and of weekdays: row 0 is that of a missing time.
 TIME_ROWS = {"hour": 25, "weekday": 8}
 #: Mappings of features whose table takes any id of 64 bits.
 ID_MAPPINGS = ("ids", "text_ids")
 _LEAST_QUANTILES = 2
 _ONE_PATTERN = 'at least one pattern ("*" takes every file)'
-
-
-@dataclass(frozen=True)
-class SyntheticConfig:
-    """Samples drawn from the popularity statistics of the Criteo Kaggle data set.
-
-    >>> SyntheticConfig(bag_sizes=[2]).bag_sizes
-    (2,)
-    """
-
-    num_samples: OfTraining[int] = 1_000_000
-    """Samples in an epoch, the held-out part included. Every epoch has the same samples."""
-    scale: OfModel[float] = 0.01
-    """Rows of every table relative to Criteo Kaggle (1.0: 26 tables, 33,762,577 rows); at least 3 each."""
-    num_dense: OfModel[int] = 13
-    """Dense features of a sample."""
-    bag_sizes: OfTraining[tuple[int, ...]] = ()
-    """Ids per sample and table: empty = 1 each; one number = the same for all tables; or a number per table.
-    The first id of a bag is drawn, the others are a fixed function of it (as MLPerf makes multi-hot data)."""
-    drift: OfTraining[float] = 0.0
-    """Share of the popularity ranks that belong to another row at the end of an epoch than at its start."""
-    locality: OfTraining[float] = 1.0
-    """Share of the lookups that follow the published popularity. The others go to all rows alike: 0 is uniform."""
-    correlation: OfTraining[float] = 0.0
-    """Correlation in [0, 1) of the features' popularity in a sample: with 0 they are drawn independently; the larger,
-    the more samples have popular rows only, or rare rows in many features. Popularity of a single feature stays."""
-    rarity_logit: OfTraining[float] = 0.0
-    """Change of the hidden model's logit per standard deviation of a sample's rarity: with a positive number, samples
-    of popular rows are clicked less often. Needs `correlation`."""
-    signal: OfTraining[float] = 2.0
-    """Standard deviation of the hidden model's logit: the larger, the higher the AUC that can be reached."""
-    click_rate: OfTraining[float] = 0.224
-    """Share of samples with label 1."""
-    id_rows: OfModel[int | None] = None
-    """Capacity of tables that take any id: those with more rows than this by `scale`, which says how many ids are alive
-    at a time. Their ids are any of 64 bits. Default: ids are rows."""
-    id_turnover: OfTraining[float] = 0.0
-    """With `id_rows`: how often each id is replaced by a new one in the course of an epoch, on average."""
-
-    def __post_init__(self) -> None:
-        freeze_lists(self)
-        is_bags = len(self.bag_sizes) in (0, 1, NUM_CRITEO_SPARSE) and all(size >= 1 for size in self.bag_sizes)
-        check_fields(
-            self,
-            "synthetic.",
-            num_samples=(self.num_samples >= 1, "at least 1"),
-            scale=(0 < self.scale <= 100, "a number in (0, 100]"),
-            num_dense=(self.num_dense >= 1, "at least 1"),
-            bag_sizes=(is_bags, f"no number, 1 number or {NUM_CRITEO_SPARSE} numbers, each at least 1"),
-            drift=(0 <= self.drift <= 1, "a number in [0, 1]"),
-            locality=(0 <= self.locality <= 1, "a number in [0, 1]"),
-            correlation=(0 <= self.correlation < 1, "a number in [0, 1)"),
-            rarity_logit=(
-                -5 <= self.rarity_logit <= 5 and (self.rarity_logit == 0 or self.correlation > 0),
-                "a number in [-5, 5], and 0 without synthetic.correlation",
-            ),
-            signal=(0 < self.signal <= 10, "a number in (0, 10]"),
-            click_rate=(0 < self.click_rate < 1, "a number in (0, 1)"),
-            id_rows=(self.id_rows is None or self.id_rows >= 1, "at least 1, or nothing"),
-            id_turnover=(
-                self.id_turnover == 0 or (self.id_turnover > 0 and self.id_rows is not None),
-                "0 without synthetic.id_rows, else at least 0",
-            ),
-        )
 
 
 @dataclass(frozen=True)
@@ -235,7 +171,8 @@ class TableFeature:
     pooling: Pooling = "sum"
     """What the rows of a sparse feature's bag give: their "sum", or their "mean"."""
     separator: str | None = None
-    """Between the values of a cell of text: the cell is a bag of them then, in their order."""
+    """Between the values of a cell of text: the cell is a bag of them then, in their order. "[,]": a list in brackets,
+    as JSON and Python write it."""
 
     def __post_init__(self) -> None:
         freeze_lists(self)
@@ -314,6 +251,8 @@ class TableConfig:
     label_at_least: OfTraining[float | tuple[float, ...] | None] = None
     """A binary label is 1 where the column's number is at least this, else 0; of several, one number for all or a
     number each. Default: the columns have 0 and 1."""
+    label_is: OfTraining[str | None] = None
+    """A binary label is 1 where the column's cell is this text, else 0: "yes". Of one label only."""
     label_mean: OfTraining[float | tuple[float, ...] | None] = None
     """With task = "regression": where the model's outputs start, about the mean label; of several such labels, a number
     each. `embershard data inspect` finds it. Default: 0."""
@@ -326,8 +265,16 @@ class TableConfig:
     """Of several labels: the factor of each label's loss, above 0. Default: 1 each."""
     weight: OfTraining[str | None] = None
     """Column of numbers of at least 0: factor of a sample's loss, and its share of held-out metrics. Default: 1."""
+    format: OfTraining[dict[str, str]] = field(default_factory=dict, hash=False)
+    """How columns of times are written, by column, if not as 2024-12-31 23:59:59 or as seconds since 1970: "ms", "us" or
+    "ns" since 1970, or a format of strptime, for instance "%d.%m.%Y"."""
+    decimal: OfTraining[dict[str, Literal[".", ","]]] = field(default_factory=dict, hash=False)
+    """The decimal mark of numbers in text, by column, where they are not plain: "," reads 1.250,50 and 12,50 €, "."
+    reads 1,250.50 and $12.50."""
     separator: OfTraining[str] = ","
     """Between the cells of a line of a text file: one character."""
+    encoding: OfTraining[str] = "utf-8"
+    """Of text files, in which a line feed is one byte: "latin-1", "cp1252", "gbk"."""
     columns: OfTraining[tuple[str, ...]] = ()
     """Names of the columns of text files without a header, in order. Default: the first line names them."""
     quoted: OfTraining[bool] = True
@@ -356,7 +303,15 @@ class TableConfig:
                 masks=self.label_masks,
                 missing=self.missing_labels,
             ),
+            label_is=(
+                self.label_is is None
+                or (self.tasks == ("binary",) and self.label_at_least is None and self.label_is != ""),
+                'nothing, or a text, with one label, task = "binary" and no label_at_least',
+            ),
             weight=(self.weight != "", "the name of a column"),
+            format=(all(map(is_time_format, self.format.values())), NEEDED_FORMAT),
+            decimal=(set(self.decimal.values()) <= {".", ","}, 'for each column "." or ","'),
+            encoding=(has_lines(self.encoding), 'the name of an encoding as "latin-1"; UTF-16 must become UTF-8 first'),
             separator=(len(self.separator.encode()) == 1, 'one character, for instance "\\t"'),
             columns=(len(set(self.columns)) == len(self.columns), "every name once"),
             max_bag_size=(self.max_bag_size >= 1, "at least 1"),

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from embershard.errors import ConfigError
+
+#: Units of whole numbers that are times since 1970, and how many are a second.
+TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+NEEDED_FORMAT = '"s", "ms", "us", "ns", or fields of strptime (%Y %y %m %d %H %I %M %S %p %b %B %a %A %z), each column'
+
+
+def is_time_format(text: str) -> bool:
+    """Return whether a text says how times are written.
+
+    >>> is_time_format("%d.%m.%Y"), is_time_format("ms"), is_time_format("%Q")
+    (True, True, False)
+    """
+    fields = re.findall("%(.?)", text)
+    return text in TIME_UNITS or (bool(fields) and set(fields) <= set("YymdHIMSpbBaAz"))
+
+
+def has_lines(encoding: str) -> bool:
+    """Return whether an encoding is known, and has a line feed that is one byte.
+
+    >>> has_lines("latin-1"), has_lines("utf-16")
+    (True, False)
+    """
+    try:
+        return "\n".encode(encoding) == b"\n"
+    except LookupError:
+        return False
 
 
 def freeze_lists(owner: Any) -> None:

@@ -347,7 +347,7 @@ def _fewest_collisions(distinct: DistinctCount, num_rows: int) -> tuple[int, int
 
 def _parts(column: ColumnSurvey) -> tuple[str, DistinctCount, int] | None:
     """Return the separator of the values in a column's cells, those values, and the most in a cell."""
-    for separator, (distinct, cells, most) in column.parts.items():
+    for separator, (distinct, cells, most, _) in column.parts.items():
         cells_differ = distinct.estimate < column.values.estimate + column.too_long[""]
         is_declared = column.declared == "token_seq"
         if is_declared or (cells >= _PARTS_SHARE * column.present and cells_differ and not column.too_long[separator]):

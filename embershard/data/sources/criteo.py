@@ -10,11 +10,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embershard.data.block import transform_dense
-from embershard.data.config import NUM_CRITEO_DENSE, NUM_CRITEO_SPARSE, DataConfig
+from embershard.data.config import NUM_CRITEO_DENSE, DataConfig
 from embershard.data.hashing import Ids, map_ids
 from embershard.data.schema import Schema, SparseFeature
 from embershard.data.sources.held_out import Share, alone
 from embershard.data.sources.text import LineFormat, LineSource, joined_cells
+from embershard.data.synthetic_config import NUM_CRITEO_SPARSE
 
 DENSE = tuple(f"I{i + 1}" for i in range(NUM_CRITEO_DENSE))
 SPARSE = tuple(f"C{i + 1}" for i in range(NUM_CRITEO_SPARSE))

@@ -81,9 +81,10 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
 
     Of a dense feature, `scale` is as in `TableFeature`, with its numbers; or "constant": 1 in every sample. Of a sparse
     one, `id_base` is 16 where ids are hexadecimal texts, and `mapping` is as in `TableFeature`, or "avazu": as
-    `AvazuSource` makes rows of texts. `separator` is that of the values in a text, and `null_values` are texts that
-    are missing values. A missing id is row 0, a missing number 0 after scaling, and 0.5 after "quantile". Where a table
-    takes any id, `mapping` is "ids" or "text_ids", and a missing id is `MISSING_ID`.
+    `AvazuSource` makes rows of texts. `separator` is that of the values in a text, `null_values` are texts that are
+    missing values, and `format` and `decimal` are as in `TableConfig`. A missing id is row 0, a missing number 0 after
+    scaling, and 0.5 after "quantile". Where a table takes any id, `mapping` is "ids" or "text_ids", and a missing id is
+    `MISSING_ID`.
 
     >>> serving_inputs(DataConfig(kind="criteo"))["sparse"][0]
     {'name': 'C1', 'column': 'C1', 'num_rows': 100000, 'mapping': 'modulo', 'id_base': 16}
@@ -102,13 +103,14 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
             | ({} if feature.separator is None else {"separator": feature.separator})
             for name, feature in settings.of_kind("sparse").items()
         ]
-        dense = dense or [{"name": CONSTANT, "column": CONSTANT, "scale": CONSTANT}]
-        return {"dense": dense, "sparse": sparse, "null_values": settings.null_values}
+        dense = dense or [{"name": CONSTANT, "column": CONSTANT, "scale": "constant"}]
+        written = {key: value for key in ("format", "decimal") if (value := getattr(settings, key))}
+        return {"dense": dense, "sparse": sparse, "null_values": settings.null_values, **written}
     mapping, scale, id_base = "none", "none", 10
     if config.kind == "criteo":
         mapping, scale, id_base = config.criteo.id_mapping, config.criteo.dense_transform, 16
     elif config.kind == "avazu":
-        mapping, scale = "avazu", CONSTANT
+        mapping, scale = "avazu", "constant"
     else:  # rather than an export that maps ids as training does not
         assert config.kind == "synthetic", f"no inputs for data of kind {config.kind!r}"
     return {

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.data.block import Block, Ids
-from embershard.data.config import DataConfig, SyntheticConfig
+from embershard.data.config import DataConfig
 from embershard.data.hashing import make_key, mix64, random_words, unit_floats
 from embershard.data.order.order import ChunkTable
 from embershard.data.schema import Schema, SparseFeature
 from embershard.data.sources.held_out import HeldOut, Share, alone, hold_out
 from embershard.data.sources.source import Split, SplitChunks
+from embershard.data.synthetic_config import SyntheticConfig
 
 MLPERF_BAG_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 """Ids per sample and table of MLPerf's DLRM-DCNv2 benchmark: 214 lookups a sample."""

@@ -6,8 +6,10 @@ are read at once, and what still fails is read alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +17,30 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import types
 
+from embershard.data.config_fields import TIME_UNITS
 from embershard.data.hashing import Ids
 from embershard.data.sample_bits import Flags
 
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
+_DATES = ("%Y/%m/%d", "%Y.%m.%d", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y")
+_CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
+#: How texts write times, besides ISO 8601: formats of strptime. Of two that fit, the first one is taken.
+TIME_FORMATS = (
+    *(date + clock for date in _DATES for clock in _CLOCKS),
+    *("%m/%d/%y", "%m/%d/%y %H:%M", "%d.%m.%y", "%d-%b-%y", "%d-%b-%Y", "%d %b %Y", "%d %b %Y %H:%M", "%d %B %Y"),
+    *("%b %d %Y", "%b %d, %Y", "%B %d, %Y", "%m %d, %Y", "%b %d, %Y %I:%M:%S %p"),
+    *("%a %b %d %H:%M:%S %z %Y", "%a %b %d %H:%M:%S %Y", "%a, %d %b %Y %H:%M:%S %z", "%d/%b/%Y:%H:%M:%S %z"),
+)
+#: Patterns of strptime's fields, those of `is_time_format`.
+_FIELDS = {
+    **{"%Y": "[0-9]{4}", "%y": "[0-9]{2}", "%m": "[0-9]{1,2}", "%d": "[0-9]{1,2}", "%H": "[0-9]{1,2}"},
+    **{"%I": "[0-9]{1,2}", "%M": "[0-9]{2}", "%S": "[0-9]{2}", "%b": "[A-Za-z]{3}", "%B": "[A-Za-z]{3,9}"},
+    **{"%a": "[A-Za-z]{3}", "%A": "[A-Za-z]{6,9}", "%p": "[AaPp][Mm]", "%z": "(?:Z|[-+][0-9]{2}:?[0-9]{2})"},
+}
+#: Separator of a feature: a list in brackets, as JSON and Python write it.
+BRACKETS = "[,]"
+_BRACKETED = r"^\s*(\[.*\]|\(.*\)|\{.*\})\s*$"
+_MONEY = r"(?:[$€£¥₹₽₩₺]|USD|EUR|GBP|CHF|kr|zł)"
 _FEW = 32  # cells that are read one by one as fast as Arrow compiles a regular expression
 _ERRORS = (pa.ArrowException, UnicodeDecodeError)
 
@@ -168,3 +190,104 @@ SECONDS = (
         lambda column: seconds_since_1970(column.cast(pa.string()).cast(pa.timestamp("us", "UTC"))),
     ),
 )
+
+
+@cache
+def time_form(written: str) -> Form:
+    """Return the form of texts that strptime reads with the format `written`, as timestamps.
+
+    >>> time_form("%d.%m.%Y").read(pa.array(["31.12.2024", "1.2.2024"])).cast(pa.int64()).to_pylist()
+    [1735603200000000, 1706745600000000]
+    """
+    parts = re.split("(%.)", written)
+    fields = "".join(_FIELDS[each] if each in _FIELDS else re.escape(each) for each in parts)
+    kind = pa.timestamp("us", "UTC" if "%z" in written else None)
+    return _strict(f"^{fields}$", lambda cells: pc.strptime(cells, format=written, unit="s").cast(kind))
+
+
+def seconds_forms(written: str) -> tuple[Form, ...]:
+    """Return the forms of times with the format `written` (of strptime, or one of `TIME_UNITS`) as float64 seconds since
+    1970. Texts may be as ISO 8601 writes times, too, unless the format is of digits alone."""
+    if written in TIME_UNITS:
+        return (Form(_FLOAT, lambda column: pc.divide(column.cast(pa.float64(), safe=False), TIME_UNITS[written])),)
+    form = time_form(written)
+    own = Form(form.pattern, lambda column: seconds_since_1970(form.read(column)))
+    return (own, *(() if are_digits(written) else SECONDS[1:]))
+
+
+def are_digits(written: str) -> bool:
+    """Return whether times with this format are whole numbers."""
+    return written in TIME_UNITS or not re.sub("%[YymdHMS]", "", written)
+
+
+def time_of_seconds(column: pa.Array) -> pa.Array:
+    """Return float64 seconds since 1970 as timestamps."""
+    micros = pc.round(pc.multiply(column, _PER_SECOND["us"]))
+    return micros.cast(pa.int64(), safe=False).cast(pa.timestamp("us"))
+
+
+@cache
+def decimal_form(mark: str) -> Form:
+    """Return the form of numbers with this decimal mark, "." or ",", and the other one, a blank or an apostrophe between
+    groups of three digits; a sign of a currency, or a percent sign, may stand beside.
+
+    >>> decimal_form(",").read(pa.array(["12,50", "1.250 €", "-3"])).to_pylist()
+    [12.5, 1250.0, -3.0]
+    >>> decimal_form(".").read(pa.array(["$12.5", "1,250"])).to_pylist()
+    [12.5, 1250.0]
+    """
+    other, this = {".": (",", r"\."), ",": (r"\.", ",")}[mark]
+    whole = f"(?:[1-9][0-9]{{0,2}}(?:[{other}' \u00a0\u202f][0-9]{{3}})+|[0-9]+)"
+    pattern = f"^[-+]?(?:{_MONEY} ?)?[-+]?(?:{whole}(?:{this}[0-9]*)?|{this}[0-9]+) ?(?:{_MONEY}|%)?$"
+
+    def read(cells: pa.Array) -> pa.Array:
+        bare = pc.replace_substring_regex(cells, f"[^-0-9{this}]", "")
+        return pc.replace_substring(bare, mark, ".").cast(pa.float64())
+
+    return _strict(pattern, read)
+
+
+def _strict(pattern: str, read: Callable[[pa.Array], pa.Array]) -> Form:
+    """Return the form of cells that have a pattern; `read` takes them as texts."""
+
+    def checked(column: pa.Array) -> pa.Array:
+        cells = column.cast(pa.string())
+        if pc.all(pc.match_substring_regex(cells, pattern)).as_py() is False:
+            raise pa.ArrowInvalid(f"not as {pattern}")
+        return read(cells)
+
+    return Form(pattern, checked)
+
+
+def has_separator(cells: pa.Array, separator: str) -> pa.Array:
+    """Return which cells have several values, with this separator between, or may have one in brackets."""
+    if separator == BRACKETS:
+        return pc.match_substring_regex(cells, _BRACKETED)
+    return pc.match_substring(cells, separator)
+
+
+def split_cells(cells: pa.Array, separator: str) -> pa.Array:
+    """Return the values of each cell: lists of texts.
+
+    >>> split_cells(pa.array(["[1, 2]", "['a', 'b, c']", "[]", None, "(7,)"]), BRACKETS).to_pylist()
+    [['1', '2'], ['a', 'b, c'], [], None, ['7']]
+    >>> split_cells(pa.array(["a|b"]), "|").to_pylist()
+    [['a', 'b']]
+    """
+    if separator != BRACKETS:
+        return pc.split_pattern(cells, separator)
+    bare = pc.replace_substring_regex(cells.cast(pa.string()), r"^\s*[\[({]\s*|\s*,?\s*[\])}]\s*$", "")
+    is_quoted = pc.match_substring_regex(bare, r"""^['"](?s:.*)['"]$""")
+    quoted = pc.replace_substring_regex(bare, r"""['"]\s*,\s*['"]""", "\x1f")
+    quoted = pc.replace_substring_regex(quoted, r"""^['"]|['"]$""", "")
+    plain = pc.replace_substring_regex(bare, """['"]""", "")
+    has_commas = pc.match_substring(plain, ",")
+    commas = pc.replace_substring_regex(plain, r"\s*,\s*", "\x1f")
+    plain = pc.if_else(has_commas, commas, pc.replace_substring_regex(plain, r"\s+", "\x1f"))  # as numpy prints arrays
+    lists = pc.split_pattern(pc.if_else(is_quoted, quoted, plain), "\x1f")
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    is_empty = pc.fill_null(pc.equal(bare, ""), False).to_numpy(zero_copy_only=False)
+    values = lists.flatten().filter(pa.array(~np.repeat(is_empty, lengths)))
+    offsets = np.append(0, np.cumsum(np.where(is_empty, 0, lengths))).astype(np.int32)
+    mask = lists.is_null() if lists.null_count else None
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=mask)

@@ -27,8 +27,12 @@ from embershard.data.sources.table.cells import (
     SECONDS,
     Form,
     are_dates,
+    are_digits,
+    decimal_form,
     read_cells,
+    seconds_forms,
     seconds_since_1970,
+    split_cells,
 )
 from embershard.data.sources.table.raw import RawChunk, is_list, is_text, is_time
 from embershard.errors import DataError, IdOutOfRangeError
@@ -65,13 +69,14 @@ class ChunkDecoder:
         is_sample: bool [n], whether the row is none of these.
     """
 
-    def __init__(self, chunk: RawChunk) -> None:
-        self._chunk, self.bad = chunk, dict(chunk.bad)
+    def __init__(self, chunk: RawChunk, settings: TableConfig) -> None:
+        self._chunk, self._settings, self.bad = chunk, settings, dict(chunk.bad)
         self.is_sample = np.ones(chunk.table.num_rows, np.bool_)
         self._seconds_of: dict[str, NDArray[np.float64]] = {}
 
     def _column(self, name: str) -> pa.Array:
-        return self._chunk.table.column(name).combine_chunks()
+        column = self._chunk.table.column(name).combine_chunks()
+        return column.cast(pa.string()) if types.is_null(column.type) else column  # as writers type what is missing
 
     def numbers(self, name: str) -> NDArray[np.float64]:
         """Return a column as float64 [n]: NaN where a value is missing, seconds since 1970 of times."""
@@ -79,7 +84,10 @@ class ChunkDecoder:
         is_of_times = is_time(column.type)
         if is_of_times:
             column = seconds_since_1970(column)
-        numbers = self._read(column, FLOATS, name, "needed a number, or nothing")
+        forms, mark = FLOATS, self._settings.decimal.get(name)
+        if mark is not None and is_text(column.type):
+            forms = (decimal_form(mark),)
+        numbers = self._read(column, forms, name, "needed a number, or nothing")
         found: NDArray[np.float64] = numbers.to_numpy(zero_copy_only=False)
         if is_of_times:
             is_far = np.abs(found) >= _MOST_SECONDS_IN_MICROS
@@ -88,6 +96,13 @@ class ChunkDecoder:
             is_too_large = np.isinf(found.astype(np.float32))
         self.note(is_too_large, name, found, "needed a finite number, below 3.4e38")
         return np.where(is_too_large, np.nan, found)
+
+    def is_text(self, name: str, text: str) -> NDArray[np.float32]:
+        """Return where a column's cells are a text: 1, else 0 [n]; NaN where one is missing, which is a bad row."""
+        words, _, is_missing = text_words(_decoded(self._column(name)))
+        self.note(is_missing, name, np.full(len(words), "nothing"), "a label must be a text (data.table.label_is)")
+        found = (words == text_words(pa.array([text]))[0]).astype(np.float32)
+        return np.where(is_missing, np.float32(np.nan), found)
 
     def dense(self, feature: TableFeature) -> NDArray[np.float32]:
         """Return a dense feature [n], scaled; `feature` is with its column."""
@@ -113,7 +128,7 @@ class ChunkDecoder:
         if feature.mapping in TIME_ROWS:
             return self._times(feature), np.ones(len(column), np.int32)
         if feature.separator is not None and is_text(column.type):
-            column = pc.split_pattern(_decoded(column), feature.separator)
+            column = split_cells(_decoded(column), feature.separator)
         if not is_list(column.type):
             lengths = np.ones(len(column), np.int32)
             return self._rows(column, name, feature, lengths), lengths
@@ -224,9 +239,14 @@ class ChunkDecoder:
 
     def _read_seconds(self, name: str) -> NDArray[np.float64]:
         given = column = _decoded(self._column(name))
-        if is_text(column.type):
-            column = self._read(column, SECONDS, name, _NEEDED_TIME)
-        is_number = types.is_integer(column.type)
+        written = self._settings.format.get(name)
+        needed = _NEEDED_TIME if written is None else f"needed a time as data.table.format.{name} says, or nothing"
+        if written is not None and are_digits(written) and not is_time(column.type):
+            whole = column if is_text(column.type) or types.is_integer(column.type) else column.cast(pa.int64())
+            column = self._read(whole, seconds_forms(written), name, needed)
+        elif is_text(column.type):
+            column = self._read(column, SECONDS if written is None else seconds_forms(written), name, needed)
+        is_number = types.is_integer(column.type) or types.is_floating(given.type)
         found = seconds_since_1970(column) if is_time(column.type) else column.cast(pa.float64(), safe=False)
         is_missing = found.is_null().to_numpy(zero_copy_only=False)
         seconds = found.fill_null(0).to_numpy(zero_copy_only=False)
@@ -236,7 +256,7 @@ class ChunkDecoder:
         for row in np.flatnonzero((seconds >= MOST_SECONDS) & np.isfinite(seconds)).tolist():
             cell = np.datetime64(int(seconds[row]), "s") if is_time(given.type) else _shown(given[row])
             self._note_row(row, name, f"{name}={cell}: {_NEEDED_EARLIER}")
-        self.note(~is_time_here, name, seconds, _NEEDED_TIME)
+        self.note(~is_time_here, name, seconds, needed)
         return np.where(is_time_here & ~is_missing, seconds, np.nan)
 
     def _read(
@@ -397,6 +417,9 @@ def labels_and_weights(
             is_masked = _is_masked(decoder, mask, found)
             if settings.missing_labels == "masked":
                 is_masked |= np.isnan(decoder.numbers(name))
+            if settings.label_is is not None:
+                found[name] = decoder.is_text(name, settings.label_is)
+                continue
             found[name] = _label(decoder, name, task, least, settings.classes.get(name, ()), is_masked)
     columns = [column for name, values in found.items() for column in _by_class(values, settings.classes.get(name, ()))]
     labels = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)

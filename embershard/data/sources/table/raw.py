@@ -100,12 +100,13 @@ def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:
     """Raise `DataError` where a Parquet column is not of a type that its feature can be read from."""
     for name in settings.judging_columns:
         kind = schema.field(name).type if name in schema.names else pa.int8()
-        if not (_is_number(kind) or is_text(kind)):
+        if not (_is_number(kind) or is_text(kind) or types.is_null(kind)):
             raise DataError(f"{path}: column {name!r} is of type {kind}; needed a number")
     for name, feature in settings.features.items():
         column = feature.column or name
         kind = schema.field(column).type
-        if not _fits(feature, kind):
+        is_time_in_floats = types.is_floating(kind) and _is_of_times(feature) and column in settings.format
+        if not (is_time_in_floats or _fits(feature, kind)):
             raise DataError(f"{path}: column {column!r} is of type {kind}; needed {_needed(feature)}")
 
 
@@ -142,6 +143,8 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _fits(feature: TableFeature, kind: pa.DataType) -> bool:
+    if types.is_null(kind):
+        return True  # writers give this type to a column that is missing in all rows
     if feature.kind == "dense" and feature.scale != "days":
         return _is_number(kind) or is_time(kind) or is_text(kind)
     if _is_of_times(feature):

@@ -19,7 +19,7 @@ from embershard.data.sources.table.decode import ChunkDecoder, is_sound, labels_
 from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet, first_rows, parquet_schema
 from embershard.data.sources.table.raw import RawChunk, TableFiles, check_columns, check_types, is_list, need_columns
 from embershard.data.sources.table.split import check_split, hold_out_by_column, in_windows
-from embershard.data.sources.table.text_files import TextTables, columns_of, first_bytes
+from embershard.data.sources.table.text_files import TextTables, as_utf8, columns_of, first_bytes
 from embershard.errors import ConfigError, DataError
 
 _FIRST_BYTES = 1 << 18
@@ -114,7 +114,7 @@ class TableSource(FileSource):
 
     def parse(self, number: int, most_bad: int | None = None) -> ParsedChunk:
         chunk = self._files.read(number)
-        decoder = ChunkDecoder(chunk)
+        decoder = ChunkDecoder(chunk, self._settings)
         num_rows = chunk.table.num_rows
         labels, weights = labels_and_weights(chunk, decoder, self._settings)
         dense = np.ones((num_rows, self.schema.num_dense), np.float32)
@@ -187,7 +187,7 @@ def _check_text(
     file: InputFile, settings: TableConfig, config: DataConfig, of_metrics: Sequence[str], needs_labels: bool
 ) -> None:
     """Raise `DataError` where the header or, where bad rows stop a run, one of the first lines does not fit."""
-    data = first_bytes(file, _FIRST_BYTES)
+    data = bytes(as_utf8(first_bytes(file, _FIRST_BYTES), settings.encoding))
     first, _, rest = data.partition(b"\n")
     columns = columns_of(file.path, first, settings, needs_labels=needs_labels)
     check_split(config, file.path, columns.names)
@@ -212,7 +212,7 @@ def _check_values(chunk: RawChunk, settings: TableConfig, kind: str) -> None:
 
 def _bad_rows(chunk: RawChunk, settings: TableConfig, most: tuple[int, str]) -> dict[int, BadRow]:
     """Return the bad rows of a chunk, by their number in it: the same that `TableSource.parse` finds."""
-    decoder = ChunkDecoder(chunk)
+    decoder = ChunkDecoder(chunk, settings)
     labels_and_weights(chunk, decoder, settings)
     features = [*settings.of_kind("dense").values(), *settings.of_kind("sparse").values()]
     for feature in features:

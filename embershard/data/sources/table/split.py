@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embershard.data.config import DataConfig, TableConfig, TableFeature
+from embershard.data.config import DataConfig, TableConfig, TableFeature, columns_of_files
 from embershard.data.hashing import Ids, make_key, random_words, unit_floats
 from embershard.data.sample_bits import Flags, SampleBits
 from embershard.data.sources.held_out import HeldOut
@@ -202,7 +202,7 @@ class _SplitColumns:
         config = self.config
         raw = self._files.read(chunk, self._columns)
         check_split(config, raw.path, raw.table.schema.names, raw.table.schema)
-        decoder, count = ChunkDecoder(raw), raw.table.num_rows
+        decoder, count = ChunkDecoder(raw, columns_of_files(config)), raw.table.num_rows
         hashes, seconds, has_value = np.zeros(count, np.int64), np.zeros(count), np.ones(count, np.bool_)
         if config.split_column is not None:
             feature = TableFeature("sparse", config.split_column, num_rows=_NUM_HASHES)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import methodcaller
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,20 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from embershard.data.hashing import Words, mix64
-from embershard.data.sources.table.cells import INTEGER_WORDS, Form, read_cells, seconds_since_1970
+from embershard.data.sources.table.cells import (
+    BRACKETS,
+    INTEGER_WORDS,
+    TIME_FORMATS,
+    Form,
+    decimal_form,
+    has_separator,
+    read_cells,
+    seconds_forms,
+    seconds_since_1970,
+    split_cells,
+    time_form,
+    time_of_seconds,
+)
 from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS, text_words
 from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
 
@@ -28,7 +42,7 @@ _NUMBER = r"^-?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?$"  # 02139 is a cod
 _TIME = r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?$"
 _ZONED_TIME = r"^\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[-+]\d\d(:?\d\d)?)$"
 _BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
-_SEPARATORS = ("|", ";")
+_SEPARATORS = ("\x01", "^", BRACKETS, "|", ";", ", ", ",", " ")
 #: What other programs write for a missing value.
 _MISSING_WORDS = [
     "NaN",
@@ -50,6 +64,7 @@ _MISSING_WORDS = [
 #: Share of a column's cells that may be none of the type that all others are: these make bad rows.
 MOST_OTHERS = 0.01
 _KEPT_OTHERS = 1000  # distinct ones of a column, by type
+_KEPT_TEXTS, _TRIED_TEXTS = 64, 1000
 #: Types that texts may have, the first that fits: "unsigned" are integers that int64 does not hold.
 _TYPES = {
     "integer": pa.int64(),
@@ -69,6 +84,14 @@ _PATTERNS = {
 }
 #: How texts of each of these types are written.
 FORMS = {kind: Form(_PATTERNS[name], methodcaller("cast", kind)) for name, kind in _TYPES.items()}
+#: Texts that are of none of these: times and numbers as others write them, by the name that settings have for that.
+_WRITTEN = {
+    **{name: (pa.timestamp("us", "UTC" if "%z" in name else None), time_form(name)) for name in TIME_FORMATS},
+    **{mark: (pa.float64(), decimal_form(mark)) for mark in (".", ",")},
+}
+_PLAIN = {name: (kind, FORMS[kind]) for name, kind in _TYPES.items()}
+#: Which of these are as the user says that a column is.
+_NUMBERS = ("integer", "unsigned", "number", "bool", ".", ",")
 SECONDS_PER_DAY = 86400
 
 
@@ -150,11 +173,16 @@ class NumberSummary:
 
     def quantiles(self, parts: int) -> list[float]:
         """Return the distinct ones of the `parts + 1` quantiles of the sample, rising."""
-        return np.unique(np.quantile(np.concatenate(self._sample), np.linspace(0, 1, parts + 1))).tolist()
+        return np.unique(np.quantile(self.sample, np.linspace(0, 1, parts + 1))).tolist()
 
     def share_at_least(self, number: float) -> float:
         """Return the share of the sample that is at least `number`."""
-        return float((np.concatenate(self._sample) >= number).mean())
+        return float((self.sample >= number).mean())
+
+    @property
+    def sample(self) -> NDArray[np.float64]:
+        """Some of the numbers, evenly spaced; all where there are few."""
+        return np.concatenate([np.zeros(0), *self._sample])
 
 
 @dataclass
@@ -169,9 +197,15 @@ class ColumnSurvey:
         values: distinct values as `mapping = "text"` takes them; of lists, those in them.
         ids: the same as "hash" takes them, where all values are integers.
         summaries: of numbers, or of times the seconds since 1970; of texts by the type that they may have.
-        parts: per separator, the distinct values between it, and in how many cells it is.
-        others: of texts, by the names of `_TYPES` that may fit: how many cells, by text, are not of that type. Of many
-            texts, some are counted as "...".
+        parts: per separator, the distinct values between it, in how many cells it is, the most values of a cell, and
+            those of all cells.
+        others: of texts, by the names of types that may fit (`_TYPES`, formats of times, decimal marks): how many
+            cells, by text, are not of that type. Of many texts, some are counted as "...".
+        texts: of texts, how many cells have each; None where these are many.
+        examples: of texts, some of the first ones.
+        urls: of texts, how many are web addresses.
+        wanted: what the user says that it holds: "number", "time" or "list"; or "".
+        form: format that the user says its times have; separator that its lists have.
         missing_words: how many cells are each of `_MISSING_WORDS`, where others fit a type.
         refused: numbers that are infinite or too large for float32, and times at `MOST_SECONDS` or farther, which
             `numbers` has not, as `summaries`: bad rows in training.
@@ -188,8 +222,13 @@ class ColumnSurvey:
     values: DistinctCount = field(default_factory=DistinctCount)
     ids: DistinctCount = field(default_factory=DistinctCount)
     summaries: dict[str, NumberSummary] = field(default_factory=lambda: {"number": NumberSummary()})
-    parts: dict[str, tuple[DistinctCount, int, int]] = field(default_factory=dict)
-    others: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in _TYPES})
+    parts: dict[str, tuple[DistinctCount, int, int, int]] = field(default_factory=dict)
+    others: dict[str, Counter[str]] = field(default_factory=dict)
+    texts: Counter[str] | None = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+    urls: int = 0
+    wanted: str = ""
+    form: str = ""
     has_null_values: bool = True
     missing_words: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -197,8 +236,14 @@ class ColumnSurvey:
     is_bytes: bool = False
 
     def __post_init__(self) -> None:
-        if self.declared in ("token_seq", "float_seq"):
-            self.others.clear()
+        written = _WRITTEN
+        if self.wanted == "time" and self.form:
+            written = {self.form: (pa.timestamp("us"), _time_or_iso(self.form))}
+        self.types = {**_PLAIN, **written}
+        if self.declared not in ("token_seq", "float_seq"):
+            self.others = {name: Counter() for name in self.types}
+        if self.declared == "float":
+            self.wanted = self.wanted or "number"
 
     @property
     def declared(self) -> str:
@@ -208,6 +253,8 @@ class ColumnSurvey:
     @property
     def separators(self) -> tuple[str, ...]:
         """What may stand between the values in a cell."""
+        if self.wanted == "list":
+            return (self.form,)
         return (" ",) if self.declared.endswith("_seq") else _SEPARATORS
 
     def add(self, column: pa.Array) -> None:
@@ -254,47 +301,79 @@ class ColumnSurvey:
         is_short = sizes <= MOST_BYTES
         self.values.add(words[~is_empty & is_short])
         self.too_long[""] += int((~is_short).sum())
+        self._add_examples(column)
         if self.others:
             is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
             self.missing_words.update(column.filter(is_word).to_pylist())
             self._add_typed(column.filter(pc.invert(is_word)))
-        if self.kind is None:
+        if self.kind is None or self.written in (".", ",") or self.wanted == "list":
             self._add_parts(column)
+
+    def _add_examples(self, column: pa.Array) -> None:
+        counts = column.value_counts()
+        texts = counts.field(0)
+        if self.texts is not None:
+            self.texts.update(dict(zip(texts.to_pylist(), counts.field(1).to_pylist(), strict=True)))
+            self.texts = self.texts if len(self.texts) <= _KEPT_TEXTS else None
+        self.examples += texts.slice(0, _KEPT_TEXTS - len(self.examples)).to_pylist()
+        self.urls += int(pc.sum(pc.starts_with(column, "http")).as_py() or 0)
 
     def _add_typed(self, column: pa.Array) -> None:
         """Count the texts that are not of a type, and add the others as what they are. A type that fewer than half of
         the texts have is given up."""
         longest = column.filter(pc.match_substring_regex(column, _LONG_INTEGER)).cast(pa.float64())
         if pc.any(pc.greater_equal(pc.abs(longest), _LAST_EXACT)).as_py():
-            self.others.pop("number", None)
+            for name in ("number", ".", ","):
+                self.others.pop(name, None)
+        if not any(len(others) for others in self.others.values()):
+            self._drop_unlike(column.slice(0, _TRIED_TEXTS))
+        plain: pa.Array | None = None  # the numbers, where all texts are
         for name, others in list(self.others.items()):
-            pattern, kind = _PATTERNS[name], _TYPES[name]
-            is_like = pc.match_substring_regex(column, pattern)
+            kind, form = self.types[name]
+            if name in (".", ",") and plain is not None and (name == "." or types.is_integer(plain.type)):
+                self._add_numbers(plain, name)
+                continue
+            is_like = pc.match_substring_regex(column, form.pattern)
             texts = column.filter(is_like)
-            found, is_wrong = read_cells(texts, [FORMS[kind]])
+            found, is_wrong = read_cells(texts, [form])
             for part in (column.filter(pc.invert(is_like)), texts.filter(pa.array(is_wrong))):
                 for text, count in zip(*(part.value_counts().field(n).to_pylist() for n in (0, 1)), strict=True):
                     others[text if text in others or len(others) < _KEPT_OTHERS else "..."] += count
             if others.total() > self.present / 2:
                 del self.others[name]
-            else:
-                (self._add_times if is_time(kind) else self._add_numbers)(found.drop_null(), name)
+                continue
+            (self._add_times if is_time(kind) else self._add_numbers)(found.drop_null(), name)
+            if name in ("integer", "number") and plain is None and len(found) - found.null_count == len(column):
+                plain = found
         if self.others.keys() & {"integer", "unsigned"}:
             words = read_cells(column.filter(pc.match_substring_regex(column, _INTEGER)), INTEGER_WORDS)[0].drop_null()
             self.ids.add(mix64(words.to_numpy(zero_copy_only=False).view(np.uint64)))
 
+    def _drop_unlike(self, first: pa.Array) -> None:
+        """Drop the formats that fewer than half of the first texts have: there are many formats."""
+        for name in self.others.keys() & _WRITTEN.keys():
+            is_like = pc.match_substring_regex(first, self.types[name][1].pattern)
+            if 2 * (pc.sum(is_like).as_py() or 0) < len(first):
+                del self.others[name]
+
     def _add_parts(self, column: pa.Array) -> None:
+        counted = column.value_counts()
+        texts, counts = counted.field(0), counted.field(1)
         for separator in self.separators:
-            count = int(pc.sum(pc.match_substring(column, separator)).as_py() or 0)
-            if not count:
+            has_it = has_separator(texts, separator)
+            count = int(pc.sum(counts.filter(has_it)).as_py() or 0)
+            if not count and separator not in self.parts:
                 continue
-            found, cells, most = self.parts.get(separator, (DistinctCount(), 0, 0))
-            lists = pc.split_pattern(column, separator)
+            found, cells, most, all_values = self.parts.get(separator, (DistinctCount(), 0, 0, 0))
+            lists = split_cells(texts, separator)
             words, sizes, is_empty = text_words(lists.flatten())
             is_short = sizes <= MOST_BYTES
             found.add(words[~is_empty & is_short])
             self.too_long[separator] += int((~is_short).sum())
-            self.parts[separator] = found, cells + count, max(most, pc.max(pc.list_value_length(lists)).as_py())
+            lengths = pc.list_value_length(lists)
+            most = max(most, pc.max(lengths).as_py())
+            all_values += pc.sum(pc.multiply(lengths.cast(pa.int64()), counts)).as_py()
+            self.parts[separator] = found, cells + count, most, all_values
 
     def _add_numbers(self, column: pa.Array, name: str = "number") -> NDArray[np.float64]:
         numbers: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -314,12 +393,27 @@ class ColumnSurvey:
 
     @property
     def kind(self) -> str | None:
-        """Of texts: the type that the fewest are not of, at most a share of `MOST_OTHERS`; of a bool none."""
+        """Of texts: the type that the fewest are not of, at most a share of `MOST_OTHERS`; of a bool none. Where the
+        user says what they are, as many as there are."""
+        if not is_text(self._stored) or not self.present or self.wanted == "list":
+            return None
         words = 0 if self.has_null_values else self.missing_words.total()
         most = MOST_OTHERS * (self.present - self.missing_words.total() + words)
-        counts = {name: others.total() + words for name, others in self.others.items()}
-        fit = [name for name in _TYPES if name in counts and counts[name] <= (0 if name == "bool" else most)]
-        return min(fit, key=counts.__getitem__, default=None) if is_text(self._stored) and self.present else None
+        counts = {name: others.total() + words for name, others in self.others.items() if self._may_be(name)}
+        fit = [name for name in counts if self.wanted or counts[name] <= (0 if name == "bool" else most)]
+        return min(fit, key=counts.__getitem__, default=None)
+
+    def _may_be(self, name: str) -> bool:
+        """Return whether a type is what the user says that the column holds."""
+        is_of_times = is_time(self.types[name][0])
+        if self.wanted == "time":
+            return name == self.form if self.form else is_of_times or name == "integer"
+        return not self.wanted or name in _NUMBERS
+
+    @property
+    def written(self) -> str:
+        """How texts write their times or numbers, if not as usual: a format of strptime, or a decimal mark."""
+        return self.kind if self.kind in self.types.keys() - _TYPES.keys() else ""
 
     @property
     def numbers(self) -> NumberSummary:
@@ -372,12 +466,12 @@ class ColumnSurvey:
     @property
     def inner(self) -> pa.DataType:
         """The type of a value: of lists, that in them; of texts that are of another type, that."""
-        return self._stored if self.kind is None else _TYPES[self.kind]
+        return self._stored if self.kind is None else self.types[self.kind][0]
 
     @property
     def exact(self) -> pa.DataType:
-        """As `inner`, where every text fits."""
-        return self._stored if self.odd_cells or self.missing_words else self.inner
+        """As `inner`, where every text fits, and Arrow reads it."""
+        return self._stored if self.odd_cells or self.missing_words or self.written else self.inner
 
     @property
     def _stored(self) -> pa.DataType:
@@ -385,11 +479,35 @@ class ColumnSurvey:
         return kind.value_type if types.is_dictionary(kind) else kind
 
 
+def _time_or_iso(written: str) -> Form:
+    forms = seconds_forms(written)
+
+    def read(cells: pa.Array) -> pa.Array:
+        seconds, is_wrong = read_cells(cells, forms)
+        if is_wrong.any():
+            raise pa.ArrowInvalid(f"not as {written}")
+        return time_of_seconds(seconds)
+
+    return Form("|".join(f"(?:{form.pattern})" for form in forms), read)
+
+
 def survey(
-    schema: pa.Schema, batches: Iterator[pa.RecordBatch], *, has_null_values: bool = True
+    schema: pa.Schema,
+    batches: Iterator[pa.RecordBatch],
+    *,
+    has_null_values: bool = True,
+    wanted: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> dict[str, ColumnSurvey]:
-    """Return what each column holds, by name, in order."""
+    """Return what each column holds, by name, in order.
+
+    Args:
+        wanted: of columns, what the user says: `wanted` and `form` of `ColumnSurvey`.
+    """
     found = {each.name: ColumnSurvey(each.name, each.type, has_null_values=has_null_values) for each in schema}
+    for name, (kind, form) in wanted.items():
+        found[name] = ColumnSurvey(
+            name, schema.field(name).type, has_null_values=has_null_values, wanted=kind, form=form
+        )
     for batch in batches:
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             found[name].add(column)

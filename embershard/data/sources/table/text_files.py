@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv as text_csv
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,6 +161,13 @@ def first_bytes(file: InputFile, count: int) -> bytes:
         raise DataError(f"{file.path}: cannot be read ({' '.join(str(error).split())}); fetch it again") from None
 
 
+def as_utf8(data: bytes | memoryview, encoding: str) -> bytes | memoryview:
+    """Return text in UTF-8; bytes that are none of the encoding become `\\xff`."""
+    if codecs.lookup(encoding).name == "utf-8":
+        return data
+    return bytes(data).decode(encoding, "backslashreplace").encode()
+
+
 def columns_of(path: Path, header: bytes, settings: TableConfig, *, needs_labels: bool) -> TextColumns:
     """Return the columns of a text file whose first line is `header`; it is not used where the settings name them.
 
@@ -212,7 +220,7 @@ class TextTables:
         self._text = TextFiles(files, chunk_rows, num_workers, has_header=not settings.columns)
         self._paths = [file.path for file in files]
         self._columns = [
-            columns_of(file.path, header, settings, needs_labels=needs_labels)
+            columns_of(file.path, bytes(as_utf8(header, settings.encoding)), settings, needs_labels=needs_labels)
             for file, header in zip(files, self._text.headers, strict=True)
         ]
         self.chunk_file, self.chunk_rows = self._text.file, self._text.rows
@@ -228,6 +236,7 @@ class TextTables:
         if columns is not None:
             form = replace(form, to_read=columns)
         first_row = int(self._text.first_row[chunk]) + 1
-        table, places, failed = form.read_good(self._text.read(chunk))
+        lines = as_utf8(self._text.read(chunk), form.settings.encoding)
+        table, places, failed = form.read_good(memoryview(lines))
         bad = {line: BadRow(path, first_row + line, "", form.explain(text)) for line, text in failed.items()}
         return RawChunk(path, table, places, first_row, bad)

@@ -1,0 +1,407 @@
+"""What a column is for, by its name and by what it holds; and how sure that is.
+
+A rule decides where what a column holds leaves no choice. Whole numbers may be ids or quantities: for and against a
+category, each piece of evidence has points, and their sum decides. The words are in kinds_words.toml.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embershard.data.sources.table.cells import BRACKETS, are_dates
+from embershard.settings.decoding import read_toml
+
+Kind = Literal["category", "number", "time", "list", "drop", "leak", "constant"]
+Sure = Literal["sure", "likely", "guess"]
+#: Points, for or against a category, from which on a decision is sure, and likely.
+_SURE, _LIKELY = 4.0, 2.0
+_OWN_SHARE = 0.4  # of a column's points; the rest is the mean of its family, columns as feat_1, feat_2, ...
+_FAMILY, _FRACTIONS_OF_FAMILY = 3, 0.3
+_UNIQUE_SHARE, _UNIQUE_ROWS, _FEW_ROWS = 0.95, 1000, 20
+_EPOCH = {"s": (1e8, 5e9), "ms": (1e11, 5e12), "us": (1e14, 5e15), "ns": (1e17, 5e18)}
+_LIKELY_EPOCH, _LIKELY_EPOCH_SPAN = (9e8, 2.1e9), 3.2e8  # of a column whose name says nothing: ten years in 1998..2036
+_TEN_DIGITS, _LEAST_LONG = 1e9, 2.0**53
+_DIGITS_OF_DATES = {"%Y%m%d": 8, "%Y%m%d%H": 10, "%Y%m%d%H%M": 12, "%Y%m%d%H%M%S": 14, "%y%m%d%H": 8}
+_URLS = 0.9
+_ALWAYS = ("\x01", "^")  # separators that texts have for no other reason
+_UNSURE = (" ", ",", ", ")  # separators that texts of one value have, too
+_LISTED, _PARTS_PER_CELL = 0.05, 0.7
+_FEW_VALUES, _MANY_VALUES, _ORDERED, _SMOOTH, _ENDS_IN_0 = 100, 200, 8, 0.5, 1 / 3
+_MOSTLY_0 = 0.6
+_MONTHS, _DAYS = 12, 31
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a separator cuts the cells of a column into: how many cells have it, distinct values between, and values
+    of a cell in the mean and at most."""
+
+    cells: int
+    distinct: int
+    mean: float
+    most: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A column, as far as its kind depends on it.
+
+    Attributes:
+        name: without the type that RecBole's headers have, which is `declared`.
+        holds: what its values are. "integers" may be floats that are whole, where `has_point`.
+        rows: of the file; `present` of them have a value.
+        distinct: values.
+        least, largest: of numbers.
+        sample: numbers, evenly spaced in the file.
+        parts: of texts, by separator.
+        examples: some of the texts.
+        urls: share of texts that are web addresses.
+        time_format: of texts that are times, where it is not ISO 8601.
+        result: why the column is a result, from a comparison with the label; or "".
+    """
+
+    name: str
+    holds: Literal["nothing", "integers", "fractions", "bools", "texts", "times", "lists", "lists of fractions"]
+    rows: int = 0
+    present: int = 0
+    distinct: int = 0
+    declared: str = ""
+    least: float = 0.0
+    largest: float = 0.0
+    sample: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    has_point: bool = False
+    parts: Mapping[str, Parts] = field(default_factory=dict)
+    examples: Sequence[str] = ()
+    urls: float = 0.0
+    time_format: str = ""
+    result: str = ""
+
+    @property
+    def is_unique(self) -> bool:
+        return self.present >= _FEW_ROWS and self.distinct >= _UNIQUE_SHARE * self.present
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A decision.
+
+    Attributes:
+        why: the reason, in words.
+        separator: between the values of a list in text.
+        format: of times that are not ISO 8601, nor seconds.
+        score: points for a category, of whole numbers.
+    """
+
+    kind: Kind
+    sure: Sure
+    why: str
+    separator: str | None = None
+    format: str = ""
+    score: float = 0.0
+
+
+@cache
+def words() -> dict[str, Any]:
+    """Return kinds_words.toml."""
+    return read_toml(Path(__file__).with_name("kinds_words.toml"))
+
+
+def judge(columns: Iterable[Facts]) -> dict[str, Judgement]:
+    """Return what each column is for, by name; the label is not among them.
+
+    >>> judge([Facts("userid", "integers", 100, 100, 60, sample=np.arange(60.0))])["userid"].kind
+    'category'
+    """
+    facts = list(columns)
+    alone = {each.name: _alone(each) for each in facts}
+    for members in _families([each.name for each in facts]):
+        with_fractions = [each for each in facts if each.name in members and each.holds == "fractions"]
+        scored = [each for each in members if alone[each].score]
+        if len(with_fractions) >= _FRACTIONS_OF_FAMILY * len(members):
+            for name in scored:
+                alone[name] = Judgement("number", "sure", f"{with_fractions[0].name}, of its family, has fractions")
+            continue
+        mean = sum(alone[each].score for each in scored) / max(len(scored), 1)
+        for name in scored:
+            score = _OWN_SHARE * alone[name].score + (1 - _OWN_SHARE) * mean
+            alone[name] = _by_score(score, f"{alone[name].why}; as its family of {len(members)}")
+    return alone
+
+
+def _families(names: Sequence[str]) -> list[list[str]]:
+    """Return the names that are the same but for digits, where these are many."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if re.search(r"\d", name):
+            found.setdefault(re.sub(r"\d+", "0", name), []).append(name)
+    return [members for members in found.values() if len(members) >= _FAMILY]
+
+
+def _alone(column: Facts) -> Judgement:
+    """Judge a column without its family."""
+    if not column.present:
+        return Judgement("constant", "sure", "it has no values")
+    is_at_0 = column.holds == "integers" and column.least == column.largest == 0
+    if column.distinct == 1 and not column.parts and (column.present == column.rows or is_at_0):
+        return Judgement("constant", "sure", "it has one value in all rows" if not is_at_0 else "0, or missing")
+    if column.result:
+        return Judgement("leak", "likely", column.result)
+    if _is_result(column):
+        return Judgement("leak", "likely", "its name is that of a result, which is not known before the label")
+    if column.holds == "lists of fractions" or column.declared == "float_seq":
+        return Judgement("drop", "sure", "no feature is made of lists of numbers")
+    if column.holds == "lists":
+        return Judgement("list", "sure", "lists")
+    if column.holds == "times":
+        return Judgement("time", "sure", "times", format=column.time_format)
+    if column.declared == "token_seq":
+        return Judgement("list", "sure", "its header says token_seq", separator=" ")
+    if column.holds == "texts":
+        return _texts(column)
+    if column.holds == "bools":
+        return Judgement("category", "sure", "true or false")
+    if column.holds == "fractions":
+        is_time = column.declared != "token" and word_of(column.name)[0] == "time" and _are_within(column, _EPOCH["s"])
+        return Judgement("time" if is_time else "number", "sure", "seconds since 1970" if is_time else "fractions")
+    return _integers(column)
+
+
+def _texts(column: Facts) -> Judgement:
+    group, word = word_of(column.name)
+    is_named = group in ("id", "category")
+    if column.declared != "token":
+        if column.urls >= _URLS:
+            return Judgement("drop", "sure", "web addresses")
+        if (separator := _separator(column)) is not None:
+            how: Sure = "sure" if separator in (*_ALWAYS, "|", BRACKETS) or _has_list_word(column.name) else "likely"
+            return Judgement("list", how, "several values in a cell", separator=separator)
+    if column.is_unique:
+        if column.present < _UNIQUE_ROWS and (is_named or column.declared == "token"):
+            return Judgement("category", "guess", f"named {word}; but nearly every row has another value")
+        return Judgement("drop", "likely", "nearly every row has another value")
+    repeats = 2 * column.distinct < column.present
+    return Judgement("category", "sure" if repeats or is_named or column.declared else "likely", "text")
+
+
+def _separator(column: Facts) -> str | None:
+    """Return what stands between the values of a text's cells; None: a cell is a value."""
+    for separator, parts in column.parts.items():
+        if separator in _ALWAYS:
+            return separator
+        cells_differ = parts.distinct < _PARTS_PER_CELL * column.distinct * parts.mean
+        if parts.cells < _LISTED * column.present or not (cells_differ or separator == BRACKETS):
+            continue
+        if separator in _UNSURE and not (_has_list_word(column.name) or _are_codes(column.examples, separator)):
+            continue  # titles, and names of places
+        return separator
+    return None
+
+
+def _are_codes(cells: Sequence[str], separator: str) -> bool:
+    """Return True where all values between the separator have digits in them, as ids have."""
+    return bool(cells) and all(re.search(r"\d", each) for cell in cells for each in cell.split(separator))
+
+
+def _has_list_word(name: str) -> bool:
+    return bool(set(_tokens(name)) & set(words()["list"]["words"]))
+
+
+def _integers(column: Facts) -> Judgement:
+    """Judge whole numbers."""
+    name, (group, word) = column.name, word_of(column.name)
+    if column.declared == "token":
+        return Judgement("category", "sure", "its header says token")
+    if (found := _time_in_digits(column, group, word)) is not None:
+        return found
+    if column.declared == "float":
+        return Judgement("number", "sure", "its header says float")
+    plain = name.strip().lower()
+    rows = np.diff(column.sample)
+    if re.sub(r"[\W\d]+$", "", plain) in words()["index"]["names"] and len(rows) and bool((rows > 0).all()):
+        return Judgement("drop", "sure", "it numbers the rows")
+    if column.is_unique and (plain == "id" or (group == "id" and column.present >= _UNIQUE_ROWS)):
+        return Judgement("drop", "sure", "an id with another value in each row")
+    if max(abs(column.least), abs(column.largest)) >= _LEAST_LONG:
+        return Judgement("category", "sure", "integers of 16 digits and more")
+    points = [*_points_of_name(column, group, word), *_points_of_values(column)]
+    said = ", ".join(f"{why} ({number:+g})" for number, why in sorted(points, key=lambda each: -abs(each[0]))[:3])
+    return _by_score(sum(number for number, _ in points) or 0.01 * (column.distinct == 2), said or "whole numbers")
+
+
+def _by_score(score: float, why: str) -> Judgement:
+    how: Sure = "sure" if abs(score) >= _SURE else "likely" if abs(score) >= _LIKELY else "guess"
+    return Judgement("category" if score > 0 else "number", how, why, score=score or -0.01)
+
+
+def _are_within(column: Facts, limits: tuple[float, float]) -> bool:
+    return limits[0] <= column.least <= column.largest <= limits[1]
+
+
+def _time_in_digits(column: Facts, group: str, word: str) -> Judgement | None:
+    """Return the judgement of whole numbers that are times: seconds since 1970 or parts of them, or digits of dates."""
+    is_named = group == "time"
+    calendar = is_named or word in words()["category"]["calendar"]
+    for unit, limits in _EPOCH.items():
+        if is_named and _are_within(column, limits):
+            return Judgement("time", "sure", f"{unit} since 1970", format="" if unit == "s" else unit)
+    for form, digits in _DIGITS_OF_DATES.items():
+        has_digits = 10 ** (digits - 1) <= column.least <= column.largest < 10**digits and column.distinct > 1
+        if has_digits and (calendar or form == "%Y%m%d") and _are_digits_of_dates(column.sample, form):
+            return Judgement("time", "sure" if calendar else "likely", f"dates as {form}", format=form)
+    span = column.largest - column.least
+    if not group and _are_within(column, _LIKELY_EPOCH) and span <= _LIKELY_EPOCH_SPAN and column.distinct > 1:
+        return Judgement("time", "guess", "they would be seconds since 1970")
+    return None
+
+
+def _are_digits_of_dates(numbers: NDArray[np.float64], form: str) -> bool:
+    whole = numbers.astype(np.int64)
+    if form == "%y%m%d%H":
+        hours, whole = whole % 100, 2000_00_00 + whole // 100
+    else:
+        behind = 10 ** (_DIGITS_OF_DATES[form] - _DIGITS_OF_DATES["%Y%m%d"])
+        rest, whole = whole % behind, whole // behind
+        hours = rest // max(behind // 100, 1) if behind > 1 else rest
+    return bool(are_dates(whole.astype(np.float64)).all() and (hours < 24).all())
+
+
+def _points_of_name(column: Facts, group: str, word: str) -> Iterable[tuple[float, str]]:
+    calendar: dict[str, int] = words()["category"]["calendar"]
+    if group == "id":
+        yield 6, "named id"
+    elif word in calendar and (column.largest > calendar[word] or column.least < 0):
+        yield -4, f"beyond a {word}"
+    elif group == "category":
+        yield 4 + (word in calendar), f"named {word}"
+    elif group == "number":
+        yield -5, f"named {word}"
+    elif group == "time":
+        yield -4, f"named {word}, and no time since 1970"
+    elif letters := re.fullmatch(r"([a-z]+)_?[\d_]+", column.name.lower()):
+        for kind, points in (("category", 4), ("number", -4)):
+            if letters[1] in words()[kind]["letters"]:
+                yield points, f"named {letters[1]} and a number"
+        if len(letters[1]) > 1:
+            yield 2, "named without a meaning"
+    elif re.fullmatch(r"[\d_]+", column.name):
+        yield 2, "named by a number"
+
+
+def _points_of_values(column: Facts) -> Iterable[tuple[float, str]]:
+    numbers, least, largest = column.sample, column.least, column.largest
+    span, repeats = largest - least, 2 * column.distinct < column.present
+    is_dense, from_0 = column.distinct >= 0.95 * (span + 1), least in (0, 1)
+    if largest >= _TEN_DIGITS:
+        yield 5, "ten digits or more"
+    if least < -1:
+        yield -3, "negative"
+    if column.has_point:
+        yield -1, "written with a point"
+    if column.distinct == 2:
+        yield 0.5, "two values"
+    elif is_dense and from_0 and column.distinct <= _FEW_VALUES:
+        yield 1, "few values, none left out"
+    is_coded = is_dense and from_0 and column.distinct >= _MANY_VALUES and repeats
+    if is_coded:
+        yield 2, "many values, none left out"
+    if repeats and least > span:
+        yield 3, "far from 0"
+    large = np.abs(numbers[np.abs(numbers) >= 10])
+    if len(large) > len(numbers) / 2 and (large % 10 == 0).mean() >= _ENDS_IN_0:
+        yield -2, "many end in 0"
+    if repeats and column.distinct >= _ORDERED:
+        yield from _points_of_order(numbers, is_coded=is_coded, is_dense=is_dense)
+
+
+def _points_of_order(
+    numbers: NDArray[np.float64], *, is_coded: bool, is_dense: bool
+) -> Iterable[tuple[float, str]]:
+    """Judge how frequencies follow the order of the values: those of quantities change slowly, those of codes do as
+    they like."""
+    values, counts = np.unique(numbers, return_counts=True)
+    if len(values) < _ORDERED:
+        return
+    logs, places = np.log(counts), np.arange(len(values))
+    if np.ptp(logs) == 0:
+        return
+    falls = np.corrcoef(places, logs)[0, 1] < -_SMOOTH and counts.argmax() <= len(values) // 10
+    is_smooth = np.ptp(logs[:-1]) > 0 and np.ptp(logs[1:]) > 0 and np.corrcoef(logs[:-1], logs[1:])[0, 1] > _SMOOTH
+    if falls and not is_coded:
+        yield -3, "the larger, the rarer"
+    elif is_smooth and not falls:
+        yield -2, "near values are alike frequent"
+    elif not is_smooth and not is_dense and not falls:
+        yield 2, "frequencies without order"
+
+
+def _is_result(column: Facts) -> bool:
+    """Return True for a column whose name and values are those of a result."""
+    outcome, tokens = words()["outcome"], _tokens(column.name)
+    if column.holds not in ("integers", "fractions", "bools") or not tokens:
+        return False
+    left = [each for each in tokens if each not in outcome["beside"]]
+    ends = [each for each in left if each in outcome["durations"]]
+    rest = [each for each in left if each not in outcome["durations"]]
+    if not rest or not set(rest) <= set(outcome["words"]):
+        return False
+    if ends:
+        return bool(set(rest) & set(outcome["of_durations"]))
+    if column.holds == "bools" or (column.least >= 0 and column.largest <= 1 and column.holds == "integers"):
+        return True
+    return column.least >= 0 and len(column.sample) > 0 and bool((column.sample == 0).mean() >= _MOSTLY_0)
+
+
+def _tokens(name: str) -> list[str]:
+    """Return the words of a name, in small letters, without numbers.
+
+    >>> _tokens("userAge_2"), _tokens("商品ID")
+    (['user', 'age'], ['商品', 'id'])
+    """
+    apart = re.sub(r"([a-z])([A-Z])|([A-Z])([A-Z][a-z])|([^\x00-\x7f])([A-Za-z])", _with_gap, name)
+    return [each for each in re.split(r"[\W_\d]+", apart.lower()) if each]
+
+
+def _with_gap(found: re.Match[str]) -> str:
+    first, second = (each for each in found.groups() if each is not None)
+    return f"{first}_{second}"
+
+
+@cache
+def word_of(name: str) -> tuple[str, str]:
+    """Return the group of kinds_words.toml, and the word of it, that a name means; "" and "" where it has no known one.
+
+    >>> word_of("follow_user_num"), word_of("adgroupid"), word_of("n_items"), word_of("paid")
+    (('number', 'num'), ('id', 'id'), ('number', 'n'), ('', ''))
+    """
+    tokens = _tokens(name)
+    found = next((each for token in reversed(tokens) if (each := _group_of(token))[0]), ("", ""))
+    first = tokens[0] if len(tokens) > 1 else ""
+    if first in words()["number"]["first"] and found[0] != "id":
+        return "number", first
+    is_numbered = len(tokens) > 1 and tokens[-1] in ("number", "no", "nr")
+    return ("category", tokens[-1]) if is_numbered and _group_of(tokens[-2])[0] != "number" else found
+
+
+@cache
+def _group_of(token: str) -> tuple[str, str]:
+    singular = [token, token.removesuffix("s"), token.removesuffix("es"), re.sub("ies$", "y", token)]
+    groups = ("id", "number", "category", "time")
+    for each in dict.fromkeys(singular):
+        for group in groups:
+            if each in words()[group]["words"]:
+                return group, each
+    if token.endswith("id") and len(token) > 2 and token not in words()["id"]["no_id"]:
+        return "id", "id"
+    if token.endswith("ids") and token.removesuffix("s") not in words()["id"]["no_id"]:
+        return "id", "id"
+    known = [(group, each) for group in groups for each in words()[group]["words"] if len(each) >= 4 or not each.isascii()]
+    ends = [(group, each) for group, each in known if token.endswith(each) or (not each.isascii() and each in token)]
+    return max(ends, key=lambda each: (token.rfind(each[1]) + len(each[1]), len(each[1])), default=("", ""))
