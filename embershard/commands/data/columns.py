@@ -1,8 +1,5 @@
-"""What `embershard data inspect` and `convert` do with the columns of files of any form.
-
-The first looks at them and writes the settings of a run on them; the second writes them as Parquet, with the columns of
-other files joined to the rows.
-"""
+"""The columns of files of any form; and `embershard data convert`, which writes them as Parquet, with the columns of
+other files joined to the rows."""
 
 from __future__ import annotations
 
@@ -11,8 +8,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, floor, log10
+from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,78 +18,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from embershard.commands.data.suggest import (
-    LabelSuggestion,
-    Suggestion,
-    day_of,
-    distinct_values,
-    num_bad_labels,
-    others_of,
-    suggest_features,
-    suggest_label,
-)
 from embershard.data.block import BadRow, short
-from embershard.data.config import TableConfig, TableFeature
+from embershard.data.config import TableConfig
 from embershard.data.sources.input_file import files_at
 from embershard.data.sources.table.cells import read_cells
-from embershard.data.sources.table.raw import is_text, is_time
-from embershard.data.sources.table.survey import FORMS, SECONDS_PER_DAY, ColumnSurvey, survey
+from embershard.data.sources.table.survey import FORMS, ColumnSurvey, survey
 from embershard.data.sources.table.whole_columns import WholeColumns, without_types
-from embershard.errors import ConfigError, DataError, naming_file
+from embershard.errors import DataError, naming_file
 from embershard.launch.arguments import check_new_output
-from embershard.launch.screen import make_table, plain_console, say, wide_console
-from embershard.settings.decoding import toml, toml_key
+from embershard.launch.screen import plain_console, say
 from embershard.whole_file import whole_file
 
-_HELD_OUT, _MOST_BAD = 0.1, 0.9
-_BATCHES_IN_FLIGHT = 3  # look_ahead.prefetch batches, and the one that trains
-_LEAST_RATIO = 0.05  # the default of cache.ratio
-_LEAST_BATCH, _MOST_BATCH, _STEPS_OF_AN_EPOCH = 16, 1024, 64
 _MOST_LISTED = 10_000
 
 
-def inspect(arguments: argparse.Namespace) -> int:
-    """Run the action; return 0.
-
-    Raises:
-        DataError: a file cannot be read, or files have other columns than the first.
-        ConfigError: no column looks like a label, and a file is to be written.
-    """
-    output: Path | None = arguments.output
-    if output is not None:
-        check_new_output(output)
-    files = columns_of_files(arguments.data, arguments)
-    columns, bad_lines = survey_files(files)
-    num_bad = len(bad_lines)
-    if unknown := [name for name in arguments.feature if name not in columns]:
-        raise ConfigError(f"--feature: got {unknown[0]!r}; there are {', '.join(columns)}.")
-    label = None
-    if output is not None or arguments.label is not None:
-        label = suggest_label(columns, arguments.label)
-    suggested: list[Suggestion] = []
-    taken = set() if label is None else {label.column}
-    for name, column in columns.items():
-        if label is None or name != label.column:
-            suggested.append(suggest_features(column, taken, arguments.feature))
-            taken.update(suggested[-1].features)
-    _show(columns, num_bad)
-    if output is not None and label is not None:
-        used = [each for each in suggested if not each.may_be_result]
-        if left_out := [each.column for each in suggested if each.may_be_result]:
-            say(
-                plain_console(),
-                f"{', '.join(left_out)}: left out, since columns of 0 and 1 may be results, which are not known before "
-                f"the label. To use one that is: --feature {left_out[0]}",
-            )
-        if not any(each["kind"] == "sparse" for suggestion in used for each in suggestion.features.values()):
-            raise ConfigError(f"{arguments.data}: no column is a category, and a model needs one: text, or ids.")
-        output.write_text(_settings(arguments.data, files[0], label, suggested, columns, num_bad), encoding="utf-8")
-        say(plain_console(), f"Settings are in {output}. Check the label, then: embershard train --config {output}")
-    return 0
-
-
-def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], list[str]]:
+def survey_files(
+    files: list[WholeColumns], wanted: Mapping[str, tuple[str, str]] = MappingProxyType({})
+) -> tuple[dict[str, ColumnSurvey], list[str]]:
     """Return what the columns of all files hold, and the lines that are no rows, each as a sentence.
+
+    Args:
+        wanted: as for `survey`.
 
     Raises:
         DataError: a file cannot be read, or has other columns than the first; or no file has a row.
@@ -113,128 +60,11 @@ def survey_files(files: list[WholeColumns]) -> tuple[dict[str, ColumnSurvey], li
         bad.append(f"{path}:{row.number} has {row.actual_columns} columns; needed {row.expected_columns}")
         return "skip"
 
-    columns = survey(schema, batches(), has_null_values=files[0].is_text)
+    columns = survey(schema, batches(), has_null_values=files[0].is_text, wanted=wanted)
     if not next(iter(columns.values())).rows:
         behind = "" if files[0].form.columns else " behind its header"
         raise DataError(f"{files[0].file.path}: no row{behind}; needed at least one")
     return columns, bad
-
-
-def _show(columns: dict[str, ColumnSurvey], num_bad: int) -> None:
-    first = next(iter(columns.values()))
-    table = make_table(
-        f"{first.rows:,} rows", ["column", "type"], ["distinct", "missing", "most", "least", "largest", "mean", "std"]
-    )
-    for name, column in columns.items():
-        numbers = column.numbers
-        shown = ["", "", "", ""]
-        if numbers.count and not is_text(column.inner):
-            shown = [f"{each:g}" for each in (numbers.least, numbers.largest, numbers.mean, numbers.std)]
-        if numbers.count and is_time(column.inner):
-            shown = [day_of(each) for each in (numbers.least, numbers.largest, numbers.mean)]
-            shown.append(f"{numbers.std / SECONDS_PER_DAY:.1f} days")
-        table.add_row(name, column.title, distinct_values(column), f"{column.missing:,}", f"{column.most:,}", *shown)
-    wide_console().print(table)
-    for name, column in columns.items():
-        if others := others_of(column):
-            say(plain_console(), f"{name}: {others}")
-    if num_bad:
-        say(plain_console(), f"{num_bad:,} lines have not as many cells as there are columns (data.bad_rows).")
-
-
-def _settings(
-    data: Path,
-    form: WholeColumns,
-    label: LabelSuggestion,
-    suggested: list[Suggestion],
-    columns: dict[str, ColumnSurvey],
-    num_bad: int,
-) -> str:
-    num_rows, used = columns[label.column].rows, [each for each in suggested if not each.may_be_result]
-    read = [columns[each.column] for each in used if each.features]
-    num_bad += sum(each.num_bad for each in read) + num_bad_labels(columns[label.column])
-    null_values = [*form.form.null_values]
-    for column in (columns[label.column], *read):
-        null_values += [word for word in column.null_cells if word not in null_values]
-    lines = [
-        f"# Written by embershard data inspect: {num_rows:,} rows. Check the label and the features. Then:",
-        "#   embershard train --config FILE",
-        "",
-        "[data]",
-        'kind = "table"',
-        f"path = {toml(str(data.absolute()))}",
-        f"eval_fraction = {_HELD_OUT:g}    # the last tenth of every file is held out",
-        *([] if not num_bad else [_bad_rows(num_bad, num_rows)]),
-        "",
-        "[data.table]",
-        f"label = {toml(label.column)}    # {label.why}",
-    ]
-    lines += _tasks(label)
-    if form.is_text:
-        lines.append(f"separator = {toml(form.form.separator)}")
-        given = {"columns": form.form.columns, "null_values": tuple(null_values), "quoted": form.form.quoted}
-        defaults = {"columns": (), "null_values": ("",), "quoted": True}
-        lines += [f"{name} = {toml(value)}" for name, value in given.items() if value != defaults[name]]
-    lines += ["", "[data.table.features]"]
-    for suggestion in suggested:
-        lines.append(f"# {' '.join(suggestion.column.split())}: {suggestion.why}")  # a name may have several lines
-        sign = "# " if suggestion.may_be_result else ""
-        lines += [f"{sign}{toml_key(name)} = {toml(settings)}" for name, settings in suggestion.features.items()]
-    return "\n".join([*lines, *_of_the_model(used, num_rows)])
-
-
-def _tasks(label: LabelSuggestion) -> list[str]:
-    """Return the lines that say what is predicted of a label, and in comments what else could be."""
-    if label.at_least is None:
-        return []
-    lines = [f"label_at_least = {label.at_least:g}    # labels are 1 from here on, else 0"]
-    if label.mean is not None:
-        said = "# predicts the number. To predict clicks, in place of these two lines:"
-        lines = [f"label_mean = {label.mean:g}", f'task = "regression"    {said}', f"# {lines[0]}"]
-    if label.classes:
-        classes = f"# classes.{toml_key(label.column)} = {toml(list(label.classes))}"
-        others = "label_at_least" if label.mean is None else "label_mean and task"
-        lines += [f"# A probability for each number, in place of {others}:", '# task = "multiclass"', classes]
-    return lines
-
-
-def _bad_rows(num_bad: int, num_rows: int) -> str:
-    """Return the setting that allows these bad rows, even if all of them are among those held out."""
-    share = min(num_bad / (_HELD_OUT * max(num_rows, 1)), _MOST_BAD)
-    digits = -floor(log10(share))
-    allowed = min(ceil(share * 10**digits - 1e-9) / 10**digits, _MOST_BAD)
-    return f"bad_rows = {allowed:g}    # up to {num_bad:,} of the rows are bad; all may be in the last tenth, held out"
-
-
-def _of_the_model(suggested: list[Suggestion], num_rows: int) -> list[str]:
-    batch = _LEAST_BATCH
-    while batch < _MOST_BATCH and 2 * batch * _STEPS_OF_AN_EPOCH <= num_rows:
-        batch *= 2
-    features = [settings for each in suggested for settings in each.features.values()]
-    table_rows = sum(TableFeature(**settings).table_rows for settings in features)
-    in_flight = _BATCHES_IN_FLIGHT * batch * sum(each.lookups for each in suggested)
-    ratio = min(1.0, max(_LEAST_RATIO, ceil(100 * in_flight / table_rows) / 100))
-    return [
-        "",
-        "[model]",
-        "embedding_dim = 16",
-        "",
-        "[cache]",
-        f"ratio = {ratio:g}    # of {table_rows:,} rows, on the device; batches in flight need up to {in_flight:,}",
-        "",
-        "[embedding_optimizer]",
-        'kind = "rowwise_adagrad"',
-        "lr = 0.02",
-        "",
-        "[dense_optimizer]",
-        'kind = "adam"',
-        "lr = 0.001",
-        "",
-        "[train]",
-        f"batch_size = {batch}    # per rank",
-        "epochs = 1    # few samples want more: epochs = 10 and early_stopping = 3; the best epoch is kept",
-        "",
-    ]
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -411,7 +241,9 @@ def _types_of(files: list[WholeColumns], *, stops: bool = True) -> dict[str, pa.
         share = ceil(1e4 * len(bad_lines) / next(iter(columns.values())).rows) / 1e4
         raise DataError(f"{bad_lines[0]}. To leave such lines out, and list them: --bad-rows {share:g}")
     is_text = {name for name, each in columns.items() if each.declared not in ("", "float")}
-    exact = {name: each.exact if stops or each.null_cells else each.inner for name, each in columns.items()}
+    exact = {
+        name: each.exact if stops or each.null_cells or each.written else each.inner for name, each in columns.items()
+    }
     return {name: pa.string() if name in is_text else kind for name, kind in exact.items()}
 
 

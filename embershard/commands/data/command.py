@@ -23,7 +23,8 @@ _INSPECT_HELP = """Look at the columns of CSV, TSV or Parquet files, and write a
 
   embershard data inspect clicks.parquet -o run.toml
   embershard train --config run.toml
-  embershard data inspect ratings.txt --columns user,item,rating,time --label rating
+  embershard data inspect ratings.txt --columns user,item,rating,time --label 'rating>=4'
+  embershard data inspect log.csv --category 'C*' --list tags:, --time day:%d.%m.%Y --drop row -o run.toml
 """
 _CONVERT_HELP = """Write text or Parquet files as one Parquet file, with the columns of other files joined to each row.
 
@@ -99,13 +100,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_inspect(actions: Any) -> None:
     text = "look at the columns of files, and write a run's settings for them"
-    action = add_action(actions, "inspect", text, _INSPECT_HELP, run="columns:inspect")
+    action = add_action(actions, "inspect", text, _INSPECT_HELP, run="inspect_files:inspect")
     action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
     action.add_argument("-o", dest="output", type=Path, metavar="FILE", help="TOML file for the settings")
-    text = "column to predict (default: the one that looks like it)"
-    action.add_argument("--label", action=_OneLabel, metavar="NAME", help=text)
-    text = "a column of 0 and 1 known before the label: others may be results, and are left out; may be repeated"
-    action.add_argument("--feature", action="append", default=[], metavar="NAME", help=text)
+    add_choices(action)
+
+
+def add_choices(action: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what columns are, and how text files are to be read."""
+    text = "column to predict (default: the one that looks like it); a label is 1 where its cell is yes, or at least 4"
+    action.add_argument("--label", action=_OneLabel, metavar="COL[=yes|>=4]", help=text)
+    text = "a column of results known before the label: others are left out; may be repeated"
+    action.add_argument("--feature", action="append", default=[], metavar="COL", help=text)
+    for kind, metavar, text in (
+        ("category", "COL,...", "columns that are categories, whatever they look like; 'C*' is all that begin with C"),
+        ("number", "COL,...", "columns that are numbers"),
+        ("list", "COL[:SEP]", "a column whose cells have several values, with SEP between; [,] for lists in brackets"),
+        ("time", "COL[:FORMAT]", "a column of times, as strptime's %%d.%%m.%%Y, or ms since 1970"),
+        ("drop", "COL,...", "columns that are no features"),
+    ):
+        help_text = f"{text}; may be repeated"
+        action.add_argument(f"--{kind}", action="append", default=[], metavar=metavar, help=help_text)
     _add_form(action)
 
 

@@ -20,6 +20,7 @@ from embershard.data.sources.table.cells import BRACKETS, are_dates
 from embershard.settings.decoding import read_toml
 
 Kind = Literal["category", "number", "time", "list", "drop", "leak", "constant"]
+Holds = Literal["integers", "fractions", "bools", "texts", "times", "lists", "lists of fractions"]
 Sure = Literal["sure", "likely", "guess"]
 #: Points, for or against a category, from which on a decision is sure, and likely.
 _SURE, _LIKELY = 4.0, 2.0
@@ -65,11 +66,13 @@ class Facts:
         examples: some of the texts.
         urls: share of texts that are web addresses.
         time_format: of texts that are times, where it is not ISO 8601.
+        other_format: another one that fits them as well.
+        is_known: the user says that it is no result.
         result: why the column is a result, from a comparison with the label; or "".
     """
 
     name: str
-    holds: Literal["nothing", "integers", "fractions", "bools", "texts", "times", "lists", "lists of fractions"]
+    holds: Holds
     rows: int = 0
     present: int = 0
     distinct: int = 0
@@ -82,6 +85,8 @@ class Facts:
     examples: Sequence[str] = ()
     urls: float = 0.0
     time_format: str = ""
+    other_format: str = ""
+    is_known: bool = False
     result: str = ""
 
     @property
@@ -114,34 +119,33 @@ def words() -> dict[str, Any]:
     return read_toml(Path(__file__).with_name("kinds_words.toml"))
 
 
-def judge(columns: Iterable[Facts]) -> dict[str, Judgement]:
-    """Return what each column is for, by name; the label is not among them.
+def judge(columns: Sequence[Facts]) -> list[Judgement]:
+    """Return what each column is for, in order; the label is not among them.
 
-    >>> judge([Facts("userid", "integers", 100, 100, 60, sample=np.arange(60.0))])["userid"].kind
+    >>> judge([Facts("userid", "integers", 100, 100, 60, sample=np.arange(60.0))])[0].kind
     'category'
     """
-    facts = list(columns)
-    alone = {each.name: _alone(each) for each in facts}
-    for members in _families([each.name for each in facts]):
-        with_fractions = [each for each in facts if each.name in members and each.holds == "fractions"]
-        scored = [each for each in members if alone[each].score]
+    found = [_alone(each) for each in columns]
+    for members in _families([each.name for each in columns]):
+        with_fractions = [columns[each].name for each in members if columns[each].holds == "fractions"]
+        scored = [each for each in members if found[each].score]
         if len(with_fractions) >= _FRACTIONS_OF_FAMILY * len(members):
-            for name in scored:
-                alone[name] = Judgement("number", "sure", f"{with_fractions[0].name}, of its family, has fractions")
+            for place in scored:
+                found[place] = Judgement("number", "sure", f"{with_fractions[0]}, of its family, has fractions")
             continue
-        mean = sum(alone[each].score for each in scored) / max(len(scored), 1)
-        for name in scored:
-            score = _OWN_SHARE * alone[name].score + (1 - _OWN_SHARE) * mean
-            alone[name] = _by_score(score, f"{alone[name].why}; as its family of {len(members)}")
-    return alone
+        mean = sum(found[each].score for each in scored) / max(len(scored), 1)
+        for place in scored:
+            score = _OWN_SHARE * found[place].score + (1 - _OWN_SHARE) * mean
+            found[place] = _by_score(score, f"{found[place].why}; as its family of {len(members)}")
+    return found
 
 
-def _families(names: Sequence[str]) -> list[list[str]]:
-    """Return the names that are the same but for digits, where these are many."""
-    found: dict[str, list[str]] = {}
-    for name in names:
+def _families(names: Sequence[str]) -> list[list[int]]:
+    """Return the places of names that are the same but for digits, where these are many."""
+    found: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
         if re.search(r"\d", name):
-            found.setdefault(re.sub(r"\d+", "0", name), []).append(name)
+            found.setdefault(re.sub(r"\d+", "0", name), []).append(place)
     return [members for members in found.values() if len(members) >= _FAMILY]
 
 
@@ -152,15 +156,17 @@ def _alone(column: Facts) -> Judgement:
     is_at_0 = column.holds == "integers" and column.least == column.largest == 0
     if column.distinct == 1 and not column.parts and (column.present == column.rows or is_at_0):
         return Judgement("constant", "sure", "it has one value in all rows" if not is_at_0 else "0, or missing")
-    if column.result:
+    if column.result and not column.is_known:
         return Judgement("leak", "likely", column.result)
-    if _is_result(column):
+    if not column.is_known and _is_result(column):
         return Judgement("leak", "likely", "its name is that of a result, which is not known before the label")
     if column.holds == "lists of fractions" or column.declared == "float_seq":
         return Judgement("drop", "sure", "no feature is made of lists of numbers")
     if column.holds == "lists":
         return Judgement("list", "sure", "lists")
     if column.holds == "times":
+        if column.other_format:
+            return Judgement("time", "guess", f"times, if not as {column.other_format}", format=column.time_format)
         return Judgement("time", "sure", "times", format=column.time_format)
     if column.declared == "token_seq":
         return Judgement("list", "sure", "its header says token_seq", separator=" ")
@@ -206,8 +212,8 @@ def _separator(column: Facts) -> str | None:
 
 
 def _are_codes(cells: Sequence[str], separator: str) -> bool:
-    """Return True where all values between the separator have digits in them, as ids have."""
-    return bool(cells) and all(re.search(r"\d", each) for cell in cells for each in cell.split(separator))
+    """Return True where all values between the separator are words with digits in them, as ids are."""
+    return bool(cells) and all(re.fullmatch(r"\w*\d\w*", each) for cell in cells for each in cell.split(separator))
 
 
 def _has_list_word(name: str) -> bool:
@@ -247,7 +253,7 @@ def _are_within(column: Facts, limits: tuple[float, float]) -> bool:
 
 def _time_in_digits(column: Facts, group: str, word: str) -> Judgement | None:
     """Return the judgement of whole numbers that are times: seconds since 1970 or parts of them, or digits of dates."""
-    is_named = group == "time"
+    is_named = bool(set(_tokens(column.name)) & set(words()["time"]["words"])) or group == "time"
     calendar = is_named or word in words()["category"]["calendar"]
     for unit, limits in _EPOCH.items():
         if is_named and _are_within(column, limits):
@@ -279,6 +285,8 @@ def _points_of_name(column: Facts, group: str, word: str) -> Iterable[tuple[floa
         yield 6, "named id"
     elif word in calendar and (column.largest > calendar[word] or column.least < 0):
         yield -4, f"beyond a {word}"
+    elif word == "number":
+        yield 1, "named number"
     elif group == "category":
         yield 4 + (word in calendar), f"named {word}"
     elif group == "number":
@@ -291,8 +299,8 @@ def _points_of_name(column: Facts, group: str, word: str) -> Iterable[tuple[floa
                 yield points, f"named {letters[1]} and a number"
         if len(letters[1]) > 1:
             yield 2, "named without a meaning"
-    elif re.fullmatch(r"[\d_]+", column.name):
-        yield 2, "named by a number"
+    elif re.fullmatch(r"\d+(_\d+)?", column.name):
+        yield 3.5 if len(column.name) > 2 else 2, "named by a number"
 
 
 def _points_of_values(column: Facts) -> Iterable[tuple[float, str]]:

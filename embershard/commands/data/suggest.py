@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from math import exp, floor
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from pyarrow import types
 
+from embershard.commands.data.choices import Choice, LabelChoice
+from embershard.commands.data.kinds import Facts, Holds, Judgement, Parts, judge, words
 from embershard.data.block import short
 from embershard.data.config import TIME_ROWS
-from embershard.data.sources.table.decode import MOST_BYTES
+from embershard.data.sources.table.cells import TIME_FORMATS, read_cells, seconds_forms, time_form
+from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS
 from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
 from embershard.data.sources.table.survey import (
     MOST_OTHERS,
@@ -25,18 +29,7 @@ from embershard.data.sources.table.survey import (
 )
 from embershard.errors import ConfigError
 
-_LABELS = ("label", "click", "clicked", "is_click", "target", "converted", "conversion", "purchase", "y", "rating")
-_ID_WORDS = {"id", "ids", "uid", "uuid", "key", "code", "zip", "hash", "user", "users", "item", "items", "product"}
-_ID_WORDS |= {"products", "category", "categories", "genre", "genres", "brand", "gender", "country", "region", "city"}
-_ID_WORDS |= {"store", "shop", "device", "campaign", "ad", "advertiser", "publisher", "site", "page"}
-_LEAST_LONG = 2.0**53  # integers from here on are no numbers: float64 has not all of them
 _LEAST_TOO_LARGE = 2.0**63  # no integer, for ids in floats
-_TIME_WORDS = {"time", "timestamp", "ts", "at", "date", "datetime"}
-_EPOCH_SECONDS = (1e8, 1e10)  # 1973 to 2286
-_EPOCH_MILLISECONDS = (1e11, 1e13)
-_DATE_DIGITS = (19000101, 21001231)  # as 20241231
-#: A column of which nearly every row has another value is no feature.
-_UNIQUE_SHARE, _UNIQUE_ROWS = 0.95, 1000
 _ROWS_PER_VALUE, _MANY_VALUES, _ROWS_PER_ONE_OF_MANY = 10, 1_000_000, 2
 _LEAST_ROWS = 16
 _TRIED = 200
@@ -44,10 +37,8 @@ _MOST_CLASSES = 20
 _VALUES_OF_CLICKS = 2
 _SKEWED = 5.0  # standard deviations from the mean to the largest number
 _QUANTILE_PARTS = 16
-_PARTS_SHARE = 0.05
 _DIGITS = 6
 _SHOWN_OTHERS = 3
-_UNIQUE = "nearly every row has another value"
 #: Settings of features, by their names.
 _Features = dict[str, dict[str, Any]]
 
@@ -60,14 +51,20 @@ class Suggestion:
         features: settings of each feature, by its name; none where the column is left out.
         why: what the column holds, and what follows from it.
         lookups: rows that a sample looks up, at most.
-        may_be_result: it has 0 and 1 only: `features` are what it would be, and it is left out.
+        judgement: what the column is for. One that is a result is left out: `features` are what it would be.
+        written: of times and numbers that are not written as usual, how they are: `format` or `decimal`.
     """
 
     column: str
     features: _Features
     why: str
     lookups: int
-    may_be_result: bool = False
+    judgement: Judgement
+    written: Mapping[Literal["format", "decimal"], str] = field(default_factory=dict)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.features) and self.judgement.kind != "leak"
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,7 @@ class LabelSuggestion:
         mean: where the numbers themselves are predicted, since the column has more than two values: their mean.
         why: what the column holds.
         classes: all numbers that it has, where these are few, whole and without a gap.
+        text: the label is 1 where the column has this text.
     """
 
     column: str
@@ -86,39 +84,133 @@ class LabelSuggestion:
     mean: float | None
     why: str
     classes: tuple[int, ...] = ()
+    text: str | None = None
 
 
-def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: str | None) -> LabelSuggestion:
+def facts_of(column: ColumnSurvey, *, is_known: bool = False, result: str = "") -> Facts:
+    """Return what of a column decides its kind.
+
+    Args:
+        is_known: the user says that it is no result.
+        result: why it is one.
+    """
+    numbers, about = column.numbers, column.values
+    name, declared = typed_name(column.name)
+    distinct = max(about.estimate, column.ids.estimate if types.is_integer(column.inner) else 0)
+    means = {each: values / max(column.present, 1) for each, (_, _, _, values) in column.parts.items()}
+    parts = {
+        each: Parts(cells, found.estimate, means[each], most)
+        for each, (found, cells, most, _) in column.parts.items()
+        if not column.too_long[each] or declared == "token_seq"
+    }
+    same = [each for each in column.others if each != column.kind and each in TIME_FORMATS]
+    tie = next((each for each in same if column.others[each] == column.odd_cells), "") if column.kind in same else ""
+    return Facts(
+        name,
+        _holds(column),
+        rows=column.rows,
+        present=column.present - column.null_cells.total(),
+        distinct=distinct or bool(column.too_long[""]),
+        declared=declared,
+        least=numbers.least if numbers.count else 0.0,
+        largest=numbers.largest if numbers.count else 0.0,
+        sample=numbers.sample,
+        has_point=not types.is_integer(column.inner),
+        parts=parts,
+        examples=column.examples,
+        urls=column.urls / max(column.present, 1),
+        time_format=column.written,
+        other_format=tie,
+        is_known=is_known,
+        result=result,
+    )
+
+
+def _holds(column: ColumnSurvey) -> Holds:
+    inner, numbers = column.inner, column.numbers
+    if is_list(column.type):
+        is_float = types.is_floating(inner) or types.is_decimal(inner)
+        return "lists of fractions" if is_float and not numbers.are_whole else "lists"
+    if is_time(inner):
+        return "times"
+    if types.is_boolean(inner):
+        return "bools"
+    if is_text(inner):
+        return "texts"
+    if types.is_integer(inner):
+        return "integers"
+    return "integers" if numbers.count and numbers.are_whole and not column.written else "fractions"
+
+
+def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | None) -> LabelSuggestion:
     """Return the column of labels: `wanted`, or one that is named as labels are, or the only one of 0 and 1.
 
     Raises:
-        ConfigError: none is, or `wanted` is no column of numbers.
+        ConfigError: none is, or `wanted` is neither numbers nor a text of two.
     """
     numeric = {name: each for name, each in columns.items() if each.numbers.count and not is_list(each.type)}
     numeric = {name: each for name, each in numeric.items() if not is_text(each.inner) and not is_time(each.inner)}
     binary = [name for name, each in numeric.items() if (each.numbers.least, each.numbers.largest) == (0, 1)]
     binary = [name for name in binary if numeric[name].numbers.are_whole]
-    named = [each for name in _LABELS for each in numeric if typed_name(each)[0].lower() == name]
-    found = wanted or next(iter(named or (binary if len(binary) == 1 else [])), None)
-    if found is None or found not in numeric:
-        what = "no column looks like a label" if found is None else f"{found!r} is no column of numbers"
-        some = ", ".join(list(numeric)[:20]) or "none"
-        if found is not None and "," in found:
-            what += ". Give one; for several, write label = [...] in the TOML file and leave them out of its features"
-        raise ConfigError(f"--label: {what}. Name the column to predict; columns of numbers: {some}.")
-    numbers = numeric[found].numbers
-    said = f"{numeric[found].inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"
-    if no_label := num_bad_labels(numeric[found]):
+    yes = {name: text for name, each in columns.items() if (text := _text_of_yes(each)) is not None}
+    some = ", ".join(list(numeric)[:20]) or "none"
+    if wanted is None:
+        plain = {each: typed_name(each)[0].lower() for each in columns}
+        named = [each for name in words()["label"]["names"] for each in (*numeric, *yes) if plain[each] == name]
+        results = [each for each in binary if judge([facts_of(numeric[each])])[0].kind == "leak"]
+        one = next((each for each in (results, binary) if len(each) == 1), [])
+        found = next(iter([*named, *one]), None)
+        if found is None:
+            raise ConfigError(
+                f"--label: no column looks like a label. Name the column to predict; columns of numbers: {some}."
+            )
+        wanted = LabelChoice(found)
+    column = columns[wanted.column]
+    if wanted.text is not None or (wanted.column not in numeric and wanted.column in yes):
+        return _label_of_texts(column, wanted.text or yes[wanted.column])
+    if wanted.column not in numeric:
+        texts = [short(each) for each in list(column.texts or ())[:2]]
+        hint = f" Or one of its texts: --label {wanted.column}={(column.examples or ['yes'])[0]}" if texts else ""
+        got = f", but has {' and '.join(texts)}" if texts else ""
+        raise ConfigError(
+            f"--label: {wanted.column!r} is no column of numbers{got}. Name the column to predict; columns of numbers: "
+            f"{some}.{hint}"
+        )
+    return _label_of_numbers(column, wanted.at_least, is_binary=wanted.column in binary)
+
+
+def _text_of_yes(column: ColumnSurvey) -> str | None:
+    """Return which of a column's two texts means 1; None: it has others."""
+    texts = list(column.texts or ()) if is_text(column.inner) else []
+    yes = [each for each in texts if each.lower() in words()["label"]["yes"]]
+    return yes[0] if len(texts) == 2 and len(yes) == 1 else None
+
+
+def _label_of_texts(column: ColumnSurvey, text: str) -> LabelSuggestion:
+    counts = column.texts
+    if counts is not None and text not in counts and is_text(column.inner):
+        near = ", ".join(short(each) for each in list(counts)[:5])
+        raise ConfigError(f"--label {column.name}={text}: no cell has this text; there are {near}.")
+    share = f", as are {counts[text] / column.present:.1%}" if counts and text in counts else ""
+    return LabelSuggestion(column.name, None, None, f"1 where it is {short(text)}{share}", text=text)
+
+
+def _label_of_numbers(column: ColumnSurvey, at_least: float | None, *, is_binary: bool) -> LabelSuggestion:
+    numbers = column.numbers
+    said = f"{column.inner}, {numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}"
+    if no_label := num_bad_labels(column):
         said += f"; {no_label:,} rows have no finite number, and are bad rows"
-    if found in binary:
-        return LabelSuggestion(found, None, None, said)
+    if at_least is not None:
+        return LabelSuggestion(column.name, at_least, None, f"{said}; {numbers.share_at_least(at_least):.1%} are 1")
+    if is_binary:
+        return LabelSuggestion(column.name, None, None, said)
     middle = (numbers.least + numbers.largest) / 2
     least = float(floor(middle) + 1) if numbers.are_whole else middle
     why = f"{said}; {numbers.share_at_least(least):.1%} are at least {least:g}"
-    has_many = numeric[found].values.estimate > _VALUES_OF_CLICKS
+    has_many = column.values.estimate > _VALUES_OF_CLICKS
     few = range(int(numbers.least), int(numbers.largest) + 1) if numbers.are_whole else range(0)
-    classes = tuple(few) if 2 < len(few) == numeric[found].values.estimate <= _MOST_CLASSES else ()
-    return LabelSuggestion(found, least, _rounded(numbers.mean) if has_many else None, why, classes)
+    classes = tuple(few) if 2 < len(few) == column.values.estimate <= _MOST_CLASSES else ()
+    return LabelSuggestion(column.name, least, _rounded(numbers.mean) if has_many else None, why, classes)
 
 
 def num_bad_labels(column: ColumnSurvey) -> int:
@@ -138,11 +230,39 @@ def others_of(column: ColumnSurvey) -> str:
     return f"{share:g} % are {kind}; others: {shown}{', ...' if len(some) < len(column.odd_cells) else ''}"
 
 
-def suggest_features(column: ColumnSurvey, taken: Container[str], wanted: Container[str] = ()) -> Suggestion:
-    """Return how to use a column; `taken` are names that its features must not have, `wanted` columns that are no
-    results although they hold 0 and 1."""
+def near_miss(column: ColumnSurvey) -> str:
+    """Say that many, but too few, of a column's texts are times or numbers, and what makes them so; or ""."""
+    if column.kind is not None or not is_text(column.inner) or not column.others:
+        return ""
+    name = min(column.others, key=lambda each: column.others[each].total())
+    others = column.others[name]
+    share = 1 - others.total() / max(column.present - column.missing_words.total(), 1)
+    some = [text for text, _ in others.most_common() if text != "..."][:_SHOWN_OTHERS]
+    said = f"{floor(1e2 * share)} % are {{}}; others: {', '.join(map(short, some))}"
+    if not is_time(column.types[name][0]):
+        return f"{said.format('numbers')}. To take them as missing: --number {column.name}" if share < 1 else ""
+    formats = (each for each in TIME_FORMATS if read_cells(pa.array(some), [time_form(each)])[1].sum() == 0)
+    own = name if name in TIME_FORMATS else next(formats, "")
+    return f"{said.format('times')}: --time {column.name}{own and ':'}{own}"
+
+
+def suggest_features(
+    column: ColumnSurvey, judgement: Judgement, taken: Container[str], choice: Choice | None = None
+) -> Suggestion:
+    """Return how to use a column.
+
+    Args:
+        judgement: what it is for.
+        taken: names that its features must not have.
+        choice: what the user says, which wins.
+
+    Raises:
+        ConfigError: the column cannot be what the user says.
+    """
+    if choice is not None:
+        judgement = _chosen(column, choice, judgement)
     plain = re.sub(r"[^\w-]+", "_", typed_name(column.name)[0]).strip("_") or "feature"
-    found, why, lookups = _features(plain, column)
+    found, why, lookups, written = _features(plain, column, judgement)
     endings = {each.removeprefix(plain): settings for each, settings in found.items()}
     names = (plain if number == 1 else f"{plain}_{number}" for number in count(1))
     free = next(name for name in names if not any(name + ending in taken for ending in endings))
@@ -150,61 +270,73 @@ def suggest_features(column: ColumnSurvey, taken: Container[str], wanted: Contai
     for name, settings in features.items():
         if name != column.name:
             settings["column"] = column.name
+    if choice is not None and choice.kind != "drop" and not features:
+        raise ConfigError(f"--{choice.kind} {column.name}: {why}. Name another kind, or leave it out: --drop")
     said = f"{column.title}; {distinct_values(column)} distinct, {column.missing:,} missing"
     for more in (others_of(column), ", ".join(f"{n:,} say {word}" for word, n in column.null_cells.items())):
         said += f"; {more}" if more else ""
-    numbers = column.numbers
-    is_flag = bool(numbers.count) and numbers.least >= 0 and numbers.largest <= 1 and numbers.are_whole
-    may_be_result = column.name not in wanted and is_flag and all(v["kind"] == "dense" for v in features.values())
-    if features and may_be_result:
-        why = "left out: 0 and 1 only, as a result has. If it is known before the label: take the # away"
-        return Suggestion(column.name, features, f"{said}; {why}", 0, may_be_result=True)
-    return Suggestion(column.name, features, f"{said}; {why if features else f'left out: {why}'}", lookups)
+    judged = f"{judgement.kind}, {judgement.sure}: {judgement.why}"
+    if judgement.kind == "leak":
+        judged += ". Left out: if it is known before the label, take the # away"
+        return Suggestion(column.name, features, f"{said}; {judged}", 0, judgement)
+    why = f"{judged}; {why}" if features and why else f"left out: {why or judged}"
+    return Suggestion(column.name, features, f"{said}; {why}", lookups, judgement, written)
 
 
-def _features(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
-    """Return the features of a column, the first one named `name`; what follows from what it holds; and their rows per
-    sample."""
-    inner, numbers = column.inner, column.numbers
-    words = set(re.split(r"[\W_]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", column.name).lower()))
+def _chosen(column: ColumnSurvey, choice: Choice, judgement: Judgement) -> Judgement:
+    """Return the judgement that the user gives.
+
+    Raises:
+        ConfigError: the column holds what cannot be that.
+    """
+    got = ", ".join(short(each) for each in column.examples[:_SHOWN_OTHERS]) or column.title
+    at = f"--{choice.kind} {column.name}"
+    why = f"--{choice.kind}"
+    if choice.kind == "list":
+        separator = choice.detail or judgement.separator
+        if not is_list(column.type) and (separator is None or not is_text(column.type)):
+            raise ConfigError(f"{at}: got {got}; needed the separator, too, for instance {at}:,")
+        return Judgement("list", "sure", why, separator=None if is_list(column.type) else separator)
+    if choice.kind == "time":
+        if is_text(column.inner) or types.is_boolean(column.inner):
+            near = near_miss(column) or f"needed how they are written: {at}:%d.%m.%Y"
+            raise ConfigError(f"{at}: got {got}; {near}")
+        form = choice.detail or column.written or (judgement.format if judgement.kind == "time" else "")
+        return Judgement("time", "sure", why, format=form)
+    if choice.kind == "number" and (is_list(column.type) or (is_text(column.inner) and column.kind is None)):
+        raise ConfigError(f"{at}: got {got}; needed numbers. Leave it out: --drop {column.name}")
+    return Judgement(choice.kind, "sure", why)
+
+
+_Found = tuple[_Features, str, int, Mapping[Literal["format", "decimal"], str]]
+
+
+def _features(name: str, column: ColumnSurvey, judgement: Judgement) -> _Found:
+    """Return the features of a column, the first one named `name`; what is to be known of them; their rows per sample;
+    and how its cells are written."""
+    inner, kind = column.inner, judgement.kind
     if column.is_bytes:
-        return {}, "its values are bytes that are not UTF-8 text", 0
-    if reason := _refused(column):
-        return {}, reason, 0
-    if not column.is_readable:
-        return {}, f"no feature is made of {column.title}", 0
-    if not column.values.estimate and not column.too_long[""]:
-        return {}, "it has no values", 0
-    if column.values.estimate == 1 and not column.missing and not column.parts:
-        return {}, "it has one value in all rows", 0
-    if column.declared == "float_seq":
-        return {}, "no feature is made of lists of numbers", 0
-    if column.declared == "token" and not types.is_integer(inner):
-        return _text(name, column)
-    is_whole_number = types.is_integer(inner) and not is_list(column.type)
-    if is_whole_number and bool(words & _TIME_WORDS) and _are_within(numbers, _EPOCH_SECONDS):
-        return _time(name, column)
-    if is_time(inner) and not is_list(column.type):
-        return _time(name, column)
-    if is_text(inner):
-        return _text(name, column)
-    is_number = types.is_integer(inner) or types.is_floating(inner) or types.is_decimal(inner)
-    is_long = types.is_integer(inner) and max(abs(numbers.least), abs(numbers.largest)) >= _LEAST_LONG
-    is_named = bool(words & _ID_WORDS) or is_list(column.type) or column.declared == "token"
-    is_named = is_named and column.declared != "float"
-    if is_number and numbers.are_whole and (is_named or is_long):
-        return _ids(name, column)
-    if is_list(column.type):
-        return {}, f"no feature is made of {column.title}", 0
-    features, why = _number(name, column)
-    if is_whole_number and _are_within(numbers, _DATE_DIGITS):
-        why += "; if these are dates, write them as 2024-12-31"
-    elif is_whole_number and bool(words & _TIME_WORDS) and _are_within(numbers, _EPOCH_MILLISECONDS):
-        why += "; if these are milliseconds since 1970, divide them by 1000: seconds are taken as times"
-    return features, why, 0
+        return {}, "its values are bytes that are not UTF-8 text", 0, {}
+    if kind not in ("constant", "drop") and (reason := _refused(column, judgement)):
+        return {}, reason, 0, {}
+    if not column.is_readable and (kind != "constant" or not types.is_null(inner)):
+        return {}, f"no feature is made of {column.title}", 0, {}
+    if kind in ("constant", "drop"):
+        return {}, judgement.why, 0, {}
+    if kind == "time":
+        return _time(name, column, judgement.format)
+    if kind == "list" and judgement.separator is not None:
+        return *_parted(name, column, judgement.separator), {}
+    if kind in ("number", "leak") and not is_text(inner) and not is_list(column.type):
+        written = column.written
+        return *_number(name, column), 0, {"decimal": written} if written in (".", ",") else {}
+    if is_text(inner) or types.is_boolean(inner) or is_time(inner) or column.written:
+        settings, why = _category("text", column.values, None)
+        return {name: settings}, _bag(column) + why, column.most, {}
+    return *_ids(name, column), {}
 
 
-def _refused(column: ColumnSurvey) -> str:
+def _refused(column: ColumnSurvey, judgement: Judgement) -> str:
     """Say which of a column's values training would refuse, and what to do; or ""."""
     remedy = "the run would stop at these rows. Mend them, or make them missing (in text files: --null CELL)"
     if column.num_bad <= MOST_OTHERS * column.present:
@@ -213,19 +345,24 @@ def _refused(column: ColumnSurvey) -> str:
         what = "times after 5138-11-16 or long before 1970" if is_time(column.inner) else "infinite or above 3.4e38"
         return f"{column.num_refused:,} of its values are {what}: {remedy}"
     long = column.too_long[""]
-    if long and is_text(column.inner) and _parts(column) is None:
+    if long and is_text(column.inner) and judgement.separator is None:
         return f"{long:,} of its values are longer than {MOST_BYTES:,} bytes, too long to be told apart: {remedy}"
     return ""
 
 
-def _are_within(numbers: NumberSummary, limits: tuple[float, float]) -> bool:
-    return limits[0] <= numbers.least <= numbers.largest <= limits[1]
-
-
-def _time(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
+def _time(name: str, column: ColumnSurvey, written: str) -> _Found:
     """As `_features`, of a column of times: the day is told by its distance from others and the weekday, which repeat;
     the hour where there is a clock."""
     numbers, units = column.numbers, list(TIME_ROWS)
+    if written and not is_time(column.inner):
+        whole, numbers = pa.array(numbers.sample.astype(np.int64)), NumberSummary()
+        seconds, is_wrong = read_cells(whole, seconds_forms(written)[:1])
+        if is_wrong.any():
+            return {}, f"{short(whole[int(is_wrong.argmax())].as_py())} is no time as {written}", 0, {}
+        numbers.add(seconds.to_numpy(zero_copy_only=False))
+    if not numbers.count or max(abs(numbers.least), abs(numbers.largest)) >= MOST_SECONDS:
+        return {}, "these would be times after 5138-11-16 or long before 1970. Say how they are written", 0, {}
+    is_in_floats = not written and types.is_floating(column.type)
     said = f"{day_of(numbers.least)} to {day_of(numbers.largest)}, in UTC"
     if not numbers.are_days:
         why = f"a time, {said}"
@@ -236,7 +373,8 @@ def _time(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
         mean, std = numbers.mean / SECONDS_PER_DAY, numbers.std / SECONDS_PER_DAY or 1.0
         settings = {f"{name}_days": {"kind": "dense", "scale": "days", "mean": _rounded(mean), "std": _rounded(std)}}
     settings |= {f"{name}_{unit}": {"kind": "sparse", "mapping": unit} for unit in units}
-    return settings, why, len(units)
+    form = "s" if is_in_floats else written
+    return settings, why, len(units), {"format": form} if form else {}
 
 
 def day_of(seconds: float) -> str:
@@ -255,19 +393,12 @@ def distinct_values(column: ColumnSurvey) -> str:
     return f"{'' if column.values.is_exact else '~'}{column.values.estimate:,}"
 
 
-def _text(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
-    """As `_features`, of a column of texts, or of lists of them."""
-    parted = _parts(column)
-    if parted is not None:
-        separator, distinct, most = parted
-        settings, why = _category("text", distinct, None)
-        about = "" if distinct.is_exact else "~"
-        why = f"up to {most} values in a cell, {about}{distinct.estimate:,} distinct; {why}"
-        return {name: {**settings, "separator": separator}}, why, most
-    if _is_unique(column):
-        return {}, _UNIQUE, 0
-    settings, why = _category("text", column.values, None)
-    return {name: settings}, f"{_bag(column)}{why}", column.most
+def _parted(name: str, column: ColumnSurvey, separator: str) -> tuple[_Features, str, int]:
+    """As `_features`, of a column of texts that are several values each."""
+    distinct, _, most, _ = column.parts.get(separator, (column.values, 0, 1, 0))
+    settings, why = _category("text", distinct, None)
+    why = f"up to {most} values in a cell, {'' if distinct.is_exact else '~'}{distinct.estimate:,} distinct; {why}"
+    return {name: {**settings, "separator": separator}}, why, most
 
 
 def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
@@ -276,18 +407,13 @@ def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     is_large = types.is_floating(column.inner) and max(abs(limit) for limit in limits) >= _LEAST_TOO_LARGE
     if types.is_decimal(column.inner) or is_large:
         return {}, f"ids are not read of {'large ' if is_large else ''}{column.inner}: write integers, or text", 0
-    if _is_unique(column):
-        return {}, _UNIQUE, 0
+    if not is_text(column.type) and not column.numbers.are_whole:
+        return {}, "its numbers have fractions, and are no ids", 0
     if types.is_integer(column.inner):
         settings, why = _category("hash", column.ids, limits)
     else:
         settings, why = _category("text", column.values, None)
     return {name: settings}, _bag(column) + why, column.most
-
-
-def _is_unique(column: ColumnSurvey) -> bool:
-    many = column.present >= _UNIQUE_ROWS and column.values.estimate >= _UNIQUE_SHARE * column.present
-    return many and not is_list(column.type)
 
 
 def _bag(column: ColumnSurvey) -> str:
@@ -343,16 +469,6 @@ def _fewest_collisions(distinct: DistinctCount, num_rows: int) -> tuple[int, int
         if len(rows) == len(distinct.kept):
             break
     return best[1], best[0]
-
-
-def _parts(column: ColumnSurvey) -> tuple[str, DistinctCount, int] | None:
-    """Return the separator of the values in a column's cells, those values, and the most in a cell."""
-    for separator, (distinct, cells, most, _) in column.parts.items():
-        cells_differ = distinct.estimate < column.values.estimate + column.too_long[""]
-        is_declared = column.declared == "token_seq"
-        if is_declared or (cells >= _PARTS_SHARE * column.present and cells_differ and not column.too_long[separator]):
-            return separator, distinct, most
-    return None
 
 
 def _rounded(value: float) -> float:

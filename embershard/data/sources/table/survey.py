@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ _INTEGER = r"^(0|-?[1-9][0-9]*)$"
 _LONG_INTEGER = r"^-?[1-9][0-9]{15,}$"
 _LAST_EXACT = 2.0**53  #: float64 has every integer up to here
 _NUMBER = r"^-?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?$"  # 02139 is a code, not a number
+_IS_NUMBER = re.compile(_NUMBER).match
 _TIME = r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?$"
 _ZONED_TIME = r"^\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[-+]\d\d(:?\d\d)?)$"
 _BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
@@ -64,7 +66,7 @@ _MISSING_WORDS = [
 #: Share of a column's cells that may be none of the type that all others are: these make bad rows.
 MOST_OTHERS = 0.01
 _KEPT_OTHERS = 1000  # distinct ones of a column, by type
-_KEPT_TEXTS, _TRIED_TEXTS = 64, 1000
+_KEPT_TEXTS, _TRIED_TEXTS, _LEAST_ALIKE, _MOST_WORDS = 64, 64, 0.25, 5
 #: Types that texts may have, the first that fits: "unsigned" are integers that int64 does not hold.
 _TYPES = {
     "integer": pa.int64(),
@@ -204,6 +206,7 @@ class ColumnSurvey:
         texts: of texts, how many cells have each; None where these are many.
         examples: of texts, some of the first ones.
         urls: of texts, how many are web addresses.
+        breaks: of texts, how many have line breaks, which text files cannot have in training.
         wanted: what the user says that it holds: "number", "time" or "list"; or "".
         form: format that the user says its times have; separator that its lists have.
         missing_words: how many cells are each of `_MISSING_WORDS`, where others fit a type.
@@ -227,6 +230,7 @@ class ColumnSurvey:
     texts: Counter[str] | None = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     urls: int = 0
+    breaks: int = 0
     wanted: str = ""
     form: str = ""
     has_null_values: bool = True
@@ -316,6 +320,8 @@ class ColumnSurvey:
             self.texts.update(dict(zip(texts.to_pylist(), counts.field(1).to_pylist(), strict=True)))
             self.texts = self.texts if len(self.texts) <= _KEPT_TEXTS else None
         self.examples += texts.slice(0, _KEPT_TEXTS - len(self.examples)).to_pylist()
+        if self.has_null_values:
+            self.breaks += int(pc.sum(pc.match_substring(column, "\n")).as_py() or 0)
         self.urls += int(pc.sum(pc.starts_with(column, "http")).as_py() or 0)
 
     def _add_typed(self, column: pa.Array) -> None:
@@ -326,7 +332,7 @@ class ColumnSurvey:
             for name in ("number", ".", ","):
                 self.others.pop(name, None)
         if not any(len(others) for others in self.others.values()):
-            self._drop_unlike(column.slice(0, _TRIED_TEXTS))
+            self._drop_unlike(column)
         plain: pa.Array | None = None  # the numbers, where all texts are
         for name, others in list(self.others.items()):
             kind, form = self.types[name]
@@ -334,6 +340,9 @@ class ColumnSurvey:
                 self._add_numbers(plain, name)
                 continue
             is_like = pc.match_substring_regex(column, form.pattern)
+            if others.total() + len(column) - pc.sum(is_like).as_py() > self.present / 2:
+                del self.others[name]
+                continue
             texts = column.filter(is_like)
             found, is_wrong = read_cells(texts, [form])
             for part in (column.filter(pc.invert(is_like)), texts.filter(pa.array(is_wrong))):
@@ -349,11 +358,16 @@ class ColumnSurvey:
             words = read_cells(column.filter(pc.match_substring_regex(column, _INTEGER)), INTEGER_WORDS)[0].drop_null()
             self.ids.add(mix64(words.to_numpy(zero_copy_only=False).view(np.uint64)))
 
-    def _drop_unlike(self, first: pa.Array) -> None:
-        """Drop the formats that fewer than half of the first texts have: there are many formats."""
+    def _drop_unlike(self, column: pa.Array) -> None:
+        """Drop the formats that few of some texts have, since there are many formats."""
+        some = column.take(np.unique(np.linspace(0, len(column) - 1, _TRIED_TEXTS).astype(np.int64))).to_pylist()
+        likely = (".", ",") if sum(_IS_NUMBER(text) is not None for text in some) > len(some) / 2 else _WRITTEN
         for name in self.others.keys() & _WRITTEN.keys():
-            is_like = pc.match_substring_regex(first, self.types[name][1].pattern)
-            if 2 * (pc.sum(is_like).as_py() or 0) < len(first):
+            if name not in likely:
+                del self.others[name]
+                continue
+            pattern = re.compile(self.types[name][1].pattern)
+            if sum(pattern.match(text) is not None for text in some) < _LEAST_ALIKE * len(some):
                 del self.others[name]
 
     def _add_parts(self, column: pa.Array) -> None:
@@ -428,19 +442,29 @@ class ColumnSurvey:
     @property
     def odd_cells(self) -> Counter[str]:
         """The texts that are not of the column's type, and no missing values."""
-        words = Counter() if self.has_null_values else self.missing_words
-        return self.others[self.kind] + words if self.kind is not None else Counter()
+        if self.kind is None or self._others_are_words:
+            return Counter()
+        return self.others[self.kind] + (Counter() if self.has_null_values else self.missing_words)
+
+    @property
+    def _others_are_words(self) -> bool:
+        """Whether texts of another type stand for a missing value: a few words, where the user, or the header, says
+        what the others are."""
+        few = self.has_null_values and bool(self.wanted) and self.kind is not None
+        return few and len(self.others[str(self.kind)]) <= _MOST_WORDS
 
     @property
     def null_cells(self) -> Counter[str]:
         """Words for a missing value among texts of another type, which settings can make missing."""
-        return self.missing_words if self.kind is not None and self.has_null_values else Counter()
+        if self.kind is None or not self.has_null_values:
+            return Counter()
+        return self.missing_words + (self.others[self.kind] if self._others_are_words else Counter())
 
     @property
     def num_bad(self) -> int:
         """Rows that the column makes bad in training, as long as `null_cells` are missing values."""
         long = self.too_long[""] if is_text(self.inner) else 0
-        return self.odd_cells.total() + (self.num_refused if not is_text(self.inner) else long)
+        return self.odd_cells.total() + 2 * self.breaks + (self.num_refused if not is_text(self.inner) else long)
 
     @property
     def present(self) -> int:

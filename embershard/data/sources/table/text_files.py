@@ -179,18 +179,18 @@ def columns_of(path: Path, header: bytes, settings: TableConfig, *, needs_labels
 
 
 def header_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
-    """Return the names in a text file's first line.
+    """Return the names in a text file's first line; "Unnamed: 0" of a column without one, at place 0.
 
     Raises:
-        DataError: a name is there twice, or there is none for a column; or lines end in a carriage return alone.
+        DataError: a name is there twice; or lines end in a carriage return alone.
     """
     text = _line_text(header).removeprefix(BYTE_ORDER_MARK.decode())
     if "\r" in text:
         raise DataError(f"{path}:1 {short(text)}: {_CARRIAGE_RETURN}")
-    names = _cells(text, settings)
-    wrong = next((name for name in names if not name or names.count(name) > 1), None)
+    names = [name or f"Unnamed: {place}" for place, name in enumerate(_cells(text, settings))]  # as pandas calls them
+    wrong = next((name for name in names if names.count(name) > 1), None)
     if wrong is not None or not names:
-        problem = f"has {wrong!r} twice" if wrong else "has a column without a name"
+        problem = f"has {wrong!r} twice" if wrong else "has no name"
         raise DataError(
             f"{path}:1 the header {problem}: {short(text)}. If the file has no header: data.table.columns names them"
         )

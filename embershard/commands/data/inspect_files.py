@@ -1,0 +1,315 @@
+"""`embershard data inspect`: looks at files, judges their columns, and writes the settings of a run on them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log10
+from pathlib import Path
+
+from embershard.commands.data.choices import choices, label_choice
+from embershard.commands.data.columns import columns_of_files, survey_files
+from embershard.commands.data.kinds import Judgement, judge
+from embershard.commands.data.suggest import (
+    LabelSuggestion,
+    Suggestion,
+    day_of,
+    distinct_values,
+    facts_of,
+    near_miss,
+    num_bad_labels,
+    others_of,
+    suggest_features,
+    suggest_label,
+)
+from embershard.data.config import TableConfig, TableFeature
+from embershard.data.config_fields import has_lines
+from embershard.data.sources.table.raw import is_text, is_time
+from embershard.data.sources.table.survey import MOST_OTHERS, SECONDS_PER_DAY, ColumnSurvey
+from embershard.errors import ConfigError
+from embershard.launch.arguments import check_new_output
+from embershard.launch.screen import make_table, plain_console, say, wide_console
+from embershard.settings.decoding import toml, toml_key
+
+_HELD_OUT, _MOST_BAD = 0.1, 0.9
+_BATCHES_IN_FLIGHT = 3  # look_ahead.prefetch batches, and the one that trains
+_LEAST_RATIO = 0.05  # the default of cache.ratio
+_LEAST_BATCH, _STEPS_OF_AN_EPOCH = 16, 64
+#: Rows, and the largest batch that so many train with.
+_BATCHES = ((1_000_000, 256), (20_000_000, 1024), (None, 4096))
+_FEW_ROWS = 5_000_000  # below, several epochs train
+_LIKELIEST = 3
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Run the action; return 0.
+
+    Raises:
+        DataError: a file cannot be read, or files have other columns than the first.
+        ConfigError: a column is not what an option says; or no column looks like a label, or like a category, and a
+            file is to be written.
+    """
+    output: Path | None = arguments.output
+    if output is not None:
+        check_new_output(output)
+    found = Inspected.of(arguments, needs_label=output is not None)
+    found.show()
+    if output is not None:
+        output.write_text(found.settings(), encoding="utf-8")
+        say(plain_console(), f"Settings are in {output}. Check the label, then: embershard train --config {output}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """Files, and what was found of them.
+
+    Attributes:
+        data: the file or folder.
+        form: of text files; None for Parquet.
+        columns: what each column holds.
+        label: None where none was found, and none was needed.
+        suggested: how to use each of the others.
+        num_bad: lines that are no rows.
+    """
+
+    data: Path
+    form: TableConfig | None
+    encoding: str
+    columns: Mapping[str, ColumnSurvey]
+    label: LabelSuggestion | None
+    suggested: Sequence[Suggestion]
+    num_bad: int
+
+    @staticmethod
+    def of(arguments: argparse.Namespace, *, needs_label: bool) -> Inspected:
+        """Look at the files that the arguments name.
+
+        Raises:
+            DataError: a file cannot be read, or files have other columns than the first.
+            ConfigError: a column is not what an option says; or a label is needed, and no column looks like one.
+        """
+        files = columns_of_files(arguments.data, arguments)
+        names = files[0].schema().names
+        chosen, wanted = choices(arguments, names), label_choice(arguments.label, names)
+        if wanted is not None and wanted.column in chosen:
+            raise ConfigError(f"--label {wanted.column}: it is named by --{chosen[wanted.column].kind}, too; name it once.")
+        if unknown := [name for name in arguments.feature if name not in names]:
+            raise ConfigError(f"--feature: got {unknown[0]!r}; there are {', '.join(names)}.")
+        for_survey = {name: each.for_survey for name, each in chosen.items() if each.for_survey[0]}
+        columns, bad_lines = survey_files(files, for_survey)
+        try:
+            label = suggest_label({name: each for name, each in columns.items() if name not in chosen}, wanted)
+        except ConfigError:
+            if needs_label or wanted is not None:
+                raise
+            label = None
+        others = [each for name, each in columns.items() if label is None or name != label.column]
+        facts = [facts_of(each, is_known=each.name in arguments.feature) for each in others]
+        suggested: list[Suggestion] = []
+        taken = set() if label is None else {label.column}
+        for each, judgement in zip(others, judge(facts), strict=True):
+            suggested.append(suggest_features(each, judgement, taken, chosen.get(each.name)))
+            taken.update(suggested[-1].features)
+        form = files[0].form if files[0].is_text else None
+        return Inspected(arguments.data, form, arguments.encoding, columns, label, suggested, len(bad_lines))
+
+    @property
+    def num_rows(self) -> int:
+        return next(iter(self.columns.values())).rows
+
+    @property
+    def used(self) -> list[Suggestion]:
+        return [each for each in self.suggested if each.is_used]
+
+    def show(self) -> None:
+        """Show what each column holds and is for, and what is not sure."""
+        judged = {each.column: each.judgement for each in self.suggested}
+        table = make_table(
+            f"{self.num_rows:,} rows",
+            ["column", "type", "use"],
+            ["distinct", "missing", "most", "least", "largest", "mean", "std"],
+        )
+        for name, column in self.columns.items():
+            numbers, use = column.numbers, "label"
+            if name in judged:
+                use = f"{judged[name].kind}, {judged[name].sure}"
+            elif self.label is None or name != self.label.column:
+                use = ""
+            shown = ["", "", "", ""]
+            if numbers.count and not is_text(column.inner):
+                shown = [f"{each:g}" for each in (numbers.least, numbers.largest, numbers.mean, numbers.std)]
+            if numbers.count and is_time(column.inner):
+                shown = [day_of(each) for each in (numbers.least, numbers.largest, numbers.mean)]
+                shown.append(f"{numbers.std / SECONDS_PER_DAY:.1f} days")
+            counts = [distinct_values(column), f"{column.missing:,}", f"{column.most:,}"]
+            table.add_row(name, column.title, use, *counts, *shown)
+        wide_console().print(table)
+        say(plain_console(), *self.remarks())
+
+    def remarks(self) -> list[str]:
+        """Return sentences on what is odd, what is a guess, and what was left out."""
+        said = [f"{name}: {others}" for name, column in self.columns.items() if (others := others_of(column))]
+        for each in self.suggested:
+            if miss := near_miss(self.columns[each.column]):
+                said.append(f"{each.column}: {miss}")
+            elif each.judgement.sure == "guess" and each.features:
+                said.append(f"{each.column}: {each.judgement.kind} (a guess): {each.judgement.why}. {_else(each)}")
+        if self.num_bad:
+            said.append(f"{self.num_bad:,} lines have not as many cells as there are columns (data.bad_rows).")
+        if left_out := [each.column for each in self.suggested if each.judgement.kind == "leak" and each.features]:
+            said.append(
+                f"{', '.join(left_out)}: left out, since columns of results are not known before the label. To use "
+                f"one that is: --feature {left_out[0]}"
+            )
+        return said
+
+    def settings(self) -> str:
+        """Return the settings of a run, as TOML.
+
+        Raises:
+            ConfigError: no column is a category; or training does not read such files.
+        """
+        assert self.label is not None
+        self._check()
+        label, columns, used = self.label, self.columns, self.used
+        read = [columns[each.column] for each in used]
+        num_bad = self.num_bad + sum(each.num_bad for each in read) + num_bad_labels(columns[label.column])
+        defaults = TableConfig()
+        form = defaults if self.form is None else self.form
+        null_values = [*form.null_values]
+        for column in (columns[label.column], *read):
+            null_values += [word for word in column.null_cells if word not in null_values]
+        lines = [
+            f"# Written by embershard data inspect: {self.num_rows:,} rows. Check the label and the features. Then:",
+            "#   embershard train --config FILE",
+            "",
+            "[data]",
+            'kind = "table"',
+            f"path = {toml(str(self.data.absolute()))}",
+            f"eval_fraction = {_HELD_OUT:g}    # the last tenth of every file is held out",
+            *([] if not num_bad else [_bad_rows(num_bad, self.num_rows)]),
+            "",
+            "[data.table]",
+            f"label = {toml(label.column)}    # {label.why}",
+            *_tasks(label),
+        ]
+        for each in (*used, *([self._of_label()] if columns[label.column].written in (".", ",") else [])):
+            lines += [f"{key}.{toml_key(each.column)} = {toml(value)}" for key, value in each.written.items()]
+        if self.form is not None:
+            lines.append(f"separator = {toml(form.separator)}")
+            given = {"columns": form.columns, "null_values": tuple(null_values), "quoted": form.quoted}
+            given["encoding"] = self.encoding
+            lines += [f"{key} = {toml(value)}" for key, value in given.items() if value != getattr(defaults, key)]
+        lines += ["", "[data.table.features]"]
+        for each in self.suggested:
+            lines.append(f"# {' '.join(each.column.split())}: {each.why}")  # a name may have several lines
+            sign = "" if each.is_used else "# "
+            lines += [f"{sign}{toml_key(name)} = {toml(settings)}" for name, settings in each.features.items()]
+        return "\n".join([*lines, *_of_the_model(used, self.num_rows)])
+
+    def _of_label(self) -> Suggestion:
+        assert self.label is not None
+        column = self.columns[self.label.column]
+        return Suggestion(column.name, {}, "", 0, Judgement("number", "sure", ""), {"decimal": column.written})
+
+    def _check(self) -> None:
+        """Raise `ConfigError` where training would find no category, or does not read the files."""
+        if self.form is not None and not has_lines(self.encoding):
+            new = f"embershard data convert {self.data} --encoding {self.encoding} -o {self.data.stem}.parquet"
+            raise ConfigError(f"{self.data}: training does not read {self.encoding}. Convert it, and inspect that: {new}")
+        broken = next((each for each in self.columns.values() if each.breaks > MOST_OTHERS * each.rows), None)
+        if broken is not None:
+            new = f"embershard data convert {self.data} -o {self.data.stem}.parquet"
+            raise ConfigError(
+                f"{self.data}: {broken.breaks:,} cells of {broken.name!r} have line breaks, which training does not read "
+                f"in text files. Convert it, and inspect that: {new}"
+            )
+        if any(each["kind"] == "sparse" for suggestion in self.used for each in suggestion.features.values()):
+            return
+        ranked = sorted(self.suggested, key=_likeness, reverse=True)[:_LIKELIEST]
+        likeliest = ",".join(each.column for each in ranked if each.judgement.kind != "constant")
+        hint = f" Likeliest: --category {likeliest}" if likeliest else ""
+        raise ConfigError(f"{self.data}: no column is a category, and a model needs one: text, or ids.{hint}")
+
+
+def _likeness(suggestion: Suggestion) -> tuple[bool, float]:
+    """Return how much a column that is no category is like one."""
+    judgement = suggestion.judgement
+    return judgement.kind != "constant", 1.0 if judgement.kind == "drop" else judgement.score or -10.0
+
+
+def _else(suggestion: Suggestion) -> str:
+    """Return the option that makes another kind of a column."""
+    judgement, column = suggestion.judgement, suggestion.column
+    if judgement.kind == "time" and judgement.why.startswith("times, if not as "):
+        return f"Else: --time {column}:{judgement.why.removeprefix('times, if not as ')}"
+    other = "number" if judgement.kind == "category" else "category"
+    return f"Else: --{other} {column}"
+
+
+def _tasks(label: LabelSuggestion) -> list[str]:
+    """Return the lines that say what is predicted of a label, and in comments what else could be."""
+    if label.text is not None:
+        return [f"label_is = {toml(label.text)}    # labels are 1 where the cell is this text, else 0"]
+    if label.at_least is None:
+        return []
+    lines = [f"label_at_least = {label.at_least:g}    # labels are 1 from here on, else 0"]
+    if label.mean is not None:
+        said = "# predicts the number. To predict clicks, in place of these two lines:"
+        lines = [f"label_mean = {label.mean:g}", f'task = "regression"    {said}', f"# {lines[0]}"]
+    if label.classes:
+        classes = f"# classes.{toml_key(label.column)} = {toml(list(label.classes))}"
+        others = "label_at_least" if label.mean is None else "label_mean and task"
+        lines += [f"# A probability for each number, in place of {others}:", '# task = "multiclass"', classes]
+    return lines
+
+
+def _bad_rows(num_bad: int, num_rows: int) -> str:
+    """Return the setting that allows these bad rows, even if all of them are among those held out."""
+    share = min(num_bad / (_HELD_OUT * max(num_rows, 1)), _MOST_BAD)
+    digits = -floor(log10(share))
+    allowed = min(ceil(share * 10**digits - 1e-9) / 10**digits, _MOST_BAD)
+    return f"bad_rows = {allowed:g}    # up to {num_bad:,} of the rows are bad; all may be in the last tenth, held out"
+
+
+def _of_the_model(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
+    most = next(batch for rows, batch in _BATCHES if rows is None or num_rows <= rows)
+    batch = _LEAST_BATCH
+    while batch < most and 2 * batch * _STEPS_OF_AN_EPOCH <= num_rows:
+        batch *= 2
+    features = [settings for each in suggested for settings in each.features.values()]
+    table_rows = sum(TableFeature(**settings).table_rows for settings in features)
+    in_flight = _BATCHES_IN_FLIGHT * batch * sum(each.lookups for each in suggested)
+    ratio = min(1.0, max(_LEAST_RATIO, ceil(100 * in_flight / table_rows) / 100))
+    is_small = num_rows < _FEW_ROWS
+    epochs = [
+        "epochs = 10    # at most: few samples want several; the best epoch is kept",
+        "early_stopping = 2    # ends the run after two epochs that were no better",
+    ]
+    if not is_small:
+        every = max(1, round(0.1 * (1 - _HELD_OUT) * num_rows / batch))
+        epochs = ["epochs = 1    # many samples need no second one", f"eval_every = {every}    # steps of one rank: a tenth"]
+    return [
+        "",
+        "[model]",
+        *(['arch = "deepfm"    # of few rows better than the dot products alone ("dlrm"); docs/models.md'] * is_small),
+        "embedding_dim = 16    # of rare and of frequent values; 8 lost where users and items are all there is",
+        "",
+        "[cache]",
+        f"ratio = {ratio:g}    # of {table_rows:,} rows, on the device; batches in flight need up to {in_flight:,}",
+        "",
+        "[embedding_optimizer]",
+        'kind = "rowwise_adagrad"',
+        "lr = 0.02",
+        "",
+        "[dense_optimizer]",
+        'kind = "adam"',
+        "lr = 0.001",
+        "",
+        "[train]",
+        f"batch_size = {batch}    # per rank: small where samples are few, since each step learns alike much",
+        *epochs,
+        "",
+    ]
