@@ -73,14 +73,15 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         EmbershardError: the settings are wrong, or a file cannot be opened, read or written.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     code: int = resolve_name(f"{__package__}.{arguments.run}")(arguments)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("data", _HELP)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the actions."""
+    found = make_parser("data", _HELP)
+    actions = found.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_inspect(actions)
     _add_convert(actions)
     text = "read all rows, and say what training would do with them"
@@ -95,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(action)
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="folder of the new run")
     action.add_argument("--step", type=step_or_last, metavar="N|last", help="as `embershard export` takes it")
-    return parser
+    return found
 
 
 def _add_inspect(actions: Any) -> None:

@@ -148,6 +148,17 @@ class Inspected:
         wide_console().print(table)
         say(plain_console(), *self.remarks())
 
+    def show_uses(self) -> None:
+        """Show in short what each column is taken for."""
+        table = make_table(f"{self.data.name}: {self.num_rows:,} rows", ["column", "use", "since"], [])
+        assert self.label is not None
+        table.add_row(self.label.column, "label", self.label.why)
+        for each in self.suggested:
+            use = each.judgement.kind if each.is_used else f"left out: {each.judgement.kind}"
+            table.add_row(each.column, f"{use}, {each.judgement.sure}", each.judgement.why)
+        wide_console().print(table)
+        say(plain_console(), *self.remarks())
+
     def remarks(self) -> list[str]:
         """Return sentences on what is odd, what is a guess, and what was left out."""
         said = [f"{name}: {others}" for name, column in self.columns.items() if (others := others_of(column))]

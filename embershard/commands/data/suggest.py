@@ -110,7 +110,7 @@ def facts_of(column: ColumnSurvey, *, is_known: bool = False, result: str = "") 
         _holds(column),
         rows=column.rows,
         present=column.present - column.null_cells.total(),
-        distinct=distinct or bool(column.too_long[""]),
+        distinct=distinct + column.too_long[""],
         declared=declared,
         least=numbers.least if numbers.count else 0.0,
         largest=numbers.largest if numbers.count else 0.0,
@@ -317,7 +317,7 @@ def _features(name: str, column: ColumnSurvey, judgement: Judgement) -> _Found:
     inner, kind = column.inner, judgement.kind
     if column.is_bytes:
         return {}, "its values are bytes that are not UTF-8 text", 0, {}
-    if kind not in ("constant", "drop") and (reason := _refused(column, judgement)):
+    if reason := _refused(column, judgement):
         return {}, reason, 0, {}
     if not column.is_readable and (kind != "constant" or not types.is_null(inner)):
         return {}, f"no feature is made of {column.title}", 0, {}

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from embershard import distributed  # its names load torch, and a launcher needs it not
+from embershard.commands.train.from_data import is_data, with_settings
 from embershard.data.sources.check import check_data
+from embershard.errors import ConfigError
 from embershard.launch import launcher
 from embershard.launch.arguments import (
     NEWEST,
@@ -41,6 +43,7 @@ _HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
 All settings: embershard settings. On several machines: docs/operations.md.
 
   embershard train quickstart --set train.max_steps=100
+  embershard train clicks.csv    # `data inspect` first
   embershard train run.toml --plan plan.json --run-dir runs/a --max-restarts 3
   embershard train run.toml --run-dir runs/mine --resume
 """
@@ -149,6 +152,8 @@ def main(argv: Sequence[str]) -> int:
     if is_rank():
         return run_rank(lambda: rank_job(argv), stops_in_order=TrainJob.stops_in_order)
     arguments = _parser(starts_ranks=True).parse_intermixed_args(argv)
+    if is_data(arguments.config):
+        arguments = with_settings(arguments)
     job = TrainJob.of(arguments)
     config = job.config
     if config.tracking.trackers:
@@ -178,7 +183,13 @@ def main(argv: Sequence[str]) -> int:
 
 def rank_job(argv: Sequence[str]) -> TrainJob:
     """Return the job of a rank that torchrun started with these arguments."""
-    return TrainJob.of(_parser(starts_ranks=False).parse_intermixed_args(argv))
+    arguments = _parser(starts_ranks=False).parse_intermixed_args(argv)
+    if is_data(arguments.config):
+        raise ConfigError(
+            f"{arguments.config} is data, and torchrun starts every rank with it. Write the settings once: embershard "
+            f"data inspect {arguments.config} -o run.toml; then give run.toml."
+        )
+    return TrainJob.of(arguments)
 
 
 def _print_settings(job: TrainJob) -> None:
