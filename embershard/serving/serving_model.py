@@ -13,6 +13,7 @@ import difflib
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embershard.serving.serving_values import ID_MAPPINGS, plain, rows_of, scaled, types_of
+from embershard.serving.serving_values import (
+    ID_MAPPINGS,
+    as_plain,
+    parts_in_brackets,
+    plain,
+    rows_of,
+    scaled,
+    types_of,
+)
 
 _INT8_TAIL, _INT4_TAIL = 8, 4  # bytes of scale and offset at the end of a row: two float32, or two float16
 _MOST = 2**63 - 1
@@ -226,7 +235,8 @@ class Model(nn.Module):
         if mapping not in ("none", "modulo", "hash", "text", "hour", "weekday", *ID_MAPPINGS):
             raise ValueError(f"{feature['name']}: {mapping!r} is not mapped here; give rows to the model")
         if separator := feature.get("separator"):
-            values = [value.split(separator) if isinstance(value, str) and value else value for value in values]
+            cut = parts_in_brackets if separator == "[,]" else partial(str.split, sep=separator)
+            values = [cut(value) if isinstance(value, str) and value else value for value in values]
         offsets = torch.arange(len(values) + 1)
         if types_of(values) & {list, tuple}:
             bags = [value if isinstance(value, (list, tuple)) else [value] for value in values]
@@ -241,8 +251,9 @@ class Model(nn.Module):
         """Return the samples' plain values of a column; None where one is missing."""
         values, nulls = plain([sample[name] for sample in samples]), set(self.inputs.get("null_values", ()))
         if nulls and str in types_of(values):
-            return [None if isinstance(value, str) and value in nulls else value for value in values]
-        return values
+            values = [None if isinstance(value, str) and value in nulls else value for value in values]
+        written = [self.inputs.get(key, {}).get(name) for key in ("format", "decimal")]
+        return as_plain(values, *written) if any(written) else values
 
 
 def read_tensor(path: str | Path) -> Tensor:

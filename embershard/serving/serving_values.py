@@ -31,6 +31,8 @@ _TIMES = re.compile(r"((?!0000)[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}:
 _DATE_DIGITS = r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])"
 _FIRST_DATE, _LAST_DATE = 19000101, 20991231
 _NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
+_TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+_MONEY = r"(?:[$€£¥₹₽₩₺]|USD|EUR|GBP|CHF|kr|zł)"
 _HEXADECIMAL = re.compile("[0-9a-fA-F]{1,8}")
 _WHOLE = re.compile(r"(-?[1-9][0-9]*)\.0*|-?(?:0\.0*|\.0+)")
 _SAME = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false", "-0": "0"}
@@ -60,6 +62,49 @@ def _plain(value: Any) -> Any:
 def types_of(values: Sequence[Any]) -> set[type]:
     """Return the types of some values."""
     return set(map(type, values))
+
+
+def as_plain(values: Sequence[Any], form: str | None, mark: str | None) -> list[Any]:
+    """Return values in which times that are written as `form` says are seconds since 1970, and numbers with the decimal
+    mark `mark` are numbers; see `data.table.format` and `.decimal`. Values that are not written so stay."""
+    if mark is not None:
+        values = [_decimal(value, mark) if isinstance(value, str) else value for value in values]
+    if form is not None:
+        values = [value if value is None else _time_as(value, form) for value in values]
+    return list(values)
+
+
+def _decimal(text: str, mark: str) -> float | str:
+    other, this = (",", r"\.") if mark == "." else (r"\.", ",")
+    whole = f"(?:[1-9][0-9]{{0,2}}(?:[{other}' \u00a0\u202f][0-9]{{3}})+|[0-9]+)"
+    pattern = rf"[-+]?(?:{_MONEY} ?)?[-+]?(?:{whole}(?:{this}[0-9]*)?|{this}[0-9]+) ?(?:{_MONEY}|%)?"
+    return float(re.sub(f"[^-0-9{this}]", "", text).replace(mark, ".")) if re.fullmatch(pattern, text) else text
+
+
+def _time_as(value: Any, form: str) -> Any:
+    if form in _TIME_UNITS:
+        is_number = isinstance(value, (int, float)) or (isinstance(value, str) and re.fullmatch(_NUMBER, value))
+        return float(value) / _TIME_UNITS[form] if is_number else value
+    if isinstance(value, (int, float, str)):
+        try:
+            found = datetime.strptime(f"{value:.0f}" if isinstance(value, float) else str(value), form)
+            return seconds_of(found)
+        except ValueError:
+            pass
+    return value
+
+
+def parts_in_brackets(text: str) -> list[str]:
+    """Return the values of a list in brackets, as JSON and Python write it: the separator "[,]" of settings.
+
+    >>> parts_in_brackets("['a', 'b, c']"), parts_in_brackets("[1 2]"), parts_in_brackets("[]")
+    (['a', 'b, c'], ['1', '2'], [])
+    """
+    bare = re.sub(r"^\s*[\[({]\s*|\s*,?\s*[\])}]\s*$", "", text)
+    if re.fullmatch(r"""['"].*['"]""", bare, re.DOTALL):
+        return re.split(r"""['"]\s*,\s*['"]""", bare[1:-1])
+    bare = re.sub("""['"]""", "", bare)
+    return re.split(r"\s*,\s*" if "," in bare else r"\s+", bare) if bare else []
 
 
 def rows_of(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:

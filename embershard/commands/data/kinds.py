@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from embershard.data.config_fields import TIME_UNITS
 from embershard.data.sources.table.cells import BRACKETS, are_dates
 from embershard.settings.decoding import read_toml
 
@@ -27,7 +28,7 @@ _SURE, _LIKELY = 4.0, 2.0
 _OWN_SHARE = 0.4  # of a column's points; the rest is the mean of its family, columns as feat_1, feat_2, ...
 _FAMILY, _FRACTIONS_OF_FAMILY = 3, 0.3
 _UNIQUE_SHARE, _UNIQUE_ROWS, _FEW_ROWS = 0.95, 1000, 20
-_EPOCH = {"s": (1e8, 5e9), "ms": (1e11, 5e12), "us": (1e14, 5e15), "ns": (1e17, 5e18)}
+_EPOCH = {unit: (1e8 * each, 5e9 * each) for unit, each in TIME_UNITS.items()}
 _LIKELY_EPOCH, _LIKELY_EPOCH_SPAN = (9e8, 2.1e9), 3.2e8  # of a column whose name says nothing: ten years in 1998..2036
 _TEN_DIGITS, _LEAST_LONG = 1e9, 2.0**53
 _DIGITS_OF_DATES = {"%Y%m%d": 8, "%Y%m%d%H": 10, "%Y%m%d%H%M": 12, "%Y%m%d%H%M%S": 14, "%y%m%d%H": 8}
@@ -263,8 +264,10 @@ def _time_in_digits(column: Facts, group: str, word: str) -> Judgement | None:
         if has_digits and (calendar or form == "%Y%m%d") and _are_digits_of_dates(column.sample, form):
             return Judgement("time", "sure" if calendar else "likely", f"dates as {form}", format=form)
     span = column.largest - column.least
-    if not group and _are_within(column, _LIKELY_EPOCH) and span <= _LIKELY_EPOCH_SPAN and column.distinct > 1:
-        return Judgement("time", "guess", "they would be seconds since 1970")
+    for unit, each in TIME_UNITS.items():
+        least, largest = (each * limit for limit in _LIKELY_EPOCH)
+        if not group and least <= column.least < column.largest <= largest and span <= each * _LIKELY_EPOCH_SPAN:
+            return Judgement("time", "guess", f"they would be {unit} since 1970", format="" if unit == "s" else unit)
     return None
 
 

@@ -13,7 +13,7 @@ from embershard.errors import ConfigError
 from embershard.launch.run_dir import check_run_dir, default_run_dir
 
 #: Of files that are data, besides those of `data.table.files`.
-_MORE_DATA = ("*.json", "*.jsonl", "*.dat", "*.data", "*.rating", "*.csv.*", "*.tsv.*")
+_MORE_DATA = ("*.json", "*.jsonl", "*.dat", "*.data", "*.rating", "*.zst", "*.bz2", "*.xz", "*.zip")
 _WRITTEN = "inspected.toml"
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from embershard.data import BatchStream, DataConfig, open_source, schema_of
-from embershard.data.config import TableConfig, TableFeature
+from embershard.data.config import CONSTANT, TableConfig, TableFeature
 from embershard.data.hashing import make_key, mix64
 from embershard.data.sources.check import check_data
 from embershard.data.sources.kinds import serving_inputs
@@ -406,7 +406,7 @@ def test_settings_without_an_effect_are_refused(feature, said):
 def test_a_table_without_dense_features_gets_a_constant(tmp_path):
     config = config_of(write(tmp_path / "a.csv", pa.table({"label": [1], "u": ["a"]})))
     config = replace(config, table=TableConfig({"u": TableFeature("sparse", num_rows=9)}))
-    assert schema_of(config).dense == ("constant",)
+    assert schema_of(config).dense == (CONSTANT,)
     assert read(tmp_path / "a.csv", config.table).dense.tolist() == [[1.0]]
     with pytest.raises(ConfigError, match=r"embershard data inspect FILE -o run.toml"):
         open_source(replace(config, table=TableConfig()))

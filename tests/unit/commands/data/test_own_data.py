@@ -16,7 +16,8 @@ import pytest
 from pyarrow import csv
 
 from embershard.commands import cli
-from embershard.commands.data.suggest import suggest_features, suggest_label
+from embershard.commands.data.kinds import judge
+from embershard.commands.data.suggest import facts_of, suggest_features, suggest_label
 from embershard.commands.train.command import rank_job
 from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
@@ -85,7 +86,7 @@ def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder, one_rank
     assert cli.main(["data", "inspect", "clicks.parquet", "--feature", "is.new", "-o", "run.toml"]) == 0
     config = load_config(RunConfig, Path("run.toml"))
     features = config.data.table.features
-    assert list(features) == ["city", "tags", "seen", "price", "at_hour", "at_weekday", "is_new", "request"]
+    assert list(features) == ["city", "tags", "seen", "price", "at_hour", "at_weekday", "is_new"]
     assert (features["tags"].mapping, features["seen"].mapping, features["is_new"].column) == ("text", "hash", "is.new")
     assert features["price"].scale == "log1p"
     assert cli.main(["train", "--config", "run.toml", "--dry-run"]) == 0
@@ -170,14 +171,15 @@ def test_suggestions_are_what_columns_hold(folder):
         csv.write_csv(table, file)
     pq.write_table(table.append_column("clock", pa.array([time(9, n) for n in range(40)])), "a.parquet")
     said = (
-        "; 40 distinct, 0 missing; dates without a clock, 2024-01-01 to 2024-10-23, in UTC: the hour would be 0 in all",
+        "; 40 distinct, 0 missing; time, sure: times; dates without a clock, 2024-01-01 to 2024-10-23, in UTC: the hour would be 0 in all",
         'born_days = {kind = "dense", scale = "days", mean = 19874.',
         'born_weekday = {kind = "sparse", mapping = "weekday", column = "born"}\n#',
-        "# at: timestamp[us, tz=UTC] in text; 40 distinct, 0 missing; a time, 2024-01-01 to 2024-10-23, in UTC\n"
+        "# at: timestamp[us, tz=UTC] in text; 40 distinct, 0 missing; time, sure: times; a time, 2024-01-01 to 2024-10-23, in UTC\n"
         'at_hour = {kind = "sparse", mapping = "hour", column = "at"}\nat_weekday =',
-        'signed = {kind = "dense", scale = "standardize"',
+        'signed_hour = {kind = "sparse", mapping = "hour", column = "signed"}',
         "signup_time_days = ",
-        "if these are dates, write them as 2024-12-31",
+        "time, likely: dates as %Y%m%d; dates without a clock, 2024-01-01 to 2024-10-23",
+        'format.digits = "%Y%m%d"',
         "# flag: bool in text; 1 distinct, 14 missing; ",
         "# number: double in text; 40 distinct",
         'long = {kind = "sparse", mapping = "hash"',
@@ -251,7 +253,7 @@ def test_few_bad_cells_leave_a_column_its_type(folder, capsys, num_free, is_numb
     said = " ".join(capsys.readouterr().out.split())
     assert "at: 99.6 % are times; others: 'yesterday' (4)" in said
     assert ("price: 99 % are numbers; others: 'free' (6), '12,50' (4)" in said) == is_number
-    assert "purchased: left out, since columns of 0 and 1 may be results" in said
+    assert "purchased: left out, since columns of results are not known before the label" in said
     table = load_config(RunConfig, Path("run.toml")).data.table
     assert list(table.features) == ["price", "at_hour", "at_weekday", "user"]
     assert (table.features["price"].kind == "dense") == is_number
@@ -335,9 +337,11 @@ def test_distinct_values_are_counted_and_do_not_share_rows():
     found = survey(table.schema, iter(table.to_batches()))
     label = suggest_label(found, None)
     assert (label.column, label.at_least, label.mean) == ("rating", 4.0, 3.25)
-    sex = suggest_features(found["sex"], [])
+    sex, user = (
+        suggest_features(found[name], judge([facts_of(found[name])])[0], taken)
+        for name, taken in (("sex", []), ("user id", ["user_id"]))
+    )
     assert "2 distinct, 30 missing; no two share a row" in sex.why
-    user = suggest_features(found["user id"], ["user_id"])
     assert user.features["user_id_2"]["column"] == "user id"
     assert user.features["user_id_2"]["mapping"] == "hash"
 

@@ -1,0 +1,257 @@
+"""Files as people write them: `inspect` finds how, writes that into the settings, and training reads what they mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from embershard.commands import cli
+from embershard.data import open_source
+from embershard.data.block import Block
+from embershard.data.sources.kinds import serving_inputs
+from embershard.serving.serving_model import Model
+from embershard.settings.files import load_config
+from embershard.training.config import RunConfig
+
+ROWS = 240
+NUMBERS = range(ROWS)
+TIMES = np.datetime64("2024-01-01T00:30:00") + np.array([n * 7919 % 90_000 for n in NUMBERS]) * np.timedelta64(97, "s")
+ISO = [str(each).replace("T", " ") for each in TIMES]
+DAYS = [each[:10] for each in ISO]
+EPOCHS = TIMES.astype(np.int64).tolist()
+MONTHS = ["Jan", "Feb", "Mar", "Apr"]
+CASES = {
+    "german dates": ([f"{each[8:]}.{each[5:7]}.{each[:4]}" for each in DAYS], DAYS),
+    "american times": ([f"{int(each[5:7])}/{int(each[8:10])}/{each[:4]} {each[11:16]}" for each in ISO],
+                       [f"{each[:16]}:00" for each in ISO]),
+    "twitter's times": ([f"Mon {MONTHS[int(each[5:7]) - 1]} {each[8:19]} +0000 {each[:4]}" for each in ISO], ISO),
+    "days in digits": ([each.replace("-", "") for each in DAYS], DAYS),
+    "milliseconds": ([f"{each}007" for each in EPOCHS], ISO),
+    "seconds": (list(map(str, EPOCHS)), ISO),
+    "decimal commas": ([f"{n * 7 % 90},{n % 100:02}" for n in NUMBERS],
+                       [f"{n * 7 % 90}.{n % 100:02}" for n in NUMBERS]),
+    "money": ([f"$1,{n:03}.5" for n in NUMBERS], [f"1{n:03}.5" for n in NUMBERS]),
+    "json lists": ([json.dumps([n % 7, n % 5])[: -1 if n % 9 else None] + "]" * (n % 9 > 0) for n in NUMBERS],
+                   [f"{n % 7}|{n % 5}" for n in NUMBERS]),
+    "lists of texts": ([str([f"t, {n % 7}", f"u{n % 5}"]) for n in NUMBERS],
+                       [f"t, {n % 7}|u{n % 5}" for n in NUMBERS]),
+    "carets": ([f"{n % 7}^{n % 5}" for n in NUMBERS], [f"{n % 7}|{n % 5}" for n in NUMBERS]),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, columns: dict[str, list[str]], separator: str = ";", encoding: str = "utf-8") -> None:
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
+    Path(name).write_text("".join(separator.join(row) + "\n" for row in rows), encoding=encoding)
+
+
+def inspected(name: str, *words: str) -> RunConfig:
+    """Return the settings that inspect writes of a file."""
+    assert cli.main(["data", "inspect", name, *words, "-o", f"{name}.toml"]) == 0
+    return load_config(RunConfig, Path(f"{name}.toml"))
+
+
+def samples(config: RunConfig) -> Block:
+    parsed = open_source(config.data).parse(0)
+    assert not parsed.bad
+    return parsed.samples
+
+
+def assert_same(first: Block, second: Block) -> None:
+    assert first.dense.tolist() == second.dense.tolist()
+    assert first.labels.tolist() == second.labels.tolist()
+    for one, other in zip(first.values, second.values, strict=True):
+        assert one.tolist() == other.tolist()
+    assert np.asarray(first.lengths).tolist() == np.asarray(second.lengths).tolist()
+
+
+def others() -> dict[str, list[str]]:
+    return {"click": [str(n % 2) for n in NUMBERS], "user_id": [str(n % 20) for n in NUMBERS]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cells_mean_the_same_however_they_are_written(case):
+    """In training, and in the program that serves."""
+    odd, clean = CASES[case]
+    write("odd.csv", {**others(), "when": odd})
+    write("clean.csv", {**others(), "when": clean})
+    config = inspected("odd.csv")
+    block = samples(config)
+    assert_same(block, samples(inspected("clean.csv")))
+    model = Model([], np.array, json.loads(json.dumps(serving_inputs(config.data))))  # type: ignore[arg-type]
+    rows = [{"user_id": user, "when": cell} for user, cell in zip(others()["user_id"], odd, strict=True)]
+    dense, ids, _ = model.encode(rows)
+    assert dense.numpy().tolist() == block.dense.tolist()
+    assert [each.tolist() for each in ids] == [each.tolist() for each in block.values]
+
+
+def test_labels_may_be_words():
+    for label, words in (("clicked", []), ("mood", ["--label", "mood=good"])):
+        texts = ("no", "yes") if label == "clicked" else ("bad", "good")
+        write(f"{label}.csv", {label: [texts[n % 2] for n in NUMBERS], "user": [f"u{n % 9}" for n in NUMBERS]})
+        config = inspected(f"{label}.csv", *words)
+        assert config.data.table.label_is == texts[1]
+        assert samples(config).labels.tolist() == [float(n % 2) for n in NUMBERS]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "gbk"])
+def test_the_encoding_is_in_the_settings(encoding):
+    names = ["上海", "北京"] if encoding == "gbk" else ["Zürich", "Genève"]
+    cells = {"click": others()["click"], "stadt": [names[n % 2] for n in NUMBERS]}
+    cells["größe" if encoding != "gbk" else "城市"] = [f"s{n % 5}" for n in NUMBERS]
+    write("odd.csv", cells, encoding=encoding)
+    write("clean.csv", cells)
+    config = inspected("odd.csv", "--encoding", encoding)
+    assert config.data.table.encoding == encoding
+    assert_same(samples(config), samples(inspected("clean.csv")))
+    assert cli.main(["train", "odd.csv.toml", "--dry-run"]) == 0
+
+
+def test_options_win_over_rules():
+    """By names, names without RecBole's types, several at once, and patterns; a name wins over a pattern."""
+    draw = np.random.default_rng(0)
+    cells = {
+        **others(),
+        **{f"C{n}": [f"{x:.2f}" for x in draw.random(ROWS)] for n in range(3)},
+        "age": [str(20 + n % 50) for n in NUMBERS],
+        "x:token": [str(n % 3) for n in NUMBERS],
+        "cast": [f"a{n % 7} & b{n % 3}" for n in NUMBERS],
+        "when": [f"{each[8:]}/{each[5:7]}/{each[:4]}" for each in DAYS],
+    }
+    write("a.csv", cells)
+    words = ["--category", "C*,age", "--number", "C1,x", "--drop", "user_id", "--list", "cast: & ", "--time"]
+    table = inspected("a.csv", *words, "when:%d/%m/%Y").data.table
+    kinds = {name: feature.kind for name, feature in table.features.items()}
+    assert kinds == {
+        **{"C0": "sparse", "C1": "dense", "C2": "sparse", "age": "sparse", "x": "dense", "cast": "sparse"},
+        **{"when_days": "dense", "when_weekday": "sparse"},
+    }
+    assert table.features["cast"].separator == " & "
+    assert table.format == {"when": "%d/%m/%Y"}
+    samples(load_config(RunConfig, Path("a.csv.toml")))
+    assert "# C1: double in text; " in (written := Path("a.csv.toml").read_text())
+    assert "number, sure: --number" in written
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--category", "uzer_id"], "--category: no column 'uzer_id'; did you mean 'user_id'?"),
+        (["--drop", "z*"], "--drop: no column 'z*'; there are click, user_id, city, when"),
+        (["--category", "city", "--drop", "city"], "'city' is named by --category, too; name it once"),
+        (["--label", "click", "--drop", "click"], "--label click: it is named by --drop, too"),
+        (["--number", "city"], "--number city: got 'c0', 'c1', 'c2'; needed numbers. Leave it out: --drop city"),
+        (["--time", "city"], "--time city: got 'c0', 'c1', 'c2'; needed how they are written: --time city:%d.%m.%Y"),
+        (["--time", "city:%Q"], 'got \'%Q\' for how its times are written; needed "s", "ms", "us", "ns", or fields'),
+        (["--list", "user_id"], "--list user_id: got '0', '1', '2'; needed the separator, too"),
+        (["--label", "city>=x"], "--label city>=x: needed a number behind >="),
+        (["--label", "city=c9"], "--label city=c9: no cell has this text; there are 'c0', 'c1'"),
+        (["--label", "city"], "--label: 'city' is no column of numbers, but has 'c0' and 'c1'."),
+        (["--drop", "user_id,city,when"], "no column is a category, and a model needs one: text, or ids. Likeliest:"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(words, said, capsys):
+    write("a.csv", {**others(), "city": [f"c{n % 4}" for n in NUMBERS], "when": ISO})
+    assert cli.main(["data", "inspect", "a.csv", *words, "-o", "a.toml"]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("a.toml").exists()
+
+
+def test_near_misses_are_told_with_their_remedy(capsys):
+    times = [each if n % 10 < 7 else f"{each[8:10]}.{each[5:7]}.{each[:4]}" for n, each in enumerate(ISO)]
+    prices = [f"{n / 4}" if n % 8 else "free" for n in NUMBERS]
+    write("a.csv", {**others(), "timestamp": times, "price": prices})
+    inspected("a.csv")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "timestamp: 70 % are times; others: '" in said
+    assert ": --time timestamp:%d.%m.%Y" in said
+    assert "price: 87 % are numbers; others: 'free'. To take them as missing: --number price" in said
+    Path("a.csv.toml").unlink()
+    config = inspected("a.csv", "--time", "timestamp:%d.%m.%Y", "--number", "price")
+    assert config.data.table.null_values == ("", "free")
+    block = samples(config)
+    place = list(config.data.table.of_kind("sparse")).index("timestamp_weekday")
+    weekdays = (TIMES.astype("datetime64[D]").astype(int) + 3) % 7 + 1
+    assert block.values[place].tolist() == weekdays.tolist()
+
+
+def test_a_header_that_says_float_is_believed():
+    cells = [f"{n * 7 % 300}.5" if n % 40 else "—" for n in NUMBERS]
+    write("a.inter", {"user_id:token": others()["user_id"], "price:float": cells, "label:float": others()["click"]}, "\t")
+    config = inspected("a.inter")
+    assert config.data.table.features["price"].kind == "dense"
+    assert config.data.table.null_values == ("", "—")
+    assert samples(config).dense[0].tolist() == [0.0]
+
+
+def test_columns_without_a_name_have_one():
+    """pandas' index is no feature, and no more is what a separator at the end of lines makes."""
+    write("index.csv", {"": list(map(str, NUMBERS)), **others()}, ",")
+    write("trailing.csv", {**others(), "": [""] * ROWS}, ",")
+    for name in ("index.csv", "trailing.csv"):
+        config = inspected(name)
+        assert list(config.data.table.features) == ["user_id"]
+        samples(config)
+    assert "# Unnamed: 0: " in Path("index.csv.toml").read_text()
+
+
+def test_line_breaks_in_cells_are_refused_with_the_remedy(capsys):
+    write("a.csv", {**others(), "review": ['"good\nor bad"'] * ROWS}, ",")
+    assert cli.main(["data", "inspect", "a.csv", "-o", "a.toml"]) == 2
+    said = capsys.readouterr().err
+    assert "240 cells of 'review' have line breaks" in said
+    assert "embershard data convert a.csv -o a.parquet" in said
+
+
+def test_a_parquet_column_of_nulls_is_missing():
+    full = {"click": [n % 2 for n in NUMBERS], "user_id": [n % 20 for n in NUMBERS], "price": [n / 3 for n in NUMBERS]}
+    full |= {"city": [f"c{n % 5}" for n in NUMBERS], "when": TIMES.astype("datetime64[us]"), "tags": [["a", "b"]] * ROWS}
+    pq.write_table(pa.table(full), "full.parquet")
+    config = inspected("full.parquet")
+    before = samples(config)
+    for name in ("user_id", "price", "city", "when", "tags"):
+        pq.write_table(pa.table({**full, name: pa.nulls(ROWS)}), "new.parquet")
+        new = samples(load_config(RunConfig, Path("full.parquet.toml"), ["data.path=new.parquet"]))
+        assert new.labels.tolist() == before.labels.tolist()
+        places = [at for at, (key, each) in enumerate(config.data.table.of_kind("sparse").items()) if each.column == name]
+        assert all(not new.values[place].any() for place in places)
+        assert name != "price" or not new.dense.any()
+
+
+def test_a_column_may_be_called_constant(one_rank_here):
+    cells = {**others(), "constant": [f"k{n % 3}" for n in NUMBERS]}
+    write("a.csv", cells)
+    assert cli.main(["train", "a.csv", "--run-dir", "run", "--set", "train.max_steps=2"]) == 0
+    write("b.csv", {"constant": others()["click"], "user_id": others()["user_id"]})
+    assert inspected("b.csv", "--label", "constant").data.table.label == "constant"
+
+
+@pytest.mark.parametrize("case", ["german dates", "decimal commas", "json lists"])
+def test_train_looks_at_data_by_itself(case, one_rank_here, capsys):
+    """It says what it assumed, keeps it in the run's folder, and resumes from there."""
+    write("shop.csv", {**others(), "when": CASES[case][0]})
+    words = ["train", "shop.csv", "--run-dir", "run", "--set", "checkpoint.every_steps=2"]
+    assert cli.main([*words, "--set", "train.max_steps=2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "shop.csv: 240 rows" in said
+    assert "Assumed, and kept in run/inspected.toml. To change it: embershard data inspect shop.csv --help" in said
+    assert cli.main([*words, "--set", "train.max_steps=4", "--resume"]) == 0
+
+
+def test_train_of_data_says_what_it_needs(capsys):
+    write("shop.csv", {"user_id": others()["user_id"], "price": others()["click"], "size": others()["user_id"]})
+    assert cli.main(["train", "shop.csv", "--dry-run"]) == 0
+    write("shop.csv", {"user_id": others()["user_id"], "price": others()["user_id"]})
+    assert cli.main(["train", "shop.csv", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "no column looks like a label" in said
+    assert "train on its file: embershard data inspect shop.csv -o run.toml" in said
