@@ -266,8 +266,8 @@ class TableConfig:
     weight: OfTraining[str | None] = None
     """Column of numbers of at least 0: factor of a sample's loss, and its share of held-out metrics. Default: 1."""
     format: OfTraining[dict[str, str]] = field(default_factory=dict, hash=False)
-    """How columns of times are written, by column, if not as 2024-12-31 23:59:59 or as seconds since 1970: "ms", "us" or
-    "ns" since 1970, or a format of strptime, for instance "%d.%m.%Y"."""
+    """How columns of times are written, by column, if not as 2024-12-31 23:59:59 nor as seconds since 1970: "ms", "us"
+    or "ns" since 1970, or a format of strptime, for instance "%d.%m.%Y"."""
     decimal: OfTraining[dict[str, Literal[".", ","]]] = field(default_factory=dict, hash=False)
     """The decimal mark of numbers in text, by column, where they are not plain: "," reads 1.250,50 and 12,50 €, "."
     reads 1,250.50 and $12.50."""

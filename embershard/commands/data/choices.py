@@ -133,6 +133,6 @@ def _columns_of(option: str, word: str, names: Sequence[str], most: int | None =
     near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names[:40])}."
     one = "" if most is None or "," not in word else (
-        " One label is named here; for several, write label = [...] in the TOML file and leave them out of its features."
+        " Give one here; for several, write label = [...] in the TOML file and leave them out of the features."
     )  # fmt: skip
     raise ConfigError(f"{option}: no column {word!r}; {hint}{one}")

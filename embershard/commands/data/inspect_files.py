@@ -94,7 +94,9 @@ class Inspected:
         names = files[0].schema().names
         chosen, wanted = choices(arguments, names), label_choice(arguments.label, names)
         if wanted is not None and wanted.column in chosen:
-            raise ConfigError(f"--label {wanted.column}: it is named by --{chosen[wanted.column].kind}, too; name it once.")
+            raise ConfigError(
+                f"--label {wanted.column}: it is named by --{chosen[wanted.column].kind}, too; name it once."
+            )
         if unknown := [name for name in arguments.feature if name not in names]:
             raise ConfigError(f"--feature: got {unknown[0]!r}; there are {', '.join(names)}.")
         for_survey = {name: each.for_survey for name, each in chosen.items() if each.for_survey[0]}
@@ -229,12 +231,14 @@ class Inspected:
         """Raise `ConfigError` where training would find no category, or does not read the files."""
         if self.form is not None and not has_lines(self.encoding):
             new = f"embershard data convert {self.data} --encoding {self.encoding} -o {self.data.stem}.parquet"
-            raise ConfigError(f"{self.data}: training does not read {self.encoding}. Convert it, and inspect that: {new}")
+            raise ConfigError(
+                f"{self.data}: training does not read {self.encoding}. Convert it, and inspect that: {new}"
+            )
         broken = next((each for each in self.columns.values() if each.breaks > MOST_OTHERS * each.rows), None)
         if broken is not None:
             new = f"embershard data convert {self.data} -o {self.data.stem}.parquet"
             raise ConfigError(
-                f"{self.data}: {broken.breaks:,} cells of {broken.name!r} have line breaks, which training does not read "
+                f"{self.data}: {broken.breaks:,} cells of {broken.name!r} have line breaks, which training cannot read "
                 f"in text files. Convert it, and inspect that: {new}"
             )
         if any(each["kind"] == "sparse" for suggestion in self.used for each in suggestion.features.values()):
@@ -301,7 +305,10 @@ def _of_the_model(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
     ]
     if not is_small:
         every = max(1, round(0.1 * (1 - _HELD_OUT) * num_rows / batch))
-        epochs = ["epochs = 1    # many samples need no second one", f"eval_every = {every}    # steps of one rank: a tenth"]
+        epochs = [
+            "epochs = 1    # many samples need no second one",
+            f"eval_every = {every}    # steps of one rank: a tenth",
+        ]
     return [
         "",
         "[model]",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -332,9 +332,7 @@ def _points_of_values(column: Facts) -> Iterable[tuple[float, str]]:
         yield from _points_of_order(numbers, is_coded=is_coded, is_dense=is_dense)
 
 
-def _points_of_order(
-    numbers: NDArray[np.float64], *, is_coded: bool, is_dense: bool
-) -> Iterable[tuple[float, str]]:
+def _points_of_order(numbers: NDArray[np.float64], *, is_coded: bool, is_dense: bool) -> Iterable[tuple[float, str]]:
     """Judge how frequencies follow the order of the values: those of quantities change slowly, those of codes do as
     they like."""
     values, counts = np.unique(numbers, return_counts=True)
@@ -413,6 +411,8 @@ def _group_of(token: str) -> tuple[str, str]:
         return "id", "id"
     if token.endswith("ids") and token.removesuffix("s") not in words()["id"]["no_id"]:
         return "id", "id"
-    known = [(group, each) for group in groups for each in words()[group]["words"] if len(each) >= 4 or not each.isascii()]
+    known = [
+        (group, each) for group in groups for each in words()[group]["words"] if len(each) >= 4 or not each.isascii()
+    ]
     ends = [(group, each) for group, each in known if token.endswith(each) or (not each.isascii() and each in token)]
     return max(ends, key=lambda each: (token.rfind(each[1]) + len(each[1]), len(each[1])), default=("", ""))

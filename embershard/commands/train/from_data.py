@@ -1,4 +1,4 @@
-"""`embershard train FILE.csv`: looks at the data as `embershard data inspect` does, and trains on what that suggests."""
+"""`embershard train FILE.csv`: looks at data as `embershard data inspect` does, and trains on what that suggests."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def with_settings(arguments: argparse.Namespace) -> argparse.Namespace:
 
     data: Path = arguments.config
     changed = vars(arguments) | {"run_dir": arguments.run_dir or default_run_dir(data)}
-    folder = Path(tempfile.mkdtemp()) if arguments.dry_run else changed["run_dir"]
+    is_new, is_dry = arguments.resume is None, arguments.dry_run
+    folder = Path(tempfile.mkdtemp()) if is_new and is_dry else changed["run_dir"]
     written = folder / _WRITTEN
-    if arguments.resume is None or not written.exists():
-        check_run_dir(changed["run_dir"], resume=arguments.resume is not None or arguments.dry_run)
+    if is_new or not written.exists():
+        check_run_dir(changed["run_dir"], resume=not is_new or is_dry)
         command = f"embershard data inspect {shlex.quote(str(data))}"
         try:
             found = Inspected.of(parser().parse_args(["inspect", str(data)]), needs_label=True)

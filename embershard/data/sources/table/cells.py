@@ -33,9 +33,20 @@ TIME_FORMATS = (
 )
 #: Patterns of strptime's fields, those of `is_time_format`.
 _FIELDS = {
-    **{"%Y": "[0-9]{4}", "%y": "[0-9]{2}", "%m": "[0-9]{1,2}", "%d": "[0-9]{1,2}", "%H": "[0-9]{1,2}"},
-    **{"%I": "[0-9]{1,2}", "%M": "[0-9]{2}", "%S": "[0-9]{2}", "%b": "[A-Za-z]{3}", "%B": "[A-Za-z]{3,9}"},
-    **{"%a": "[A-Za-z]{3}", "%A": "[A-Za-z]{6,9}", "%p": "[AaPp][Mm]", "%z": "(?:Z|[-+][0-9]{2}:?[0-9]{2})"},
+    "%Y": "[0-9]{4}",
+    "%y": "[0-9]{2}",
+    "%m": "[0-9]{1,2}",
+    "%d": "[0-9]{1,2}",
+    "%H": "[0-9]{1,2}",
+    "%I": "[0-9]{1,2}",
+    "%M": "[0-9]{2}",
+    "%S": "[0-9]{2}",
+    "%b": "[A-Za-z]{3}",
+    "%B": "[A-Za-z]{3,9}",
+    "%a": "[A-Za-z]{3}",
+    "%A": "[A-Za-z]{6,9}",
+    "%p": "[AaPp][Mm]",
+    "%z": "(?:Z|[-+][0-9]{2}:?[0-9]{2})",
 }
 #: Separator of a feature: a list in brackets, as JSON and Python write it.
 BRACKETS = "[,]"
@@ -206,8 +217,8 @@ def time_form(written: str) -> Form:
 
 
 def seconds_forms(written: str) -> tuple[Form, ...]:
-    """Return the forms of times with the format `written` (of strptime, or one of `TIME_UNITS`) as float64 seconds since
-    1970. Texts may be as ISO 8601 writes times, too, unless the format is of digits alone."""
+    """Return the forms of times with the format `written` (of strptime, or one of `TIME_UNITS`) as float64 seconds
+    since 1970. Texts may be as ISO 8601 writes times, too, unless the format is of digits alone."""
     if written in TIME_UNITS:
         return (Form(_FLOAT, lambda column: pc.divide(column.cast(pa.float64(), safe=False), TIME_UNITS[written])),)
     form = time_form(written)
@@ -228,8 +239,8 @@ def time_of_seconds(column: pa.Array) -> pa.Array:
 
 @cache
 def decimal_form(mark: str) -> Form:
-    """Return the form of numbers with this decimal mark, "." or ",", and the other one, a blank or an apostrophe between
-    groups of three digits; a sign of a currency, or a percent sign, may stand beside.
+    """Return the form of numbers with this decimal mark, "." or ",", and the other one, a blank or an apostrophe
+    between groups of three digits; a sign of a currency, or a percent sign, may stand beside.
 
     >>> decimal_form(",").read(pa.array(["12,50", "1.250 €", "-3"])).to_pylist()
     [12.5, 1250.0, -3.0]

@@ -84,9 +84,8 @@ class ChunkDecoder:
         is_of_times = is_time(column.type)
         if is_of_times:
             column = seconds_since_1970(column)
-        forms, mark = FLOATS, self._settings.decimal.get(name)
-        if mark is not None and is_text(column.type):
-            forms = (decimal_form(mark),)
+        mark = self._settings.decimal.get(name)
+        forms = FLOATS if mark is None or not is_text(column.type) else (decimal_form(mark),)
         numbers = self._read(column, forms, name, "needed a number, or nothing")
         found: NDArray[np.float64] = numbers.to_numpy(zero_copy_only=False)
         if is_of_times:

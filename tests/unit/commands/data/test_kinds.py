@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from embershard.commands.data.kinds import Judgement, judge, word_of
+from embershard.commands.data.kinds import Judgement, judge
 from embershard.commands.data.suggest import facts_of
 from embershard.data.sources.table.survey import survey
 
@@ -37,13 +37,13 @@ C18 category few; C19 category far; C20 category far; C21 category codes
 
 ali_ccp
 click label; purchase leak rare; 101 category flat; 121 category few; 122 category few; 124 category few;
-125 category few; 126 category few; 205 category codes; 206 category codes; 207 category codes;
-210 category popular; 301 category few; 508 category codes; 853 category codes; D109_14 number fractions;
-D110_14 number fractions; D127_14 number fractions; D150_14 number fractions
+125 category few; 126 category few; 205 category codes; 206 category codes; 207 category codes; 210 category popular;
+301 category few; 508 category codes; 853 category codes; D109_14 number fractions; D110_14 number fractions;
+D127_14 number fractions; D150_14 number fractions
 
 taobao_ads
-user category flat; time_stamp time seconds; adgroup_id category codes; pid category text; nonclk leak flag; clk label;
-cate_id category codes; campaign_id category codes; customer category codes; brand category codes;
+user category flat; time_stamp time seconds; adgroup_id category codes; pid category text; nonclk leak flag;
+clk label; cate_id category codes; campaign_id category codes; customer category codes; brand category codes;
 price number fractions; cms_segid category few; cms_group_id category few; final_gender_code category few;
 age_level category few; pvalue_level category few; shopping_level category few; occupation category|number flag;
 new_user_class_level category few
@@ -52,13 +52,13 @@ taobao_behaviour
 userid category flat; itemid category codes; categoryid category codes; behavior category letters; ts time seconds
 
 chinese
-用户ID category flat; 商品ID category codes; 品牌 category text; 类目ID category codes; 价格 number fractions; 时间戳 time seconds;
-性别 category few; 年龄 number ages; 城市 category few; 数量 number counts; 点击 label
+用户ID category flat; 商品ID category codes; 品牌 category text; 类目ID category codes; 价格 number fractions;
+时间戳 time seconds; 性别 category few; 年龄 number ages; 城市 category few; 数量 number counts; 点击 label
 
 kuairand
-user_id category flat; video_id category codes; date time dates; hourmin number|time|category clock; time_ms time millis;
-is_click label; is_like leak rare; is_follow leak rare; is_comment leak rare; is_forward leak rare;
-long_view leak flag; play_time_ms leak counts; duration_ms number large; tab category few;
+user_id category flat; video_id category codes; date time dates; hourmin number|time|category clock;
+time_ms time millis; is_click label; is_like leak rare; is_follow leak rare; is_comment leak rare;
+is_forward leak rare; long_view leak flag; play_time_ms leak counts; duration_ms number large; tab category few;
 follow_user_num number counts; fans_user_num number counts; follow_user_num_range category text;
 register_days number large; register_days_range category text; user_active_degree category|number few;
 onehot_feat0 category few; onehot_feat1 category few; onehot_feat2 category few; onehot_feat3 category popular
@@ -77,13 +77,13 @@ User-ID category flat; ISBN category text; Book-Rating label; Location category|
 Year-Of-Publication number|category years; Publisher category text; Image-URL-S drop urls
 
 lastfm
-userID category flat; artistID category codes; weight label|number counts; tagID category codes; day category month_days;
-month category months; year number|category years
+userID category flat; artistID category codes; weight label|number counts; tagID category codes;
+day category month_days; month category months; year number|category years
 
 outbrain
 display_id category flat; ad_id category codes; clicked label; document_id category codes; topic_id category few;
-confidence_level number|category fractions; platform category few; geo_location category text; traffic_source category few;
-publisher_id category codes; advertiser_id category codes; campaign_id category codes
+confidence_level number|category fractions; platform category few; geo_location category text;
+traffic_source category few; publisher_id category codes; advertiser_id category codes; campaign_id category codes
 
 amazon
 reviewerID category text; asin category text; overall label; unixReviewTime time seconds; reviewTime time american;
@@ -91,7 +91,8 @@ verified category bools; vote number counts; summary drop unique; price number m
 
 tmall
 user_id category flat; age_range category few; gender category few; merchant_id category codes; label label;
-item_id category codes; cat_id category codes; seller_id category codes; brand_id category codes; action_type category few
+item_id category codes; cat_id category codes; seller_id category codes; brand_id category codes;
+action_type category few
 
 diginetica
 sessionId category flat; userId category flat; itemId category codes; eventdate time days; queryId category codes
@@ -99,8 +100,8 @@ sessionId category flat; userId category flat; itemId category codes; eventdate 
 expedia
 date_time time iso; site_name category few; posa_continent category few; user_location_country category few;
 user_location_region category codes; user_location_city category codes; orig_destination_distance number fractions;
-user_id category flat; is_mobile category|number flag; is_package category|number flag; channel category few; srch_ci time days;
-srch_adults_cnt number small; srch_children_cnt number small; srch_rm_cnt number small;
+user_id category flat; is_mobile category|number flag; is_package category|number flag; channel category few;
+srch_ci time days; srch_adults_cnt number small; srch_children_cnt number small; srch_rm_cnt number small;
 srch_destination_id category codes; srch_destination_type_id category few; is_booking label; cnt number small;
 hotel_continent category few; hotel_country category few; hotel_market category codes; hotel_cluster category few
 
@@ -118,9 +119,10 @@ city category few; bd number ages; gender category letters; registered_via categ
 registration_init_time time dates; song_length number large; language category few; artist_name category text
 
 fashion
-t_dat time days; customer_id category text; article_id category far; price number fractions; sales_channel_id category few;
-product_type_no category codes; garment_group_name category text; postal_code category text; age number ages;
-department_no category codes; section_no category few; club_member_status category text
+t_dat time days; customer_id category text; article_id category far; price number fractions;
+sales_channel_id category few; product_type_no category codes; garment_group_name category text;
+postal_code category text; age number ages; department_no category codes; section_no category few;
+club_member_status category text
 
 instacart
 order_id category flat; user_id category flat; order_number number small; order_dow category weekdays;
@@ -134,17 +136,18 @@ hist_2 category codes; hist_3 category codes; hist_4 category codes
 
 recipes
 user category flat; recipe category codes; minutes number counts; tags list brackets; n_steps number small;
-ingredients list brackets; submitted time days; n_ingredients number small; contributor_id category codes; rating label
+ingredients list brackets; submitted time days; n_ingredients number small; contributor_id category codes;
+rating label
 
 census
-age number ages; workclass category text; fnlwgt number large; education category text; education-num number|category small;
-marital-status category text; race category letters; sex category letters; capital-gain number counts;
-hours-per-week number hours_worked; native-country category text; income label
+age number ages; workclass category text; fnlwgt number large; education category text;
+education-num number|category small; marital-status category text; race category letters; sex category letters;
+capital-gain number counts; hours-per-week number hours_worked; native-country category text; income label
 
 bank
 age number ages; job category text; marital category letters; balance number negative; housing category letters;
-day category month_days; month category text; duration number large; campaign number|category small; pdays number negative;
-previous number|category small; y label
+day category month_days; month category text; duration number large; campaign number|category small;
+pdays number negative; previous number|category small; y label
 
 attribution
 timestamp number|time large; uid category flat; campaign category codes; conversion label; cost number fractions;
@@ -154,38 +157,41 @@ cat2 category codes; cat3 category codes; cat4 category codes; conversion_id cat
 MEASURED = """
 weather
 station category text; date time days; temp_max number negative; temp_min number negative; humidity number percents;
-pressure number pressures; wind_speed number counts; rain_mm number fractions; cloud_cover number percents; month category months
+pressure number pressures; wind_speed number counts; rain_mm number fractions; cloud_cover number percents;
+month category months
 
 flights
-year number|category years; month category months; day category month_days; dep_time number clock; sched_dep_time number clock;
-dep_delay number negative; carrier category text; flight category codes; tailnum category text; origin category letters;
-dest category text; air_time number large; distance number large; hour category day_hours; minute number minutes
+year number|category years; month category months; day category month_days; dep_time number clock;
+sched_dep_time number clock; dep_delay number negative; carrier category text; flight category codes;
+tailnum category text; origin category letters; dest category text; air_time number large; distance number large;
+hour category day_hours; minute number minutes
 
 planes
-tailnum category text; year number|category years; manufacturer category text; model category text; engines number small;
-seats number codes; speed number pressures; engine category letters
+tailnum category text; year number|category years; manufacturer category text; model category text;
+engines number small; seats number codes; speed number pressures; engine category letters
 
 salaries
 work_year number|category years; experience_level category letters; job_title category text; salary number rounded;
-salary_in_usd number rounded; remote_ratio number rounded; company_size category|number letters; employee_residence category text
+salary_in_usd number rounded; remote_ratio number rounded; company_size category|number letters;
+employee_residence category text
 
 bikes
-dteday time days; season category few; yr number|category flag; mnth number|category months; hr number|category day_hours;
-holiday category|number flag; weekday category weekdays; temp number fractions; hum number fractions;
-casual number counts; registered number|time counts; cnt number counts
+dteday time days; season category few; yr number|category flag; mnth number|category months;
+hr number|category day_hours; holiday category|number flag; weekday category weekdays; temp number fractions;
+hum number fractions; casual number counts; registered number|time counts; cnt number counts
 
 penguins
-species category letters; island category letters; bill_length_mm number fractions; flipper_length_mm number pressures;
-body_mass_g number rounded; sex category letters
+species category letters; island category letters; bill_length_mm number fractions;
+flipper_length_mm number pressures; body_mass_g number rounded; sex category letters
 
 houses
-price number rounded; bedrooms number small; bathrooms number fractions; sqft_living number large; floors number small;
-waterfront category|number flag; condition number|category small; yr_built number|category years; zipcode category far;
-lat number fractions; long number negative
+price number rounded; bedrooms number small; bathrooms number fractions; sqft_living number large;
+floors number small; waterfront category|number flag; condition number|category small; yr_built number|category years;
+zipcode category far; lat number fractions; long number negative
 
 cars
-mpg number fractions; cylinders number small; displacement number large; horsepower number pressures; weight number large;
-acceleration number fractions; model_year number|category small; origin category few
+mpg number fractions; cylinders number small; displacement number large; horsepower number pressures;
+weight number large; acceleration number fractions; model_year number|category small; origin category few
 
 patients
 pregnancies number small; glucose number pressures; blood_pressure number percents; skin_thickness number percents;
@@ -196,15 +202,18 @@ sensor_id category few; timestamp time seconds; voltage number fractions; curren
 vibration number fractions; battery number percents; error_count number counts
 
 stocks
-date time days; open number fractions; close number fractions; volume number large; symbol category text; trades number large
+date time days; open number fractions; close number fractions; volume number large; symbol category text;
+trades number large
 
 people
 employee_id category flat; department category text; years_at_company number small; monthly_hours number pressures;
 satisfaction number fractions; salary number rounded; num_projects number small; promotions number small
 """
-ID_NAMES = """userid itemid movieid adid uid iid mid pid sid aid vid cid userId movieId itemID UserID user item movie video song
-artist customer query session channel author creative album app_id publisher_id sku asin isbn poi venueid reviewerID
-memberid goods_id shopid cat cate cate_id brandid geo_hash query_id qid docid vertical productid"""
+ID_NAMES = """
+userid itemid movieid adid uid iid mid pid sid aid vid cid userId movieId itemID UserID user item movie video
+song artist customer query session channel author creative album app_id publisher_id sku asin isbn poi venueid
+reviewerID memberid goods_id shopid cat cate cate_id brandid geo_hash query_id qid docid vertical productid
+"""
 
 
 @dataclass(frozen=True)

@@ -171,10 +171,11 @@ def test_suggestions_are_what_columns_hold(folder):
         csv.write_csv(table, file)
     pq.write_table(table.append_column("clock", pa.array([time(9, n) for n in range(40)])), "a.parquet")
     said = (
-        "; 40 distinct, 0 missing; time, sure: times; dates without a clock, 2024-01-01 to 2024-10-23, in UTC: the hour would be 0 in all",
+        "; 40 distinct, 0 missing; time, sure: times; dates without a clock, 2024-01-01 to 2024-10-23, in UTC: the",
         'born_days = {kind = "dense", scale = "days", mean = 19874.',
         'born_weekday = {kind = "sparse", mapping = "weekday", column = "born"}\n#',
-        "# at: timestamp[us, tz=UTC] in text; 40 distinct, 0 missing; time, sure: times; a time, 2024-01-01 to 2024-10-23, in UTC\n"
+        "# at: timestamp[us, tz=UTC] in text; 40 distinct, 0 missing; time, sure: times; "
+        "a time, 2024-01-01 to 2024-10-23, in UTC\n"
         'at_hour = {kind = "sparse", mapping = "hour", column = "at"}\nat_weekday =',
         'signed_hour = {kind = "sparse", mapping = "hour", column = "signed"}',
         "signup_time_days = ",
@@ -341,7 +342,7 @@ def test_distinct_values_are_counted_and_do_not_share_rows():
         suggest_features(found[name], judge([facts_of(found[name])])[0], taken)
         for name, taken in (("sex", []), ("user id", ["user_id"]))
     )
-    assert "2 distinct, 30 missing; no two share a row" in sex.why
+    assert "2 distinct, 30 missing; category, sure: text; no two share a row" in sex.why
     assert user.features["user_id_2"]["column"] == "user id"
     assert user.features["user_id_2"]["mapping"] == "hash"
 
