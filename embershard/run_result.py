@@ -256,11 +256,10 @@ def _best_rows(best: BestEvaluation | None, run: RunResult) -> Iterator[Row]:
     if best is not None:
         kept = "kept for predict, eval and export" if run.keeps_best else "not kept (checkpoint.keep_best)"
         end = f"training stopped early, at {run.steps:,}" if run.stopped_early else f"the last is {run.steps:,}"
-        yield (
-            f"best {title_of(best.metric)}",
-            number(best.value, form_of(best.metric)),
-            f"step {best.step:,}, {kept}; {end}",
-        )
+        title = title_of(best.metric)
+        yield f"best {title}", number(best.value, form_of(best.metric)), f"step {best.step:,}, {kept}; {end}"
+        if run.was_improving:
+            yield "still improving", f"{title}, at the end", "longer training may be better: train.epochs"
 
 
 def _speed_rows(device: str, run: RunResult) -> Iterator[Row]:
@@ -370,6 +369,7 @@ class RunResult:
         slices: figures of parts of these samples.
         best: the best evaluation of a run that follows it: that whose checkpoint is kept, if `keeps_best`.
         stopped_early: by `train.early_stopping`.
+        was_improving: the last of several evaluations was the best.
         bad_rows: None where none is tolerated.
         followed: of a run that follows a folder.
         device: "cpu" or "cuda".
@@ -398,6 +398,7 @@ class RunResult:
     best: BestEvaluation | None = field(default=None, metadata=_shown(_best_rows))
     keeps_best: bool = False
     stopped_early: bool = False
+    was_improving: bool = False
     bad_rows: int | None = None
     followed: FollowedFiles | None = None
     world_size: int

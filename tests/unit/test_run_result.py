@@ -49,6 +49,7 @@ NEW = {
     "best": None,
     "keeps_best": False,
     "stopped_early": False,
+    "was_improving": False,
     "published": None,
     "followed": None,
 }

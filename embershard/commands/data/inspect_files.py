@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import ceil, floor, log10
 from pathlib import Path
 
+import numpy as np
+
 from embershard.commands.data.choices import choices, label_choice
 from embershard.commands.data.columns import columns_of_files, survey_files
 from embershard.commands.data.kinds import Judgement, judge
@@ -20,6 +22,7 @@ from embershard.commands.data.suggest import (
     near_miss,
     num_bad_labels,
     others_of,
+    result_of,
     suggest_features,
     suggest_label,
 )
@@ -40,6 +43,7 @@ _LEAST_BATCH, _STEPS_OF_AN_EPOCH = 16, 64
 _BATCHES = ((1_000_000, 256), (20_000_000, 1024), (None, 4096))
 _FEW_ROWS = 5_000_000  # below, several epochs train
 _LIKELIEST = 3
+_IN_ORDER = 0.99  # of the steps from a time to the next one go forward
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -108,7 +112,14 @@ class Inspected:
                 raise
             label = None
         others = [each for name, each in columns.items() if label is None or name != label.column]
-        facts = [facts_of(each, is_known=each.name in arguments.feature) for each in others]
+        facts = [
+            facts_of(
+                each,
+                is_known=each.name in arguments.feature,
+                result="" if label is None else result_of(each, columns[label.column], label),
+            )
+            for each in others
+        ]
         suggested: list[Suggestion] = []
         taken = set() if label is None else {label.column}
         for each, judgement in zip(others, judge(facts), strict=True):
@@ -201,7 +212,8 @@ class Inspected:
             "[data]",
             'kind = "table"',
             f"path = {toml(str(self.data.absolute()))}",
-            f"eval_fraction = {_HELD_OUT:g}    # the last tenth of every file is held out",
+            f"eval_fraction = {_HELD_OUT:g}    # of the samples is held out, to find the best epoch and to measure",
+            self._split(),
             *([] if not num_bad else [_bad_rows(num_bad, self.num_rows)]),
             "",
             "[data.table]",
@@ -221,6 +233,14 @@ class Inspected:
             sign = "" if each.is_used else "# "
             lines += [f"{sign}{toml_key(name)} = {toml(settings)}" for name, settings in each.features.items()]
         return "\n".join([*lines, *_of_the_model(used, self.num_rows)])
+
+    def _split(self) -> str:
+        """Return which tenth is held out: the latest rows where the file is in the order of a time, else any."""
+        for each in self.used:
+            times = self.columns[each.column].numbers.sample
+            if each.judgement.kind == "time" and len(times) > 1 and (np.diff(times) >= 0).mean() >= _IN_ORDER:
+                return f'split = "tail"    # rows are in the order of {each.column}: the latest ones of every file'
+        return 'split = "random"    # no column says that rows are in the order of time'
 
     def _of_label(self) -> Suggestion:
         assert self.label is not None
@@ -286,7 +306,7 @@ def _bad_rows(num_bad: int, num_rows: int) -> str:
     share = min(num_bad / (_HELD_OUT * max(num_rows, 1)), _MOST_BAD)
     digits = -floor(log10(share))
     allowed = min(ceil(share * 10**digits - 1e-9) / 10**digits, _MOST_BAD)
-    return f"bad_rows = {allowed:g}    # up to {num_bad:,} of the rows are bad; all may be in the last tenth, held out"
+    return f"bad_rows = {allowed:g}    # up to {num_bad:,} of the rows are bad; all may be among those held out"
 
 
 def _of_the_model(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:

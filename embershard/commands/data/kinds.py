@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -104,6 +104,7 @@ class Judgement:
         separator: between the values of a list in text.
         format: of times that are not ISO 8601, nor seconds.
         score: points for a category, of whole numbers.
+        would_be: of a leak, what it would be if it were known before the label.
     """
 
     kind: Kind
@@ -112,6 +113,7 @@ class Judgement:
     separator: str | None = None
     format: str = ""
     score: float = 0.0
+    would_be: Kind | None = None
 
 
 @cache
@@ -152,15 +154,21 @@ def _families(names: Sequence[str]) -> list[list[int]]:
 
 def _alone(column: Facts) -> Judgement:
     """Judge a column without its family."""
+    found = _by_what_it_holds(column)
+    why = column.result
+    if not why and _is_result(column):
+        why = "its name is that of a result, which is not known before the label"
+    if not why or column.is_known or found.kind in ("constant", "drop"):
+        return found
+    return replace(found, kind="leak", sure="likely", why=why, score=0.0, would_be=found.kind)
+
+
+def _by_what_it_holds(column: Facts) -> Judgement:
     if not column.present:
         return Judgement("constant", "sure", "it has no values")
     is_at_0 = column.holds == "integers" and column.least == column.largest == 0
     if column.distinct == 1 and not column.parts and (column.present == column.rows or is_at_0):
         return Judgement("constant", "sure", "it has one value in all rows" if not is_at_0 else "0, or missing")
-    if column.result and not column.is_known:
-        return Judgement("leak", "likely", column.result)
-    if not column.is_known and _is_result(column):
-        return Judgement("leak", "likely", "its name is that of a result, which is not known before the label")
     if column.holds == "lists of fractions" or column.declared == "float_seq":
         return Judgement("drop", "sure", "no feature is made of lists of numbers")
     if column.holds == "lists":

@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import types
 
 from embershard.commands.data.choices import Choice, LabelChoice
-from embershard.commands.data.kinds import Facts, Holds, Judgement, Parts, judge, words
+from embershard.commands.data.kinds import Facts, Holds, Judgement, Parts, judge, word_of, words
 from embershard.data.block import short
 from embershard.data.config import TIME_ROWS
-from embershard.data.sources.table.cells import TIME_FORMATS, read_cells, seconds_forms, time_form
+from embershard.data.sources.table.cells import FLOATS, TIME_FORMATS, read_cells, seconds_forms, time_form
 from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS
 from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
 from embershard.data.sources.table.survey import (
@@ -38,6 +39,8 @@ _VALUES_OF_CLICKS = 2
 _SKEWED = 5.0  # standard deviations from the mean to the largest number
 _QUANTILE_PARTS = 16
 _DIGITS = 6
+_ZEROS = ["", "0", "0.0", "false", "False", "FALSE"]
+_LEAST_RESULTS, _BY_CHANCE = 5, 1e-3
 _SHOWN_OTHERS = 3
 #: Settings of features, by their names.
 _Features = dict[str, dict[str, Any]]
@@ -142,6 +145,31 @@ def _holds(column: ColumnSurvey) -> Holds:
     return "integers" if numbers.count and numbers.are_whole and not column.written else "fractions"
 
 
+def result_of(column: ColumnSurvey, label: ColumnSurvey, wanted: LabelSuggestion) -> str:
+    """Say why a column is a result, by the first rows: something is in it only where the label is 1; or ""."""
+    words = column.first(), label.first()
+    if any(each is None for each in words):
+        return ""
+    cells, labels = words
+    if wanted.text is not None:
+        is_one = pc.fill_null(pc.equal(labels, wanted.text), False)
+    else:
+        is_one = read_cells(labels, FLOATS)[0]
+        is_one = pc.fill_null(pc.greater_equal(is_one, 1.0 if wanted.at_least is None else wanted.at_least), False)
+    is_one = is_one.to_numpy(zero_copy_only=False)
+    is_zero = pc.fill_null(pc.is_in(cells, value_set=pa.array(_ZEROS)), True).to_numpy(zero_copy_only=False)
+    has_value = ~is_zero & ~cells.is_null().to_numpy(zero_copy_only=False)
+    share = is_one.mean()
+    for flags, why in (
+        (has_value, "0 or nothing wherever the label is 0"),
+        (is_zero & (column.values.estimate == _VALUES_OF_CLICKS), "not 0 wherever the label is 0"),
+    ):
+        count = int(flags.sum())
+        if count >= _LEAST_RESULTS and not (flags & ~is_one).any() and share**count < _BY_CHANCE:
+            return f"it is {why}: so are results"
+    return ""
+
+
 def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | None) -> LabelSuggestion:
     """Return the column of labels: `wanted`, or one that is named as labels are, or the only one of 0 and 1.
 
@@ -240,6 +268,8 @@ def near_miss(column: ColumnSurvey) -> str:
     some = [text for text, _ in others.most_common() if text != "..."][:_SHOWN_OTHERS]
     said = f"{floor(1e2 * share)} % are {{}}; others: {', '.join(map(short, some))}"
     if not is_time(column.types[name][0]):
+        if word_of(column.name)[0] in ("id", "category"):
+            return ""  # codes, some of which have letters
         return f"{said.format('numbers')}. To take them as missing: --number {column.name}" if share < 1 else ""
     formats = (each for each in TIME_FORMATS if read_cells(pa.array(some), [time_form(each)])[1].sum() == 0)
     own = name if name in TIME_FORMATS else next(formats, "")
@@ -314,7 +344,7 @@ _Found = tuple[_Features, str, int, Mapping[Literal["format", "decimal"], str]]
 def _features(name: str, column: ColumnSurvey, judgement: Judgement) -> _Found:
     """Return the features of a column, the first one named `name`; what is to be known of them; their rows per sample;
     and how its cells are written."""
-    inner, kind = column.inner, judgement.kind
+    inner, kind = column.inner, judgement.would_be or judgement.kind
     if column.is_bytes:
         return {}, "its values are bytes that are not UTF-8 text", 0, {}
     if reason := _refused(column, judgement):
@@ -327,7 +357,7 @@ def _features(name: str, column: ColumnSurvey, judgement: Judgement) -> _Found:
         return _time(name, column, judgement.format)
     if kind == "list" and judgement.separator is not None:
         return *_parted(name, column, judgement.separator), {}
-    if kind in ("number", "leak") and not is_text(inner) and not is_list(column.type):
+    if kind == "number" and not is_text(inner) and not is_list(column.type):
         written = column.written
         return *_number(name, column), 0, {"decimal": written} if written in (".", ",") else {}
     if is_text(inner) or types.is_boolean(inner) or is_time(inner) or column.written:

@@ -30,10 +30,12 @@ class Evaluations(Part):
     Attributes:
         progress: what the evaluations so far have shown.
         kept: the best evaluation whose checkpoint is there; `best.json` has it.
+        was_better: the last evaluation was better than one before it.
     """
 
     progress: EvaluationProgress
     kept: BestEvaluation | None = None
+    was_better = False
     _awaited: BestEvaluation | None = None  # its checkpoint is not there yet
     _judge: Judge
     _evaluator: Evaluator
@@ -112,7 +114,9 @@ class Evaluations(Part):
             self.progress = self.progress.after(report.step, self._judge)
             return
         found = BestEvaluation(report.step, self._judge.metric, value, quality)
+        first = self.progress.best
         self.progress = self.progress.after(found, self._judge)
+        self.was_better = first is not None and self.progress.best == found
         before, run = self._awaited or self.kept, self.run
         is_better = self._judge.is_better(value, None if before is None else before.value)
         if run.config.keeps_best and run.checkpoints is not None and is_better:
@@ -181,5 +185,10 @@ class Evaluations(Part):
     def result(self) -> dict[str, Any]:
         if not self.run.config.judges:
             return {}
-        best = self.progress.best if self.kept is None else self.kept
-        return {"best": best, "keeps_best": self.kept is not None, "stopped_early": bool(self.stop_reason)}
+        newest = self.progress.best
+        return {
+            "best": newest if self.kept is None else self.kept,
+            "keeps_best": self.kept is not None,
+            "stopped_early": bool(self.stop_reason),
+            "was_improving": self.was_better and newest is not None and newest.step == self.run.steps,
+        }

@@ -321,7 +321,7 @@ def test_closing_table_with_and_without_a_cache():
     assert "all embedding rows are on the device" in screen.getvalue()
     assert re.search(r"held out +│ 10 samples +│ of 100: the last 10% of all samples", screen.getvalue())
     assert "best AUC" not in screen.getvalue()
-    for best in ({"keeps_best": True, "stopped_early": True}, {}):
+    for best in ({"keeps_best": True, "stopped_early": True}, {"was_improving": True}):
         found = RunResult.of({**result().to_dict(), "best": {"step": 20, "metric": "auc", "value": 0.75}, **best})
         console.print(closing_table(found, "dlrm"))
     for said in (
@@ -329,6 +329,7 @@ def test_closing_table_with_and_without_a_cache():
         "0.7500",
         "step 20, kept for predict, eval and export; training stopped early",
         "not kept",
+        "longer training may be better: train.epochs",
     ):
         assert said in screen.getvalue()
 

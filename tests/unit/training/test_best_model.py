@@ -105,6 +105,14 @@ def test_it_is_the_state_of_its_step(ranks, tmp_path):
     assert [name for name in names if not torch.equal(kept[name], alone[name])] == []
 
 
+@pytest.mark.parametrize(("values", "improves"), [((0.6, 0.7, 0.8), True), ((0.6, 0.8, 0.7), False), ((0.6,), False)])
+def test_a_run_says_that_it_was_still_improving(ranks, values, improves):
+    trainer = Trainer(make_config({"max_steps": 2 * len(values)}), ranks)
+    scripted(trainer, values)
+    run(trainer)
+    assert trainer.part(Evaluations).result()["was_improving"] == improves
+
+
 def test_training_ends_where_it_gets_no_better(ranks, tmp_path):
     trainer = Trainer(make_config({"early_stopping": 3}), ranks, tmp_path)
     scripted(trainer)

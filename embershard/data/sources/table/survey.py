@@ -66,6 +66,7 @@ _MISSING_WORDS = [
 #: Share of a column's cells that may be none of the type that all others are: these make bad rows.
 MOST_OTHERS = 0.01
 _KEPT_OTHERS = 1000  # distinct ones of a column, by type
+_FIRST_ROWS = 20_000  # are compared with the label
 _KEPT_TEXTS, _TRIED_TEXTS, _LEAST_ALIKE, _MOST_WORDS = 64, 64, 0.25, 5
 #: Types that texts may have, the first that fits: "unsigned" are integers that int64 does not hold.
 _TYPES = {
@@ -206,6 +207,7 @@ class ColumnSurvey:
         texts: of texts, how many cells have each; None where these are many.
         examples: of texts, some of the first ones.
         urls: of texts, how many are web addresses.
+        firsts: cells of the first rows, as texts.
         breaks: of texts, how many have line breaks, which text files cannot have in training.
         wanted: what the user says that it holds: "number", "time" or "list"; or "".
         form: format that the user says its times have; separator that its lists have.
@@ -231,6 +233,7 @@ class ColumnSurvey:
     examples: list[str] = field(default_factory=list)
     urls: int = 0
     breaks: int = 0
+    firsts: list[pa.Array] = field(default_factory=list)
     wanted: str = ""
     form: str = ""
     has_null_values: bool = True
@@ -263,6 +266,8 @@ class ColumnSurvey:
 
     def add(self, column: pa.Array) -> None:
         """Add some rows."""
+        if self.rows < _FIRST_ROWS:
+            self.firsts.append(column.slice(0, _FIRST_ROWS - self.rows))
         self.rows += len(column)
         self.missing += column.null_count
         if is_list(column.type):
@@ -404,6 +409,13 @@ class ColumnSurvey:
         is_far = np.abs(seconds) >= MOST_SECONDS
         self._add_numbers(pa.array(seconds[~is_far]), name)
         self.refused[name] += int(is_far.sum())
+
+    def first(self) -> pa.Array | None:
+        """Return the cells of the first rows as texts; None where they are lists, or no texts."""
+        try:
+            return pa.concat_arrays([each.cast(pa.string()) for each in self.firsts])
+        except pa.ArrowException:
+            return None
 
     @property
     def kind(self) -> str | None:

@@ -270,3 +270,26 @@ def test_train_of_data_says_what_it_needs(capsys):
     said = capsys.readouterr().err
     assert "no column looks like a label" in said
     assert "train on its file: embershard data inspect shop.csv -o run.toml" in said
+
+
+def test_what_is_known_with_the_label_alone_is_left_out(capsys):
+    """Whatever its name: a flag, its complement, a count, a time. What is told by chance is not."""
+    draw = np.random.default_rng(0)
+    clicks, rare = draw.random(ROWS) < 0.3, draw.random(ROWS) < 0.02
+    cells = {
+        "click": [str(int(each)) for each in clicks],
+        "user_id": others()["user_id"],
+        "a": [str(int(each and draw.random() < 0.5)) for each in clicks],
+        "b": [str(int(not (each and draw.random() < 0.5))) for each in clicks],
+        "c": [str(int(each) * int(draw.integers(0, 9))) for each in clicks],
+        "d": [iso if each else "" for iso, each in zip(ISO, clicks, strict=True)],
+        "e": [str(int(each)) for each in draw.random(ROWS) < 0.4],
+        "f": [str(int(each)) for each in clicks & rare],
+    }
+    write("a.csv", cells)
+    config = inspected("a.csv")
+    assert list(config.data.table.features) == ["user_id", "e", "f"]
+    assert "a, b, c, d: left out, since columns of results are not known before the label" in capsys.readouterr().out
+    Path("a.csv.toml").unlink()
+    features = inspected("a.csv", "--feature", "d").data.table.features
+    assert "d_hour" in features
