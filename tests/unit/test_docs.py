@@ -116,6 +116,8 @@ def check_embershard(words: list[str]) -> None:
 
 def _writes_config_first(arguments: list[str]) -> bool:
     place = arguments.index("--config") + 1 if "--config" in arguments else None
+    if arguments[0].endswith((".csv", ".parquet")):
+        place = 0  # a reader's data, of which settings are made first
     return place is not None and not (PROJECT / arguments[place]).exists()
 
 
