@@ -147,10 +147,9 @@ def _holds(column: ColumnSurvey) -> Holds:
 
 def result_of(column: ColumnSurvey, label: ColumnSurvey, wanted: LabelSuggestion) -> str:
     """Say why a column is a result, by the first rows: something is in it only where the label is 1; or ""."""
-    words = column.first(), label.first()
-    if any(each is None for each in words):
+    cells, labels = column.first(), label.first()
+    if cells is None or labels is None:
         return ""
-    cells, labels = words
     if wanted.text is not None:
         is_one = pc.fill_null(pc.equal(labels, wanted.text), False)
     else:
