@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +25,17 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, LookAheadPipeline, cache_stats, plan_sharding
+from embershard import (
+    CacheConfig,
+    CachedEmbeddingBagCollectionSharder,
+    LookAheadPipeline,
+    accumulating,
+    cache_stats,
+    plan_sharding,
+)
 from embershard.errors import EmbershardError
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
+from embershard.sharding.torchrec.accumulation import HeldLookups
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -59,8 +68,8 @@ def make_batch(step: int) -> Batch:
     return Batch(torch.zeros(SAMPLES, 0), KeyedJaggedTensor(FEATURES, ids, lengths=lengths), labels)
 
 
-def trained(sharder: Any, plan: ShardingPlan | None, sharding: str, steps: int, pipelined: bool) -> Any:
-    """Return losses, weights of all of this rank, the plan, and the evictions."""
+def built(sharder: Any, plan: ShardingPlan | None, sharding: str) -> tuple[Any, CombinedOptimizer, ShardingPlan]:
+    """Return the sharded model, the optimizer of all of it, and the plan."""
     torch.manual_seed(0)
     model = Model()
     apply_optimizer_in_backward(RowWiseAdagrad, model.bags._embedding_bag_collection.parameters(), {"lr": 0.5})
@@ -72,7 +81,12 @@ def trained(sharder: Any, plan: ShardingPlan | None, sharding: str, steps: int, 
     sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     adam = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adam(parameters, lr=0.05))
-    optimizer = CombinedOptimizer([sharded.fused_optimizer, adam])
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, adam]), plan
+
+
+def trained(sharder: Any, plan: ShardingPlan | None, sharding: str, steps: int, pipelined: bool) -> Any:
+    """Return losses, weights of all of this rank, the plan, and the evictions."""
+    sharded, optimizer, plan = built(sharder, plan, sharding)
     batches, losses = map(make_batch, range(steps)), []
     pipeline = LookAheadPipeline(sharded, optimizer, CPU, lookahead=4) if pipelined else None
     for _ in range(steps):
@@ -106,6 +120,35 @@ def cached_and_stock(sharding: str, steps: int, pipelined: bool) -> dict[str, An
         "evictions": evictions,
         "weights of positions": [value.unique().numel() for name, value in state.items() if "position_w" in name],
     }
+
+
+def accumulated(sharding: str, updates: int, weights_train: bool) -> list[str]:
+    """Weights that differ, by more than rounding, between updates of two batches and stock ones of both as one."""
+    ours, optimizer, plan = built(_with(CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.4))), None, sharding)
+    for tables in (stock_plan := copy.deepcopy(plan)).plan.values():
+        for table in tables.values():  # type: ignore[attr-defined]
+            table.compute_kernel, table.cache_params = "fused", None
+    stock, stock_optimizer, _ = built(_with(EmbeddingBagCollectionSharder()), stock_plan, sharding)
+    no_gradients = mock.patch.object(HeldLookups, "weight_gradients", lambda self, held: torch.zeros(held.ids.numel()))
+    for update in range(updates):
+        pair = [make_batch(2 * update), make_batch(2 * update + 1)]
+        optimizer.zero_grad()
+        with nullcontext() if weights_train else no_gradients, accumulating(ours):
+            for batch in pair:
+                (ours(batch)[0] / 2).backward()
+        optimizer.step()
+        stock_optimizer.zero_grad()
+        stock(_joined(pair))[0].backward()
+        stock_optimizer.step()
+    states = [{name: _own(value) for name, value in model.state_dict().items()} for model in (ours, stock)]
+    return [name for name, value in states[0].items() if not torch.allclose(value, states[1][name], atol=2e-5)]
+
+
+def _joined(pair: list[Batch]) -> Batch:
+    parts = [batch.sparse_features[feature] for feature in FEATURES for batch in pair]
+    ids, lengths = torch.cat([part.values() for part in parts]), torch.cat([part.lengths() for part in parts])
+    labels = torch.cat([batch.labels for batch in pair])
+    return Batch(torch.zeros(len(labels), 0), KeyedJaggedTensor(FEATURES, ids, lengths=lengths), labels)
 
 
 def refusals() -> list[str]:
@@ -198,6 +241,12 @@ def test_weights_of_ids_have_the_gradients_of_torchrec(request, ranks, weights_t
         assert found["different"] == []
         assert found["compared"] == 4
         assert found["gradients"] == found["stock has them"] == [weights_train and ranks == "one_rank"] * 6
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_weights_of_positions_train_in_updates_of_several_batches(two_ranks: RankPool, sharding: str) -> None:
+    assert two_ranks.run(accumulated, sharding, 6, True) == [[], []]
+    assert any("position_w" in name for name in two_ranks.run(accumulated, sharding, 6, False)[0])
 
 
 def test_modes_that_cut_bags_refuse_them(two_ranks: RankPool) -> None:
