@@ -25,6 +25,7 @@ Holds = Literal["integers", "fractions", "bools", "texts", "times", "lists", "li
 Sure = Literal["sure", "likely", "guess"]
 #: Points, for or against a category, from which on a decision is sure, and likely.
 _SURE, _LIKELY = 4.0, 2.0
+_AGAINST = {"id": 3.0, "category": 3.0, "number": 3.0}  # most points that values have against a known word
 _OWN_SHARE = 0.4  # of a column's points; the rest is the mean of its family, columns as feat_1, feat_2, ...
 _FAMILY, _FRACTIONS_OF_FAMILY = 3, 0.3
 _UNIQUE_SHARE, _UNIQUE_ROWS, _FEW_ROWS = 0.95, 1000, 20
@@ -191,7 +192,7 @@ def _by_what_it_holds(column: Facts) -> Judgement:
 
 def _texts(column: Facts) -> Judgement:
     group, word = word_of(column.name)
-    is_named = group in ("id", "category")
+    is_named = group in ("id", "category") or _letters_of(column.name) in words()["category"]["letters"]
     if column.declared != "token":
         if column.urls >= _URLS:
             return Judgement("drop", "sure", "web addresses")
@@ -200,7 +201,9 @@ def _texts(column: Facts) -> Judgement:
             return Judgement("list", how, "several values in a cell", separator=separator)
     if column.is_unique:
         if column.present < _UNIQUE_ROWS and (is_named or column.declared == "token"):
-            return Judgement("category", "guess", f"named {word}; but nearly every row has another value")
+            return Judgement(
+                "category", "guess", f"named {word or column.name}; but nearly every row has another value"
+            )
         return Judgement("drop", "likely", "nearly every row has another value")
     repeats = 2 * column.distinct < column.present
     return Judgement("category", "sure" if repeats or is_named or column.declared else "likely", "text")
@@ -246,9 +249,13 @@ def _integers(column: Facts) -> Judgement:
         return Judgement("drop", "sure", "an id with another value in each row")
     if max(abs(column.least), abs(column.largest)) >= _LEAST_LONG:
         return Judgement("category", "sure", "integers of 16 digits and more")
-    points = [*_points_of_name(column, group, word), *_points_of_values(column)]
-    said = ", ".join(f"{why} ({number:+g})" for number, why in sorted(points, key=lambda each: -abs(each[0]))[:3])
-    return _by_score(sum(number for number, _ in points) or 0.01 * (column.distinct == 2), said or "whole numbers")
+    of_name, of_values = list(_points_of_name(column, group, word)), list(_points_of_values(column))
+    said = sorted([*of_name, *of_values], key=lambda each: -abs(each[0]))[:3]
+    score = sum(number for number, _ in of_values)
+    if group in _AGAINST:  # what a name says, values question and do not turn
+        score = max(score, -_AGAINST[group]) if group != "number" else min(score, _AGAINST[group])
+    score += sum(number for number, _ in of_name)
+    return _by_score(score, ", ".join(f"{why} ({number:+g})" for number, why in said) or "whole numbers")
 
 
 def _by_score(score: float, why: str) -> Judgement:
@@ -296,7 +303,7 @@ def _points_of_name(column: Facts, group: str, word: str) -> Iterable[tuple[floa
         yield 6, "named id"
     elif word in calendar and (column.largest > calendar[word] or column.least < 0):
         yield -4, f"beyond a {word}"
-    elif word == "number":
+    elif (group, word) == ("category", "number"):
         yield 1, "named number"
     elif group == "category":
         yield 4 + (word in calendar), f"named {word}"
@@ -304,14 +311,20 @@ def _points_of_name(column: Facts, group: str, word: str) -> Iterable[tuple[floa
         yield -5, f"named {word}"
     elif group == "time":
         yield -4, f"named {word}, and no time since 1970"
-    elif letters := re.fullmatch(r"([a-z]+)_?[\d_]+", column.name.lower()):
+    elif letters := _letters_of(column.name):
         for kind, points in (("category", 4), ("number", -4)):
-            if letters[1] in words()[kind]["letters"]:
-                yield points, f"named {letters[1]} and a number"
-        if len(letters[1]) > 1:
+            if letters in words()[kind]["letters"]:
+                yield points, f"named {letters} and a number"
+        if len(letters) > 1:
             yield 2, "named without a meaning"
     elif re.fullmatch(r"\d+(_\d+)?", column.name):
         yield 3.5 if len(column.name) > 2 else 2, "named by a number"
+
+
+def _letters_of(name: str) -> str:
+    """Return the letters of a name that is letters and a number, as C7; or ""."""
+    found = re.fullmatch(r"([a-z]+)_?[\d_]+", name.lower())
+    return found[1] if found else ""
 
 
 def _points_of_values(column: Facts) -> Iterable[tuple[float, str]]:
@@ -399,6 +412,8 @@ def word_of(name: str) -> tuple[str, str]:
     (('number', 'num'), ('id', 'id'), ('number', 'n'), ('', ''))
     """
     tokens = _tokens(name)
+    if tokens == ["number"]:
+        return "number", "number"
     found = next((each for token in reversed(tokens) if (each := _group_of(token))[0]), ("", ""))
     first = tokens[0] if len(tokens) > 1 else ""
     if first in words()["number"]["first"] and found[0] != "id":

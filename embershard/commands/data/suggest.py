@@ -39,8 +39,8 @@ _VALUES_OF_CLICKS = 2
 _SKEWED = 5.0  # standard deviations from the mean to the largest number
 _QUANTILE_PARTS = 16
 _DIGITS = 6
-_ZEROS = ["", "0", "0.0", "false", "False", "FALSE"]
-_LEAST_RESULTS, _BY_CHANCE = 5, 1e-3
+_ZEROS = ["", "0", "0.0", "false", "False", "FALSE", "no", "No", "NO", "n", "N"]
+_LEAST_RESULTS, _BY_CHANCE = 20, 1e-3
 _SHOWN_OTHERS = 3
 #: Settings of features, by their names.
 _Features = dict[str, dict[str, Any]]
@@ -146,9 +146,12 @@ def _holds(column: ColumnSurvey) -> Holds:
 
 
 def result_of(column: ColumnSurvey, label: ColumnSurvey, wanted: LabelSuggestion) -> str:
-    """Say why a column is a result, by the first rows: something is in it only where the label is 1; or ""."""
+    """Say why a column is a result, by the first rows: something is in it only where the label is 1; or "".
+
+    Fractions are none: in samples that were drawn by the label, means of a user's past may be so.
+    """
     cells, labels = column.first(), label.first()
-    if cells is None or labels is None:
+    if cells is None or labels is None or _holds(column) == "fractions":
         return ""
     if wanted.text is not None:
         is_one = pc.fill_null(pc.equal(labels, wanted.text), False)
@@ -184,6 +187,7 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | Non
     if wanted is None:
         plain = {each: typed_name(each)[0].lower() for each in columns}
         named = [each for name in words()["label"]["names"] for each in (*numeric, *yes) if plain[each] == name]
+        named = [each for each in named if plain[each] != "y" or each in yes or each in binary]  # x, y and z are places
         results = [each for each in binary if judge([facts_of(numeric[each])])[0].kind == "leak"]
         one = next((each for each in (results, binary) if len(each) == 1), [])
         found = next(iter([*named, *one]), None)
