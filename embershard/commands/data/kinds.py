@@ -201,9 +201,7 @@ def _texts(column: Facts) -> Judgement:
             return Judgement("list", how, "several values in a cell", separator=separator)
     if column.is_unique:
         if column.present < _UNIQUE_ROWS and (is_named or column.declared == "token"):
-            return Judgement(
-                "category", "guess", f"named {word or column.name}; but nearly every row has another value"
-            )
+            return Judgement("category", "guess", "nearly every row has another value; but it is named as a category")
         return Judgement("drop", "likely", "nearly every row has another value")
     repeats = 2 * column.distinct < column.present
     return Judgement("category", "sure" if repeats or is_named or column.declared else "likely", "text")

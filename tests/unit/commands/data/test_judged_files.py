@@ -11,9 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.commands import cli
+from embershard.commands.train.command import rank_job
 from embershard.data import open_source
 from embershard.data.block import Block
 from embershard.data.sources.kinds import serving_inputs
+from embershard.errors import ConfigError
 from embershard.serving.serving_model import Model
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
@@ -270,6 +272,12 @@ def test_train_of_data_says_what_it_needs(capsys):
     said = capsys.readouterr().err
     assert "no column looks like a label" in said
     assert "train on its file: embershard data inspect shop.csv -o run.toml" in said
+
+
+def test_ranks_of_torchrun_do_not_look_at_data():
+    write("shop.csv", others())
+    with pytest.raises(ConfigError, match=r"embershard data inspect shop.csv -o run.toml; then give run.toml"):
+        rank_job(["shop.csv"])
 
 
 def test_what_is_known_with_the_label_alone_is_left_out(capsys):
