@@ -138,18 +138,14 @@ class Inspected:
 
     def show(self) -> None:
         """Show what each column holds and is for, and what is not sure."""
-        judged = {each.column: each.judgement for each in self.suggested}
+        uses = {each.column: each.use for each in self.suggested}
         table = make_table(
             f"{self.num_rows:,} rows",
             ["column", "type", "use"],
             ["distinct", "missing", "most", "least", "largest", "mean", "std"],
         )
         for name, column in self.columns.items():
-            numbers, use = column.numbers, "label"
-            if name in judged:
-                use = f"{judged[name].kind}, {judged[name].sure}"
-            elif self.label is None or name != self.label.column:
-                use = ""
+            numbers = column.numbers
             shown = ["", "", "", ""]
             if numbers.count and not is_text(column.inner):
                 shown = [f"{each:g}" for each in (numbers.least, numbers.largest, numbers.mean, numbers.std)]
@@ -157,7 +153,7 @@ class Inspected:
                 shown = [day_of(each) for each in (numbers.least, numbers.largest, numbers.mean)]
                 shown.append(f"{numbers.std / SECONDS_PER_DAY:.1f} days")
             counts = [distinct_values(column), f"{column.missing:,}", f"{column.most:,}"]
-            table.add_row(name, column.title, use, *counts, *shown)
+            table.add_row(name, column.title, uses.get(name, "label"), *counts, *shown)
         wide_console().print(table)
         say(plain_console(), *self.remarks())
 
@@ -167,8 +163,7 @@ class Inspected:
         assert self.label is not None
         table.add_row(self.label.column, "label", self.label.why)
         for each in self.suggested:
-            use = each.judgement.kind if each.is_used else f"left out: {each.judgement.kind}"
-            table.add_row(each.column, f"{use}, {each.judgement.sure}", each.judgement.why)
+            table.add_row(each.column, each.use, each.judgement.why)
         wide_console().print(table)
         say(plain_console(), *self.remarks())
 

@@ -69,6 +69,12 @@ class Suggestion:
     def is_used(self) -> bool:
         return bool(self.features) and self.judgement.kind != "leak"
 
+    @property
+    def use(self) -> str:
+        """What becomes of the column, in words."""
+        kind, sure = self.judgement.kind, self.judgement.sure
+        return f"{kind}, {sure}" if self.is_used else f"left out: {kind}"
+
 
 @dataclass(frozen=True)
 class LabelSuggestion:
@@ -106,8 +112,8 @@ def facts_of(column: ColumnSurvey, *, is_known: bool = False, result: str = "") 
         for each, (found, cells, most, _) in column.parts.items()
         if not column.too_long[each] or declared == "token_seq"
     }
-    same = [each for each in column.others if each != column.kind and each in TIME_FORMATS]
-    tie = next((each for each in same if column.others[each] == column.odd_cells), "") if column.kind in same else ""
+    own = column.others.get(column.written)
+    ties = [each for each in column.others if each in TIME_FORMATS and column.others[each] == own]
     return Facts(
         name,
         _holds(column),
@@ -123,7 +129,7 @@ def facts_of(column: ColumnSurvey, *, is_known: bool = False, result: str = "") 
         examples=column.examples,
         urls=column.urls / max(column.present, 1),
         time_format=column.written,
-        other_format=tie,
+        other_format=next((each for each in ties if each != column.written), ""),
         is_known=is_known,
         result=result,
     )

@@ -19,10 +19,10 @@ _WRITTEN = "inspected.toml"
 
 def is_data(path: Path | None) -> bool:
     """Return whether a path is a file of data, or a folder of such files, and not of settings."""
-    patterns = (*TableConfig().files, *_MORE_DATA)
     if path is None or not path.exists():
         return False
-    names = [each.name for each in path.iterdir()] if path.is_dir() else [path.name]
+    patterns, names = TableConfig().files, [each.name for each in path.iterdir()] if path.is_dir() else [path.name]
+    patterns += () if path.is_dir() else _MORE_DATA
     return any(fnmatch(name, pattern) for name in names for pattern in patterns)
 
 

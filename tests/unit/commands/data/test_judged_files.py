@@ -192,6 +192,15 @@ def test_near_misses_are_told_with_their_remedy(capsys):
     assert block.values[place].tolist() == weekdays.tolist()
 
 
+def test_dates_that_may_be_two_are_a_guess(capsys):
+    write("a.csv", {**others(), "when": [f"{n % 12 + 1:02}/{n % 11 + 1:02}/2024" for n in NUMBERS]})
+    assert inspected("a.csv").data.table.format == {"when": "%m/%d/%Y"}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "when: time (a guess): times, if not as %d/%m/%Y. Else: --time when:%d/%m/%Y" in said
+    Path("a.csv.toml").unlink()
+    assert inspected("a.csv", "--time", "when:%d/%m/%Y").data.table.format == {"when": "%d/%m/%Y"}
+
+
 def test_a_header_that_says_float_is_believed():
     cells = [f"{n * 7 % 300}.5" if n % 40 else "—" for n in NUMBERS]
     write(
