@@ -42,6 +42,9 @@ _LEAST_BATCH, _STEPS_OF_AN_EPOCH = 16, 64
 #: Rows, and the largest batch that so many train with.
 _BATCHES = ((1_000_000, 256), (20_000_000, 1024), (None, 4096))
 _FEW_ROWS = 5_000_000  # below, several epochs train
+#: With few rows, and so many categories to a number. More numbers want layers of their own, which "dlrm" has.
+_DENSE_OF_SPARSE = 4
+_DEEPFM = 'arch = "deepfm"    # few rows, hardly any numbers: better than "dlrm" there; docs/models.md'
 _LIKELIEST = 3
 _IN_ORDER = 0.99  # of the steps from a time to the next one go forward
 
@@ -227,7 +230,7 @@ class Inspected:
             lines.append(f"# {' '.join(each.column.split())}: {each.why}")  # a name may have several lines
             sign = "" if each.is_used else "# "
             lines += [f"{sign}{toml_key(name)} = {toml(settings)}" for name, settings in each.features.items()]
-        return "\n".join([*lines, *_of_the_model(used, self.num_rows)])
+        return "\n".join([*lines, *model_lines(used, self.num_rows)])
 
     def _split(self) -> str:
         """Return which tenth is held out: the latest rows where the file is in the order of a time, else any."""
@@ -304,7 +307,8 @@ def _bad_rows(num_bad: int, num_rows: int) -> str:
     return f"bad_rows = {allowed:g}    # up to {num_bad:,} of the rows are bad; all may be among those held out"
 
 
-def _of_the_model(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
+def model_lines(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
+    """Return the lines of TOML that describe a model of these features, and its training on so many rows."""
     most = next(batch for rows, batch in _BATCHES if rows is None or num_rows <= rows)
     batch = _LEAST_BATCH
     while batch < most and 2 * batch * _STEPS_OF_AN_EPOCH <= num_rows:
@@ -313,7 +317,7 @@ def _of_the_model(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
     table_rows = sum(TableFeature(**settings).table_rows for settings in features)
     in_flight = _BATCHES_IN_FLIGHT * batch * sum(each.lookups for each in suggested)
     ratio = min(1.0, max(_LEAST_RATIO, ceil(100 * in_flight / table_rows) / 100))
-    is_small = num_rows < _FEW_ROWS
+    is_small, num_dense = num_rows < _FEW_ROWS, sum(settings["kind"] == "dense" for settings in features)
     epochs = [
         "epochs = 10    # at most: few samples want several; the best epoch is kept",
         "early_stopping = 2    # ends the run after two epochs that were no better",
@@ -327,7 +331,7 @@ def _of_the_model(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
     return [
         "",
         "[model]",
-        *(['arch = "deepfm"    # of few rows better than the dot products alone ("dlrm"); docs/models.md'] * is_small),
+        *([_DEEPFM] if is_small and num_dense * _DENSE_OF_SPARSE <= len(features) - num_dense else []),
         "embedding_dim = 16    # of rare and of frequent values; 8 lost where users and items are all there is",
         "",
         "[cache]",

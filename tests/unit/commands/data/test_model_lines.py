@@ -1,0 +1,39 @@
+"""The model that `inspect` writes is one for data of that size, and of those features."""
+
+from __future__ import annotations
+
+import pytest
+
+from embershard.commands.data.inspect_files import model_lines
+from embershard.commands.data.kinds import Judgement
+from embershard.commands.data.suggest import Suggestion
+from embershard.settings.decoding import decode, tomllib
+from embershard.training.config import RunConfig
+
+USED = Judgement("category", "sure", "")
+
+
+def features(num_sparse: int, num_dense: int) -> list[Suggestion]:
+    sparse = {f"c{n}": {"kind": "sparse", "num_rows": 1000} for n in range(num_sparse)}
+    dense = {f"n{n}": {"kind": "dense"} for n in range(num_dense)}
+    return [Suggestion(name, {name: each}, "", 1, USED) for name, each in (sparse | dense).items()]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_dense", "arch", "batch", "epochs", "eval_every"),
+    [
+        (500, 0, "deepfm", 16, 10, None),
+        (100_000, 2, "deepfm", 256, 10, None),
+        (100_000, 3, "dlrm", 256, 10, None),
+        (1_000_001, 0, "deepfm", 1024, 10, None),
+        (5_000_000, 0, "dlrm", 1024, 1, 439),
+        (50_000_000, 0, "dlrm", 4096, 1, 1099),
+    ],
+)
+def test_the_model_fits_the_data(num_rows, num_dense, arch, batch, epochs, eval_every):
+    text = "\n".join(model_lines(features(9, num_dense), num_rows))
+    config = decode(RunConfig, tomllib.loads(text))
+    assert (config.model.arch, config.model.embedding_dim) == (arch, 16)
+    assert (config.train.batch_size, config.train.epochs, config.train.eval_every) == (batch, epochs, eval_every)
+    assert config.keeps_best == (epochs > 1)
+    assert all("    # " in line for line in text.splitlines() if line.startswith(("arch", "batch", "epochs", "early")))
