@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -29,7 +29,13 @@ T = TypeVar("T")
 _UNKNOWN, _MISSING, _NO_JSON = "unexpected_keyword_argument", "missing", "json_invalid"
 
 
-def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigError) -> T:
+#: Returns what a key may mean that is unknown where it stands.
+Elsewhere = Callable[[str], Sequence[str]]
+
+
+def decode(
+    cls: type[T], values: object, error: type[EmbershardError] = ConfigError, elsewhere: Elsewhere = lambda _: ()
+) -> T:
     """Return an instance of the dataclass `cls` from dicts and lists, as a TOML or JSON file holds them.
 
     >>> from embershard.cache.config import CacheConfig
@@ -38,6 +44,9 @@ def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigEr
     >>> decode(CacheConfig, {"ration": 0.5})
     Traceback (most recent call last):
     embershard.errors.ConfigError: ration: unknown key. Did you mean ratio?
+
+    Args:
+        elsewhere: asked about an unknown key with no other one near it.
 
     Raises:
         error: a key is unknown or missing, or a value is of another type. An exception of a dataclass's own checks
@@ -59,7 +68,7 @@ def decode(cls: type[T], values: object, error: type[EmbershardError] = ConfigEr
         raise refusal
     if problem["type"] == _NO_JSON:  # 200 levels, or text that is not Unicode
         raise error(f"cannot be read: {problem['msg']}")
-    raise error(_message(cls, values, problem))
+    raise error(_message(cls, values, problem, elsewhere))
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -73,12 +82,14 @@ def is_section(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint)
 
 
-def unknown_key(cls: type, key: str, at: str = "") -> str:
-    """Return the message about a `key` at `at` that is no field of the dataclass `cls`."""
+def unknown_key(cls: type, key: str, at: str = "", elsewhere: Elsewhere = lambda _: ()) -> str:
+    """Return the message about a `key` at `at` that is no field of the dataclass `cls`; what is near in it goes before
+    what is meant `elsewhere`."""
     names = field_types(cls)
     close = difflib.get_close_matches(key, names, n=1)
     meant = [name if at.endswith(")") else _joined(at, name) for name in close]  # an entry of a list is long
-    hint = f"Did you mean {meant[0]}?" if close else f"Known here: {', '.join(names)}."
+    meant = meant or list(elsewhere(key))[:3]
+    hint = f"Did you mean {' or '.join(meant)}?" if meant else f"Known here: {', '.join(names)}."
     return f"{_joined(at, key)}: unknown key. {hint}"
 
 
@@ -198,7 +209,7 @@ def _no_number(values: object, at: str = "") -> tuple[str, float, str] | None:
     return next((found for key, value in inner if (found := _no_number(value, _joined(at, key)))), None)
 
 
-def _message(cls: type, values: Any, problem: ErrorDetails) -> str:
+def _message(cls: type, values: Any, problem: ErrorDetails, elsewhere: Elsewhere) -> str:
     """Return the path of pydantic's problem in `values`, with the value there and the type that is needed."""
     kind, keys = problem["type"], list(problem["loc"])
     absent = keys.pop() if kind in (_UNKNOWN, _MISSING) else None
@@ -213,7 +224,7 @@ def _message(cls: type, values: Any, problem: ErrorDetails) -> str:
             name = values.get(dataclasses.fields(hint)[0].name) if isinstance(values, dict) else None
             at += "" if name is None else f" ({name!r})"
     if kind == _UNKNOWN:
-        return unknown_key(_section(hint), str(absent), at)
+        return unknown_key(_section(hint), str(absent), at, elsewhere)
     if isinstance(absent, str):
         return f"{_joined(at, absent)}: is missing, needed {type_name(_inner(hint, absent, keys))}."
     return f"{at}: got {problem['input']!r:.80}, needed {type_name(hint)}."

@@ -15,7 +15,8 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -67,7 +68,7 @@ def load_config(
     for _, name, section in _with_code(values):
         if isinstance(folder := section.get(name, str(path.parent)), str):  # the module may be beside the file
             section[name] = os.path.abspath(folder)
-    config = decode(cls, values)
+    config = decode(cls, values, elsewhere=partial(_meant, cls))
     if not trust_code:
         check_config_code(config, run_dir)
     return config
@@ -158,7 +159,7 @@ def apply_override(cls: type, values: dict[str, Any], override: str) -> None:
         if not is_section(hint):
             raise ConfigError(f"{at} is a setting, not a section.")
         if part not in field_types(hint):
-            raise ConfigError(unknown_key(hint, part, at))
+            raise ConfigError(unknown_key(hint, part, at, partial(_meant, cls)))
         hint = field_types(hint)[part]
     if is_section(hint) or get_origin(hint) is dict:
         raise ConfigError(f"--set {override}: {key} is a section; set one of its settings, as {key}.NAME=VALUE.")
@@ -220,6 +221,12 @@ def find_settings(settings: Sequence[Setting], name: str) -> list[Setting]:
     most = max(counts.values(), default=0)
     found = [each for each in settings if counts[each] == most > 0]
     return sorted(found, key=lambda each: (-num_found(each.key), -num_found(each.doc.partition(". ")[0])))
+
+
+def _meant(cls: type, key: str) -> list[str]:
+    with suppress(ConfigError):  # of a file that must have some settings
+        return [setting.key for setting in find_settings(describe(cls()), key)]
+    return []
 
 
 def _words(text: str) -> list[str]:

@@ -238,6 +238,14 @@ def test_a_name_of_earlier_days_is_an_unknown_key(load, key):
             load(text, *overrides, cls=RunConfig)
 
 
+@pytest.mark.parametrize("key", ["train.learning_rate", "cache.learning_rate"])
+def test_a_key_of_another_section_or_program_is_found(load, key):
+    section, name = key.split(".")
+    for text, overrides in ((f"[{section}]\n{name} = 8\n", ()), ("", (f"{key}=8",))):
+        with pytest.raises(ConfigError, match=rf"{key}: unknown key. Did you mean embedding_optimizer.lr or dense_opt"):
+            load(text, *overrides, cls=RunConfig)
+
+
 @pytest.mark.parametrize("policy", ["lookahead", "frequency", "lfu", "lru"])
 def test_every_policy_has_a_use_for_a_counted_profile(load, policy):
     """`lru` for its warm-up, `lfu` as its first counts."""
