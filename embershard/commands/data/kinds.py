@@ -191,7 +191,7 @@ def _by_what_it_holds(column: Facts) -> Judgement:
 
 
 def _texts(column: Facts) -> Judgement:
-    group, word = word_of(column.name)
+    group, _ = word_of(column.name)
     is_named = group in ("id", "category") or _letters_of(column.name) in words()["category"]["letters"]
     if column.declared != "token":
         if column.urls >= _URLS:
