@@ -240,8 +240,8 @@ def _integers(column: Facts) -> Judgement:
     if column.declared == "float":
         return Judgement("number", "sure", "its header says float")
     plain = name.strip().lower()
-    rows = np.diff(column.sample)
-    if re.sub(r"[\W\d]+$", "", plain) in words()["index"]["names"] and len(rows) and bool((rows > 0).all()):
+    rows, bare = np.diff(column.sample), re.sub(r"\W+\d*$", "", plain)  # "Unnamed: 0"
+    if bare in words()["index"]["names"] and len(rows) and bool((rows > 0).all()):
         return Judgement("drop", "sure", "it numbers the rows")
     if column.is_unique and (plain == "id" or (group == "id" and column.present >= _UNIQUE_ROWS)):
         return Judgement("drop", "sure", "an id with another value in each row")
@@ -315,8 +315,8 @@ def _points_of_name(column: Facts, group: str, word: str) -> Iterable[tuple[floa
                 yield points, f"named {letters} and a number"
         if len(letters) > 1:
             yield 2, "named without a meaning"
-    elif re.fullmatch(r"\d+(_\d+)?", column.name):
-        yield 3.5 if len(column.name) > 2 else 2, "named by a number"
+    elif re.fullmatch(r"\d{3,}(_\d+)?", column.name):  # 0, 1, 2 are places in an array
+        yield 3.5, "named by a number"
 
 
 def _letters_of(name: str) -> str:
@@ -329,7 +329,7 @@ def _points_of_values(column: Facts) -> Iterable[tuple[float, str]]:
     numbers, least, largest = column.sample, column.least, column.largest
     span, repeats = largest - least, 2 * column.distinct < column.present
     is_dense, from_0 = column.distinct >= 0.95 * (span + 1), least in (0, 1)
-    if largest >= _TEN_DIGITS:
+    if len(numbers) and np.median(numbers) >= _TEN_DIGITS:
         yield 5, "ten digits or more"
     if least < -1:
         yield -3, "negative"
@@ -410,8 +410,8 @@ def word_of(name: str) -> tuple[str, str]:
     (('number', 'num'), ('id', 'id'), ('number', 'n'), ('', ''))
     """
     tokens = _tokens(name)
-    if tokens == ["number"]:
-        return "number", "number"
+    if tokens == ["number"] or "%" in name:
+        return "number", "number" if tokens == ["number"] else "%"
     found = next((each for token in reversed(tokens) if (each := _group_of(token))[0]), ("", ""))
     first = tokens[0] if len(tokens) > 1 else ""
     if first in words()["number"]["first"] and found[0] != "id":

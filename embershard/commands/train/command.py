@@ -38,12 +38,11 @@ from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
-_HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU.
+_HELP = """Train a model on this machine: one process per GPU, or 2 on the CPU. CONFIG may be data, as clicks.csv.
 
 All settings: embershard settings. On several machines: docs/operations.md.
 
   embershard train quickstart --set train.max_steps=100
-  embershard train clicks.csv    # `data inspect` first
   embershard train run.toml --plan plan.json --run-dir runs/a --max-restarts 3
   embershard train run.toml --run-dir runs/mine --resume
 """
