@@ -182,7 +182,7 @@ def _sharders(
         profile,
         **common,
         exchange="pooled" if plan is not None else config.sharding.exchange,  # type: ignore[arg-type]
-        mode="data_parallel" if config.sharding.mode == "data_parallel" else "sharded",
+        mode="sharded" if config.sharding.mode == "hot_cold" else config.sharding.mode,  # that is `hot_rows`
         **options,
     )
     return [bags, CachedEmbeddingCollectionSharder(cache, profile, **common)]

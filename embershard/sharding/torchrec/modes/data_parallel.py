@@ -215,8 +215,6 @@ class DataParallelMode(ShardingMode):
     has_whole_tables: ClassVar[bool] = True
 
     def __init__(self, arguments: Arguments) -> None:
-        if arguments["mode"] != "data_parallel":
-            raise ConfigError(f"mode: got {arguments['mode']!r}, needed 'sharded' or 'data_parallel'")
         if arguments["plan"] is not None or arguments["exchange"] != "pooled":
             given = "a plan" if arguments["plan"] is not None else f"exchange={arguments['exchange']!r}"
             raise ConfigError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 
+from embershard.errors import ConfigError
 from embershard.frequency.statistics import Ints
 
 if TYPE_CHECKING:
@@ -107,9 +108,11 @@ def _exchanges_rows(given: Arguments) -> bool:
 
 
 _HERE = "embershard.sharding.torchrec"
+#: Values of a sharder's argument `mode`.
+SHARDER_MODES = ("sharded", "data_parallel")
 #: Of each mode: which arguments ask for it, and its class. Groups are made in this order.
 MODES: Sequence[tuple[Callable[[Arguments], bool], str]] = (
-    (lambda given: given["mode"] != "sharded", f"{_HERE}.modes.data_parallel:DataParallelMode"),
+    (lambda given: given["mode"] == "data_parallel", f"{_HERE}.modes.data_parallel:DataParallelMode"),
     (lambda given: given["hot_rows"] is not None, f"{_HERE}.modes.hot_cold:HotColdMode"),
     (_exchanges_rows, f"{_HERE}.modes.rows_exchange:RowsExchangeMode"),
     (lambda given: bool(given["ids"]), f"{_HERE}.ids.id_shardings:IdMode"),
@@ -122,6 +125,9 @@ def modes_of(arguments: Arguments) -> tuple[ShardingMode, ...]:
     Raises:
         ConfigError: the arguments contradict each other.
     """
+    if arguments["mode"] not in SHARDER_MODES:
+        needed = " or ".join(map(repr, SHARDER_MODES))
+        raise ConfigError(f"mode: got {arguments['mode']!r}, needed {needed}")
     found = tuple(resolve_name(name)(arguments) for asks, name in MODES if asks(arguments))
     for mode in found:
         mode.check_beside([other for other in found if other is not mode])
