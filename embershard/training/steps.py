@@ -167,8 +167,8 @@ class Steps:
                 self._is_waiting = True
                 yield Supply.NOT_YET
             self._is_waiting = False
-            pieces = batch.pieces(self._pieces)
-            self._states.append((self._stream.state, len(pieces), batch.num_samples))
+            pieces, samples = ([batch], 0) if self._pieces == 1 else (batch.pieces(self._pieces), batch.num_samples)
+            self._states.append((self._stream.state, len(pieces), samples))
             yield from pieces
 
     def _limited(self, most: int | None) -> Iterator[Any]:
