@@ -267,7 +267,8 @@ def _are_within(column: Facts, limits: tuple[float, float]) -> bool:
 
 def _time_in_digits(column: Facts, group: str, word: str) -> Judgement | None:
     """Return the judgement of whole numbers that are times: seconds since 1970 or parts of them, or digits of dates."""
-    is_named = bool(set(_tokens(column.name)) & set(words()["time"]["words"])) or group == "time"
+    has_word = bool(set(_tokens(column.name)) & set(words()["time"]["words"]))  # not as the last one: time_ms
+    is_named = group == "time" or (has_word and group != "id")
     calendar = is_named or word in words()["category"]["calendar"]
     for unit, limits in _EPOCH.items():
         if is_named and _are_within(column, limits):
