@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
@@ -262,15 +263,17 @@ class Inspected:
         if any(each["kind"] == "sparse" for suggestion in self.used for each in suggestion.features.values()):
             return
         ranked = sorted(self.suggested, key=_likeness, reverse=True)[:_LIKELIEST]
-        likeliest = ",".join(each.column for each in ranked if each.judgement.kind != "constant")
-        hint = f" Likeliest: --category {likeliest}" if likeliest else ""
+        likeliest = [each.column for each in ranked if _likeness(each) > 0]
+        hint = f" Likeliest: --category {shlex.quote(','.join(likeliest))}" if likeliest else ""
         raise ConfigError(f"{self.data}: no column is a category, and a model needs one: text, or ids.{hint}")
 
 
-def _likeness(suggestion: Suggestion) -> tuple[bool, float]:
-    """Return how much a column that is no category is like one."""
+def _likeness(suggestion: Suggestion) -> float:
+    """Return how much a column that is no category is like one, above 0; or 0 for none."""
     judgement = suggestion.judgement
-    return judgement.kind != "constant", 1.0 if judgement.kind == "drop" else judgement.score or -10.0
+    if judgement.kind == "constant" or (judgement.kind == "drop" and judgement.sure == "sure"):
+        return 0.0
+    return 100.0 if judgement.kind == "drop" else np.exp(judgement.score or -10.0)
 
 
 def _else(suggestion: Suggestion) -> str:

@@ -36,7 +36,7 @@ _DIGITS_OF_DATES = {"%Y%m%d": 8, "%Y%m%d%H": 10, "%Y%m%d%H%M": 12, "%Y%m%d%H%M%S
 _URLS = 0.9
 _ALWAYS = ("\x01", "^")  # separators that texts have for no other reason
 _UNSURE = (" ", ",", ", ")  # separators that texts of one value have, too
-_LISTED, _PARTS_PER_CELL = 0.05, 0.7
+_LISTED, _BRACKETED, _PARTS_PER_CELL = 0.05, 0.5, 0.7
 _FEW_VALUES, _MANY_VALUES, _ORDERED, _SMOOTH, _ENDS_IN_0 = 100, 200, 8, 0.5, 1 / 3
 _MOSTLY_0 = 0.6
 _MONTHS, _DAYS = 12, 31
@@ -45,12 +45,11 @@ _MONTHS, _DAYS = 12, 31
 @dataclass(frozen=True)
 class Parts:
     """What a separator cuts the cells of a column into: how many cells have it, distinct values between, and values
-    of a cell in the mean and at most."""
+    of a cell in the mean."""
 
     cells: int
     distinct: int
     mean: float
-    most: int
 
 
 @dataclass(frozen=True)
@@ -210,10 +209,10 @@ def _texts(column: Facts) -> Judgement:
 def _separator(column: Facts) -> str | None:
     """Return what stands between the values of a text's cells; None: a cell is a value."""
     for separator, parts in column.parts.items():
-        if separator in _ALWAYS:
-            return separator
+        is_clear = separator in (*_ALWAYS, BRACKETS)
         cells_differ = parts.distinct < _PARTS_PER_CELL * column.distinct * parts.mean
-        if parts.cells < _LISTED * column.present or not (cells_differ or separator == BRACKETS):
+        least = _BRACKETED if separator == BRACKETS else _LISTED
+        if parts.cells < least * column.present or not (cells_differ or is_clear):
             continue
         if separator in _UNSURE and not (_has_list_word(column.name) or _are_codes(column.examples, separator)):
             continue  # titles, and names of places

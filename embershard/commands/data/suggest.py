@@ -106,10 +106,9 @@ def facts_of(column: ColumnSurvey, *, is_known: bool = False, result: str = "") 
     numbers, about = column.numbers, column.values
     name, declared = typed_name(column.name)
     distinct = max(about.estimate, column.ids.estimate if types.is_integer(column.inner) else 0)
-    means = {each: values / max(column.present, 1) for each, (_, _, _, values) in column.parts.items()}
     parts = {
-        each: Parts(cells, found.estimate, means[each], most)
-        for each, (found, cells, most, _) in column.parts.items()
+        each: Parts(cells, found.estimate, values / max(column.present, 1))
+        for each, (found, cells, _, values) in column.parts.items()
         if not column.too_long[each] or declared == "token_seq"
     }
     own = column.others.get(column.written)

@@ -212,6 +212,12 @@ def test_a_header_that_says_float_is_believed():
     assert samples(config).dense[0].tolist() == [0.0]
 
 
+def test_a_few_cells_with_a_separator_make_no_list():
+    notes = ["[deleted]" if n % 10 == 0 else "fine ^_^" if n == 7 else f"note, {n % 9}" for n in NUMBERS]
+    write("a.csv", {**others(), "note": notes})
+    assert inspected("a.csv").data.table.features["note"].separator is None
+
+
 def test_columns_without_a_name_have_one():
     """pandas' index is no feature, and no more is what a separator at the end of lines makes."""
     write("index.csv", {"": list(map(str, NUMBERS)), **others()}, ",")
