@@ -164,7 +164,10 @@ def test_options_win_over_rules():
         (["--label", "city>=x"], "--label city>=x: needed a number behind >="),
         (["--label", "city=c9"], "--label city=c9: no cell has this text; there are 'c0', 'c1'"),
         (["--label", "city"], "--label: 'city' is no column of numbers, but has 'c0' and 'c1'."),
-        (["--drop", "user_id,city,when"], "no column is a category, and a model needs one: text, or ids. Likeliest:"),
+        (
+            ["--drop", "city,when", "--number", "user_id"],
+            "no column is a category, and a model needs one: text, or ids. Likeliest: --category user_id",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(words, said, capsys):
