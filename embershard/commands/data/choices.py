@@ -23,7 +23,7 @@ _WITH_DETAIL = {"list": "the text between the values", "time": "how its times ar
 
 
 @dataclass(frozen=True)
-class Choice:
+class ColumnChoice:
     """What the user says that a column is.
 
     Attributes:
@@ -50,7 +50,7 @@ class LabelChoice:
     at_least: float | None = None
 
 
-def choices(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Choice]:
+def choices(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, ColumnChoice]:
     """Return the choices by column.
 
     Args:
@@ -59,8 +59,8 @@ def choices(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Ch
     Raises:
         ConfigError: a column is unknown, or named by two options; or a detail is wrong.
     """
-    named: dict[str, Choice] = {}
-    by_pattern: dict[str, Choice] = {}
+    named: dict[str, ColumnChoice] = {}
+    by_pattern: dict[str, ColumnChoice] = {}
     for kind in _KINDS:
         for text in getattr(arguments, kind):
             columns, detail = _with_detail(f"--{kind}", text, names) if kind in _WITH_DETAIL else (text, "")
@@ -71,7 +71,7 @@ def choices(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Ch
                     if name in into:
                         other = f"--{into[name].kind}"
                         raise ConfigError(f"--{kind} {text}: {name!r} is named by {other}, too; name it once.")
-                    into[name] = Choice(kind, detail)
+                    into[name] = ColumnChoice(kind, detail)
     return {**by_pattern, **named}
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from embershard.commands.data.choices import Choice, LabelChoice
+from embershard.commands.data.choices import ColumnChoice, LabelChoice
 from embershard.commands.data.kinds import Facts, Holds, Judgement, Parts, judge, word_of, words
 from embershard.data.block import short
 from embershard.data.config import TIME_ROWS
@@ -285,7 +285,7 @@ def near_miss(column: ColumnSurvey) -> str:
 
 
 def suggest_features(
-    column: ColumnSurvey, judgement: Judgement, taken: Container[str], choice: Choice | None = None
+    column: ColumnSurvey, judgement: Judgement, taken: Container[str], choice: ColumnChoice | None = None
 ) -> Suggestion:
     """Return how to use a column.
 
@@ -321,7 +321,7 @@ def suggest_features(
     return Suggestion(column.name, features, f"{said}; {why}", lookups, judgement, written)
 
 
-def _chosen(column: ColumnSurvey, choice: Choice, judgement: Judgement) -> Judgement:
+def _chosen(column: ColumnSurvey, choice: ColumnChoice, judgement: Judgement) -> Judgement:
     """Return the judgement that the user gives.
 
     Raises:

@@ -38,7 +38,7 @@ from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
-_HELP = """Train on this machine: a process per GPU, or 2 on the CPU. CONFIG may be a CSV.
+_HELP = """Train on this machine, a process per GPU, or 2 on the CPU; CONFIG may be data.
 
 All settings: embershard settings. On several machines: docs/operations.md.
 
