@@ -54,6 +54,7 @@ def with_settings(arguments: argparse.Namespace) -> argparse.Namespace:
             ) from None
         folder.mkdir(parents=True, exist_ok=True)
         written.write_text(text, encoding="utf-8")
-        found.show_uses()
-        say(plain_console(), f"Assumed, and kept in {written}. To change it: {command} --help")
+        if arguments.log_format == "text":  # a program reads JSON alone
+            found.show_uses()
+            say(plain_console(), f"Assumed, and kept in {written}. To change it: {command} --help")
     return argparse.Namespace(**changed | {"config": written})

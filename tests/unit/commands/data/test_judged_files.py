@@ -282,6 +282,13 @@ def test_train_looks_at_data_by_itself(case, one_rank_here, capsys):
     assert "Assumed" not in capsys.readouterr().out
 
 
+def test_a_program_that_reads_json_gets_nothing_else(one_rank_here, capsys):
+    write("shop.csv", others())
+    words = ["train", "shop.csv", "--run-dir", "run", "--log-format", "json", "--set", "train.max_steps=2"]
+    assert cli.main(words) == 0
+    assert all(json.loads(line) for line in capsys.readouterr().out.splitlines())
+
+
 def test_train_of_data_says_what_it_needs(capsys):
     write("shop.csv", {"user_id": others()["user_id"], "price": others()["click"], "size": others()["user_id"]})
     assert cli.main(["train", "shop.csv", "--dry-run"]) == 0
