@@ -105,6 +105,30 @@ class DenseSize:
         return float(self.number_bytes * numbers)
 
     @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """Input and output width of each layer that multiplies by a matrix of weights."""
+        crossed = [(self._crossed, self.cross_rank), (self.cross_rank, self._crossed)]
+        return (*self._layers, *crossed * self.cross_layers)
+
+    @property
+    def passes(self) -> tuple[float, ...]:
+        """Numbers of a sample that each kernel reads and writes which is no such product, forward and backward.
+
+        Of a layer: its ReLU, the ReLU's gradient, and the bias' gradient. Of the interaction: the kernels of
+        TorchRec's `InteractionArch` and `LowRankCrossNet`, operator by operator; an FM's sums.
+        """
+        found = [float(times * outputs) for _, outputs in self._layers for times in (2, 3, 1)]
+        all_fields, pairs = float(self._crossed), float(self._features**2)
+        if self.arch == "dlrm_dcn":  # bias, product, sum; gradients of both factors and of the bias, and sums of them
+            return (*found, 2 * all_fields, *[n * all_fields for n in (2, 3, 3, 3, 3, 3, 3, 1)] * self.cross_layers)
+        if self.arch in FACTORIZED:
+            return (*found, *(n * all_fields for n in (2, 2, 2, 3, 3)))
+        width = 2.0 * self._interaction_width
+        of_fields = [n * all_fields for n in (2, 3, 2)]  # put together; sum of two gradients; taken apart
+        of_pairs = [2 * all_fields + pairs] * 3 + [2 * pairs, 3 * pairs]  # products; the upper triangle, and back
+        return (*found, *of_fields, *of_pairs, width, width)
+
+    @property
     def _features(self) -> int:
         if self.arch in FACTORIZED:
             return self.num_features + (0 if self.arch == "wide_deep" else self.num_dense)

@@ -50,6 +50,10 @@ class Bound:
     step_seconds: float
     fixed_seconds: float
 
+    def beside(self, host_seconds: float) -> Bound:
+        """Return the bound of GPUs beside a host that takes so long for a step."""
+        return Bound(max(self.step_seconds, host_seconds), max(self.fixed_seconds, host_seconds))
+
     def gap(self, step_seconds: float) -> float:
         """Return how much longer a step takes, relative to the bound. Below 0 the bound is none."""
         return step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
@@ -218,24 +222,25 @@ def _add_step(
     _slowest(program, costs, shares, updated, both[1:], base["update"])
     program.at_most(-last_bucket, (updated, -1.0))
     exchanged = of("embeddings", "gradients")
-    at_least(dense + formula.overhead + late, out + back, (looked_up, 1.0), exchanged)
+    at_least(dense + late, out + back, (looked_up, 1.0), exchanged)
     at_least(dense + late, out + back + sent, (updated, 1.0), of("ids"), exchanged)
     at_least(formula.all_reduce, 2 * out + back + sent, of("ids"), exchanged)
     at_least(0.0, 0.0, of("copies"))
     at_least(0.0, 0.0, of("plan"))
-    at_least(formula.input, 0.0)
+    at_least(max(formula.input, formula.overhead), 0.0)
     return step
 
 
 #: What a machine has -> the rates that it decides.
 _RESOURCES = {
     "arithmetic of the dense layers": ("seconds_per_flop",),
+    "start of kernels": ("seconds_per_launch",),
     "memory of the device": ("seconds_per_activation_byte", "seconds_per_update_byte", "seconds_per_embedding_byte"),
     "planning of caches": ("seconds_per_planned_id", "seconds_per_unique_id", "seconds_per_row_id"),
     "link to the host's memory": (
         "seconds_per_fill", "seconds_per_write_back", "seconds_per_byte_to_device", "seconds_per_byte_to_host",
     ),
-    "link between ranks": ("seconds_per_all_to_all_byte", "seconds_per_all_reduce_byte"),
+    "link between ranks": ("seconds_per_all_to_all_byte", "seconds_per_network_byte", "seconds_per_all_reduce_byte"),
     "latency of collectives": ("seconds_per_collective",),
     "overhead of a step": ("step_overhead_seconds",),
 }  # fmt: skip

@@ -197,15 +197,16 @@ class BatchWindow:
 class StepFormula:
     """Seconds of a step from the ranks' totals, as `replay_steps` has them once steps repeat.
 
-    On a GPU: the training stream waits for the slowest rank at each collective; planning and copies are hidden up to
-    the step; so are all collectives together, on their own stream. On a CPU, stages follow each other, and the slowest
+    On a GPU: the training stream waits for the slowest rank at each collective; planning, copies and the host's work
+    are hidden up to the step; so are all collectives together, on their own stream. On a CPU, stages follow each other, and the slowest
     rank decides in each segment between two collectives. Where L ranks take turns on C cores, each has C/L of one, and
     a whole one once C ranks are left. A node is then done after the work of its slowest rank, and 1/C of that of the
     L - C ranks with the least, in seconds of a whole core.
 
     Attributes:
         pipeline: what overlaps.
-        forward: of the dense part, with the overhead of a step; `backward`, `optimizer`, `input`: of the dense part.
+        overhead: of a step, whatever its work.
+        forward: of the dense part; `backward`, `optimizer`, `input`: of the dense part.
         all_reduce: of the dense gradients, without tables; in so many `buckets`.
         latency: of one collective; `group_seconds` of the sizes that are announced per group and step.
     """
@@ -273,10 +274,10 @@ class StepFormula:
             return fixed + first + embeddings + out + gradients + back + last + ids + sent
         both, embeddings, gradients, update, ids, copies, plan, lookup = np.moveaxis(maxima, -1, 0)
         looked_up, updated = np.maximum(both, last_bucket + lookup), np.maximum(update, last_bucket)
-        train = np.maximum(looked_up + self.overhead, updated + ids + sent) + self.optimizer
+        train = np.maximum(looked_up, updated + ids + sent) + self.optimizer
         train = train + embeddings + out + self.forward + self.backward + late + gradients + back
         link = embeddings + out + gradients + back + ids + sent + all_reduce
-        return np.maximum.reduce([train, link, copies, plan, np.full_like(train, self.input)])
+        return np.maximum.reduce([train, link, copies, plan, np.full_like(train, max(self.input, self.overhead))])
 
 
 def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: bool = False) -> CostArrays:
@@ -293,7 +294,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     workload, shape = request.workload, request.workload.shape
     sized, rest = request.sharded, [table for table in request.workload.model.tables if table not in request.sharded]
     copies = [PlacedShard(t, 0, 0, t.rows, t.dim, "data_parallel", "replicated") for t in rest]
-    base = rank_work(workload, copies, [resident_report(workload, shard) for shard in copies], num_groups=0)
+    base = rank_work(workload, copies, [resident_report(workload, shard) for shard in copies], 0, request.rates)
     stages = {name: float(seconds[0]) for name, seconds in stage_seconds([base], request.rates).items()}
     slots_only = at_best and request.budget.ratio is not None  # of all pools together, a share of the rows
     window = BatchWindow.of(workload, counted=request.budget.cache_bytes is None and not slots_only)
@@ -340,12 +341,13 @@ def _formula(request: PlanRequest, stages: Mapping[str, float], parameter_bytes:
     shape, rates = request.workload.shape, request.rates
     sizes = work.sizes_bytes(1, shape.world_size) if shape.world_size > 1 else 0.0
     own = ("overhead", "forward", "backward", "optimizer", "input", "all_reduce")
+    away = max(0, shape.world_size - shape.ranks_per_node) / max(1, shape.world_size - 1)
     return StepFormula(
         pipeline=Pipeline.of_run(shape),
         **{name: stages[name] for name in own},
         buckets=num_buckets(parameter_bytes),
         latency=rates.seconds_per_collective if shape.world_size > 1 else 0.0,
-        group_seconds=sizes * rates.seconds_per_all_to_all_byte,
+        group_seconds=sizes * (away * rates.seconds_per_network_byte + (1 - away) * rates.seconds_per_all_to_all_byte),
     )
 
 
@@ -423,7 +425,7 @@ class _Options:
         arriving = as_exchanged(workload, whole, done)
         if kernel == "device":
             arriving = replace(arriving, fills=0.0, write_backs=0.0)
-        if self._at_best and kernel == "cached" and np.ptp(shares - parts):
+        if self._at_best and (kernel == "cached" or shape.device == "cuda") and np.ptp(shares - parts):
             # A batch has fewer distinct rows of blocks that are looked up unevenly, and caches of their own.
             arriving = replace(arriving, unique_ids=0.0, hits_unique=0.0, fills=0.0, write_backs=0.0)
         corners = [shard_work(workload, whole, arriving.part(*part)) for part in ((0, 0), (1, 0), (0, 1))]

@@ -31,7 +31,7 @@ def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, 
         number_bytes=shape.number_bytes,
         num_features=workload.num_features[table],
     )
-    return num_shards * of_shard.in_training
+    return num_shards * of_shard.in_all.in_training
 
 
 def exchange_of(workload: Workload, table: str, sharding: str, columns: int) -> Exchange:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from embershard.cache.next_use import pinned_tables
 from embershard.cache.statistics import CacheReport
 from embershard.planning.cost import work
+from embershard.planning.cost.dense import dense_work
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.request import COMPLETE, Workload
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
@@ -99,11 +100,11 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
     shape, size = workload.shape, shard.table
     per_sample = workload.lookups_per_sample[size.table]
     if shard.kernel == "replicated":
-        return StepWork(embedding_bytes=work.embedding_bytes(per_sample * shape.batch_size, size))
+        return StepWork(embedding_bytes=_embedding_bytes(workload, shard, report))
     cached = shard.kernel == "cached"
     distinct = workload.distinct_per_rank(size.table) if shard.exchange == "rows" else None
     every = shape.world_size * (per_sample * shape.batch_size if distinct is None else distinct)
-    sent = work.exchanged_bytes(
+    exchanged = work.exchanged_bytes(
         shard.sharding,
         batch_size=shape.batch_size,
         world_size=shape.world_size,
@@ -114,9 +115,11 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
         number_bytes=shape.number_bytes,
         vectors_per_sample=workload.vectors_per_sample(size),
         num_features=size.num_features,
+        ranks_per_node=shape.ranks_per_node,
     )
+    sent, to_nodes = exchanged.in_node, exchanged.to_nodes
     return StepWork(
-        embedding_bytes=work.embedding_bytes(report.lookups, size, shard.columns),
+        embedding_bytes=_embedding_bytes(workload, shard, report),
         planned_ids=report.lookups if cached else 0.0,
         unique_ids=report.unique_ids if cached else 0.0,
         fills=report.fills,
@@ -126,31 +129,59 @@ def shard_work(workload: Workload, shard: PlacedShard, report: ShardReport) -> S
         sent_id_bytes=sent.ids,
         sent_embedding_bytes=sent.embeddings,
         sent_gradient_bytes=sent.gradients,
+        network_id_bytes=to_nodes.ids,
+        network_embedding_bytes=to_nodes.embeddings,
+        network_gradient_bytes=to_nodes.gradients,
     )
 
 
+def _embedding_bytes(workload: Workload, shard: PlacedShard, report: ShardReport) -> float:
+    """Return the bytes of the lookups of a shard, and of its update."""
+    shape, size = workload.shape, shard.table
+    if shape.device == "cpu":
+        return work.embedding_bytes(report.lookups, size, shard.columns)
+    vectors: float = size.num_features * (shape.batch_size if shard.kernel == "replicated" else shape.global_batch_size)
+    if shard.exchange == "rows" or size.is_sequence:
+        vectors = report.lookups
+    return work.gpu_embedding_bytes(report.lookups, report.unique_ids, vectors, size, shard.columns)
+
+
 def rank_work(
-    workload: Workload, shards: Sequence[PlacedShard], reports: Sequence[ShardReport], num_groups: int
+    workload: Workload, shards: Sequence[PlacedShard], reports: Sequence[ShardReport], num_groups: int, rates: Rates
 ) -> StepWork:
     """Return the work of a whole rank's step: its shards, its part of the dense model, its samples, and its part in the
     exchange of so many groups of tables, wherever these are."""
     shape, model = workload.shape, workload.model
-    copies, copies_bytes = work.copies_groups(shards), 0.0
+    copies = work.copies_groups(shards)
+    local = min(shape.ranks_per_node, shape.world_size)
+    sizes = work.sizes_bytes(num_groups, shape.world_size)
+    sizes_away = sizes * (shape.world_size - local) / max(1, shape.world_size - 1)
+    of_copies = 0.0
     for columns in copies:
         tables = [shard.table.table for shard in shards if shard.kernel == "replicated" and shard.columns == columns]
         num_rows, variance = sum(map(workload.distinct_per_rank, tables)), sum(map(workload.distinct_variance, tables))
-        copies_bytes += work.copies_bytes(num_rows, variance, columns, shape.world_size)
-    dense = StepWork(
-        dense_flops=model.dense_flops_per_sample * shape.batch_size,
-        activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
+        of_copies += work.copies_bytes(num_rows, variance, columns, shape.world_size)
+    copies_away = of_copies / local if shape.world_size > local else 0.0  # around a ring
+    if shape.device == "cuda":
+        layers = dense_work(model, shape.batch_size, shape.activation_bytes, rates)
+    else:
+        layers = StepWork(
+            dense_flops=model.dense_flops_per_sample * shape.batch_size,
+            activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
+        )
+    others = StepWork(
         update_bytes=model.dense_parameter_bytes,
         all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.world_size),
-        sent_id_bytes=work.sizes_bytes(num_groups, shape.world_size),
-        sent_gradient_bytes=copies_bytes,
+        sent_id_bytes=sizes - sizes_away,
+        network_id_bytes=sizes_away,
+        sent_gradient_bytes=of_copies - copies_away,
+        network_gradient_bytes=copies_away,
         num_collectives=work.num_collectives(num_groups, shape.world_size, len(copies)),
         input_seconds=(workload.data.read_seconds_per_sample or 0.0) * shape.batch_size,
     )
-    return StepWork.total([dense, *(shard_work(workload, *pair) for pair in zip(shards, reports, strict=True))])
+    return StepWork.total(
+        [layers, others, *(shard_work(workload, *pair) for pair in zip(shards, reports, strict=True))]
+    )
 
 
 def _row_ids(workload: Workload, shards: Sequence[PlacedShard]) -> float:
@@ -195,7 +226,10 @@ def predict(
     of_ranks = by_rank(shards, shape.world_size)
     own_ids, num_groups = _row_ids(workload, shards), len(work.exchange_groups(shards))
     works = [
-        replace(rank_work(workload, here, [simulated[id(shard)].report for shard in here], num_groups), row_ids=own_ids)
+        replace(
+            rank_work(workload, here, [simulated[id(shard)].report for shard in here], num_groups, rates),
+            row_ids=own_ids,
+        )
         for here in of_ranks
     ]
     replayed = replay_steps(works, rates, Pipeline.of_run(shape))

@@ -87,7 +87,7 @@ class ShardCosts:
         return ShardCost(
             seconds={
                 "lookup": parts["embedding"],
-                "communication": sum(parts[name] for name in ("all_to_all", "latency")),
+                "communication": sum(parts[name] for name in ("all_to_all", "network", "latency")),
                 "copies": sum(parts[name] for name in ("planning", "fills", "write_backs")),
             },
             device_bytes=row_bytes

@@ -19,7 +19,7 @@ _MOVED: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("bytes between host and devices a step", ("bytes_to_device", "bytes_to_host"), size),
     (
         "bytes between ranks a step, for tables",
-        ("sent_id_bytes", "sent_embedding_bytes", "sent_gradient_bytes"),
+        tuple(f"{where}_{kind}_bytes" for where in ("sent", "network") for kind in ("id", "embedding", "gradient")),
         size,
     ),
 )

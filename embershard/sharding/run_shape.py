@@ -49,6 +49,7 @@ class RunShape:
         exchange: what travels between ranks; "auto": of each table what takes fewer bytes.
         mode_memory: what the mode takes beside caches and tables; None: nothing.
         reserve_bytes: device memory of a rank that is left free.
+        activation_bytes: of a number that dense layers pass on.
         cores_per_node: that a CPU's ranks share; None: every rank has its own.
     """
 
@@ -65,6 +66,7 @@ class RunShape:
     cores_per_node: int | None = None
     reserve_bytes: int = 0
     accumulate: int = 1
+    activation_bytes: float = 4
 
     @property
     def global_batch_size(self) -> int:

@@ -64,6 +64,8 @@ class ModelSize:
         dense_state_bytes: gradients and optimizer states of the dense parameters.
         activation_bytes_per_sample: kept by the dense forward for the backward.
         input_bytes_per_sample: of dense features and labels.
+        products: input and output width of each layer that multiplies by a matrix; none: not known one by one.
+        passes: numbers of a sample that each kernel over activations reads and writes, forward and backward.
     """
 
     tables: tuple[TableSize, ...]
@@ -72,6 +74,8 @@ class ModelSize:
     dense_state_bytes: int
     activation_bytes_per_sample: float
     input_bytes_per_sample: float = 0.0
+    products: tuple[tuple[int, int], ...] = ()
+    passes: tuple[float, ...] = ()
 
     @property
     def num_rows(self) -> int:

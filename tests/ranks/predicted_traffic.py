@@ -111,7 +111,8 @@ def train(case: Case, plan: Path) -> SentBytes:
 
 def sent_as_predicted(plan: Plan) -> dict[str, float]:
     """Bytes of a rank and step by kind, the mean of the ranks."""
-    return {kind: fmean(rank.work[name] for rank in plan.prediction.ranks) for kind, name in SENT_KINDS.items()}
+    ranks = plan.prediction.ranks
+    return {kind: fmean(sum(rank.work[n] for n in names) for rank in ranks) for kind, names in SENT_KINDS.items()}
 
 
 def compared(pool: RankPool, case: Case, world_size: int) -> tuple[Plan, dict[str, Pair]]:

@@ -19,6 +19,9 @@ from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import dense_part_over_bags, model_size, table_rows
 
+#: Of a number that dense layers pass on, by `train.precision`; 4 of the others.
+_ACTIVATION_BYTES = {"bf16": 2, "fp64": 8}
+
 
 def make_workload(
     config: RunConfig,
@@ -60,6 +63,7 @@ def make_workload(
         cores_per_node=cores_per_node,
         reserve_bytes=reserve_bytes,
         accumulate=config.train.accumulate,
+        activation_bytes=_ACTIVATION_BYTES.get(config.train.precision, 4),
     )
     rows = {name: table.num_rows for name, table in data.tables.items()}
     return Workload(model_size(config, rows) if model is None else model, data, shape)
@@ -222,9 +226,9 @@ def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[Tab
         TableSize(name, rows[name], each.dim or dim, "fp32", *state_bytes) for name, each in config.named.items()
     )
     schema = schema_of(config.data)
-    flops, parameters, activations = dense_part_over_bags(config, schema.num_dense, len(tables))
-    dense = flops, parameters, parameters * config.dense_optimizer.num_states, activations, 4 * (schema.num_dense + 1)
-    return config, config.statistics(rows), ModelSize(tables, *dense)
+    flops, parameters, kept, *kernels = dense_part_over_bags(config, schema.num_dense, len(tables))
+    dense = flops, parameters, parameters * config.dense_optimizer.num_states, kept, 4 * (schema.num_dense + 1)
+    return config, config.statistics(rows), ModelSize(tables, *dense, *kernels)
 
 
 def read_lookups(path: Path, config: RunConfig) -> tuple[AssumedTables, DataStatistics, ModelSize]:

@@ -166,7 +166,7 @@ class _Timed:
                     rank_share=rank_share,
                     distinct_ids=distinct.get(name),
                 )
-                sent.update(dataclasses.asdict(of_shard))
+                sent.update(dataclasses.asdict(of_shard.in_all))
         return StepWork(
             dense_flops=model.dense_flops_per_sample * batch_size,
             activation_bytes=model.activation_bytes_per_sample * batch_size,

@@ -14,11 +14,13 @@ from rich.table import Table
 
 from embershard.errors import ConfigError, ShardingError, naming_file
 from embershard.launch.screen import make_table, say
+from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.topology import Topology
 from embershard.planning.exchange import exchange_reason
 from embershard.planning.make_plan import alternatives, make_plan, sentences
 from embershard.planning.request import PlanRequest
 from embershard.planning.simulate_scaling import MOST_SEARCHED_RANKS, SimulatedRun
+from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
 from embershard.sharding.shards import shards_of
 from embershard.units import size
@@ -212,7 +214,7 @@ def _ranks_table(plan: Plan, prediction: Prediction, shown: Sequence[RankPredict
             *_hits_cells([table for table in prediction.tables if table.rank == rank.rank]),
             f"{rank.work['fills']:,.0f}",
             *(size(rank.work[name]) for name in ("bytes_to_device", "bytes_to_host")),
-            size(sum(rank.work[f"sent_{kind}_bytes"] for kind in ("id", "embedding", "gradient"))),
+            size(decode(StepWork, rank.work).all_to_all_bytes),
         )
     if len(shown) < plan.world_size:
         table.caption = f"the {len(shown)} slowest of {plan.world_size} ranks"

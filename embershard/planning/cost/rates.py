@@ -45,16 +45,20 @@ class StepWork(Amounts):
     """The work of one rank in one step, for its B samples and for the N ids that reach its tables.
 
     Attributes:
-        dense_flops: floating-point operations of the dense part, forward and backward.
-        activation_bytes: activations and their gradients, written by the dense part.
+        dense_flops: floating-point operations of the dense part, forward and backward; on a GPU of those of its
+            kernels that arithmetic limits.
+        activation_bytes: on a CPU those that the forward keeps; on a GPU those that the kernels of the dense part read
+            and write which memory limits.
+        launches: on a GPU, kernels that are too small for either, and take what any kernel takes.
         update_bytes: parameters that the dense optimizer updates, however few the samples.
         embedding_bytes: rows read and written in device memory, optimizer state included.
         row_ids: ids of the B samples in tables that exchange distinct rows: found distinct, and pooled, by the rank.
         planned_ids, unique_ids: N ids for which the rank's caches find slots, and the distinct ones of them.
         fills, write_backs: rows copied to the device, and back to the host.
         bytes_to_device, bytes_to_host: their payloads.
-        sent_id_bytes, sent_embedding_bytes, sent_gradient_bytes: on the rank's link, for the tables; in each exchange
-            the larger of sent and received.
+        sent_id_bytes, sent_embedding_bytes, sent_gradient_bytes: for the tables, to ranks of the same node; in each
+            exchange the larger of sent and received.
+        network_id_bytes, network_embedding_bytes, network_gradient_bytes: for the tables, to other nodes.
         all_reduce_bytes: sent for the dense gradients.
         num_collectives: operations among all ranks, each with its latency.
         input_seconds: seconds of one core to read and parse B samples.
@@ -62,6 +66,7 @@ class StepWork(Amounts):
 
     dense_flops: float = 0
     activation_bytes: float = 0
+    launches: float = 0
     update_bytes: float = 0
     embedding_bytes: float = 0
     row_ids: float = 0
@@ -74,6 +79,9 @@ class StepWork(Amounts):
     sent_id_bytes: float = 0
     sent_embedding_bytes: float = 0
     sent_gradient_bytes: float = 0
+    network_id_bytes: float = 0
+    network_embedding_bytes: float = 0
+    network_gradient_bytes: float = 0
     all_reduce_bytes: float = 0
     num_collectives: float = 0
     input_seconds: float = 0
@@ -81,7 +89,8 @@ class StepWork(Amounts):
     @property
     def all_to_all_bytes(self) -> float:
         """What is sent for the tables: ids, embeddings and gradients."""
-        return self.sent_id_bytes + self.sent_embedding_bytes + self.sent_gradient_bytes
+        within = self.sent_id_bytes + self.sent_embedding_bytes + self.sent_gradient_bytes
+        return within + self.network_id_bytes + self.network_embedding_bytes + self.network_gradient_bytes
 
     @classmethod
     def total(cls, works: Sequence[StepWork]) -> StepWork:
@@ -99,12 +108,16 @@ class Rates(Amounts):
     """Seconds that one rank of a machine takes per unit of each kind of `StepWork`, for one number of ranks.
 
     Attributes:
+        seconds_per_all_to_all_byte, seconds_per_network_byte: of what is sent for the tables within a node, and to
+            other nodes: one after the other.
         seconds_per_input_second: share of a core's parsing time that slows the step: parsing runs in threads.
-        step_overhead_seconds: of a step, whatever its work.
+        step_overhead_seconds: of a step, whatever its work. On a GPU it is the host's, which launches the kernels
+            beside the GPU's work: a step takes at least as long.
     """
 
     seconds_per_flop: float = 0
     seconds_per_activation_byte: float = 0
+    seconds_per_launch: float = 0
     seconds_per_update_byte: float = 0
     seconds_per_embedding_byte: float = 0
     seconds_per_row_id: float = 0
@@ -115,6 +128,7 @@ class Rates(Amounts):
     seconds_per_byte_to_device: float = 0
     seconds_per_byte_to_host: float = 0
     seconds_per_all_to_all_byte: float = 0
+    seconds_per_network_byte: float = 0
     seconds_per_all_reduce_byte: float = 0
     seconds_per_collective: float = 0
     seconds_per_input_second: float = 0
@@ -130,6 +144,7 @@ class Rates(Amounts):
 TERMS: tuple[tuple[str, str, str], ...] = (
     ("dense_flops", "seconds_per_flop", "dense"),
     ("activation_bytes", "seconds_per_activation_byte", "dense"),
+    ("launches", "seconds_per_launch", "dense"),
     ("update_bytes", "seconds_per_update_byte", "optimizer"),
     ("embedding_bytes", "seconds_per_embedding_byte", "embedding"),
     ("row_ids", "seconds_per_row_id", "embedding"),
@@ -142,6 +157,9 @@ TERMS: tuple[tuple[str, str, str], ...] = (
     ("sent_id_bytes", "seconds_per_all_to_all_byte", "all_to_all"),
     ("sent_embedding_bytes", "seconds_per_all_to_all_byte", "all_to_all"),
     ("sent_gradient_bytes", "seconds_per_all_to_all_byte", "all_to_all"),
+    ("network_id_bytes", "seconds_per_network_byte", "network"),
+    ("network_embedding_bytes", "seconds_per_network_byte", "network"),
+    ("network_gradient_bytes", "seconds_per_network_byte", "network"),
     ("all_reduce_bytes", "seconds_per_all_reduce_byte", "all_reduce"),
     ("num_collectives", "seconds_per_collective", "latency"),
     ("input_seconds", "seconds_per_input_second", "input"),

@@ -19,7 +19,7 @@ from embershard.units import size
 
 #: The dense optimizer reads gradient, state and weight, and writes state and weight.
 _UPDATE_PASSES = 5
-_SHARES = ("flops", "device_memory", "host_memory", "host_link", "node_link", "network")
+_SHARES = ("flops", "streaming", "device_memory", "host_memory", "host_link", "node_link", "network")
 _MOST_BYTES = 2**60  # of a memory
 _LEAST_SPEED = 1e3  # a second
 _SHAPE = re.compile(r"(?P<base>.+?)x(?P<ranks>\d+)(?:x(?P<nodes>\d+))?")
@@ -67,21 +67,28 @@ class Bandwidths(Amounts):
 
 @dataclass(frozen=True)
 class Assumptions(Amounts):
-    """Assumptions for a machine without a calibration: shares of the peak figures that a step reaches, and costs.
+    """Assumptions for a machine without a calibration: shares of the peak figures that a step reaches, and costs. Each
+    has its source in docs/planning.md; none was fitted to a measured or published step.
 
     Attributes:
+        flops: share that the largest matrix products reach; small ones less (`dense.py`).
+        streaming, device_memory: share of the device's memory speed that kernels over activations reach, and those that
+            read rows.
         planned_id_bytes: device memory traffic of finding a slot for one id (sorting, maps), or its distinct row.
         row_access_bytes: least memory traffic of a row: rows are read one by one.
         collective_seconds, network_collective_seconds: latency of a collective within a node and across nodes.
         message_seconds: what a collective takes longer for each further rank.
         jitter: of a rank's time for the same work, from step to step: standard deviation over mean.
-        step_overhead_seconds: time to launch a step's kernels.
+        launch_seconds: that the smallest kernel takes on a GPU.
+        ranks_per_host_link: GPUs that share one link to the host.
+        step_overhead_seconds: of the host for a step: on a GPU its thread launches the kernels, beside the GPU's work.
         input_threads: threads of a rank that parse during the training.
         reserve_bytes: of a GPU's memory, left free for the CUDA context, NCCL's buffers, and what torch's allocator
             cannot use.
     """
 
-    flops: float = 0.5
+    flops: float = 0.8
+    streaming: float = 0.85
     device_memory: float = 0.6
     host_memory: float = 0.3
     host_link: float = 0.7
@@ -93,7 +100,9 @@ class Assumptions(Amounts):
     network_collective_seconds: float = 6e-5
     message_seconds: float = 5e-7
     jitter: float = 0.03
-    step_overhead_seconds: float = 5e-3
+    launch_seconds: float = 3e-6
+    ranks_per_host_link: float = 2
+    step_overhead_seconds: float = 5.2e-3
     input_threads: float = 2
     reserve_bytes: float = 2 * 2**30
 
@@ -102,7 +111,12 @@ class Assumptions(Amounts):
         """Return those of a share of a peak, or of a cost."""
         if name in _SHARES:
             return 1e-3, 1.0
-        return {"input_threads": (1e-3, 1e6), "jitter": (0.0, 10.0), "reserve_bytes": (0.0, 1e15)}.get(name, (0.0, 1e4))
+        return {
+            "input_threads": (1e-3, 1e6),
+            "ranks_per_host_link": (1.0, 1e6),
+            "jitter": (0.0, 10.0),
+            "reserve_bytes": (0.0, 1e15),
+        }.get(name, (0.0, 1e4))
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,8 @@ class Topology:
             return _estimate(self, num_ranks)
         calibrated = self._nearest(num_ranks)
         rates = self.rates[calibrated]
+        if num_ranks > self.ranks_per_node and not rates.seconds_per_network_byte:  # not known: as within the node
+            rates = replace(rates, seconds_per_network_byte=rates.seconds_per_all_to_all_byte)
         if num_ranks == calibrated:
             return rates
         local = num_ranks if self.num_nodes == 1 else min(num_ranks, self.ranks_per_node)
@@ -325,29 +341,35 @@ def save_topology(topology: Topology, path: str | Path) -> None:
 def _estimate(topology: Topology, num_ranks: int) -> Rates:
     peak, share = topology.bandwidths, topology.assumptions
     assert peak is not None, "a topology has rates or bandwidths"
+    speed = peak.flops_in(topology.precision)
+    needed = f"the operations of dense layers in {topology.precision} in a second"
+    _need(speed > 0, f"Bandwidths.{topology.precision}_flops", speed, needed)
     local = min(num_ranks, topology.ranks_per_node)
     sharing = local if topology.device == "cpu" else 1
     device = _inverse(peak.device_memory_bytes * share.device_memory) * sharing
+    streamed = 2 * device if topology.device == "cpu" else _inverse(peak.device_memory_bytes * share.streaming)
+    linked = 1.0 if topology.device == "cpu" else min(local, share.ranks_per_host_link)
     host = _inverse(peak.host_memory_bytes * share.host_memory) * local
     within = _inverse(peak.node_bytes * share.node_link) * sharing
-    across = _inverse(peak.network_bytes * share.network) * sharing
-    # Share of a rank's all-to-all that goes to other nodes, over the network; the rest is sent at the same time.
-    outside = (num_ranks - local) / max(1, num_ranks - 1)
+    across = _inverse(peak.network_bytes * share.network) * sharing if num_ranks > local else 0.0
+    outside = num_ranks > local
     return Rates(
-        seconds_per_flop=_inverse(peak.flops_in(topology.precision) * share.flops) * sharing,
-        seconds_per_activation_byte=2 * device,
-        seconds_per_update_byte=_UPDATE_PASSES * device,
+        seconds_per_flop=_inverse(speed * share.flops) * sharing,
+        seconds_per_activation_byte=streamed,
+        seconds_per_launch=0.0 if topology.device == "cpu" else share.launch_seconds,
+        seconds_per_update_byte=_UPDATE_PASSES * (device if topology.device == "cpu" else streamed),
         seconds_per_embedding_byte=device,
         seconds_per_row_id=share.planned_id_bytes * device,
         seconds_per_planned_id=share.planned_id_bytes * device,
         seconds_per_unique_id=share.row_access_bytes * device,
         seconds_per_fill=share.row_access_bytes * host,
         seconds_per_write_back=share.row_access_bytes * host,
-        seconds_per_byte_to_device=max(host, _inverse(peak.to_device_bytes * share.host_link)),
-        seconds_per_byte_to_host=max(host, _inverse(peak.to_host_bytes * share.host_link)),
-        seconds_per_all_to_all_byte=max((1 - outside) * within, outside * across if outside else 0.0),
+        seconds_per_byte_to_device=max(host, linked * _inverse(peak.to_device_bytes * share.host_link)),
+        seconds_per_byte_to_host=max(host, linked * _inverse(peak.to_host_bytes * share.host_link)),
+        seconds_per_all_to_all_byte=within,
+        seconds_per_network_byte=across if outside else within,
         # A ring enters and leaves each node once per rank of it, over all of its network links.
-        seconds_per_all_reduce_byte=max(within, across / local if outside else 0.0),
+        seconds_per_all_reduce_byte=max(within, across / local),
         seconds_per_collective=share.message_seconds * (num_ranks - 1)
         + (share.network_collective_seconds if outside else share.collective_seconds),
         seconds_per_input_second=1 if topology.device == "cpu" else _inverse(share.input_threads),
@@ -356,7 +378,7 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
 
 
 def _inverse(per_second: float) -> float:
-    return 1 / per_second if per_second else 0.0
+    return 1 / per_second
 
 
 def _need(holds: bool, key: str, got: Any, needed: str) -> None:

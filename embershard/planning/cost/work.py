@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from statistics import NormalDist
 
 from embershard.distributed.sent_bytes import SentBytes
@@ -13,6 +14,14 @@ from embershard.sharding.sizes import PlacedShard, TableSize
 _FLOAT_BYTES = 4
 _ID_BYTES = 8
 _LENGTH_BYTES = 4  # of a bag, as `Batch` has them
+#: The least that a GPU reads or writes of its memory.
+_SECTOR_BYTES = 32
+#: How much faster than memory the L2 cache is. An A100's reads 5,120 bytes a clock of 1.41 GHz, 4.6 times its memory
+#: (NVIDIA, A100 whitepaper); it is taken to reach two thirds of that.
+_L2_SPEEDUP = 3.0
+#: To sort ids of 8 bytes with places of 4: made and read (20), a histogram (8), four passes of 8 bits that read and
+#: write them (96; Adinets and Merrill 2022, "Onesweep", which CUB has), and runs of equal ones found (20).
+_SORTED_ID_BYTES = 144
 #: Three numbers tell another rank how many lengths, ids and samples come.
 _SIZES_BYTES = 3 * 8
 #: Of one group of tables in a step: sizes, lengths and ids of the batch ahead; embeddings; their gradients.
@@ -24,9 +33,38 @@ _COLLECTIVES_PER_STEP = 2
 
 
 def embedding_bytes(num_ids: float, table: TableSize, columns: int | None = None) -> float:
-    """Return the bytes of rows that `num_ids` lookups touch in device memory: weights three times (read, gradient,
+    """Return the bytes of rows that `num_ids` lookups touch in a CPU's memory: weights three times (read, gradient,
     update), optimizer state twice. `columns` of each row (default: all)."""
     return num_ids * (3 * table.weight_bytes(columns) + 2 * table.optimizer_bytes(columns))
+
+
+def gpu_embedding_bytes(
+    num_ids: float, distinct_ids: float, vectors: float, table: TableSize, columns: int | None = None
+) -> float:
+    """Return the bytes of a GPU's memory that the kernels of FBGEMM's table-batched embeddings move, forward and
+    backward (its `embedding_forward_split_template.cu` and `embedding_backward_split_template.cu`).
+
+    * A row is read once; lookups of it again find it in the L2 cache, as long as its batch lasts.
+    * Each vector that is pooled is written, and its gradient read; a bag's further ids find that in L2.
+    * Ids are sorted. Each distinct row, and each of its states, is read and written once.
+    * Memory is read in sectors of 32 bytes (NVIDIA, "CUDA C++ Best Practices Guide", coalesced access): a row-wise
+      state of 4 bytes costs one.
+
+    Args:
+        num_ids, distinct_ids: that are looked up in a step; linear in both.
+        vectors: pooled ones, or those of sequences or rows, that are handed on.
+        columns: of each row (default: all).
+    """
+    columns = table.dim if columns is None else columns
+    weights, vector = _sectors(table.weight_bytes(columns)), columns * _FLOAT_BYTES
+    states = _sectors(table.state_bytes) + _sectors(table.state_bytes_per_column * columns)
+    read = distinct_ids * weights + (num_ids - distinct_ids) * weights / _L2_SPEEDUP
+    gradients = vectors * vector + (num_ids - vectors) * vector / _L2_SPEEDUP
+    return read + vectors * vector + gradients + num_ids * _SORTED_ID_BYTES + distinct_ids * 2 * (weights + states)
+
+
+def _sectors(num_bytes: float) -> int:
+    return math.ceil(num_bytes / _SECTOR_BYTES) * _SECTOR_BYTES
 
 
 def all_reduce_bytes(parameter_bytes: float, world_size: int) -> float:
@@ -46,22 +84,26 @@ def exchanged_bytes(
     number_bytes: tuple[float, float] = (_FLOAT_BYTES, _FLOAT_BYTES),
     vectors_per_sample: float | None = None,
     num_features: int = 1,
-) -> SentBytes:
-    """Return the bytes that a shard adds to its rank's link in a step: of each kind, the larger of sent and received.
+    ranks_per_node: int | None = None,
+) -> Exchanged:
+    """Return the bytes that a shard adds to its rank's links in a step: of each kind, the larger of sent and received.
 
-    With B samples per rank, W ranks, K ids per sample and D columns:
+    With B samples per rank, W ranks, L of them on each node, K ids per sample and D columns:
 
     * one owner of all rows (table-wise, column-wise): it receives (W-1) B K ids and (W-1) B lengths, sends (W-1) B D
-      floats, and receives as many gradients;
-    * rows over all ranks (row-wise): each rank receives its share of the ids, and lengths and floats as above;
-    * rows over a node's L ranks (table-row-wise, grid): as above, W B D (L-1)/L of the floats within the node and
-      (W/L - 1) B D from node to node, which is (W-1) B D;
+      floats, and receives as many gradients; (W-L) of the (W-1) ranks are on other nodes;
+    * rows over all ranks (row-wise): each rank receives its share of the ids, and lengths, as above. Partial sums are
+      reduced and scattered around a ring of all ranks, (W-1) B D floats each, and gradients gathered on it: what enters
+      a node goes through one of its L ranks in turn, (W-1) B D / L each;
+    * rows over a node's L ranks (table-row-wise, grid): ids as above. W B D (L-1)/L floats stay within the node, in
+      such a ring, and (W/L - 1) B D go from node to node, which is (W-1) B D;
     * distinct rows: with U distinct ids in a rank's batch, the shard's share of (W-1) U ids and of as many rows of D
-      floats, a length, and the gradients;
+      floats, a length, and the gradients; other nodes get their part by the ranks on them;
     * replicated: none here; see `copies_bytes`.
 
     Args:
         sharding: TorchRec's sharding type.
+        ranks_per_node: L; None: all ranks are on one node.
         rank_share: share of the table's lookups that this shard's rows get: 1 where it has all rows.
         distinct_ids: of the table in a rank's batch, where distinct rows are exchanged; None: pooled embeddings are.
         number_bytes: of one number of an embedding, and of its gradient.
@@ -72,15 +114,48 @@ def exchanged_bytes(
     Raises:
         ConfigError: the sharding type is unknown.
     """
-    if sharding_type(sharding).rows_over == "copies" or world_size == 1:
-        return SentBytes()
+    kind = sharding_type(sharding)
+    if kind.rows_over == "copies" or world_size == 1:
+        return Exchanged()
+    local = min(ranks_per_node or world_size, world_size)
+    away = (world_size - local) / (world_size - 1)  # of what each rank gets as much of
     if distinct_ids is not None:
         rows = (world_size - 1) * distinct_ids * rank_share
-        return _of_vectors(rows * _ID_BYTES + (world_size - 1) * _LENGTH_BYTES, rows * columns, number_bytes)
+        ids = rows * _ID_BYTES + (world_size - 1) * _LENGTH_BYTES
+        return Exchanged.of(ids, rows * columns, number_bytes, away, away)
     others = (world_size - 1) * batch_size
     ids = others * (ids_per_sample * rank_share * _ID_BYTES + num_features * _LENGTH_BYTES)
     vectors = num_features if vectors_per_sample is None else vectors_per_sample * rank_share
-    return _of_vectors(ids, others * columns * vectors, number_bytes)
+    of_vectors = away
+    if vectors_per_sample is None and kind.rows_over != "one":
+        to_nodes = (world_size / local - 1) / (world_size - 1)
+        of_vectors = to_nodes if kind.rows_over == "node" else (world_size > local) / local
+    return Exchanged.of(ids, others * columns * vectors, number_bytes, away, of_vectors)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What a shard sends: to the other ranks of its node, and to other nodes."""
+
+    in_node: SentBytes = SentBytes()
+    to_nodes: SentBytes = SentBytes()
+
+    @classmethod
+    def of(
+        cls, id_bytes: float, num_numbers: float, number_bytes: tuple[float, float], ids_away: float, away: float
+    ) -> Exchanged:
+        """Of ids and numbers of embeddings; `ids_away`, `away`: shares of them that go to other nodes."""
+        forward, backward = (num_numbers * each for each in number_bytes)
+        return cls(
+            SentBytes(id_bytes * (1 - ids_away), forward * (1 - away), backward * (1 - away)),
+            SentBytes(id_bytes * ids_away, forward * away, backward * away),
+        )
+
+    @property
+    def in_all(self) -> SentBytes:
+        """Both together."""
+        one, other = astuple(self.in_node), astuple(self.to_nodes)
+        return SentBytes(*(a + b for a, b in zip(one, other, strict=True)))
 
 
 def copies_bytes(num_rows: float, variance: float, columns: int, world_size: int) -> float:
@@ -106,11 +181,6 @@ def copies_bytes(num_rows: float, variance: float, columns: int, world_size: int
 def copies_groups(shards: Iterable[PlacedShard]) -> set[int]:
     """Return the numbers of columns of replicated tables: the gradients of those with equal ones travel together."""
     return {shard.columns for shard in shards if shard.kernel == "replicated"}
-
-
-def _of_vectors(id_bytes: float, num_numbers: float, number_bytes: tuple[float, float]) -> SentBytes:
-    forward, backward = number_bytes
-    return SentBytes(ids=id_bytes, embeddings=num_numbers * forward, gradients=num_numbers * backward)
 
 
 def exchange_groups(shards: Iterable[PlacedShard]) -> set[str]:

@@ -6,7 +6,8 @@ P is the prefetch depth and L the look-ahead (`embershard.pipeline.look_ahead` h
     resource    stages in step i
     prepare     plan i + P
     copies      write-backs i + P, fills i + P
-    train       overhead, lookup, [embeddings], forward, backward, [gradients], update, [all-reduce], optimizer: of i
+    host        overhead: launches step i, at most one step before the GPU
+    train       lookup, [embeddings], forward, backward, [gradients], update, [all-reduce], optimizer: of i; [overhead]
     exchange    embeddings i, buckets of the all-reduce i, gradients i, the last bucket i, ids i + L + 1: collective
     input       samples i + L + 2
 
@@ -32,23 +33,23 @@ Floats = NDArray[np.float64]
 
 #: The part of a step in which ranks wait for slower ones.
 STRAGGLERS = "stragglers"
-_FORWARD = {"dense_flops": 1 / 3, "activation_bytes": 1 / 3}
-_BACKWARD = {"dense_flops": 2 / 3, "activation_bytes": 2 / 3}
+_FORWARD = {"dense_flops": 1 / 3, "activation_bytes": 1 / 3, "launches": 1 / 3}
+_BACKWARD = {"dense_flops": 2 / 3, "activation_bytes": 2 / 3, "launches": 2 / 3}
 #: Of the collectives of a step with one group of tables: four for the batch ahead, one each for the others.
 _COLLECTIVE = 1 / 7
 #: Stage -> the share of each kind of work that it does. The shares of a kind add up to 1.
 STAGES: Mapping[str, Mapping[str, float]] = {
     "input": {"input_seconds": 1},
-    "ids": {"sent_id_bytes": 1, "num_collectives": 4 * _COLLECTIVE},
+    "ids": {"sent_id_bytes": 1, "network_id_bytes": 1, "num_collectives": 4 * _COLLECTIVE},
     "plan": {"planned_ids": 1, "unique_ids": 1},
     "fills": {"fills": 1, "bytes_to_device": 1},
     "write_backs": {"write_backs": 1, "bytes_to_host": 1},
     "lookup": {"embedding_bytes": 1 / 3, "row_ids": 1},
-    "embeddings": {"sent_embedding_bytes": 1, "num_collectives": _COLLECTIVE},
+    "embeddings": {"sent_embedding_bytes": 1, "network_embedding_bytes": 1, "num_collectives": _COLLECTIVE},
     "forward": _FORWARD,
     "backward": _BACKWARD,
     "all_reduce": {"all_reduce_bytes": 1, "num_collectives": _COLLECTIVE},
-    "gradients": {"sent_gradient_bytes": 1, "num_collectives": _COLLECTIVE},
+    "gradients": {"sent_gradient_bytes": 1, "network_gradient_bytes": 1, "num_collectives": _COLLECTIVE},
     "update": {"embedding_bytes": 2 / 3},
     "optimizer": {"update_bytes": 1},
 }
@@ -236,7 +237,8 @@ class _Overlapping:
         self._prefetch = min(pipeline.prefetch, self._ahead)
         self._num_buckets = num_buckets
         zero = np.zeros(self._num_ranks)
-        self._free = dict.fromkeys(("prepare", "copies", "train", "exchange", "input"), zero)
+        self._free = dict.fromkeys(("prepare", "copies", "train", "exchange", "input", "host"), zero)
+        self._ended = [zero, zero]  # the last two steps, of the training
         self._ready: dict[tuple[str, int], Floats | float] = {}
         self._spent = {name: np.zeros(self._num_ranks) for name in (*PARTS, STRAGGLERS)}
 
@@ -265,7 +267,7 @@ class _Overlapping:
         self._wait("input", self._ready["input", step + self._ahead])
         self._make_resident(step + self._prefetch, factor)
         self._read(step + self._ahead + 2, factor)
-        self._train("overhead", factor)
+        self._free["host"] = np.maximum(self._free["host"], self._ended[0]) + self._seconds["overhead"] * factor
         for part, stage in _BEFORE_LOOKUP:
             self._wait(part, self._ready[stage, step])
         self._train("lookup", factor)
@@ -282,6 +284,8 @@ class _Overlapping:
         self._train("update", factor)
         self._wait_for(reduced, "all_reduce")
         self._train("optimizer", factor)
+        self._wait("overhead", self._free["host"])
+        self._ended = [self._ended[1], self._free["train"]]
         self._send_ids(step + self._ahead + 1)
 
     def _read(self, batch: int, factor: Floats) -> None:

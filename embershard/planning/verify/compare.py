@@ -21,12 +21,12 @@ from embershard.sharding.shards import shards_of
 PROMISED_POINTS, PROMISED_DEVICE_BYTES, PROMISED_SENT_BYTES, PROMISED_STEP_TIME = 2.0, 0.02, 0.02, 0.20
 _RATES = {"hit_rate_lookups": "lookups", "hit_rate_unique": "unique_ids"}  # each with the count that it is a share of
 _COUNTS = ("lookups", "unique_ids", "fills", "write_backs")
-#: Kinds of `SentBytes`, each with its name in `StepWork`.
+#: Kinds of `SentBytes`, each with its names in `StepWork`.
 SENT_KINDS = {
-    "ids": "sent_id_bytes",
-    "embeddings": "sent_embedding_bytes",
-    "gradients": "sent_gradient_bytes",
-    "dense_all_reduce": "all_reduce_bytes",
+    "ids": ("sent_id_bytes", "network_id_bytes"),
+    "embeddings": ("sent_embedding_bytes", "network_embedding_bytes"),
+    "gradients": ("sent_gradient_bytes", "network_gradient_bytes"),
+    "dense_all_reduce": ("all_reduce_bytes",),
 }
 
 
@@ -312,8 +312,8 @@ def _sent_pairs(prediction: Prediction, run: RunResult) -> dict[str, Pair]:
         return dict.fromkeys((*SENT_KINDS, "other"), Pair(None, None))
     sent = run.sent_bytes.over(run.parts)
     pairs = {
-        kind: Pair(fmean(rank.work.get(name, 0.0) for rank in prediction.ranks), getattr(sent, kind))
-        for kind, name in SENT_KINDS.items()
+        kind: Pair(fmean(sum(rank.work.get(n, 0.0) for n in names) for rank in prediction.ranks), getattr(sent, kind))
+        for kind, names in SENT_KINDS.items()
     }
     return {**pairs, "other": Pair(None, sent.other)}
 

@@ -52,7 +52,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     """
     tables, groups = {table.name: table for table in tables_of_run(config)}, table_groups(config)
     schema = schema_of(config.data)
-    flops, parameters, activations = _dense_part(config)
+    flops, parameters, activations, products, passes = _dense_part(config)
     ids = id_rules(config)
     return ModelSize(
         tables=tuple(
@@ -75,11 +75,17 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
         dense_state_bytes=parameters * config.dense_optimizer.num_states,
         activation_bytes_per_sample=activations,
         input_bytes_per_sample=_FLOAT_BYTES * (schema.num_dense + len(schema.target.labels)),
+        products=products,
+        passes=passes,
     )
 
 
-def _dense_part(config: RunConfig) -> tuple[float, int, float]:
-    """Return operations of a sample, bytes of the parameters, and bytes that a sample's forward keeps."""
+#: Operations of a sample, bytes of the parameters, bytes that a sample's forward keeps, and a GPU's kernels, as in
+#: `ModelSize`.
+DensePart = tuple[float, int, float, tuple[tuple[int, int], ...], tuple[float, ...]]
+
+
+def _dense_part(config: RunConfig) -> DensePart:
     schema = schema_of(config.data)
     if config.model.has_one_collection:
         widths = [*map(len, schema.target.heads.values())]
@@ -93,13 +99,15 @@ def _dense_part(config: RunConfig) -> tuple[float, int, float]:
         flops, kept = section.sample_cost(
             len(config.model.history), config.model.embedding_dim, num_contexts, batch_size
         )
-    return flops, _FLOAT_BYTES * parameters, _FLOAT_BYTES * kept
+    return flops, _FLOAT_BYTES * parameters, _FLOAT_BYTES * kept, (), ()
 
 
 def dense_part_over_bags(
     config: RunConfig, num_dense: int, num_features: int, widths: Sequence[int] = (1,)
-) -> tuple[float, int, float]:
-    """Return the same for layers over one collection of bags, of so many features; `widths`: outputs of each label."""
+) -> DensePart:
+    """Return the dense part of layers over one collection of bags, of so many features; `widths`: outputs of each
+    label."""
     number_bytes = 8 if config.train.precision == "fp64" else 4
     dense = DenseSize.of(config.model, num_dense, num_features, number_bytes, widths)
-    return dense.flops_per_sample, dense.parameter_bytes, dense.activation_bytes_per_sample
+    kept = dense.activation_bytes_per_sample
+    return dense.flops_per_sample, dense.parameter_bytes, kept, dense.products, dense.passes

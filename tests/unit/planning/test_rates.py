@@ -104,7 +104,8 @@ def test_dense_sizes_are_those_of_the_model(arch, interaction) -> None:
 def test_one_rank_sends_nothing() -> None:
     common = {"batch_size": 4, "world_size": 1, "ids_per_sample": 2, "columns": 8}
     assert all(
-        formulas.exchanged_bytes(kind, **common).in_training == 0 for kind in ("table_wise", "row_wise", "grid_shard")
+        formulas.exchanged_bytes(kind, **common).in_all.in_training == 0
+        for kind in ("table_wise", "row_wise", "grid_shard")
     )
     assert formulas.all_reduce_bytes(100, 1) == 0 == formulas.num_collectives(1, 1)
 
@@ -112,16 +113,16 @@ def test_one_rank_sends_nothing() -> None:
 def test_bytes_of_each_sharding_by_hand() -> None:
     common = {"batch_size": 10, "ids_per_sample": 2, "columns": 8}
     # From each of 3 others: 10 samples of 2 ids of 8 bytes and a length of 4; to and from each 10 x 8 floats.
-    table_wise = formulas.exchanged_bytes("table_wise", world_size=4, **common)
+    table_wise = formulas.exchanged_bytes("table_wise", world_size=4, **common).in_all
     assert table_wise == SentBytes(3 * 10 * (2 * 8 + 4), 3 * 10 * 8 * 4, 3 * 10 * 8 * 4)
-    shared = formulas.exchanged_bytes("table_wise", world_size=4, num_features=2, **common)
+    shared = formulas.exchanged_bytes("table_wise", world_size=4, num_features=2, **common).in_all
     assert shared == SentBytes(3 * 10 * (2 * 8 + 2 * 4), 2 * 3 * 10 * 8 * 4, 2 * 3 * 10 * 8 * 4), "bags of two features"
-    row_wise = formulas.exchanged_bytes("row_wise", world_size=4, rank_share=0.25, **common)
+    row_wise = formulas.exchanged_bytes("row_wise", world_size=4, rank_share=0.25, **common).in_all
     assert row_wise == SentBytes(3 * 10 * (0.5 * 8 + 4), 3 * 10 * 8 * 4, 3 * 10 * 8 * 4)
     # Two nodes of 2: partial sums of all 40 samples, half of them to the neighbour; then 10 samples to the other node.
-    by_node = formulas.exchanged_bytes("table_row_wise", world_size=4, rank_share=0.5, **common)
+    by_node = formulas.exchanged_bytes("table_row_wise", world_size=4, rank_share=0.5, **common).in_all
     assert by_node == SentBytes(3 * 10 * (1 * 8 + 4), (20 + 10) * 8 * 4, (20 + 10) * 8 * 4)
-    assert formulas.exchanged_bytes("data_parallel", world_size=4, **common) == SentBytes()
+    assert formulas.exchanged_bytes("data_parallel", world_size=4, **common).in_all == SentBytes()
     with pytest.raises(ConfigError, match="Unknown sharding type 'diagonal'"):
         formulas.exchanged_bytes("diagonal", world_size=4, **common)
 
@@ -129,8 +130,8 @@ def test_bytes_of_each_sharding_by_hand() -> None:
 @given(st.integers(2, 64), st.integers(1, 4096), st.floats(0, 100), st.integers(1, 64))
 def test_rows_over_one_node_cost_as_rows_over_all_ranks(ranks, batch_size, ids, columns) -> None:
     common = {"batch_size": batch_size, "world_size": ranks, "ids_per_sample": ids, "columns": columns}
-    by_node = formulas.exchanged_bytes("table_row_wise", **common, rank_share=1 / ranks)
-    everywhere = formulas.exchanged_bytes("row_wise", **common, rank_share=1 / ranks)
+    by_node = formulas.exchanged_bytes("table_row_wise", **common, rank_share=1 / ranks).in_all
+    everywhere = formulas.exchanged_bytes("row_wise", **common, rank_share=1 / ranks).in_all
     assert astuple(by_node) == pytest.approx(astuple(everywhere))
 
 

@@ -55,7 +55,8 @@ def test_plans_count_the_bytes_that_are_sent():
     common = {"batch_size": 10, "ids_per_sample": 2, "columns": 8, "world_size": 4}
     for sharding in ("table_wise", "row_wise", "table_row_wise"):
         whole, half = (
-            work.exchanged_bytes(sharding, **common, number_bytes=number_bytes) for number_bytes in ((4, 4), (4, 2))
+            work.exchanged_bytes(sharding, **common, number_bytes=number_bytes).in_all
+            for number_bytes in ((4, 4), (4, 2))
         )
         assert half.gradients == whole.gradients / 2
         assert (half.ids, half.embeddings) == (whole.ids, whole.embeddings)
