@@ -19,7 +19,14 @@ from embershard.cache.config import LEAST_SLOTS
 from embershard.planning.budget import needed_slots
 from embershard.planning.cost import work
 from embershard.planning.exchange import exchange_of
-from embershard.planning.predict import as_exchanged, counted_reports, rank_work, resident_report, shard_work
+from embershard.planning.predict import (
+    as_exchanged,
+    counted_reports,
+    layers_work,
+    rank_work,
+    resident_report,
+    shard_work,
+)
 from embershard.planning.request import LEAST_COLUMNS, PlanRequest, Workload
 from embershard.planning.simulate.pool_report import ShardReport
 from embershard.planning.simulate.step_replay import Pipeline, num_buckets, stage_seconds
@@ -198,10 +205,10 @@ class StepFormula:
     """Seconds of a step from the ranks' totals, as `replay_steps` has them once steps repeat.
 
     On a GPU: the training stream waits for the slowest rank at each collective; planning, copies and the host's work
-    are hidden up to the step; so are all collectives together, on their own stream. On a CPU, stages follow each other, and the slowest
-    rank decides in each segment between two collectives. Where L ranks take turns on C cores, each has C/L of one, and
-    a whole one once C ranks are left. A node is then done after the work of its slowest rank, and 1/C of that of the
-    L - C ranks with the least, in seconds of a whole core.
+    are hidden up to the step; so are all collectives together, on their own stream. On a CPU, stages follow each other,
+    and the slowest rank decides in each segment between two collectives. Where L ranks take turns on C cores, each has
+    C/L of one, and a whole one once C ranks are left. A node is then done after the work of its slowest rank, and 1/C
+    of that of the L - C ranks with the least, in seconds of a whole core.
 
     Attributes:
         pipeline: what overlaps.
@@ -294,7 +301,8 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     workload, shape = request.workload, request.workload.shape
     sized, rest = request.sharded, [table for table in request.workload.model.tables if table not in request.sharded]
     copies = [PlacedShard(t, 0, 0, t.rows, t.dim, "data_parallel", "replicated") for t in rest]
-    base = rank_work(workload, copies, [resident_report(workload, shard) for shard in copies], 0, request.rates)
+    layers = layers_work(workload, request.rates)
+    base = rank_work(workload, copies, [resident_report(workload, shard) for shard in copies], 0, layers)
     stages = {name: float(seconds[0]) for name, seconds in stage_seconds([base], request.rates).items()}
     slots_only = at_best and request.budget.ratio is not None  # of all pools together, a share of the rows
     window = BatchWindow.of(workload, counted=request.budget.cache_bytes is None and not slots_only)

@@ -57,7 +57,12 @@ class Placed:
 
 
 def local_search(
-    costs: CostArrays, iterations: int, *, begin: Sequence[Sequence[TablePlacement]] = (), seed: int = 0
+    costs: CostArrays,
+    iterations: int,
+    *,
+    begin: Sequence[Sequence[TablePlacement]] = (),
+    first_types: Sequence[Container[str]] = (),
+    seed: int = 0,
 ) -> list[Placed]:
     """Return placements of the sharded tables, the best first, all of them within the memory as far as the costs tell.
     Deterministic.
@@ -65,10 +70,11 @@ def local_search(
     Args:
         iterations: tables are taken out so often, for each of a few placements to begin with.
         begin: placements to begin with, in place of those that are made here.
+        first_types: sharding types that each of those made here may have, in place of one type for all, and all types.
     """
     found: dict[tuple[Choice, ...], tuple[float, float]] = {}
     rng = np.random.default_rng(seed)
-    for state in _beginnings(costs, begin):
+    for state in _beginnings(costs, begin, first_types):
         found.update(_improve(state, iterations, rng))
     best = sorted(found, key=lambda choices: found[choices])
     return [
@@ -80,13 +86,13 @@ def local_search(
     ]
 
 
-def _beginnings(costs: CostArrays, given: Sequence[Sequence[TablePlacement]]) -> Iterator[_SearchState]:
+def _beginnings(
+    costs: CostArrays, given: Sequence[Sequence[TablePlacement]], first_types: Sequence[Container[str]]
+) -> Iterator[_SearchState]:
     by_table = [{option.sharding for option in options} for options in costs.options]
     # One type for all, where that is allowed, since each type has collectives of its own; and all types.
-    first: list[frozenset[str]] = [
-        frozenset([name]) for name in ("table_wise", "row_wise") if all(name in names for names in by_table)
-    ]
-    for types in () if given else (*first, frozenset[str]().union(*by_table)):
+    one_type = [{name} for name in ("table_wise", "row_wise") if all(name in names for names in by_table)]
+    for types in () if given else first_types or (*one_type, set[str]().union(*by_table)):
         state = _SearchState(costs)
         for table in state.by_size():
             state.insert(table, types)
@@ -247,14 +253,9 @@ class _SearchState:
         values = np.full(count, math.inf)
         for first in range(0, way.seconds.shape[1], per_block):
             block = slice(first, first + per_block)
-            tried = np.full(taken.shape, math.inf)
-            for node, here in enumerate(all_ranks):
-                then, memory_then, host_then = totals.copy(), memory.copy(), host.copy()
-                then[:, here] += way.seconds[:, block]
-                memory_then[:, here] += way.memory[:, block]
-                host_then[:, here] += way.host_bytes[:, block]
-                found = self._of_totals(then, memory_then, host_then, groups)
-                tried[:, node] = np.where(taken[:, node], math.inf, found)
+            cost = (way.seconds[:, block], way.memory[:, block], way.host_bytes[:, block])
+            tried = self._with_block(totals, *cost, memory, host, groups[:, None])
+            tried[taken] = math.inf
             best = tried.argmin(axis=1)
             values = tried.min(axis=1)
             for place, node in enumerate(best.tolist()):
@@ -312,6 +313,39 @@ class _SearchState:
             then = np.maximum(0.0, of_node + host_bytes[:, None] - self._host_limit)
             value = value * (1 + _PENALTY * (over.sum(axis=1, keepdims=True) + then - over) / self._host_limit)
         return np.asarray(value)
+
+    def _with_block(
+        self,
+        totals: Floats,
+        seconds: Floats,
+        added_memory: Floats,
+        host_bytes: Floats,
+        memory: Floats,
+        host: Floats,
+        groups: Floats,
+    ) -> Floats:
+        """Return the value, [O, nodes], with a block of shards, one for each rank, on each of the nodes."""
+        formula, by_node = self._costs.formula, (len(totals), -1, seconds.shape[1])
+        now = totals.reshape(*by_node, totals.shape[-1])
+        then = now + seconds[:, None]
+        loads, loads_then = (np.square(each.sum(axis=-1)).sum(axis=-1) for each in (now, then))
+        spread = np.sqrt((loads.sum(axis=-1, keepdims=True) - loads + loads_then) / totals.shape[1])
+        slowest = np.maximum(formula.slowest(totals)[:, None], formula.slowest(then))
+        value, excess = formula.seconds(slowest, groups) + _SPREAD * spread, np.zeros_like(spread)
+        if self._limit < math.inf:
+            kept = memory.reshape(*by_node, memory.shape[-1])
+            taken, taken_then = (self._costs.device_bytes(each) for each in (kept, kept + added_memory[:, None]))
+            fullest = np.maximum(taken.max(axis=(1, 2))[:, None], taken_then.max(axis=-1))
+            value = value + _FULLEST_SECONDS * fullest / self._limit
+            over, over_then = (np.maximum(0.0, each - self._limit).sum(axis=-1) for each in (taken, taken_then))
+            excess += (over.sum(axis=-1, keepdims=True) - over + over_then) / self._limit
+        if self._host_limit < math.inf:
+            nodes, added = self._of_nodes(host), self._of_nodes(host_bytes)  # one node, or all of them
+            over, over_then = (np.maximum(0.0, each - self._host_limit) for each in (nodes, nodes + added))
+            others = over.sum(axis=-1, keepdims=True) - over if added.shape[1] == 1 else 0.0
+            by_place = over_then if added.shape[1] == 1 else over_then.sum(axis=-1, keepdims=True)
+            excess += (others + by_place) / self._host_limit
+        return np.asarray(value * (1 + _PENALTY * excess))
 
     def _of_totals(self, totals: Floats, memory: Floats, host: Floats, groups: Floats | int) -> Floats:
         """Return the value, [...], of totals [..., R, stages]."""

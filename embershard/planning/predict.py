@@ -146,11 +146,26 @@ def _embedding_bytes(workload: Workload, shard: PlacedShard, report: ShardReport
     return work.gpu_embedding_bytes(report.lookups, report.unique_ids, vectors, size, shard.columns)
 
 
+def layers_work(workload: Workload, rates: Rates) -> StepWork:
+    """Return the work of a rank's dense layers for its samples."""
+    shape, model = workload.shape, workload.model
+    if shape.device == "cuda":
+        return dense_work(model, shape.batch_size, shape.activation_bytes, rates)
+    return StepWork(
+        dense_flops=model.dense_flops_per_sample * shape.batch_size,
+        activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
+    )
+
+
 def rank_work(
-    workload: Workload, shards: Sequence[PlacedShard], reports: Sequence[ShardReport], num_groups: int, rates: Rates
+    workload: Workload,
+    shards: Sequence[PlacedShard],
+    reports: Sequence[ShardReport],
+    num_groups: int,
+    layers: StepWork,
 ) -> StepWork:
-    """Return the work of a whole rank's step: its shards, its part of the dense model, its samples, and its part in the
-    exchange of so many groups of tables, wherever these are."""
+    """Return the work of a whole rank's step: its shards, its dense layers, its samples, and its part in the exchange
+    of so many groups of tables, wherever these are."""
     shape, model = workload.shape, workload.model
     copies = work.copies_groups(shards)
     local = min(shape.ranks_per_node, shape.world_size)
@@ -162,13 +177,6 @@ def rank_work(
         num_rows, variance = sum(map(workload.distinct_per_rank, tables)), sum(map(workload.distinct_variance, tables))
         of_copies += work.copies_bytes(num_rows, variance, columns, shape.world_size)
     copies_away = of_copies / local if shape.world_size > local else 0.0  # around a ring
-    if shape.device == "cuda":
-        layers = dense_work(model, shape.batch_size, shape.activation_bytes, rates)
-    else:
-        layers = StepWork(
-            dense_flops=model.dense_flops_per_sample * shape.batch_size,
-            activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
-        )
     others = StepWork(
         update_bytes=model.dense_parameter_bytes,
         all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.world_size),
@@ -225,9 +233,10 @@ def predict(
     simulated, slots = _simulate(workload, shards, pools, steps, not from_counts, progress)
     of_ranks = by_rank(shards, shape.world_size)
     own_ids, num_groups = _row_ids(workload, shards), len(work.exchange_groups(shards))
+    layers = layers_work(workload, rates)
     works = [
         replace(
-            rank_work(workload, here, [simulated[id(shard)].report for shard in here], num_groups, rates),
+            rank_work(workload, here, [simulated[id(shard)].report for shard in here], num_groups, layers),
             row_ids=own_ids,
         )
         for here in of_ranks

@@ -294,7 +294,7 @@ class PlanRequest:
         found = {}
         for table in self.sharded:
             is_cut = column_block(table.dim, shape.world_size) < table.dim  # else it is table-wise by another name
-            own = [each for each in types if is_cut or not each.is_whole_or_columns]
+            own = [each for each in types if is_cut or not each.cuts_columns]
             if table.is_sequence:
                 own = [each for each in own if each.has_sequences] or [SHARDING_TYPES[name] for name in _OF_SEQUENCES]
             if table.buckets:

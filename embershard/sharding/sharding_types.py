@@ -121,7 +121,7 @@ SHARDING_TYPES: dict[str, ShardingType] = {
             tried="nodes",
             like="column_wise",
         ),
-        ShardingType("grid_shard", rows_over="node", cuts_columns=True),
+        ShardingType("grid_shard", rows_over="node", cuts_columns=True, tried="nodes", is_plain=True, like="row_wise"),
         ShardingType("data_parallel", rows_over="copies"),
     )
 }

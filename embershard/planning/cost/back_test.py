@@ -9,7 +9,8 @@ from embershard.planning.cost.rates import Precision
 
 @dataclass(frozen=True)
 class PublishedPoint:
-    """A throughput that others measured, beside the simulated one; `benchmarks/simulator_back_test.py` has the sources.
+    """A throughput that others measured, beside the simulated one; `benchmarks/simulator_back_test.py` has the sources,
+    and what is assumed of each run.
 
     >>> PublishedPoint("dlrm", "a100-40x1", 16_384, published=740_065, simulated=501_832, limited_by="dense").error
     -0.322
@@ -39,13 +40,14 @@ class PublishedPoint:
 
 #: What `python -m benchmarks.simulator_back_test --public` found.
 PUBLISHED = (
-    PublishedPoint("dlrm", "a100-40x1", 16_384, 740_065, 501_832, "dense"),
-    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 1_293_014, "dense"),
-    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 1_786_936, "overhead"),
-    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 3_201_611, "dense"),
-    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 346_642, "overhead"),
-    PublishedPoint("mlperf_dcnv2", "h100x8", 6_912, 15_300_000, 5_731_392, "overhead", "bf16"),
-    PublishedPoint("mlperf_dcnv2", "h100x8x16", 1_056, 70_800_000, 13_878_864, "overhead", "bf16"),
+    PublishedPoint("dlrm", "a100-40x1", 16_384, 740_065, 0, "", "tf32"),
+    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 0, "", "tf32"),
+    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 0, "", "tf32"),
+    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 0, "", "tf32"),
+    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 0, "", "tf32"),
+    PublishedPoint("dlrm_dcnv2", "a100-40x8", 16_384, 1_190_128, 0, ""),
+    PublishedPoint("mlperf_dcnv2", "h100x8", 6_912, 15_300_000, 0, "", "bf16"),
+    PublishedPoint("mlperf_dcnv2", "h100x8x16", 1_056, 70_800_000, 0, "", "bf16"),
 )
 #: Median and largest error of `python -m benchmarks.simulator_back_test`: step times on a calibrated CPU.
 CALIBRATED_MEDIAN, CALIBRATED_LARGEST, CALIBRATED_CASES = 0.052, 0.179, 21

@@ -116,7 +116,7 @@ def exchanged_bytes(
     """
     kind = sharding_type(sharding)
     if kind.rows_over == "copies" or world_size == 1:
-        return Exchanged()
+        return Exchanged.of(0.0, 0.0, number_bytes, 0.0, 0.0)
     local = min(ranks_per_node or world_size, world_size)
     away = (world_size - local) / (world_size - 1)  # of what each rank gets as much of
     if distinct_ids is not None:
@@ -137,8 +137,8 @@ def exchanged_bytes(
 class Exchanged:
     """What a shard sends: to the other ranks of its node, and to other nodes."""
 
-    in_node: SentBytes = SentBytes()
-    to_nodes: SentBytes = SentBytes()
+    in_node: SentBytes
+    to_nodes: SentBytes
 
     @classmethod
     def of(

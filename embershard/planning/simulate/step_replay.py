@@ -7,7 +7,7 @@ P is the prefetch depth and L the look-ahead (`embershard.pipeline.look_ahead` h
     prepare     plan i + P
     copies      write-backs i + P, fills i + P
     host        overhead: launches step i, at most one step before the GPU
-    train       lookup, [embeddings], forward, backward, [gradients], update, [all-reduce], optimizer: of i; [overhead]
+    train       [overhead], lookup, [embeddings], forward, backward, [gradients], update, [all-reduce], optimizer: of i
     exchange    embeddings i, buckets of the all-reduce i, gradients i, the last bucket i, ids i + L + 1: collective
     input       samples i + L + 2
 
@@ -268,6 +268,7 @@ class _Overlapping:
         self._make_resident(step + self._prefetch, factor)
         self._read(step + self._ahead + 2, factor)
         self._free["host"] = np.maximum(self._free["host"], self._ended[0]) + self._seconds["overhead"] * factor
+        self._wait("overhead", self._free["host"])
         for part, stage in _BEFORE_LOOKUP:
             self._wait(part, self._ready[stage, step])
         self._train("lookup", factor)
@@ -284,7 +285,6 @@ class _Overlapping:
         self._train("update", factor)
         self._wait_for(reduced, "all_reduce")
         self._train("optimizer", factor)
-        self._wait("overhead", self._free["host"])
         self._ended = [self._ended[1], self._free["train"]]
         self._send_ids(step + self._ahead + 1)
 
