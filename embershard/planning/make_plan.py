@@ -55,6 +55,7 @@ _CLOSE = 0.005
 _MOST_FOR_TORCHREC = 2500  # tables times ranks: about 20 seconds of the processor
 _MOST_BEGINNINGS = 3  # of the fastest placements of all
 _MOST_SHRUNK = 3  # searches for a need that is a byte less, before a refusal
+_REFUSAL_EFFORT = 0.25  # of each of them: all together take no longer than the search for a plan
 _SKEWED = 1.5  # a block with more lookups than this, relative to its share of the rows, gets a note
 
 
@@ -134,6 +135,7 @@ def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
     need = min(needs, key=lambda each: each.asked(request.budget))
     if request.budget.rank_bytes is None or request.workload.shape.world_size == 1 or not request.sharded:
         return need
+    request = replace(request, effort=_REFUSAL_EFFORT * request.effort)
     least = replace(request, budget=request.budget.of_rank(need.asked(request.budget)))
     costs = cost_arrays(least, resident=request.may_mix, cached=True)
     by_memory = local_search(costs.by_memory, _iterations(request, costs))[:_MOST_FOUND]

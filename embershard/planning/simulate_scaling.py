@@ -47,11 +47,27 @@ class SimulatedRun:
 
     def efficiency(self, runs: Sequence[SimulatedRun]) -> float | None:
         """Return the samples per second and rank, relative to those of the fewest ranks with a plan."""
-        fitting = [run for run in runs if not run.problem]
         if self.problem:
             return None
-        first = min(fitting, key=lambda run: run.num_ranks)
+        first = _fewest(runs)
         return self.samples_per_second / self.num_ranks / (first.samples_per_second / first.num_ranks)
+
+    def losses(self, runs: Sequence[SimulatedRun]) -> dict[str, float]:
+        """Return what the efficiency is lost to, by part of a step: shares of this step, the largest first, which add
+        up to 1 less the efficiency where ranks have as many samples as with the fewest ranks. Below 0 are parts that
+        take less."""
+        if self.problem:
+            return {}
+        first = _fewest(runs)
+        size = self.global_batch_size / self.num_ranks / (first.global_batch_size / first.num_ranks)
+        before, now = first.parts or {}, self.parts or {}
+        lost = {part: now.get(part, 0.0) - size * before.get(part, 0.0) for part in {**now, **before}}
+        shares = {part: seconds / self.step_seconds for part, seconds in lost.items()}
+        return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
+
+
+def _fewest(runs: Sequence[SimulatedRun]) -> SimulatedRun:
+    return min((run for run in runs if not run.problem), key=lambda run: run.num_ranks)
 
 
 def simulate_plan(plan: Plan, topology: Topology) -> StepReplay:

@@ -226,9 +226,18 @@ def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[Tab
         TableSize(name, rows[name], each.dim or dim, "fp32", *state_bytes) for name, each in config.named.items()
     )
     schema = schema_of(config.data)
-    flops, parameters, kept, *kernels = dense_part_over_bags(config, schema.num_dense, len(tables))
-    dense = flops, parameters, parameters * config.dense_optimizer.num_states, kept, 4 * (schema.num_dense + 1)
-    return config, config.statistics(rows), ModelSize(tables, *dense, *kernels)
+    flops, parameters, kept, products, passes = dense_part_over_bags(config, schema.num_dense, len(tables))
+    size = ModelSize(
+        tables=tables,
+        dense_flops_per_sample=flops,
+        dense_parameter_bytes=parameters,
+        dense_state_bytes=parameters * config.dense_optimizer.num_states,
+        activation_bytes_per_sample=kept,
+        input_bytes_per_sample=4 * (schema.num_dense + 1),
+        products=products,
+        passes=passes,
+    )
+    return config, config.statistics(rows), size
 
 
 def read_lookups(path: Path, config: RunConfig) -> tuple[AssumedTables, DataStatistics, ModelSize]:

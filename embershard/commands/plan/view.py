@@ -27,6 +27,7 @@ from embershard.units import size
 
 _MOST_RANKS = 16
 _MOST_PARTS = 4
+_LEAST_LOSS = 0.01  # of a simulated step, that is shown
 _HITS = ("hits", "first\ntouches", "long run")
 _HITS_LEGEND = (
     "hits: lookups whose row is on the device, over the predicted steps. first touches: share of the misses that are "
@@ -320,7 +321,7 @@ def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: C
     table = make_table(
         "Simulated training (estimate)",
         (),
-        ("ranks", "batch", "samples/s", "efficiency", "step ms", "limited by", "where a step's time goes"),
+        ("ranks", "batch", "samples/s", "efficiency", "step ms", "limited by", "where a step's time goes", "lost to"),
     )
     for run in runs:
         case, share = (str(run.num_ranks), f"{run.global_batch_size:,}"), run.efficiency(runs)
@@ -329,14 +330,16 @@ def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: C
             continue
         largest = sorted(run.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
         parts = ", ".join(f"{name} {seconds / run.step_seconds:.0%}" for name, seconds in largest)
+        losses = run.losses(runs) if share < 1 - _LEAST_LOSS else {}
+        lost = ", ".join(f"{name} {lost:.0%}" for name, lost in losses.items() if abs(lost) >= _LEAST_LOSS)
         speed = (f"{run.samples_per_second:,.0f}", f"{share:.0%}", f"{run.step_seconds * 1e3:.2f}")
-        table.add_row(*case, *speed, run.limit, parts)
+        table.add_row(*case, *speed, run.limit, parts, lost)
     console.print(table)
     limits = dict.fromkeys(run.limit for run in runs if not run.problem)
     notes = [topology.note(runs[-1].num_ranks), *map(topology.error_note, limits)]
     if any(not run.is_searched for run in runs):
         notes.append(
-            f"Beyond {MOST_SEARCHED_RANKS} ranks placements are not searched: the best of four plain ones is simulated."
+            f"Beyond {MOST_SEARCHED_RANKS} ranks placements are searched on as many nodes as tables could be on."
         )
     notes.append("Hit rates are from the profile's counts, in the long run. docs/planning.md has the errors.")
     problems = [f"{run.num_ranks} ranks: {run.problem}" for run in runs if run.problem]
@@ -350,7 +353,11 @@ def write_simulation(runs: Sequence[SimulatedRun], topology: Topology, path: Pat
         "topology": topology.name,
         "source": topology.source,
         "precision": topology.precision,
-        "runs": [{**dataclasses.asdict(run), "efficiency": run.efficiency(runs)} for run in runs],
+        "runs": [
+            {**dataclasses.asdict(run), "efficiency": run.efficiency(runs), "losses": run.losses(runs)} for run in runs
+        ],
     }
     with naming_file(path):
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+<<<<<<< HEAD
+=======

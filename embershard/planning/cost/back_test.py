@@ -40,14 +40,19 @@ class PublishedPoint:
 
 #: What `python -m benchmarks.simulator_back_test --public` found.
 PUBLISHED = (
-    PublishedPoint("dlrm", "a100-40x1", 16_384, 740_065, 0, "", "tf32"),
-    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 0, "", "tf32"),
-    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 0, "", "tf32"),
-    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 0, "", "tf32"),
-    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 0, "", "tf32"),
-    PublishedPoint("dlrm_dcnv2", "a100-40x8", 16_384, 1_190_128, 0, ""),
-    PublishedPoint("mlperf_dcnv2", "h100x8", 6_912, 15_300_000, 0, "", "bf16"),
-    PublishedPoint("mlperf_dcnv2", "h100x8x16", 1_056, 70_800_000, 0, "", "bf16"),
+    PublishedPoint("dlrm", "a100-40x1", 16_384, 740_065, 794_410, "dense"),
+    PublishedPoint("dlrm", "a100-40x1", 16_384, 740_065, 1_522_632, "dense", "tf32"),
+    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 2_035_559, "dense"),
+    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 2_039_457, "overhead", "tf32"),
+    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 2_165_316, "dense"),
+    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 2_165_675, "overhead", "tf32"),
+    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 5_352_229, "dense"),
+    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 7_358_680, "overhead", "tf32"),
+    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 285_453, "overhead"),
+    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 285_464, "overhead", "tf32"),
+    PublishedPoint("dlrm_dcnv2", "a100-40x8", 16_384, 1_190_128, 1_073_548, "dense"),
+    PublishedPoint("mlperf_dcnv2", "h100x8", 6_912, 15_300_000, 12_954_020, "dense", "bf16"),
+    PublishedPoint("mlperf_dcnv2", "h100x8x16", 1_056, 70_800_000, 37_918_164, "network", "bf16"),
 )
 #: Median and largest error of `python -m benchmarks.simulator_back_test`: step times on a calibrated CPU.
 CALIBRATED_MEDIAN, CALIBRATED_LARGEST, CALIBRATED_CASES = 0.052, 0.179, 21

@@ -10,9 +10,10 @@ from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import best_candidate
+from embershard.planning.many_ranks import plain_candidate, wide_candidate
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.step_replay import STRAGGLERS
-from embershard.planning.simulate_scaling import plain_candidate, simulate_plan, simulate_run, simulate_scaling
+from embershard.planning.simulate_scaling import simulate_plan, simulate_run, simulate_scaling
 from embershard.sharding.shards import shards_of
 from tests.unit.planning.requests import LFU, make_request
 from tests.unit.planning.runs import predicted_plan
@@ -51,6 +52,10 @@ def test_every_number_of_ranks_is_planned_and_replayed() -> None:
     assert one.parts is not None
     assert not {"all_to_all", "all_reduce", "latency", STRAGGLERS} & set(one.parts)
     assert one.efficiency(runs) == 1
+    for run in others:
+        losses = run.losses(runs)
+        assert sum(losses.values()) == pytest.approx(1 - (run.efficiency(runs) or 0), abs=1e-9)
+        assert list(losses.values()) == sorted(losses.values(), reverse=True)
     efficiencies = [run.efficiency(runs) for run in others]
     assert efficiencies == sorted(efficiencies, reverse=True)
     assert efficiencies[0] < 1
@@ -102,6 +107,24 @@ def test_a_plain_placement_has_every_row_once(types) -> None:
 def test_plain_placements_come_close_to_searched_ones() -> None:
     asked, _ = request_on(16)
     assert plain_candidate(asked).step_seconds <= 1.3 * best_candidate(asked).step_seconds
+
+
+@pytest.mark.parametrize("num_ranks", [16, 64])
+def test_the_search_on_busy_nodes_is_near_that_on_all(num_ranks) -> None:
+    """And no slower than a plain placement, and the same twice."""
+    asked, _ = request_on(num_ranks, dims=(128,) * len(ROWS))
+    found = wide_candidate(asked)
+    assert found.step_seconds <= 1.1 * best_candidate(asked).step_seconds
+    assert found.tables == wide_candidate(asked).tables
+
+
+def test_4096_ranks_are_placed_where_bytes_are_least() -> None:
+    """Tables cut over nodes, whose ranks send an embedding once to each other node; each rank of another node is sent
+    one by a table on one rank."""
+    asked, _ = request_on(4096, dims=(128,) * len(ROWS), budget=Budget(device_bytes=10**9), batch_size=1024)
+    found, table_wise = wide_candidate(asked), dataclasses.replace(asked, types=["table_wise"])
+    assert {"grid_shard", "table_row_wise"} & {table.sharding for table in found.tables}
+    assert found.step_seconds < 0.5 * plain_candidate(table_wise).step_seconds
 
 
 def test_tables_too_large_for_any_plain_placement_are_refused() -> None:
