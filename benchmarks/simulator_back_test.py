@@ -31,7 +31,7 @@ from embershard.commands.plan.calibrate import measure, reference_setting, summa
 from embershard.commands.plan.inputs import budget, make_workload
 from embershard.commands.plan.reference_steps import Segment, Segments
 from embershard.frequency import FrequencyProfile
-from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from embershard.frequency.assumed import assumed_statistics
 from embershard.planning.cost.back_test import PUBLISHED, PublishedPoint
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
@@ -128,7 +128,7 @@ ASSUMED = {
 NOT_SIMULATED = {
     "TorchEasyRec#508 (A10, 4M rows x 128: 0.80, 2.63, 5.44 ms)": "the batch size of the sweep is not published",
     "dynamicemb on one H100 (Adam 24.3, SGD 20.8 ms; TBE 15.0, 4.8)": "batch size and frequencies are not published",
-    "TorchRec EMS (2,855 to 4,673 ms, P90)": "a benchmark's whole run of several steps; the dense part is not published",
+    "TorchRec EMS (2,855 to 4,673 ms, P90)": "several steps; the dense part is not published",
     "Fused EBC on a V100 (1.9, 6, 62 ms a step of 64 samples)": "a module alone, so small that the host decides, whose "
     "work for a lookup alone is not measured here; rows in UVM come by page faults, which embershard has none of",
     "Pinterest 2026 (1.13x, 1.21x; 2.0x, 3.9x, 7.5x)": "neither the model nor the bytes per step are published",

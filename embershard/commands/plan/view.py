@@ -359,5 +359,3 @@ def write_simulation(runs: Sequence[SimulatedRun], topology: Topology, path: Pat
     }
     with naming_file(path):
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-<<<<<<< HEAD
-=======
