@@ -267,7 +267,8 @@ class _Overlapping:
         self._wait("input", self._ready["input", step + self._ahead])
         self._make_resident(step + self._prefetch, factor)
         self._read(step + self._ahead + 2, factor)
-        self._free["host"] = np.maximum(self._free["host"], self._ended[0]) + self._seconds["overhead"] * factor
+        # A host that is late by chance catches up: it is ahead.
+        self._free["host"] = np.maximum(self._free["host"], self._ended[0]) + self._seconds["overhead"]
         self._wait("overhead", self._free["host"])
         for part, stage in _BEFORE_LOOKUP:
             self._wait(part, self._ready[stage, step])
