@@ -94,7 +94,7 @@ def test_bytes_and_work_add_up():
         assert rank.work["bytes_to_host"] == pytest.approx(sum(t.write_backs * row_bytes[t.table] for t in own))
         assert rank.work["dense_flops"] == workload.model.dense_flops_per_sample * 64
         assert rank.work["num_collectives"] == work.num_collectives(len(work.exchange_groups(here)), 2)
-        assert rank.step_seconds >= max(rank.seconds.values()) * (1 - 1e-6)
+        assert rank.step_seconds >= max(rank.seconds.values()) * (1 - 1e-5)
         assert rank.bottleneck in rank.seconds
     whole = next(t for t in found.tables if t.table == "t3")
     assert (whole.device_bytes, whole.host_bytes, whole.fills) == (40 * 260, 0, 0)
