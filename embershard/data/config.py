@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from embershard.data.config_fields import NEEDED_FORMAT, check_fields, freeze_lists, has_lines, is_time_format
+from embershard.data.config_fields import NEEDED_FORMAT, check_fields, freeze_lists, is_time_format
 from embershard.data.label_needs import label_needs
 from embershard.data.schema import Pooling, Target, Task
 from embershard.data.synthetic_config import NUM_CRITEO_SPARSE, SyntheticConfig
+from embershard.data.text_form import TextForm
 from embershard.data.time_config import TimeConfig
 from embershard.errors import ConfigError
 from embershard.settings.resume_rules import AsEvalFiles, AsFiles, Free, OfModel, OfTraining
@@ -230,8 +231,8 @@ class TableFeature:
 
 
 @dataclass(frozen=True)
-class TableConfig:
-    """CSV, TSV and Parquet files with declared columns.
+class TableConfig(TextForm):
+    """CSV, TSV, JSON lines and Parquet files with declared columns.
 
     >>> TableConfig(features={"user": TableFeature("sparse", num_rows=1000)}).label
     'label'
@@ -271,20 +272,11 @@ class TableConfig:
     decimal: OfTraining[dict[str, Literal[".", ","]]] = field(default_factory=dict, hash=False)
     """The decimal mark of numbers in text, by column, where they are not plain: "," reads 1.250,50 and 12,50 €, "."
     reads 1,250.50 and $12.50."""
-    separator: OfTraining[str] = ","
-    """Between the cells of a line of a text file: one character."""
-    encoding: OfTraining[str] = "utf-8"
-    """Of text files, in which a line feed is one byte: "latin-1", "cp1252", "gbk"."""
-    columns: OfTraining[tuple[str, ...]] = ()
-    """Names of the columns of text files without a header, in order. Default: the first line names them."""
-    quoted: OfTraining[bool] = True
-    """Cells of text files may be in double quotes, which may hold the separator. False: a quote is text."""
-    null_values: OfTraining[tuple[str, ...]] = ("",)
-    """Cells of text files that are missing values."""
     max_bag_size: OfTraining[int] = 10_000
     """Most values of a bag. A row with a larger one is not a sample."""
     files: AsFiles[tuple[str, ...]] = (
-        *("*.parquet", "*.csv", "*.tsv", "*.txt", "*.csv.gz", "*.tsv.gz", "*.txt.gz", "*.inter"),
+        *("*.parquet", "*.csv", "*.tsv", "*.txt", "*.inter", "*.json", "*.jsonl", "*.ndjson"),
+        *(f"*.{kind}.{end}" for kind in ("csv", "tsv", "txt", "json", "jsonl") for end in ("[gxz]*", "bz2")),
     )
     """Shell patterns of the names of data files, where `path` is a folder."""
 
@@ -311,9 +303,7 @@ class TableConfig:
             weight=(self.weight != "", "the name of a column"),
             format=(all(map(is_time_format, self.format.values())), NEEDED_FORMAT),
             decimal=(set(self.decimal.values()) <= {".", ","}, 'for each column "." or ","'),
-            encoding=(has_lines(self.encoding), 'the name of an encoding as "latin-1"; UTF-16 must become UTF-8 first'),
-            separator=(len(self.separator.encode()) == 1, 'one character, for instance "\\t"'),
-            columns=(len(set(self.columns)) == len(self.columns), "every name once"),
+            **self.text_needs(),
             max_bag_size=(self.max_bag_size >= 1, "at least 1"),
             files=(len(self.files) > 0, _ONE_PATTERN),
         )

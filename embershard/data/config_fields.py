@@ -23,18 +23,6 @@ def is_time_format(text: str) -> bool:
     return text in TIME_UNITS or (bool(fields) and set(fields) <= set("YymdHIMSpbBaAz"))
 
 
-def has_lines(encoding: str) -> bool:
-    """Return whether an encoding is known, and has a line feed that is one byte.
-
-    >>> has_lines("latin-1"), has_lines("utf-16")
-    (True, False)
-    """
-    try:
-        return "\n".encode(encoding) == b"\n"
-    except LookupError:
-        return False
-
-
 def freeze_lists(owner: Any) -> None:
     """Turn lists, which TOML gives, into tuples, so that a frozen config cannot be edited."""
     for each in fields(owner):

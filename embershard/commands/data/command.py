@@ -140,7 +140,7 @@ class _OneLabel(argparse.Action):
 
 def _add_convert(actions: Any) -> None:
     text = "write text files as Parquet, with other files joined to them"
-    action = add_action(actions, "convert", text, _CONVERT_HELP, run="columns:convert")
+    action = add_action(actions, "convert", text, _CONVERT_HELP, run="convert:convert")
     action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the new Parquet file")
     text = "a file to join, with the names of its columns if it has no header; may be repeated"
@@ -167,12 +167,26 @@ def _stop_or_share(text: str) -> str | float:
     raise argparse.ArgumentTypeError(f'got {text}; needed "stop", or a share in (0, 1), for instance 0.001')
 
 
+def _encoding(text: str) -> str:
+    try:
+        "a".encode(text)
+    except (LookupError, UnicodeError):
+        raise argparse.ArgumentTypeError(f'got {text}; needed an encoding, for instance "latin-1"') from None
+    return text
+
+
 def _add_form(action: argparse.ArgumentParser) -> None:
     """Add the arguments that say how text files are to be read."""
-    action.add_argument("--columns", metavar="NAME,...", help="names of the columns of text files without a header")
-    text = "between the cells of a line (default: the first line shows it)"
-    action.add_argument("--separator", metavar="CHAR", help=text)
-    action.add_argument("--encoding", default="utf-8", help="of text files (default: %(default)s)")
+    header = action.add_mutually_exclusive_group()
+    header.add_argument("--columns", metavar="NAME,...", help="names of the columns of text files without a header")
+    header.add_argument(
+        "--header", action="store_true", help="the first line names the columns, whatever it looks like"
+    )
+    text = "between the cells of a line (default: what fits most lines)"
+    action.add_argument("--separator", metavar="TEXT", help=text)
+    action.add_argument("--encoding", type=_encoding, help="of text files (default: UTF-8, or UTF-16 if it is)")
+    text = "lines before the header, or before the first row (default: those of another number of cells)"
+    action.add_argument("--skip-lines", type=whole, metavar="N", help=text)
     text = "a cell that is a missing value; may be repeated"
     action.add_argument("--null", action="append", default=[], metavar="TEXT", help=text)
     action.add_argument("--no-quotes", action="store_true", help="quotes in text files are text")

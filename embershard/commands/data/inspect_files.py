@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import ceil, floor, log10
 from pathlib import Path
 
@@ -27,10 +27,12 @@ from embershard.commands.data.suggest import (
     suggest_features,
     suggest_label,
 )
+from embershard.data.block import BadRow
 from embershard.data.config import TableConfig, TableFeature
-from embershard.data.config_fields import has_lines
 from embershard.data.sources.table.raw import is_text, is_time
-from embershard.data.sources.table.survey import MOST_OTHERS, SECONDS_PER_DAY, ColumnSurvey
+from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey
+from embershard.data.sources.table.whole_columns import common_schema
+from embershard.data.text_form import TextForm
 from embershard.errors import ConfigError
 from embershard.launch.arguments import check_new_output
 from embershard.launch.screen import make_table, plain_console, say, wide_console
@@ -75,20 +77,19 @@ class Inspected:
 
     Attributes:
         data: the file or folder.
-        form: of text files; None for Parquet.
+        form: of text files, and of JSON lines; None for Parquet.
         columns: what each column holds.
         label: None where none was found, and none was needed.
         suggested: how to use each of the others.
-        num_bad: lines that are no rows.
+        bad: lines that are no rows.
     """
 
     data: Path
     form: TableConfig | None
-    encoding: str
     columns: Mapping[str, ColumnSurvey]
     label: LabelSuggestion | None
     suggested: Sequence[Suggestion]
-    num_bad: int
+    bad: Sequence[BadRow]
 
     @staticmethod
     def of(arguments: argparse.Namespace, *, needs_label: bool) -> Inspected:
@@ -99,7 +100,7 @@ class Inspected:
             ConfigError: a column is not what an option says; or a label is needed, and no column looks like one.
         """
         files = columns_of_files(arguments.data, arguments)
-        names = files[0].schema().names
+        names = common_schema(files).names
         chosen, wanted = choices(arguments, names), label_choice(arguments.label, names)
         if wanted is not None and wanted.column in chosen:
             raise ConfigError(
@@ -108,7 +109,7 @@ class Inspected:
         if unknown := [name for name in arguments.feature if name not in names]:
             raise ConfigError(f"--feature: got {unknown[0]!r}; there are {', '.join(names)}.")
         for_survey = {name: each.for_survey for name, each in chosen.items() if each.for_survey[0]}
-        columns, bad_lines = survey_files(files, for_survey)
+        columns, bad = survey_files(files, for_survey)
         try:
             label = suggest_label({name: each for name, each in columns.items() if name not in chosen}, wanted)
         except ConfigError:
@@ -129,8 +130,8 @@ class Inspected:
         for each, judgement in zip(others, judge(facts), strict=True):
             suggested.append(suggest_features(each, judgement, taken, chosen.get(each.name)))
             taken.update(suggested[-1].features)
-        form = files[0].form if files[0].is_text else None
-        return Inspected(arguments.data, form, arguments.encoding, columns, label, suggested, len(bad_lines))
+        form = None if files[0].kind == "parquet" else files[0].form
+        return Inspected(arguments.data, form, columns, label, suggested, bad)
 
     @property
     def num_rows(self) -> int:
@@ -179,8 +180,8 @@ class Inspected:
                 said.append(f"{each.column}: {miss}")
             elif each.judgement.sure == "guess" and each.features:
                 said.append(f"{each.column}: {each.judgement.kind} (a guess): {each.judgement.why}. {_else(each)}")
-        if self.num_bad:
-            said.append(f"{self.num_bad:,} lines have not as many cells as there are columns (data.bad_rows).")
+        if self.bad:
+            said.append(f"{len(self.bad):,} lines are no rows (data.bad_rows). The first is {self.bad[0]}.")
         if left_out := [each.column for each in self.suggested if each.judgement.kind == "leak" and each.features]:
             said.append(
                 f"{', '.join(left_out)}: left out, since columns of results are not known before the label. To use "
@@ -192,13 +193,13 @@ class Inspected:
         """Return the settings of a run, as TOML.
 
         Raises:
-            ConfigError: no column is a category; or training does not read such files.
+            ConfigError: no column is a category.
         """
         assert self.label is not None
         self._check()
         label, columns, used = self.label, self.columns, self.used
         read = [columns[each.column] for each in used]
-        num_bad = self.num_bad + sum(each.num_bad for each in read) + num_bad_labels(columns[label.column])
+        num_bad = len(self.bad) + sum(each.num_bad for each in read) + num_bad_labels(columns[label.column])
         defaults = TableConfig()
         form = defaults if self.form is None else self.form
         null_values = [*form.null_values]
@@ -223,8 +224,9 @@ class Inspected:
             lines += [f"{key}.{toml_key(each.column)} = {toml(value)}" for key, value in each.written.items()]
         if self.form is not None:
             lines.append(f"separator = {toml(form.separator)}")
-            given = {"columns": form.columns, "null_values": tuple(null_values), "quoted": form.quoted}
-            given["encoding"] = self.encoding
+            of_text = replace(form, null_values=tuple(null_values))
+            keys = [each.name for each in fields(TextForm) if each.name != "separator"]
+            given = {key: getattr(of_text, key) for key in keys}
             lines += [f"{key} = {toml(value)}" for key, value in given.items() if value != getattr(defaults, key)]
         lines += ["", "[data.table.features]"]
         for each in self.suggested:
@@ -247,19 +249,7 @@ class Inspected:
         return Suggestion(column.name, {}, "", 0, Judgement("number", "sure", ""), {"decimal": column.written})
 
     def _check(self) -> None:
-        """Raise `ConfigError` where training would find no category, or does not read the files."""
-        if self.form is not None and not has_lines(self.encoding):
-            new = f"embershard data convert {self.data} --encoding {self.encoding} -o {self.data.stem}.parquet"
-            raise ConfigError(
-                f"{self.data}: training does not read {self.encoding}. Convert it, and inspect that: {new}"
-            )
-        broken = next((each for each in self.columns.values() if each.breaks > MOST_OTHERS * each.rows), None)
-        if broken is not None:
-            new = f"embershard data convert {self.data} -o {self.data.stem}.parquet"
-            raise ConfigError(
-                f"{self.data}: {broken.breaks:,} cells of {broken.name!r} have line breaks, which training cannot read "
-                f"in text files. Convert it, and inspect that: {new}"
-            )
+        """Raise `ConfigError` where training would find no category."""
         if any(each["kind"] == "sparse" for suggestion in self.used for each in suggestion.features.values()):
             return
         ranked = sorted(self.suggested, key=_likeness, reverse=True)[:_LIKELIEST]

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from embershard.data.config import DataConfig
 from embershard.errors import ConfigError, DataError, near_file, os_problem
 
 _GZIP_MAGIC = b"\x1f\x8b"
+#: In the name of a folder, as Hive and Spark write it, for a missing value.
+_NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _NUM_SAMPLED = 16
 _SAMPLED_BYTES = 1 << 14
 #: Endings of the names of files that are being written.
@@ -37,12 +40,14 @@ class InputFile:
         modified_ns: its time of modification.
         sha256: of blocks of it, as `FileIdentity` has it: with another time of modification, a file of the same size
             and bytes is still the same. "": it is not known, and the time counts.
+        folders: between the folder of the data and the file, as "day=2026-01-01".
     """
 
     path: Path
     num_bytes: int
     modified_ns: int
     sha256: str = ""
+    folders: tuple[str, ...] = ()
 
     @staticmethod
     def at(path: Path, *, sums: bool = False) -> InputFile:
@@ -62,6 +67,21 @@ class InputFile:
             raise DataError(f"{path}: the file is empty (0 bytes); remove it, or fetch it again")
         sha256 = FileIdentity.of(path).sha256 if sums else ""
         return InputFile(path, status.st_size, status.st_mtime_ns, sha256)
+
+    @property
+    def partitions(self) -> dict[str, str | None]:
+        """Columns that the names of the folders give, with their one value.
+
+        >>> InputFile(Path("a.csv"), 1, 0, folders=("day=2026-01-01", "place=__HIVE_DEFAULT_PARTITION__")).partitions
+        {'day': '2026-01-01', 'place': None}
+        """
+        pairs = ((unquote(each) for each in folder.split("=", 1)) for folder in self.folders)
+        return {name: None if value == _NO_PARTITION else value for name, value in pairs}
+
+    def identity(self) -> FileIdentity:
+        """Return what tells it from other files; its name has the folders."""
+        found = FileIdentity.of(self.path)
+        return found._replace(name="/".join((*self.folders, found.name)))
 
     def is_gzip(self) -> bool:
         """Return True if the name or the first bytes are those of a gzip file."""
@@ -183,26 +203,48 @@ def files_at(
     path: str, patterns: tuple[str, ...], kind: str, *, in_turn: bool = False, sums: bool = False
 ) -> list[InputFile]:
     """Return the file at `path`, or the folder's files that match a pattern, by name; files that come `in_turn`, in
-    natural order, without those that are being written. `sums`: with checksums."""
+    natural order, without those that are being written. `sums`: with checksums. Of kinds with named columns, folders
+    that are called NAME=VALUE belong to the folder."""
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path{near_file(root)}")
     files = [root]
     if root.is_dir():
-        there = sorted(p for p in root.iterdir() if p.is_file() and not p.name.startswith((".", "_")))
+        there = sorted(_files_below(root, parted=kind in ("table", "parquet")))
         files = [p for p in there if any(fnmatch.fnmatch(p.name, pattern) for pattern in patterns)]
         if in_turn:
             files = [p for p in files if not p.name.endswith(_UNFINISHED)]
-            files.sort(key=lambda p: natural_order(p.name))
-        skipped = [p.name for p in there if p not in files]
+            files.sort(key=lambda p: natural_order(str(p.relative_to(root))))
+        skipped = [str(p.relative_to(root)) for p in there if p not in files]
         if not files:
             raise DataError(
                 f"{root}: none of its {len(there)} files matches {', '.join(patterns)} "
                 f"(there are: {', '.join(skipped[:5]) or 'none'}); set data.{kind}.files to the names of your files"
+                + _said_of_folders(root)
             )
         if skipped:
             _log.info("%s: not read, as no pattern of data.%s.files matches: %s", root, kind, ", ".join(skipped))
-    return [InputFile.at(file, sums=sums) for file in files]
+    found = [InputFile.at(file, sums=sums) for file in files]
+    return [replace(file, folders=_folders(file.path, root)) for file in found]
+
+
+def _files_below(folder: Path, *, parted: bool) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.name.startswith((".", "_")):
+            continue
+        if path.is_file():
+            yield path
+        elif parted and "=" in path.name[1:] and path.is_dir():
+            yield from _files_below(path, parted=True)
+
+
+def _folders(path: Path, root: Path) -> tuple[str, ...]:
+    return path.relative_to(root).parts[:-1] if path != root else ()
+
+
+def _said_of_folders(root: Path) -> str:
+    folders = sorted(each.name for each in root.iterdir() if each.is_dir() and "=" not in each.name)
+    return f". Of its folders only those called NAME=VALUE are read, and not {folders[0]}" if folders else ""
 
 
 def need_path(config: DataConfig) -> None:
@@ -266,5 +308,5 @@ def identify_files(config: DataConfig) -> dict[str, list[FileIdentity]]:
     """
     if config.follow:
         config = replace(config, path=None)
-    files, held_out = ([FileIdentity.of(file.path) for file in files] for files in files_of(config))
+    files, held_out = ([file.identity() for file in files] for files in files_of(config))
     return {"files": files, "eval_files": held_out}

@@ -162,6 +162,8 @@ class TextFiles:
         chunk_rows: lines per chunk; a file's last chunk may have fewer.
         num_workers: threads that scan files at the same time.
         has_header: the first line of every file is a header, which no chunk has.
+        paths: of the files, for messages, where `files` are copies.
+        may_lack_rows: some of the files may have no line.
 
     Attributes:
         file: int64 [C], each chunk's file.
@@ -170,13 +172,22 @@ class TextFiles:
         headers: each file's header, its newline included; b"" where there is none.
 
     Raises:
-        DataError: a file has no line (but a header), or is damaged.
+        DataError: a file, or every file, has no line (but a header); or one is damaged.
     """
 
-    def __init__(self, files: list[InputFile], chunk_rows: int, num_workers: int, *, has_header: bool = False) -> None:
+    def __init__(
+        self,
+        files: list[InputFile],
+        chunk_rows: int,
+        num_workers: int,
+        *,
+        has_header: bool = False,
+        paths: Sequence[Path] = (),
+        may_lack_rows: bool = False,
+    ) -> None:
         kept: RecentlyUsed[tuple[GzipFile, int], bytes]
         kept = RecentlyUsed(lambda place: place[0].segment(place[1]), _KEPT_SEGMENTS)
-        self._paths = [file.path for file in files]
+        self._paths = list(paths) or [file.path for file in files]
         self._files = [GzipFile(file, kept) if file.is_gzip() else PlainFile(file) for file in files]
         found = [bytearray() for _ in files]
 
@@ -187,10 +198,10 @@ class TextFiles:
 
         with ThreadPoolExecutor(max(1, num_workers), "embershard-scan") as pool:
             scanned = list(pool.map(scan, range(len(files))))
-        for path, (_, rows) in zip(self._paths, scanned, strict=True):
-            if not len(rows):
-                what = "no line behind its header" if has_header else "no line in it"
-                raise NoRowsError(f"{path}: {what}; remove it, or fetch it again")
+        lacking = [path for path, (_, rows) in zip(self._paths, scanned, strict=True) if not len(rows)]
+        if lacking and not (may_lack_rows and len(lacking) < len(files)):
+            what = "no line behind its header" if has_header else "no line in it"
+            raise NoRowsError(f"{lacking[0]}: {what}; remove it, or fetch it again")
         self.headers = [bytes(header) for header in found]
         self._borders = np.concatenate([np.stack([b[:-1], b[1:]], axis=1) for b, _ in scanned])
         self.rows = np.concatenate([rows for _, rows in scanned])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,14 +15,7 @@ import pyarrow.parquet as pq
 from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.raw import (
-    RawChunk,
-    check_columns,
-    check_types,
-    is_list,
-    need_columns,
-    needed_columns,
-)
+from embershard.data.sources.table.raw import PartColumns, RawChunk, check_types, is_list, needed_columns
 from embershard.errors import DataError, NoRowsError
 from embershard.whole_file import whole_file
 
@@ -53,26 +46,26 @@ class ParquetFiles:
     """The row groups of Parquet files; see `TableFiles`."""
 
     def __init__(self, files: list[InputFile], settings: TableConfig, *, needs_labels: bool) -> None:
-        self._files = opened = [_ParquetFile.open(file, settings, needs_labels) for file in files]
+        self._files = opened = _ParquetFile.open_all(files, settings, needs_labels)
         self.has_lists = any(file.has_lists for file in opened)
         self._groups = [(file, group) for file in opened for group in range(len(file.group_rows))]
         self.chunk_file = np.repeat(np.arange(len(files)), [len(file.group_rows) for file in opened])
         self.chunk_rows = np.concatenate([file.group_rows for file in opened])
         num_unverifiable = sum(not file.has_page_checksums() for file in opened)
-        self.notes: tuple[str, ...] = ()
+        self.notes = PartColumns.notes([file.part for file in opened])
         if num_unverifiable:
-            self.notes = (
+            self.notes += (
                 f"{num_unverifiable} of {len(files)} Parquet files have no page checksums: a flipped bit in "
                 "their values cannot be found. Write them with checksums (pyarrow: write_page_checksum=True).",
             )
 
     def need(self, columns: list[str]) -> None:
         for file in self._files:
-            need_columns(file.input.path, file.metadata.schema.to_arrow_schema().names, columns)
+            file.part.need(columns)
 
     def read(self, chunk: int, columns: list[str] | None = None) -> RawChunk:
         file, group = self._groups[chunk]
-        table = file.read(group, columns or file.columns)
+        table = file.read(group, columns)
         first_row = 1 + int(file.group_rows[:group].sum())
         return RawChunk(file.input.path, table, np.arange(table.num_rows), first_row)
 
@@ -81,7 +74,7 @@ def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
     """Return the columns of a Parquet file, and its metadata.
 
     Raises:
-        DataError: it is none, is damaged, has no row, or a column's name twice.
+        DataError: it is none, is damaged, or has a column's name twice.
     """
     try:
         with pq.ParquetFile(path) as opened:
@@ -89,27 +82,52 @@ def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
     except _READ_ERRORS as error:
         what = " ".join(str(error).split())
         raise DataError(f"{path}: not a sound Parquet file ({what}); fetch it again") from None
-    if metadata.num_rows == 0:
-        raise NoRowsError(f"{path}: no row in it; remove it, or fetch it again")
     twice = next((name for name in schema.names if schema.names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{path}: has the column {twice!r} twice; write it again with another name for one of them")
     return schema, metadata
 
 
-def first_rows(path: Path, columns: list[str], most: int) -> RawChunk:
-    """Return at most `most` rows of these columns from the beginning of a Parquet file.
+def first_rows(part: PartColumns, most: int) -> RawChunk:
+    """Return at most `most` rows of the wanted columns from the beginning of a Parquet file.
 
     Raises:
         DataError: they cannot be read.
     """
     try:
-        with pq.ParquetFile(path) as opened:
-            batch = next(opened.iter_batches(most, columns=columns, use_threads=False))
+        with pq.ParquetFile(part.path) as opened:
+            columns = part.own()
+            batches = islice(opened.iter_batches(most, columns=columns, use_threads=False), 1)
+            schema = pa.schema([opened.schema_arrow.field(name) for name in columns])
+            table = part.complete(pa.Table.from_batches(batches, schema))
     except _READ_ERRORS as error:
         what = " ".join(str(error).split())
-        raise DataError(f"{path}: its first rows cannot be read ({what}); fetch it again") from None
-    return RawChunk(path, pa.Table.from_batches([batch]), np.arange(len(batch)), 1)
+        raise DataError(f"{part.path}: its first rows cannot be read ({what}); fetch it again") from None
+    return RawChunk(part.path, table, np.arange(table.num_rows), 1)
+
+
+def parquet_parts(
+    files: Sequence[InputFile], settings: TableConfig, *, needs_labels: bool
+) -> list[tuple[pa.Schema, pq.FileMetaData, PartColumns]]:
+    """Return the columns of Parquet files, and their metadata.
+
+    Raises:
+        DataError: one is damaged, or has not the columns that features need, or of another type; or none has a row.
+    """
+    found = []
+    for file in files:
+        try:
+            found.append(parquet_schema(file.path))
+        except DataError:
+            file.check(0)
+            raise
+    if not any(metadata.num_rows for _, metadata in found):
+        raise NoRowsError(f"{files[0].path}: no row in it; remove it, or fetch it again")
+    names = [schema.names for schema, _ in found]
+    parts = PartColumns.of_files(files, names, settings, needs_labels=needs_labels)
+    for file, (schema, _) in zip(files, found, strict=True):
+        check_types(file.path, schema, settings)
+    return [(*each, part) for each, part in zip(found, parts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -119,28 +137,25 @@ class _ParquetFile:
     input: InputFile
     metadata: pq.FileMetaData
     group_rows: Ids
-    columns: list[str]
+    part: PartColumns
     has_lists: bool
 
     @staticmethod
-    def open(file: InputFile, settings: TableConfig, needs_labels: bool) -> _ParquetFile:
-        try:
-            schema, metadata = parquet_schema(file.path)
-        except DataError:
-            file.check(0)
-            raise
-        columns = check_columns(file.path, schema.names, settings, needs_labels=needs_labels)
-        check_types(file.path, schema, settings)
-        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        has_lists = any(is_list(schema.field(name).type) for name in needed_columns(settings))
-        return _ParquetFile(file, metadata, np.array(rows, np.int64), columns, has_lists)
+    def open_all(files: list[InputFile], settings: TableConfig, needs_labels: bool) -> list[_ParquetFile]:
+        opened = []
+        parts = parquet_parts(files, settings, needs_labels=needs_labels)
+        for file, (schema, metadata, part) in zip(files, parts, strict=True):
+            rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+            has_lists = any(is_list(schema.field(name).type) for name in part.own(needed_columns(settings)))
+            opened.append(_ParquetFile(file, metadata, np.array(rows, np.int64), part, has_lists))
+        return opened
 
-    def read(self, group: int, columns: list[str]) -> pa.Table:
-        """Return columns of a row group, each in one piece."""
+    def read(self, group: int, columns: list[str] | None) -> pa.Table:
+        """Return the wanted columns, or `columns`, of a row group, each in one piece."""
         path, place = self.input.path, self._place(group)
         try:
             with pq.ParquetFile(path, metadata=self.metadata, page_checksum_verification=True) as opened:
-                table = opened.read_row_group(group, columns=columns, use_threads=False)
+                table = opened.read_row_group(group, columns=self.part.own(columns), use_threads=False)
         except _READ_ERRORS as error:
             self.input.check(place)
             what = " ".join(str(error).split())
@@ -150,14 +165,16 @@ class _ParquetFile:
         self.input.check(place)
         if table.num_rows != self.group_rows[group]:
             raise DataError(f"{path}: row group {group} has {table.num_rows} rows, needed {self.group_rows[group]}")
-        return table.combine_chunks()
+        return self.part.complete(table.combine_chunks(), columns)
 
     def has_page_checksums(self) -> bool:
-        """Return True if the file's first page has one; writers give one to every page, or to none.
+        """Return True if the file's first page, if there is one, has one; writers give one to every page, or to none.
 
         The header is a struct of Thrift's compact protocol: three required i32 (page type, two sizes), then the
         optional checksum. 0x15 begins an i32 that is the next field; its value is a varint.
         """
+        if not len(self.group_rows):
+            return True
         start, at = max(0, self._place(0)), 0
         header = bytes(self.input.read(start, min(start + 32, self.input.num_bytes)))
         for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from pyarrow import types
 
 from embershard.data.config import TIME_ROWS, TableConfig, TableFeature
 from embershard.data.hashing import Ids
+from embershard.data.sources.input_file import InputFile
 from embershard.errors import DataError
 
 if TYPE_CHECKING:
@@ -73,17 +75,70 @@ def needed_columns(settings: TableConfig) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def check_columns(path: Path, names: Sequence[str], settings: TableConfig, *, needs_labels: bool) -> list[str]:
-    """Return the columns to read of a file that has the columns `names`.
+@dataclass(frozen=True)
+class PartColumns:
+    """The columns of one of the files of a source. Files may differ: what one lacks is missing in its rows.
 
-    Raises:
-        DataError: a column is missing; with the name that comes near.
+    Attributes:
+        path: of the file.
+        names: of its columns.
+        partitions: columns that its folders name, with their one value.
+        wanted: those that are needed. A file may have no column of labels.
     """
-    wanted = needed_columns(settings)
-    judging = settings.judging_columns
-    wanted += [name for name in judging if needs_labels or name in names]
-    need_columns(path, names, wanted)
-    return list(dict.fromkeys(wanted))
+
+    path: Path
+    names: list[str]
+    partitions: dict[str, str | None]
+    wanted: list[str]
+
+    @staticmethod
+    def of_files(
+        files: Sequence[InputFile], names: Sequence[list[str]], settings: TableConfig, *, needs_labels: bool
+    ) -> list[PartColumns]:
+        """Return the columns of files whose own columns are `names`.
+
+        Raises:
+            DataError: a column is in no file; or labels, or most columns, are not in one; with the name that comes
+                near.
+        """
+        features, judging, parts = needed_columns(settings), settings.judging_columns, []
+        has_names = [[*own, *file.partitions] for file, own in zip(files, names, strict=True)]
+        anywhere = list(dict.fromkeys(name for each in has_names for name in each))
+        for file, own, has in zip(files, names, has_names, strict=True):
+            is_other = 2 * sum(name in has for name in features) < len(features)
+            need_columns(file.path, has if is_other else anywhere, features)
+            of_labels = [name for name in judging if needs_labels or name in has]
+            need_columns(file.path, has, of_labels)
+            parts.append(PartColumns(file.path, own, file.partitions, list(dict.fromkeys([*features, *of_labels]))))
+        return parts
+
+    @staticmethod
+    def notes(parts: Sequence[PartColumns]) -> tuple[str, ...]:
+        """Return sentences that say which columns are not in all files."""
+        lacking = Counter(name for part in parts for name in part.wanted if not part.has(name))
+        return tuple(
+            f"{count} of {len(parts)} files have no column {name!r}: it is missing in their rows."
+            for name, count in lacking.items()
+        )
+
+    def has(self, name: str) -> bool:
+        return name in self.names or name in self.partitions
+
+    def need(self, columns: list[str]) -> None:
+        """Raise `DataError` where the file has not one of these columns."""
+        need_columns(self.path, [*self.names, *self.partitions], columns)
+
+    def own(self, columns: list[str] | None = None) -> list[str]:
+        """Return those of `columns`, or of the wanted ones, that are in the file itself."""
+        return [name for name in columns or self.wanted if name in self.names]
+
+    def complete(self, table: pa.Table, columns: list[str] | None = None) -> pa.Table:
+        """Return rows of the file with all of `columns`, or of the wanted ones; `table` has its own."""
+        for name in columns or self.wanted:
+            if name not in self.names:
+                value = pa.scalar(self.partitions.get(name), pa.string())
+                table = table.append_column(name, pa.repeat(value, table.num_rows))
+        return table.select(columns or self.wanted)
 
 
 def need_columns(path: Path, names: Sequence[str], wanted: Sequence[str]) -> None:
@@ -97,14 +152,14 @@ def need_columns(path: Path, names: Sequence[str], wanted: Sequence[str]) -> Non
 
 
 def check_types(path: Path, schema: pa.Schema, settings: TableConfig) -> None:
-    """Raise `DataError` where a Parquet column is not of a type that its feature can be read from."""
+    """Raise `DataError` where a Parquet column that is there is not of a type that its feature can be read from."""
     for name in settings.judging_columns:
         kind = schema.field(name).type if name in schema.names else pa.int8()
         if not (_is_number(kind) or is_text(kind) or types.is_null(kind)):
             raise DataError(f"{path}: column {name!r} is of type {kind}; needed a number")
     for name, feature in settings.features.items():
         column = feature.column or name
-        kind = schema.field(column).type
+        kind = schema.field(column).type if column in schema.names else pa.string()
         is_time_in_floats = types.is_floating(kind) and _is_of_times(feature) and column in settings.format
         if not (is_time_in_floats or _fits(feature, kind)):
             raise DataError(f"{path}: column {column!r} is of type {kind}; needed {_needed(feature)}")

@@ -16,10 +16,12 @@ from embershard.data.sources.held_out import Share, alone, hold_out
 from embershard.data.sources.input_file import InputFile, list_files
 from embershard.data.sources.source import FileSource, Split, SplitChunks, in_threads
 from embershard.data.sources.table.decode import ChunkDecoder, is_sound, labels_and_weights, readable
-from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet, first_rows, parquet_schema
-from embershard.data.sources.table.raw import RawChunk, TableFiles, check_columns, check_types, is_list, need_columns
+from embershard.data.sources.table.json_lines import json_form
+from embershard.data.sources.table.parquet_files import ParquetFiles, are_parquet, first_rows, parquet_parts
+from embershard.data.sources.table.plain_text import first_bytes
+from embershard.data.sources.table.raw import RawChunk, TableFiles, is_list, need_columns
 from embershard.data.sources.table.split import check_split, hold_out_by_column, in_windows
-from embershard.data.sources.table.text_files import TextTables, as_utf8, columns_of, first_bytes
+from embershard.data.sources.table.text_files import TextTables, are_json, columns_of
 from embershard.errors import ConfigError, DataError
 
 _FIRST_BYTES = 1 << 18
@@ -157,23 +159,19 @@ def check_table(
     settings = columns_of_files(config)
     TableSource.schema_of(config)
     if config.kind == "parquet" or are_parquet(files):
-        for file in files:
-            schema, _ = parquet_schema(file.path)
-            columns = check_columns(file.path, schema.names, settings, needs_labels=needs_labels)
-            check_types(file.path, schema, settings)
-            check_split(config, file.path, schema.names, schema)
-            _check_of_metrics(file.path, schema.names, of_metrics)
-            lists = [name for name in of_metrics if is_list(schema.field(name).type)]
-            if lists:
+        for schema, _, part in parquet_parts(files, settings, needs_labels=needs_labels):
+            kinds = {**dict.fromkeys(part.partitions, pa.string()), **{each.name: each.type for each in schema}}
+            check_split(config, part.path, list(kinds), pa.schema(kinds.items()))
+            _check_of_metrics(part.path, list(kinds), of_metrics)
+            if lists := [name for name in of_metrics if is_list(kinds[name])]:
                 raise ConfigError(
-                    f"metrics.group, metrics.slices: {file.path}: column {lists[0]!r} is of type "
-                    f"{schema.field(lists[0]).type}; needed one value in each row. Choose another column."
+                    f"metrics.group, metrics.slices: {part.path}: column {lists[0]!r} is of type {kinds[lists[0]]}; "
+                    "needed one value in each row. Choose another column."
                 )
             if config.bad_rows == "stop":
-                _check_values(first_rows(file.path, columns, _FIRST_ROWS), settings, config.kind)
+                _check_values(first_rows(part, _FIRST_ROWS), settings, config.kind)
         return
-    for file in files:
-        _check_text(file, settings, config, of_metrics, needs_labels)
+    _check_texts(files, settings, config, of_metrics, needs_labels)
 
 
 def _check_of_metrics(path: Path, names: Sequence[str], of_metrics: Sequence[str]) -> None:
@@ -183,26 +181,35 @@ def _check_of_metrics(path: Path, names: Sequence[str], of_metrics: Sequence[str
         raise ConfigError(f"metrics.group, metrics.slices: {error}") from None
 
 
-def _check_text(
-    file: InputFile, settings: TableConfig, config: DataConfig, of_metrics: Sequence[str], needs_labels: bool
+def _check_texts(
+    files: Sequence[InputFile],
+    settings: TableConfig,
+    config: DataConfig,
+    of_metrics: Sequence[str],
+    needs_labels: bool,
 ) -> None:
-    """Raise `DataError` where the header or, where bad rows stop a run, one of the first lines does not fit."""
-    data = bytes(as_utf8(first_bytes(file, _FIRST_BYTES), settings.encoding))
-    first, _, rest = data.partition(b"\n")
-    columns = columns_of(file.path, first, settings, needs_labels=needs_labels)
-    check_split(config, file.path, columns.names)
-    _check_of_metrics(file.path, columns.names, of_metrics)
-    lines = data if settings.columns else rest
-    whole = lines if len(data) < _FIRST_BYTES else lines[: lines.rfind(b"\n") + 1]
-    num_lines = whole.count(b"\n") + (whole[-1:] not in (b"", b"\n"))
-    if config.bad_rows != "stop" or not num_lines:
-        return
-    try:
-        table = columns.read(memoryview(whole), num_lines)
-    except (pa.ArrowException, ValueError):
-        return  # training names the row
-    first_row = 1 + (not settings.columns)
-    _check_values(RawChunk(file.path, table, np.arange(num_lines), first_row), settings, config.kind)
+    """Raise `DataError` where a header or, where bad rows stop a run, one of the first lines does not fit."""
+    is_json = are_json(files, settings)
+    form = json_form(settings) if is_json else settings
+    has_header = not (form.columns or is_json)
+    starts = [first_bytes(file, form, _FIRST_BYTES) for file in files]
+    headers = [data.partition(b"\n")[0] for data in starts]
+    parts, columns = columns_of(files, headers, settings, is_json=is_json, needs_labels=needs_labels)
+    for part, of_lines, data in zip(parts, columns, starts, strict=True):
+        has = [*part.names, *part.partitions]
+        check_split(config, part.path, has)
+        _check_of_metrics(part.path, has, of_metrics)
+        lines = data.partition(b"\n")[2] if has_header else data
+        whole = lines if len(data) < _FIRST_BYTES else lines[: lines.rfind(b"\n") + 1]
+        num_lines = whole.count(b"\n") + (whole[-1:] not in (b"", b"\n"))
+        if config.bad_rows != "stop" or not num_lines:
+            continue
+        try:
+            table = of_lines.read(memoryview(whole), num_lines)
+        except (pa.ArrowException, ValueError):
+            continue  # training names the row
+        chunk = RawChunk(part.path, part.complete(table), np.arange(num_lines), 1 + has_header + form.skip_lines)
+        _check_values(chunk, settings, config.kind)
 
 
 def _check_values(chunk: RawChunk, settings: TableConfig, kind: str) -> None:

@@ -208,7 +208,6 @@ class ColumnSurvey:
         examples: of texts, some of the first ones.
         urls: of texts, how many are web addresses.
         firsts: cells of the first rows, as texts.
-        breaks: of texts, how many have line breaks, which text files cannot have in training.
         wanted: what the user says that it holds: "number", "time" or "list"; or "".
         form: format that the user says its times have; separator that its lists have.
         missing_words: how many cells are each of `_MISSING_WORDS`, where others fit a type.
@@ -232,7 +231,6 @@ class ColumnSurvey:
     texts: Counter[str] | None = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     urls: int = 0
-    breaks: int = 0
     firsts: list[pa.Array] = field(default_factory=list)
     wanted: str = ""
     form: str = ""
@@ -325,8 +323,6 @@ class ColumnSurvey:
             self.texts.update(dict(zip(texts.to_pylist(), counts.field(1).to_pylist(), strict=True)))
             self.texts = self.texts if len(self.texts) <= _KEPT_TEXTS else None
         self.examples += texts.slice(0, _KEPT_TEXTS - len(self.examples)).to_pylist()
-        if self.has_null_values:
-            self.breaks += int(pc.sum(pc.match_substring(column, "\n")).as_py() or 0)
         self.urls += int(pc.sum(pc.starts_with(column, "http")).as_py() or 0)
 
     def _add_typed(self, column: pa.Array) -> None:
@@ -476,7 +472,7 @@ class ColumnSurvey:
     def num_bad(self) -> int:
         """Rows that the column makes bad in training, as long as `null_cells` are missing values."""
         long = self.too_long[""] if is_text(self.inner) else 0
-        return self.odd_cells.total() + 2 * self.breaks + (self.num_refused if not is_text(self.inner) else long)
+        return self.odd_cells.total() + (self.num_refused if not is_text(self.inner) else long)
 
     @property
     def present(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 import csv as text_csv
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv
 
@@ -17,19 +18,23 @@ from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
 from embershard.data.sample_bits import Flags
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.raw import RawChunk, check_columns, need_columns
+from embershard.data.sources.table.json_lines import JsonColumns, has_json_lines, json_form
+from embershard.data.sources.table.plain_text import FEED, RETURN, plain_file
+from embershard.data.sources.table.raw import PartColumns, RawChunk, is_list, needed_columns
 from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines, some_lines
 from embershard.errors import DataError
 
 _CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
+_BREAKS = "If cells have line breaks: data.table.line_breaks = true"
 _WORDS = {",": "comma", "\t": "tab", "|": "bar", ";": "semicolon", " ": "space"}
 
 
 @dataclass(frozen=True)
 class TextColumns:
-    """How the lines of a file are cut into cells.
+    """How the lines of plain text are cut into cells.
 
     Attributes:
+        settings: of the file.
         names: of all columns, in order.
         to_read: those that are needed.
     """
@@ -53,14 +58,14 @@ class TextColumns:
             BYTE_ORDER_MARK,  # Arrow drops it, and would drop one that the first cell begins with
             lines,
             b"" if not len(lines) or lines[-1] == NEWLINE else b"\n",
-            self.settings.separator.encode() * (len(self.names) - 1) + b"\n",  # what no open quote may swallow
+            self._separator * (len(self.names) - 1) + b"\n",  # what no open quote may swallow
         ))  # fmt: skip
         if b"\r" in data and data.count(b"\r") != data.count(b"\r\n"):
             raise ValueError("a line has a carriage return in it")
         table = csv.read_csv(
             pa.py_buffer(data),
             csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=self.names),
-            csv.ParseOptions(delimiter=self.settings.separator, quote_char=quote, ignore_empty_lines=False),
+            csv.ParseOptions(delimiter=self._separator, quote_char=quote, ignore_empty_lines=False),
             csv.ConvertOptions(
                 check_utf8=False,
                 column_types=dict.fromkeys(self.to_read, pa.binary()),
@@ -71,7 +76,15 @@ class TextColumns:
         )
         if table.num_rows != num_lines + 1:
             raise ValueError("a quoted cell does not end in its line")
-        return table.slice(0, num_lines).combine_chunks()
+        return _with_breaks(table.slice(0, num_lines).combine_chunks(), self.settings)
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([(name, pa.string()) for name in self.names])
+
+    @property
+    def _separator(self) -> bytes:
+        return self.settings.plain["separator"].encode()
 
     def read_good(self, data: memoryview) -> tuple[pa.Table, Ids, dict[int, bytes]]:
         """Return the needed columns of the lines that are rows; their numbers [n]; and the other lines by number.
@@ -102,7 +115,7 @@ class TextColumns:
     def _may_be_rows(self, text: NDArray[np.uint8], borders: Ids) -> bool:
         """Return False where counts alone say that one of the lines is no row, or make it likely."""
         quotes = np.flatnonzero(text == ord('"')) if self.settings.quoted else borders[:0]
-        extra = np.count_nonzero(text == ord(self.settings.separator)) - (len(self.names) - 1) * (len(borders) - 1)
+        extra = np.count_nonzero(text == ord(self._separator)) - (len(self.names) - 1) * (len(borders) - 1)
         if not len(quotes):
             return bool(extra == 0)
         return bool(extra >= 0) and not (np.diff(np.searchsorted(quotes, borders)) & 1).any()
@@ -112,7 +125,7 @@ class TextColumns:
 
         In the other lines every other quote opens a cell, or is the second of two that stand for one.
         """
-        separator, quote, carriage_return = (ord(each) for each in (self.settings.separator, '"', "\r"))
+        separator, quote, carriage_return = (ord(each) for each in (self._separator, '"', "\r"))
         separators, returns = np.flatnonzero(text == separator), np.flatnonzero(text[:-1] == carriage_return)
         quotes = np.flatnonzero(text == quote) if self.settings.quoted else borders[:0]
         starts, before = borders[:-1], np.searchsorted(quotes, borders)
@@ -137,45 +150,55 @@ class TextColumns:
         cells = _cells(text, self.settings)
         if len(cells) != len(self.names):
             word = _WORDS.get(separator, repr(separator))
-            hint = ". If cells have line breaks: embershard data convert" if text.count('"') % 2 else ""
+            hint = f". {_BREAKS}" if text.count('"') % 2 and not self.settings.line_breaks else ""
             needed = f"needed {len(self.names)}: {', '.join(self.names[:20])}"
             return f"has {len(cells)} {word}-separated columns; {needed}{hint}"
         return (
             f"{short(text)}: a quote opens a cell that does not end in this line. If quotes are text: "
-            "data.table.quoted = false. If cells have line breaks: embershard data convert"
+            f"data.table.quoted = false. {_BREAKS}"
         )
 
 
-def first_bytes(file: InputFile, count: int) -> bytes:
-    """Return the first `count` bytes of a text file, plain or gzip, decompressed, without a byte order mark.
+def column_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
+    """Return the names of the columns of a text file whose first line is `header`: the settings' names, if any.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the header has a name twice.
     """
-    try:
-        with pa.input_stream(str(file.path), compression="gzip" if file.is_gzip() else None) as stream:
-            data: bytes = stream.read(count + len(BYTE_ORDER_MARK))
-            return data.removeprefix(BYTE_ORDER_MARK)[:count]
-    except (pa.ArrowException, OSError) as error:
-        file.check(0)
-        raise DataError(f"{file.path}: cannot be read ({' '.join(str(error).split())}); fetch it again") from None
+    return list(settings.columns) or header_names(path, header, settings)
 
 
-def as_utf8(data: bytes | memoryview, encoding: str) -> bytes | memoryview:
-    """Return text in UTF-8; bytes that are none of the encoding become `\\xff`."""
-    if codecs.lookup(encoding).name == "utf-8":
-        return data
-    return bytes(data).decode(encoding, "backslashreplace").encode()
-
-
-def columns_of(path: Path, header: bytes, settings: TableConfig, *, needs_labels: bool) -> TextColumns:
-    """Return the columns of a text file whose first line is `header`; it is not used where the settings name them.
+def are_json(files: list[InputFile], settings: TableConfig) -> bool:
+    """Return whether all text files have JSON objects, or none has.
 
     Raises:
-        DataError: a column is missing, or the header has a name twice.
+        DataError: some have.
     """
-    names = list(settings.columns) or header_names(path, header, settings)
-    return TextColumns(settings, names, check_columns(path, names, settings, needs_labels=needs_labels))
+    found = [has_json_lines(file, settings) for file in files]
+    if any(found) and not all(found):
+        both = files[found.index(True)].path, files[found.index(False)].path
+        raise DataError(f"{both[0]} is JSON and {both[1]} is not; needed one format. Set data.table.files")
+    return all(found)
+
+
+def columns_of(
+    files: list[InputFile], headers: Sequence[bytes], settings: TableConfig, *, is_json: bool, needs_labels: bool
+) -> tuple[list[PartColumns], list[TextColumns | JsonColumns]]:
+    """Return the columns of text files whose first lines are `headers`, and how the needed ones are read.
+
+    Raises:
+        DataError: a header has a name twice, or a column that is needed is missing.
+    """
+    found: list[TextColumns | JsonColumns] = []
+    wanted = [*needed_columns(settings), *settings.judging_columns]
+    for file, header in zip(files, headers, strict=True):
+        if is_json:
+            found.append(JsonColumns.of(file, settings, wanted))
+        else:
+            names = column_names(file.path, header, settings)
+            found.append(TextColumns(settings, names, names))
+    parts = PartColumns.of_files(files, [each.names for each in found], settings, needs_labels=needs_labels)
+    return parts, [replace(each, to_read=part.own()) for each, part in zip(found, parts, strict=True)]
 
 
 def header_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
@@ -184,15 +207,15 @@ def header_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
     Raises:
         DataError: a name is there twice; or lines end in a carriage return alone.
     """
-    text = _line_text(header).removeprefix(BYTE_ORDER_MARK.decode())
+    text, line = _line_text(header).removeprefix(BYTE_ORDER_MARK.decode()), 1 + settings.skip_lines
     if "\r" in text:
-        raise DataError(f"{path}:1 {short(text)}: {_CARRIAGE_RETURN}")
+        raise DataError(f"{path}:{line} {short(text)}: {_CARRIAGE_RETURN}")
     names = [name or f"Unnamed: {place}" for place, name in enumerate(_cells(text, settings))]  # as pandas calls them
     wrong = next((name for name in names if names.count(name) > 1), None)
     if wrong is not None or not names:
         problem = f"has {wrong!r} twice" if wrong else "has no name"
         raise DataError(
-            f"{path}:1 the header {problem}: {short(text)}. If the file has no header: data.table.columns names them"
+            f"{path}:{line} the header {problem}: {short(text)}. If there is no header: data.table.columns names them"
         )
     return names
 
@@ -203,12 +226,23 @@ def _line_text(line: bytes) -> str:
 
 
 def _cells(line: str, settings: TableConfig) -> list[str]:
+    separator = settings.plain["separator"]
     if not settings.quoted:
-        return line.split(settings.separator)
+        return line.split(separator)
     try:
-        return next(text_csv.reader([line], delimiter=settings.separator), [])
+        return next(text_csv.reader([line], delimiter=separator), [])
     except text_csv.Error:  # a cell of more than 128 KiB
-        return line.split(settings.separator)
+        return line.split(separator)
+
+
+def _with_breaks(table: pa.Table, settings: TableConfig) -> pa.Table:
+    """Return the columns of plain text with the line breaks that its cells had."""
+    for place, name in enumerate(table.column_names if settings.line_breaks else ()):
+        column = table.column(place)
+        for mark, byte in ((FEED, b"\n"), (RETURN, b"\r")):
+            column = pc.replace_substring(column, mark, byte)
+        table = table.set_column(place, name, column)
+    return table
 
 
 class TextTables:
@@ -217,26 +251,32 @@ class TextTables:
     def __init__(
         self, files: list[InputFile], settings: TableConfig, chunk_rows: int, num_workers: int, *, needs_labels: bool
     ) -> None:
-        self._text = TextFiles(files, chunk_rows, num_workers, has_header=not settings.columns)
         self._paths = [file.path for file in files]
-        self._columns = [
-            columns_of(file.path, bytes(as_utf8(header, settings.encoding)), settings, needs_labels=needs_labels)
-            for file, header in zip(files, self._text.headers, strict=True)
-        ]
+        is_json = are_json(files, settings)
+        form = json_form(settings) if is_json else settings
+        has_header = not (form.columns or is_json)
+        plain = [plain_file(file, form) for file in files]
+        self._text = TextFiles(
+            plain, chunk_rows, num_workers, has_header=has_header, paths=self._paths, may_lack_rows=True
+        )
+        self._first_row = 1 + form.skip_lines
+        headers = self._text.headers
+        self._parts, self._columns = columns_of(files, headers, settings, is_json=is_json, needs_labels=needs_labels)
         self.chunk_file, self.chunk_rows = self._text.file, self._text.rows
-        self.has_lists = False
-        self.notes: tuple[str, ...] = ()
+        self.has_lists = any(is_list(field.type) for each in self._columns for field in each.schema)
+        self.notes = PartColumns.notes(self._parts)
 
     def need(self, columns: list[str]) -> None:
-        for path, form in zip(self._paths, self._columns, strict=True):
-            need_columns(path, form.names, columns)
+        for part in self._parts:
+            part.need(columns)
 
     def read(self, chunk: int, columns: list[str] | None = None) -> RawChunk:
-        form, path = self._columns[self._text.file[chunk]], self._text.path(chunk)
+        file, path = self._text.file[chunk], self._text.path(chunk)
+        part, form = self._parts[file], self._columns[file]
         if columns is not None:
-            form = replace(form, to_read=columns)
-        first_row = int(self._text.first_row[chunk]) + 1
-        lines = as_utf8(self._text.read(chunk), form.settings.encoding)
-        table, places, failed = form.read_good(memoryview(lines))
+            form = replace(form, to_read=part.own(columns))
+        first_row = int(self._text.first_row[chunk]) + self._first_row
+        table, places, failed = form.read_good(self._text.read(chunk))
+        table = part.complete(table, columns)
         bad = {line: BadRow(path, first_row + line, "", form.explain(text)) for line, text in failed.items()}
         return RawChunk(path, table, places, first_row, bad)

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pyarrow import csv
 
+from embershard.data.block import BadRow, short
 from embershard.data.config import TableConfig
+from embershard.data.hashing import Ids
 from embershard.data.sources.input_file import InputFile
+from embershard.data.sources.table.cells import read_cells
+from embershard.data.sources.table.decode import readable
+from embershard.data.sources.table.door import Given, find_encoding, find_form
+from embershard.data.sources.table.json_lines import JsonColumns, has_json_lines
 from embershard.data.sources.table.parquet_files import is_parquet, parquet_schema
-from embershard.data.sources.table.raw import typed_name
-from embershard.data.sources.table.text_files import first_bytes, header_names
+from embershard.data.sources.table.plain_text import first_bytes, plain_blocks
+from embershard.data.sources.table.raw import PartColumns, typed_name
+from embershard.data.sources.table.survey import FORMS
+from embershard.data.sources.table.text_files import TextColumns, column_names
+from embershard.data.sources.text import BYTE_ORDER_MARK
 from embershard.errors import DataError
 
-SEPARATORS = ("\t", "|", ";", ",")
 _BATCH_ROWS = 1 << 16
-_BLOCK_BYTES = 1 << 22
 _HEADER_BYTES = 1 << 16
+#: Is called for each bad row.
+OnBad = Callable[[BadRow], None]
 
 
 @dataclass(frozen=True)
@@ -29,103 +40,165 @@ class WholeColumns:
     """All columns of a file. Those of text files are texts, until they get types.
 
     Attributes:
-        form: separator, quotes, missing values and, where there is no header, names of columns of a text file.
-        encoding: of a text file.
+        form: of a text file: separator, quotes, missing values and, where there is no header, names of columns.
     """
 
     file: InputFile
     form: TableConfig
-    encoding: str = "utf-8"
+    kind: Literal["text", "json", "parquet"]
 
     @staticmethod
-    def at(path: Path, form: TableConfig, encoding: str, separator: str | None = None) -> WholeColumns:
+    def at(path: Path, given: Given) -> WholeColumns:
         """Return the columns of a file.
 
-        Args:
-            separator: of a text file; None: the one that its first line has most of.
+        Raises:
+            DataError: it cannot be read, or how it is written cannot be told.
         """
         file = InputFile.at(path)
-        if separator is None and not is_parquet(file):
-            line = _first_line(file, encoding)
-            separator = max(SEPARATORS, key=line.count) if any(each in line for each in SEPARATORS) else ","
-        return WholeColumns(file, replace(form, separator=separator or form.separator), encoding)
+        if is_parquet(file):
+            return WholeColumns(file, TableConfig(), "parquet")
+        plain = TableConfig(encoding=find_encoding(file, given))
+        if has_json_lines(file, plain):
+            return WholeColumns(file, plain, "json")
+        return WholeColumns(file, find_form(file, given), "text")
 
     @property
     def is_text(self) -> bool:
-        return not is_parquet(self.file)
+        return self.kind == "text"
 
+    @cached_property
     def schema(self) -> pa.Schema:
-        """Return the names and types of the columns.
+        """The names and types of the columns, those that its folders name at the end. Of JSON lines, all are read.
 
         Raises:
             DataError: the file is damaged, or its header has a name twice.
         """
-        if not self.is_text:
-            return parquet_schema(self.file.path)[0]
-        first = _first_line(self.file, self.encoding).encode()
-        names = list(self.form.columns) or header_names(self.file.path, first, self.form)
-        return pa.schema([(name, pa.string()) for name in names])
+        own = parquet_schema(self.file.path)[0] if self.kind == "parquet" else self._columns.schema
+        added = [(name, pa.string()) for name in self.file.partitions if name not in own.names]
+        return pa.schema([*((each.name, each.type) for each in own), *added])
+
+    @cached_property
+    def _columns(self) -> TextColumns | JsonColumns:
+        if self.kind == "json":
+            return JsonColumns.of(self.file, self.form, whole=True)
+        header = first_bytes(self.file, self.form, _HEADER_BYTES).partition(b"\n")[0]
+        names = column_names(self.file.path, header, self.form)
+        return TextColumns(self.form, names, names)
 
     def batches(
-        self, types: Mapping[str, pa.DataType] | None = None, on_bad: Callable[[csv.InvalidRow], str] | None = None
+        self, types: Mapping[str, pa.DataType] | None = None, on_bad: OnBad | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield all rows, some at a time. A quoted cell of a text file may have line breaks.
+        """Yield all rows, some at a time; of a text file, those that are rows.
 
         Args:
             types: of columns of a text file; None: all are texts.
-            on_bad: is called for a line that has not as many cells as there are columns, and returns "skip" or "error".
+            on_bad: None: a bad row is an error.
 
         Raises:
-            DataError: the file cannot be read, or has changed; or a cell is not of its column's type.
+            DataError: the file cannot be read, or has changed; or a row is bad: it has not as many cells as there are
+                columns, or a cell that is not of its column's type.
         """
-        path, schema = self.file.path, self.schema()
+        path, names = self.file.path, self.schema.names
+        if self.kind != "parquet":
+            yield from self._rows(types or {}, on_bad)
+            return
         try:
-            if not self.is_text:
-                with pq.ParquetFile(path, page_checksum_verification=True) as opened:
-                    yield from opened.iter_batches(_BATCH_ROWS, use_threads=False)
-            else:
-                yield from self._lines(schema, types or {}, on_bad)
+            with pq.ParquetFile(path, page_checksum_verification=True) as opened:
+                part = PartColumns(path, opened.schema_arrow.names, self.file.partitions, names)
+                for batch in opened.iter_batches(_BATCH_ROWS, use_threads=False):
+                    yield from part.complete(pa.Table.from_batches([batch])).combine_chunks().to_batches()
         except (pa.ArrowException, OSError, ValueError) as error:
             self.file.check(0)
-            what = " ".join(str(error).split())
-            hint = ". If it is not UTF-8: --encoding, for instance latin-1" if "UTF" in what.upper() else ""
-            raise DataError(f"{path}: cannot be read ({what}){hint}") from None
+            raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
         self.file.check(self.file.num_bytes)
 
-    def _lines(
-        self,
-        schema: pa.Schema,
-        types: Mapping[str, pa.DataType],
-        on_bad: Callable[[csv.InvalidRow], str] | None,
-    ) -> Iterator[pa.RecordBatch]:
-        form = self.form
-        reader = csv.open_csv(
-            pa.input_stream(str(self.file.path), compression="gzip" if self.file.is_gzip() else None),
-            csv.ReadOptions(
-                use_threads=False,
-                block_size=_BLOCK_BYTES,
-                column_names=schema.names,
-                skip_rows=0 if form.columns else 1,
-                encoding=self.encoding,
-            ),
-            csv.ParseOptions(
-                delimiter=form.separator,
-                quote_char='"' if form.quoted else False,
-                newlines_in_values=form.quoted,
-                invalid_row_handler=on_bad,
-            ),
-            csv.ConvertOptions(
-                column_types={name: types.get(name, pa.string()) for name in schema.names},
-                null_values=list(form.null_values),
-                strings_can_be_null=True,
-            ),
-        )
-        with reader:
-            yield from reader
+    def _rows(self, types: Mapping[str, pa.DataType], on_bad: OnBad | None) -> Iterator[pa.RecordBatch]:
+        columns, has_header = self._columns, self.is_text and not self.form.columns
+        part = PartColumns(self.file.path, columns.names, self.file.partitions, self.schema.names)
+        row = 1 + self.form.skip_lines
+
+        def note(bad: BadRow) -> None:
+            if on_bad is None:
+                raise DataError(str(bad))
+            on_bad(bad)
+
+        for number, block in enumerate(plain_blocks(self.file, self.form)):
+            lines = memoryview(block)
+            if number == 0 and block.startswith(BYTE_ORDER_MARK):
+                lines = lines[len(BYTE_ORDER_MARK) :]
+            if has_header:
+                has_header, row = False, row + 1
+                lines = lines[bytes(lines).find(b"\n") + 1 or len(lines) :]
+            if not len(lines):
+                continue
+            table, places, others = columns.read_good(lines)
+            for line, text in others.items():
+                note(BadRow(self.file.path, row + line, "", columns.explain(text)))
+            yield self._typed(part.complete(table), row + places, types, note)
+            row += len(places) + len(others)
+
+    def _typed(self, table: pa.Table, rows: Ids, types: Mapping[str, pa.DataType], note: OnBad) -> pa.RecordBatch:
+        """Return the rows of a table all of whose cells are of their columns' types; `rows` are their numbers."""
+        is_good, columns = np.ones(table.num_rows, np.bool_), []
+        for name, cells in zip(table.column_names, table.columns, strict=True):
+            texts = readable(cells).combine_chunks()
+            form = FORMS.get(types.get(name, pa.string())) if pa.types.is_string(texts.type) else None
+            values, is_wrong = (texts, ~is_good & False) if form is None else read_cells(texts, [form])
+            for place in np.flatnonzero(is_wrong & is_good).tolist():
+                problem = f"{name}={short(texts[place].as_py())}: needed {types[name]}, or nothing"
+                note(BadRow(self.file.path, int(rows[place]), name, problem))
+            is_good &= ~is_wrong
+            columns.append(values)
+        batch = pa.RecordBatch.from_arrays(columns, names=table.column_names)
+        return batch if is_good.all() else batch.filter(pa.array(is_good))
 
 
-def _first_line(file: InputFile, encoding: str) -> str:
-    return first_bytes(file, _HEADER_BYTES).partition(b"\n")[0].decode(encoding, "backslashreplace")
+def common_schema(files: Sequence[WholeColumns]) -> pa.Schema:
+    """Return the columns of files that belong together, those of the first ones first. Of integers in one and numbers
+    in another file, numbers.
+
+    Raises:
+        DataError: a column is of types that do not fit, or a file has other columns than the rest.
+    """
+    found = schemas[0] if (schemas := [file.schema for file in files]) else pa.schema([])
+    for file, schema in zip(files, schemas, strict=True):
+        try:
+            found = pa.unify_schemas([found, schema], promote_options="permissive")
+        except pa.ArrowException as error:
+            what = " ".join(str(error).split())
+            raise DataError(
+                f"{file.file.path}: a column is of another type than in {files[0].file.path} ({what})"
+            ) from None
+    for file, schema in zip(files, schemas, strict=True):
+        if 2 * len(schema) < len(found):
+            raise DataError(
+                f"{file.file.path} has the columns {', '.join(map(str, schema))[:300]}; needed those of "
+                f"{files[0].file.path}: {', '.join(map(str, schemas[0]))[:300]}. Give one kind of files at a time"
+            )
+    return found
+
+
+def all_batches(
+    files: Sequence[WholeColumns], types: Mapping[str, pa.DataType] | None = None, on_bad: OnBad | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of all files with the columns of `common_schema`; what a file has not is missing. See
+    `WholeColumns.batches`."""
+    given = types or {}
+    schema = pa.schema([(each.name, given.get(each.name, each.type)) for each in common_schema(files)])
+    for file in files:
+        for batch in file.batches(types, on_bad):
+            there, columns = set(batch.schema.names), []
+            for field in schema:
+                column = batch.column(field.name) if field.name in there else pa.nulls(len(batch), field.type)
+                try:
+                    columns.append(column.cast(field.type))
+                except pa.ArrowException as error:
+                    what = " ".join(str(error).split())
+                    raise DataError(
+                        f"{file.file.path}: column {field.name!r} is {column.type} and, in other files, {field.type}, "
+                        f"which has not all of its values ({what})"
+                    ) from None
+            yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def without_types(table: pa.Table) -> pa.Table:

@@ -1,0 +1,303 @@
+"""How a text file is written: encoding, separator, quotes, escapes, lines before the header, header. By looking at its
+start, middle and end; what cannot be told is asked for, not guessed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from embershard.data.block import short
+from embershard.data.config import TableConfig
+from embershard.data.sources.input_file import InputFile
+from embershard.data.sources.table.containers import container_of, raw_blocks
+from embershard.data.sources.table.plain_text import ends_in_returns, fold
+from embershard.data.sources.table.raw import typed_name
+from embershard.data.text_form import TextForm
+from embershard.errors import DataError
+
+SEPARATORS = (",", "\t", ";", "|", "::", "^", "\x01", " ")
+_PIECE_BYTES = 1 << 18
+_MOST_LINES = 1000  # of a piece
+_LEAST_SHARE = 0.9  # of the lines, that have as many cells as most of them
+_MOST_NOT_UTF8 = 0.01  # of the lines: they have bad cells, and the file is UTF-8
+_MOST_SKIPPED = 20
+_WORDS = {",": "comma", "\t": "tab", "|": "bar", ";": "semicolon", " ": "blank", "\x01": "Ctrl-A"}
+_NUMBER = re.compile(r"[-+]?[$€£]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?%?")
+_TIME = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[ T].*)?")
+_NO_VALUE = ("", "na", "nan", "null", "none", "n/a", "\\n", "-", "?")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user says of text files. None: it is to be found.
+
+    Attributes:
+        columns: names of the columns of files without a header.
+        has_header: line 1, or the first one that is not skipped, is a header.
+    """
+
+    columns: tuple[str, ...] | None = None
+    separator: str | None = None
+    encoding: str | None = None
+    quoted: bool | None = None
+    escape: str | None = None
+    skip_lines: int | None = None
+    has_header: bool | None = None
+    null_values: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One way to cut lines into cells: `count` cells have most of them, a share `score`."""
+
+    form: TextForm
+    counts: list[int]
+    count: int
+    score: float
+
+    @property
+    def rank(self) -> tuple[bool, bool, float, int]:
+        """What makes it better than another one of about its score."""
+        return self.counts[0] == self.count, self.form.separator != " ", round(self.score, 2), self.count
+
+
+def find_form(file: InputFile, given: Given) -> TableConfig:
+    """Return the settings of a text file.
+
+    Raises:
+        DataError: the file is no text, or something of it cannot be told; with the option that says it.
+    """
+    pieces, encoding = _pieces(file), find_encoding(file, given)
+    texts = [_lines(piece, encoding, file.path, is_first=not n) for n, piece in enumerate(pieces)]
+    if not any(texts[0]):
+        raise DataError(f"{file.path}: no line in it but empty ones; remove it, or fetch it again")
+    cut = _best_cut(file.path, texts, given)
+    lines = texts[0]
+    skip = _num_skipped(cut, lines) if given.skip_lines is None else given.skip_lines
+    form = replace(cut.form, skip_lines=skip, encoding=encoding, null_values=given.null_values)
+    columns = given.columns or ()
+    if given.columns is None and not given.has_header:
+        columns, skip = _judge_header(file.path, form, lines[skip:], cut.count)
+        form = replace(form, skip_lines=form.skip_lines + skip)
+    return TableConfig(**{**vars(form), "columns": columns})
+
+
+def _pieces(file: InputFile) -> list[bytes]:
+    """Return the start of a file; of one that can be read at any place also bytes of its middle and of its end."""
+    if container_of(file):
+        return [next(raw_blocks(file, _PIECE_BYTES), b"")]
+    size = file.num_bytes
+    places = [0] if size <= _PIECE_BYTES else [0, size // 4 * 2, max(0, size - _PIECE_BYTES // 4 * 4) // 4 * 4]
+    return [bytes(file.read(place, min(place + _PIECE_BYTES, size))) for place in places]
+
+
+def find_encoding(file: InputFile, given: Given) -> str:
+    """Return the encoding of a text file.
+
+    Raises:
+        DataError: it is not UTF-8, nor UTF-16, and none is given.
+    """
+    if given.encoding is not None:
+        return given.encoding
+    path, pieces = file.path, _pieces(file)
+    head = pieces[0]
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    if 10 * head.count(0) > len(head):  # letters of two bytes, one of them 0
+        return "utf-16-le" if head[1::2].count(0) > head[::2].count(0) else "utf-16-be"
+    lines = [line for piece in pieces for line in piece.splitlines()[:-1] or [piece]]
+    wrong = [line for line in lines if not _is_utf8(line)]
+    if len(wrong) > max(_MOST_NOT_UTF8 * len(lines), 0):
+        shown = wrong[0].decode("cp1252", "replace")
+        raise DataError(
+            f"{path}: {len(wrong):,} of {len(lines):,} lines are no UTF-8. Say what they are by --encoding: in cp1252, "
+            f"for instance, one is {short(shown)}; other encodings are latin-1, gb18030, shift_jis"
+        )
+    return "utf-8"
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _lines(piece: bytes, encoding: str, path: Path, *, is_first: bool) -> list[str]:
+    """Return the whole lines of some bytes of a file."""
+    name = codecs.lookup(encoding).name
+    if name == "utf-16" and not is_first:  # without the mark at the file's start
+        name = "utf-16-le"
+    text = piece.decode(name, "replace").removeprefix("\ufeff")
+    if is_first and name != "utf-8" and text[:1000].count("\ufffd") > 10:
+        raise DataError(f"{path}: is not {encoding}; needed the encoding that it was written in: --encoding")
+    if ends_in_returns(text.encode()[: 1 << 16]):
+        text = text.replace("\r", "\n")
+    lines = text.split("\n")
+    lines = lines[:-1] if len(lines) > 1 or len(piece) >= _PIECE_BYTES else lines
+    return [line.removesuffix("\r") for line in lines[not is_first :][:_MOST_LINES]]
+
+
+def _best_cut(path: Path, texts: list[list[str]], given: Given) -> _Cut:
+    separators = SEPARATORS if given.separator is None else (given.separator,)
+    cuts = [
+        _best_of(texts, [replace(form, separator=each) for form in _quotings(texts, each, given)])
+        for each in separators
+    ]
+    if given.separator is None:
+        cuts = [cut for cut in cuts if cut.count > 1]
+        if not cuts:
+            raise DataError(
+                f"{path}: no separator is in most lines ({short(texts[0][0])}); say which: --separator, for instance "
+                "'\\t' or '::'"
+            )
+    best = max(cuts, key=lambda cut: cut.score)
+    best = max((cut for cut in cuts if cut.score >= best.score - 0.005), key=lambda cut: cut.rank)
+    if best.score < _LEAST_SHARE and given.separator is None:
+        others = [cut for cut in cuts if cut.form.separator != best.form.separator]
+        second = max(others, key=lambda cut: cut.score, default=None)
+        beside = "" if second is None else f", and {second.score:.0%} have {second.count} by {_word(second)}"
+        odd = [n + 1 for n, count in enumerate(best.counts) if count != best.count][:3]
+        raise DataError(
+            f"{path}: {best.score:.0%} of the lines have {best.count} cells by {_word(best)}{beside}; the others are, "
+            f"for instance, lines {', '.join(map(str, odd))}. Say what is between cells: --separator"
+        )
+    return best
+
+
+def _quotings(texts: list[list[str]], separator: str, given: Given) -> list[TextForm]:
+    """Return the ways that quotes may be meant in, the usual ones first."""
+    if not any('"' in line for lines in texts for line in lines):
+        return [TextForm(quoted=given.quoted is not False, escape=given.escape or "")]
+    forms = [] if given.quoted is False else [TextForm(escape=given.escape or "")]
+    if forms and given.escape is None:  # a quote within a cell in quotes, that two quotes do not stand for
+        odd = re.compile(rf'(?:^|{re.escape(separator)})"(?:[^"\\]|"")*\\"(?!"|$|{re.escape(separator)})')
+        forms = [TextForm(escape="\\")] if any(odd.search(line) for lines in texts for line in lines) else forms
+    forms += [replace(form, line_breaks=True) for form in forms]
+    return forms if given.quoted else [*forms, TextForm(quoted=False)]
+
+
+def _best_of(texts: list[list[str]], forms: list[TextForm]) -> _Cut:
+    return max((_cut(texts, form) for form in forms), key=lambda cut: cut.score)
+
+
+def _word(cut: _Cut) -> str:
+    return _WORDS.get(cut.form.separator, repr(cut.form.separator))
+
+
+def _cut(texts: list[list[str]], form: TextForm) -> _Cut:
+    counts: list[int] = []
+    for lines in texts:
+        if form.line_breaks:
+            lines = fold("\n".join(lines).encode(), form).decode().split("\n")
+        counts += [len(cells_of(line, form)) for line in lines if line.strip()]
+    mode, number = Counter(counts).most_common(1)[0] if counts else (0, 0)
+    return _Cut(form, counts, mode, number / max(1, len(counts)))
+
+
+def cells_of(line: str, form: TextForm) -> list[str]:
+    """Return the cells of a line, whose quotes and escapes are those of the form.
+
+    >>> cells_of('1::"a::b"::"say ""x"" "', TextForm(separator="::"))
+    ['1', 'a::b', 'say "x" ']
+    """
+    if not form.quoted or '"' not in line:
+        return line.split(form.separator)
+    escape = re.escape(form.escape) if form.escape else r"(?!)"
+    separator = re.escape(form.separator)
+    cell = rf'"((?:{escape}.|""|(?!{escape})[^"])*)"(?={separator}|$)|(.*?)(?={separator}|$)'
+    found, place, pattern = list[str](), 0, re.compile(cell)
+    while (match := pattern.match(line, place)) is not None:
+        quoted = match[1]
+        if quoted is not None:
+            quoted = quoted.replace('""', '"')
+            quoted = re.sub(rf"{escape}(.)", r"\1", quoted)
+        found.append(match[2] if quoted is None else quoted)
+        place = match.end() + len(form.separator)
+        if match.end() >= len(line):
+            break
+    return found
+
+
+def _num_skipped(cut: _Cut, lines: list[str]) -> int:
+    """Return how many lines are before the table: comments, titles of one cell, empty lines."""
+    first = next((n for n, line in enumerate(lines) if len(cells_of(line, cut.form)) == cut.count), 0)
+    if first > _MOST_SKIPPED or cut.form.line_breaks:
+        return 0
+    are_titles = all(line[:1] in ("#", "%", "/", "") or len(cells_of(line, cut.form)) == 1 for line in lines[:first])
+    return first if are_titles else 0
+
+
+def _judge_header(path: Path, form: TextForm, lines: list[str], count: int) -> tuple[tuple[str, ...], int]:
+    """Return names of columns, and lines to skip for them, where the first line does not name all columns; or neither.
+
+    Raises:
+        DataError: whether the first line is a header cannot be told, or it is none.
+    """
+    if form.line_breaks:
+        lines = fold("\n".join(lines).encode(), form).decode().split("\n")
+    names = cells_of(lines[0], form)
+    rows = [cells for line in lines[1:] if len(cells := cells_of(line, form)) == count]
+    if len(names) == count - 1 and not any(map(_is_value, names)):
+        return ("row_name", *names), 1  # as R writes names of rows
+    columns = list(zip(*rows, strict=True)) if len(names) == count else []
+    words = [name for name in names if name.strip()]
+    if len(set(words)) == len(words) and not all(map(_is_value, words)):
+        if any(typed_name(name)[1] for name in words):
+            return (), 0
+        changes = [_changes(name, column) for name, column in zip(names, columns, strict=False)]
+        of_values = [is_change for is_change in changes if is_change is not None]
+        if not rows or (of_values and 2 * sum(of_values) >= len(of_values)):
+            return (), 0
+    line, where = short(lines[0]), f"{path}:{form.skip_lines + 1}"
+    numbers = sum(map(_is_value, words))
+    if (numbers and len(set(words)) == len(words)) or len(set(words)) < len(words):
+        has = "has values" if numbers else f"has {next(w for w in words if words.count(w) > 1)!r} twice"
+        raise DataError(f"{where} {has}, as no header: {line}. Name the columns: --columns NAME,...; or --header")
+    raise DataError(f"{where} may be a header, or the first row: {line}. Say which: --header, or --columns NAME,...")
+
+
+def _changes(name: str, cells: Sequence[str]) -> bool | None:
+    """Return whether the cells of a column are of a type that its name is not; None: they are of no type."""
+    values = [cell.strip() for cell in cells if cell.strip().lower() not in _NO_VALUE]
+    if not values:
+        return None
+    if sum(map(_is_value, values)) >= _LEAST_SHARE * len(values):
+        return not _is_value(name)
+    if all(re.search(r"\d", value) for value in values):  # u1, u2, ... below "user"
+        return not re.search(r"\d", name)
+    return None
+
+
+def _is_value(cell: str) -> bool:
+    """Return whether a cell is a number or a time, as no name is."""
+    cell = cell.strip()
+    return bool(_NUMBER.fullmatch(cell) or _TIME.fullmatch(cell)) or cell.lower() in ("true", "false")
+
+
+def describe(form: TextForm) -> str:
+    """Return what is special of a form, in words; "" for commas and a header.
+
+    >>> describe(TextForm(separator=";", encoding="utf-16"))
+    'between cells is a semicolon, encoding utf-16'
+    """
+    said = []
+    if form.separator != ",":
+        said.append(f"between cells is a {_WORDS.get(form.separator, repr(form.separator))}")
+    if not form.quoted:
+        said.append("quotes are text")
+    if form.escape:
+        said.append(f"{form.escape} makes quotes text")
+    if form.line_breaks:
+        said.append("cells have line breaks")
+    if form.skip_lines:
+        said.append(f"{form.skip_lines} lines before the header are left out")
+    if not form.is_utf8:
+        said.append(f"encoding {form.encoding}")
+    return ", ".join(said)
