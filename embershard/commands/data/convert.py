@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from embershard.commands.data.columns import columns_of_files, survey_files
 from embershard.data.block import BadRow
 from embershard.data.hashing import Ids, Words
+from embershard.data.sample_bits import Flags
 from embershard.data.sources.table.decode import MOST_BYTES, text_words
 from embershard.data.sources.table.raw import is_list
 from embershard.data.sources.table.whole_columns import WholeColumns, all_batches, without_types
@@ -176,7 +177,7 @@ class Joined:
             value = column[int(self._places[twice[0]])].as_py()
             raise DataError(f"{self.path}: {self.key}={value!r} is in {count} rows; needed each value once")
 
-    def _words_of(self, column: pa.Array | pa.ChunkedArray) -> tuple[Words, Ids]:
+    def _words_of(self, column: pa.Array | pa.ChunkedArray) -> tuple[Words, Flags]:
         """Return the hash of each value, and which are missing."""
         if is_list(column.type):
             raise DataError(f"{self.path}: {self.key} is of type {column.type}; needed one value in each row")

@@ -77,7 +77,7 @@ def raw_blocks(file: InputFile, block_bytes: int = _BLOCK_BYTES) -> Iterator[byt
     file.check(file.num_bytes)
 
 
-def _opened(file: InputFile, container: str) -> IO[bytes]:
+def _opened(file: InputFile, container: str) -> IO[bytes] | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile:
     if container == "gzip":
         return gzip.open(file.path)
     if container == "bz2":

@@ -20,13 +20,21 @@ from embershard.data.sources.table.raw import typed_name
 from embershard.data.text_form import TextForm
 from embershard.errors import DataError
 
-SEPARATORS = (",", "\t", ";", "|", "::", "^", "\x01", " ")
+SEPARATORS = (", ", ",", "\t", ";", "|", "::", "^", "\x01", " ")
 _PIECE_BYTES = 1 << 18
 _MOST_LINES = 1000  # of a piece
 _LEAST_SHARE = 0.9  # of the lines, that have as many cells as most of them
 _MOST_NOT_UTF8 = 0.01  # of the lines: they have bad cells, and the file is UTF-8
 _MOST_SKIPPED = 20
-_WORDS = {",": "comma", "\t": "tab", "|": "bar", ";": "semicolon", " ": "blank", "\x01": "Ctrl-A"}
+_WORDS = {
+    ", ": "comma and a blank",
+    ",": "comma",
+    "\t": "tab",
+    "|": "bar",
+    ";": "semicolon",
+    " ": "blank",
+    "\x01": "Ctrl-A",
+}
 _NUMBER = re.compile(r"[-+]?[$€£]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?%?")
 _TIME = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[ T].*)?")
 _NO_VALUE = ("", "na", "nan", "null", "none", "n/a", "\\n", "-", "?")
@@ -135,7 +143,7 @@ def _lines(piece: bytes, encoding: str, path: Path, *, is_first: bool) -> list[s
     if name == "utf-16" and not is_first:  # without the mark at the file's start
         name = "utf-16-le"
     text = piece.decode(name, "replace").removeprefix("\ufeff")
-    if is_first and name != "utf-8" and text[:1000].count("\ufffd") > 10:
+    if is_first and name != "utf-8" and "\ufffd" in text[:1000]:
         raise DataError(f"{path}: is not {encoding}; needed the encoding that it was written in: --encoding")
     if ends_in_returns(text.encode()[: 1 << 16]):
         text = text.replace("\r", "\n")
@@ -184,7 +192,10 @@ def _quotings(texts: list[list[str]], separator: str, given: Given) -> list[Text
 
 
 def _best_of(texts: list[list[str]], forms: list[TextForm]) -> _Cut:
-    return max((_cut(texts, form) for form in forms), key=lambda cut: cut.score)
+    """Return the best way; quotes are text only where most of the lines that have some are no rows otherwise."""
+    lines = [line for each in texts for line in each]
+    share = sum('"' in line for line in lines) / max(1, len(lines))
+    return max((_cut(texts, form) for form in forms), key=lambda cut: cut.score + (share / 2 if cut.form.quoted else 0))
 
 
 def _word(cut: _Cut) -> str:
@@ -198,11 +209,11 @@ def _cut(texts: list[list[str]], form: TextForm) -> _Cut:
             lines = fold("\n".join(lines).encode(), form).decode().split("\n")
         counts += [len(cells_of(line, form)) for line in lines if line.strip()]
     mode, number = Counter(counts).most_common(1)[0] if counts else (0, 0)
-    return _Cut(form, counts, mode, number / max(1, len(counts)))
+    return _Cut(form, counts, mode, number / len(counts) if mode else 0.0)
 
 
 def cells_of(line: str, form: TextForm) -> list[str]:
-    """Return the cells of a line, whose quotes and escapes are those of the form.
+    """Return the cells of a line, whose quotes and escapes are those of the form; none where a quote stays open.
 
     >>> cells_of('1::"a::b"::"say ""x"" "', TextForm(separator="::"))
     ['1', 'a::b', 'say "x" ']
@@ -215,6 +226,8 @@ def cells_of(line: str, form: TextForm) -> list[str]:
     found, place, pattern = list[str](), 0, re.compile(cell)
     while (match := pattern.match(line, place)) is not None:
         quoted = match[1]
+        if quoted is None and line[place : place + 1] == '"' and line.count('"', place) % 2:
+            return []
         if quoted is not None:
             quoted = quoted.replace('""', '"')
             quoted = re.sub(rf"{escape}(.)", r"\1", quoted)

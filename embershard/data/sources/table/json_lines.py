@@ -190,6 +190,5 @@ def _kind(kind: pa.DataType) -> str:
 
 
 def _kind_of(value: object) -> str:
-    if isinstance(value, bool):
-        return "bool"
-    return {str: "text", list: "list"}.get(type(value), "number")
+    kinds = {bool: "bool", str: "text", list: "list"}
+    return next((kind for each, kind in kinds.items() if isinstance(value, each)), "number")

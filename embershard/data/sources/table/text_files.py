@@ -168,7 +168,7 @@ def column_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
     return list(settings.columns) or header_names(path, header, settings)
 
 
-def are_json(files: list[InputFile], settings: TableConfig) -> bool:
+def are_json(files: Sequence[InputFile], settings: TableConfig) -> bool:
     """Return whether all text files have JSON objects, or none has.
 
     Raises:
@@ -182,7 +182,7 @@ def are_json(files: list[InputFile], settings: TableConfig) -> bool:
 
 
 def columns_of(
-    files: list[InputFile], headers: Sequence[bytes], settings: TableConfig, *, is_json: bool, needs_labels: bool
+    files: Sequence[InputFile], headers: Sequence[bytes], settings: TableConfig, *, is_json: bool, needs_labels: bool
 ) -> tuple[list[PartColumns], list[TextColumns | JsonColumns]]:
     """Return the columns of text files whose first lines are `headers`, and how the needed ones are read.
 

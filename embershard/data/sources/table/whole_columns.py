@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from embershard.data.block import BadRow, short
 from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
+from embershard.data.sample_bits import Flags
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.cells import read_cells
 from embershard.data.sources.table.decode import readable
@@ -141,16 +142,30 @@ class WholeColumns:
         """Return the rows of a table all of whose cells are of their columns' types; `rows` are their numbers."""
         is_good, columns = np.ones(table.num_rows, np.bool_), []
         for name, cells in zip(table.column_names, table.columns, strict=True):
-            texts = readable(cells).combine_chunks()
+            texts, is_wrong, needed = _texts(cells.combine_chunks())
             form = FORMS.get(types.get(name, pa.string())) if pa.types.is_string(texts.type) else None
-            values, is_wrong = (texts, ~is_good & False) if form is None else read_cells(texts, [form])
+            values = texts
+            if form is not None:
+                (values, is_wrong), needed = read_cells(texts, [form]), f"needed {types[name]}, or nothing"
             for place in np.flatnonzero(is_wrong & is_good).tolist():
-                problem = f"{name}={short(texts[place].as_py())}: needed {types[name]}, or nothing"
-                note(BadRow(self.file.path, int(rows[place]), name, problem))
+                note(BadRow(self.file.path, int(rows[place]), name, f"{name}={short(texts[place].as_py())}: {needed}"))
             is_good &= ~is_wrong
             columns.append(values)
         batch = pa.RecordBatch.from_arrays(columns, names=table.column_names)
         return batch if is_good.all() else batch.filter(pa.array(is_good))
+
+
+def _texts(cells: pa.Array) -> tuple[pa.Array, Flags, str]:
+    """Return cells of bytes as texts; which of them are no UTF-8, and what is needed in their place."""
+    if not pa.types.is_binary(cells.type):
+        return cells, np.zeros(len(cells), np.bool_), ""
+    try:
+        return cells.cast(pa.string()), np.zeros(len(cells), np.bool_), ""
+    except pa.ArrowInvalid:
+        texts = readable(pa.chunked_array([cells])).combine_chunks()
+        is_wrong = pc.fill_null(pc.not_equal(texts.cast(pa.binary()), cells), False)
+        needed = "needed UTF-8, or the encoding that it is: --encoding, for instance latin-1"
+        return texts, is_wrong.to_numpy(zero_copy_only=False), needed
 
 
 def common_schema(files: Sequence[WholeColumns]) -> pa.Schema:
