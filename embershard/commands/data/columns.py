@@ -12,7 +12,9 @@ from embershard.data.block import BadRow
 from embershard.data.config import TableConfig
 from embershard.data.sources.input_file import files_at
 from embershard.data.sources.table.door import Given, describe
+from embershard.data.sources.table.parquet_files import are_parquet
 from embershard.data.sources.table.survey import ColumnSurvey, survey
+from embershard.data.sources.table.text_files import are_json
 from embershard.data.sources.table.whole_columns import WholeColumns, all_batches, common_schema
 from embershard.errors import DataError
 from embershard.launch.screen import plain_console, say
@@ -64,6 +66,8 @@ def columns_of_files(
         given = replace(given, separator=separator, skip_lines=arguments.skip_lines, has_header=has_header)
     found = files_at(str(path), TableConfig().files, "table")
     shown = WholeColumns.at(max(found, key=lambda file: file.num_bytes).path, given)  # parts without rows show nothing
+    if not are_parquet(found):
+        are_json(found, shown.form)
     if shown.is_text and (said := describe(shown.form)):
         say(plain_console(), f"{shown.file.path}: {said}.")
     return [replace(shown, file=file) for file in found]

@@ -77,7 +77,7 @@ class Inspected:
 
     Attributes:
         data: the file or folder.
-        form: of text files, and of JSON lines; None for Parquet.
+        form: of text files, and of JSON lines that are not UTF-8; None for others.
         columns: what each column holds.
         label: None where none was found, and none was needed.
         suggested: how to use each of the others.
@@ -130,7 +130,7 @@ class Inspected:
         for each, judgement in zip(others, judge(facts), strict=True):
             suggested.append(suggest_features(each, judgement, taken, chosen.get(each.name)))
             taken.update(suggested[-1].features)
-        form = None if files[0].kind == "parquet" else files[0].form
+        form = files[0].form if files[0].is_text or not files[0].form.is_utf8 else None
         return Inspected(arguments.data, form, columns, label, suggested, bad)
 
     @property

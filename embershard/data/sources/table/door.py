@@ -81,7 +81,8 @@ def find_form(file: InputFile, given: Given) -> TableConfig:
         DataError: the file is no text, or something of it cannot be told; with the option that says it.
     """
     pieces, encoding = _pieces(file), find_encoding(file, given)
-    texts = [_lines(piece, encoding, file.path, is_first=not n) for n, piece in enumerate(pieces)]
+    is_given = given.encoding is not None
+    texts = [_lines(piece, encoding, file.path, is_first=not n, is_given=is_given) for n, piece in enumerate(pieces)]
     if not any(texts[0]):
         raise DataError(f"{file.path}: no line in it but empty ones; remove it, or fetch it again")
     cut = _best_cut(file.path, texts, given)
@@ -137,13 +138,13 @@ def _is_utf8(line: bytes) -> bool:
     return True
 
 
-def _lines(piece: bytes, encoding: str, path: Path, *, is_first: bool) -> list[str]:
+def _lines(piece: bytes, encoding: str, path: Path, *, is_first: bool, is_given: bool) -> list[str]:
     """Return the whole lines of some bytes of a file."""
     name = codecs.lookup(encoding).name
     if name == "utf-16" and not is_first:  # without the mark at the file's start
         name = "utf-16-le"
     text = piece.decode(name, "replace").removeprefix("\ufeff")
-    if is_first and name != "utf-8" and "\ufffd" in text[:1000]:
+    if is_first and is_given and set(text[:1000]) & {"\ufffd", "\0"}:
         raise DataError(f"{path}: is not {encoding}; needed the encoding that it was written in: --encoding")
     if ends_in_returns(text.encode()[: 1 << 16]):
         text = text.replace("\r", "\n")
@@ -158,13 +159,13 @@ def _best_cut(path: Path, texts: list[list[str]], given: Given) -> _Cut:
         _best_of(texts, [replace(form, separator=each) for form in _quotings(texts, each, given)])
         for each in separators
     ]
-    if given.separator is None:
-        cuts = [cut for cut in cuts if cut.count > 1]
-        if not cuts:
-            raise DataError(
-                f"{path}: no separator is in most lines ({short(texts[0][0])}); say which: --separator, for instance "
-                "'\\t' or '::'"
-            )
+    cuts = [cut for cut in cuts if cut.count > 1]
+    if not cuts:
+        asked = "no separator" if given.separator is None else f"--separator {given.separator!r}, which is not"
+        raise DataError(
+            f"{path}: needed a separator that is in most lines, got {asked}: {short(texts[0][0])}. Say which: "
+            "--separator, for instance '\\t' or '::'"
+        )
     best = max(cuts, key=lambda cut: cut.score)
     best = max((cut for cut in cuts if cut.score >= best.score - 0.005), key=lambda cut: cut.rank)
     if best.score < _LEAST_SHARE and given.separator is None:

@@ -1,0 +1,260 @@
+"""Files that belong together: partitions, parts that differ, parts without rows. JSON lines. Plain copies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from embershard.data import DataConfig, TableConfig, TableFeature, open_source
+from embershard.data.block import Block
+from embershard.data.sources.check import check_data
+from embershard.data.sources.input_file import InputFile, identify_files
+from embershard.data.sources.source import FileSource
+from embershard.data.sources.table import plain_text
+from embershard.data.text_form import TextForm
+from embershard.errors import DataError
+
+N = 40
+ROWS = [{"click": n % 2, "user": f"u{n % 7}", "price": n / 4} for n in range(N)]
+SPARSE = {"mapping": "text", "num_rows": 1000}
+PRICE = TableFeature("dense")
+USER = TableFeature("sparse", **SPARSE)
+
+
+@pytest.fixture(autouse=True)
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EMBERSHARD_COPIES", str(tmp_path / "copies"))
+    return tmp_path / "copies"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def config_of(path: Path, bad_rows: float | str = "stop", **more: object) -> DataConfig:
+    settings = {"label": "click", "features": {"price": PRICE, "user": USER}} | more
+    return DataConfig(kind="table", path=str(path), eval_fraction=0, bad_rows=bad_rows, table=TableConfig(**settings))
+
+
+def samples(config: DataConfig) -> Block:
+    check_data(config)
+    source = open_source(config)
+    assert isinstance(source, FileSource)
+    return Block.join([source.parse(number).samples for number in range(source.num_physical)])
+
+
+def bad_rows(config: DataConfig) -> list[str]:
+    source = open_source(config)
+    return [str(bad) for number in range(source.num_physical) for bad in source.parse(number).bad.values()]
+
+
+def write_csv(path: Path, rows: list[dict[str, object]], names: list[str]) -> None:
+    cells = [[str("" if row.get(name) is None else row[name]) for name in names] for row in rows]
+    path.write_text("\n".join(map(",".join, [names, *cells])) + "\n")
+
+
+def write_parquet(path: Path, rows: list[dict[str, object]], names: list[str]) -> None:
+    pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path, write_page_checksum=True)
+
+
+def write_json(path: Path, rows: list[dict[str, object]], names: list[str]) -> None:
+    path.write_text("".join(json.dumps({name: row[name] for name in names if name in row}) + "\n" for row in rows))
+
+
+Write = Callable[[Path, list[dict[str, object]], list[str]], None]
+FORMATS = [(write_csv, "csv"), (write_parquet, "parquet"), (write_json, "jsonl")]
+ALL = ["click", "user", "price"]
+
+
+def assert_same(one: Block, other: Block) -> None:
+    np.testing.assert_array_equal(one.dense, other.dense)
+    np.testing.assert_array_equal(one.labels, other.labels)
+    for a, b in zip(one.values, other.values, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("write", "ending"), FORMATS)
+def test_folders_name_a_column(data, write: Write, ending):
+    """Rows in folders by day are those of one file with the day in each row; files of one name are told apart."""
+    whole = data.parent / f"whole.{ending}"
+    rows = [row | {"day": f"2026-01-{1 + n // 20:02} 10:00"} for n, row in enumerate(ROWS)]
+    write(whole, rows, [*ALL, "day"])
+    for day in ("01", "02"):
+        (data / "country=x" / f"day=2026-01-{day} 10%3A00").mkdir(parents=True)
+        of_day = [row for row in rows if row["day"].startswith(f"2026-01-{day}")]
+        write(data / "country=x" / f"day=2026-01-{day} 10%3A00" / f"part-0.{ending}", of_day, ALL)
+    (data / "_SUCCESS").touch()
+    (data / ".day=x").mkdir()
+    features = {"price": PRICE, "user": USER, "hour": TableFeature("sparse", "day", mapping="hour")}
+    features["day"] = TableFeature("sparse", **SPARSE)
+    assert_same(samples(config_of(data, features=features)), samples(config_of(whole, features=features)))
+    names = [file.name for file in identify_files(config_of(data))["files"]]
+    assert names == [f"country=x/day=2026-01-{day} 10%3A00/part-0.{ending}" for day in ("01", "02")]
+    with pytest.raises(DataError, match=r"no column 'dax'; did you mean 'day'"):
+        samples(config_of(data, features={"user": TableFeature("sparse", "dax", **SPARSE)}))
+
+
+def test_other_folders_are_named(tmp_path):
+    (tmp_path / "january").mkdir()
+    with pytest.raises(DataError, match="only those called NAME=VALUE are read, and not january"):
+        open_source(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(("write", "ending"), FORMATS)
+def test_parts_may_lack_columns_and_rows(data, write: Write, ending):
+    rows = [row if n < 20 else {**row, "price": None} for n, row in enumerate(ROWS)]
+    write(data.parent / f"whole.{ending}", rows, ALL)
+    write(data / f"a.{ending}", rows[:20], ALL)
+    if ending != "jsonl":
+        write(data / f"b.{ending}", [], ALL)
+    write(data / f"c.{ending}", rows[20:], ["user", "click"])
+    assert_same(samples(config_of(data)), samples(config_of(data.parent / f"whole.{ending}")))
+    assert any(
+        "have no column 'price': it is missing in their rows" in note for note in open_source(config_of(data)).notes
+    )
+    with pytest.raises(DataError, match=r"no column 'prize'; did you mean 'price'"):
+        samples(config_of(data, features={"prize": PRICE, "user": USER}))
+    write(data / f"d.{ending}", ROWS[:1], ["user", "price"])
+    with pytest.raises(DataError, match=rf"d.{ending}: no column 'click'"):
+        samples(config_of(data))
+
+
+def test_parts_of_integers_and_of_numbers(data):
+    write_parquet(data / "a.parquet", [{"click": 1, "user": "a", "price": 3}], ALL)
+    write_parquet(data / "b.parquet", [{"click": 1, "user": "a", "price": 3.5}], ALL)
+    assert samples(config_of(data)).dense[:, 0].tolist() == [3.0, 3.5]
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_no_part_has_a_row(data, ending):
+    for name in ("a", "b"):
+        {"csv": write_csv, "parquet": write_parquet}[ending](data / f"{name}.{ending}", [], ALL)
+    with pytest.raises(DataError, match=rf"a.{ending}: no (row in it|line behind its header)"):
+        open_source(config_of(data))
+
+
+def test_json_lines_are_the_samples_of_parquet(data):
+    """Whatever the order of the keys; a missing key, null, and an object in an object; lists are bags."""
+    lines = [
+        {"click": 1, "user": "7", "price": 2, "of": {"tag": "x"}, "ids": [1, 2]},
+        {"ids": [], "user": None, "price": 2.5, "click": 0, "of": {"tag": None}},
+        {"click": True, "price": None, "user": 'ö\n"', "of": None, "ids": None, "late": "2026-01-01 05:00:00"},
+    ]
+    (data / "a.jsonl").write_text("".join(json.dumps({**line, "click": int(line["click"])}) + "\n" for line in lines))
+    table = {
+        "click": [1, 0, 1],
+        "user": ["7", None, 'ö\n"'],
+        "price": [2, 2.5, None],
+        "of.tag": ["x", None, None],
+        "ids": [[1, 2], [], None],
+        "late": pa.array([None, None, "2026-01-01 05:00:00"]),
+    }
+    pq.write_table(pa.table(table), data.parent / "a.parquet")
+    features = {
+        "price": PRICE,
+        "user": USER,
+        "tag": TableFeature("sparse", "of.tag", **SPARSE),
+        "late": TableFeature("sparse", mapping="hour"),
+    }
+    features["ids"] = TableFeature("sparse", mapping="modulo", num_rows=9)
+    found, expected = (samples(config_of(path, features=features)) for path in (data, data.parent / "a.parquet"))
+    assert_same(found, expected)
+    np.testing.assert_array_equal(found.lengths, expected.lengths)
+
+
+def test_bad_json_lines_keep_their_places(data):
+    write_json(data / "a.jsonl", ROWS, ALL)
+    lines = (data / "a.jsonl").read_text().splitlines()
+    lines[3], lines[7], lines[20] = '{"click": 1, "user"', '{"click": 1, "user": "a", "price": "free"}', "[1]"
+    (data / "a.jsonl").write_text("\n".join(lines) + "\n")
+    config = config_of(data, 0.5)
+    found = [line.split("a.jsonl:")[1] for line in bad_rows(config)]
+    assert found[0].startswith("4 '{\"click\": 1, \"user\"': is no JSON object (Expecting ':'")
+    assert found[1:] == [
+        "8 price='free': needed a number, as in the first lines",
+        "21 '[1]': needed a JSON object, with the columns as keys",
+    ]
+    good = np.delete(np.arange(N), [3, 7, 20])
+    assert samples(config).dense[:, 0].tolist() == [ROWS[n]["price"] for n in good]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '[\n{"click": 1}]\n', r"is one JSON list; needed an object to a line: jq -c '.\[\]'"),
+        ("a.json", '{\n "click": 1\n}\n', r"a.json:1 is no JSON object: '{'; needed one to a line: jq -c ."),
+    ],
+)
+def test_other_json_is_named(data, name, text, said):
+    (data / name).write_text(text)
+    with pytest.raises(DataError, match=said):
+        open_source(config_of(data))
+
+
+def other_form(path: Path) -> DataConfig:
+    """Write the rows in UTF-16 with two separators, and one row that is none; return settings for them."""
+    lines = ["a title", "click::user::price", *(f"{r['click']}::{r['user']}::{r['price']}" for r in ROWS)]
+    lines[12] = "1::2"
+    path.write_bytes("".join(f"{line}\r\n" for line in lines).encode("utf-16"))
+    return config_of(path, 0.5, separator="::", encoding="utf-16", skip_lines=1)
+
+
+def test_rows_of_a_copy_have_their_places_in_the_file(data):
+    assert bad_rows(other_form(data / "a.csv")) == [
+        f"{data}/a.csv:13 has 2 '::'-separated columns; needed 3: click, user, price"
+    ]
+
+
+def test_a_copy_is_made_once_and_never_stale(data, copies, monkeypatch):
+    config, made, blocks = other_form(data / "a.csv"), [], plain_text.plain_blocks
+    monkeypatch.setattr(plain_text, "plain_blocks", lambda *given: made.append(given) or blocks(*given))
+    file = InputFile.at(data / "a.csv")
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: plain_text.plain_file(file, config.table).path, range(8)))
+    assert len(found) == len(made) == 1
+    before = samples(config).num_samples
+    (data / "a.csv").write_bytes((data / "a.csv").read_bytes() + "1::u1::9\n".encode("utf-16-le"))
+    assert samples(config).num_samples == before + 1
+    plain = config_of(data / "b.csv")
+    write_csv(data / "b.csv", ROWS, ALL)
+    assert plain_text.plain_file(InputFile.at(data / "b.csv"), plain.table).path == data / "b.csv"
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from embershard.data.sources.input_file import InputFile
+from embershard.data.sources.table import plain_text
+from embershard.data.text_form import TextForm
+def first_block(file, form):
+    yield b"click,user,price\\n"
+    os.kill(os.getpid(), signal.SIGKILL)
+plain_text.plain_blocks = first_block
+plain_text.plain_file(InputFile.at(Path(sys.argv[1])), TextForm(separator="::", encoding="utf-16", skip_lines=1))
+"""
+
+
+def test_a_process_that_is_killed_leaves_no_copy(data, copies):
+    config = other_form(data / "a.csv")
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(data / "a.csv")], env=os.environ, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in copies.rglob("a.csv*")] == ["a.csv.txt.partial"]
+    assert samples(config).num_samples == N - 1
+
+
+def test_a_name_that_only_looks_like_a_form_is_refused():
+    assert TextForm(separator="::").is_plain is False
+    assert TextForm(encoding="UTF8").is_plain
