@@ -129,7 +129,7 @@ class Joined:
         with naming_file(folder), tempfile.NamedTemporaryFile(dir=folder, prefix=".join") as kept:
             writer = None
             for batch in all_batches(files, types):
-                table = without_types(pa.Table.from_batches([batch]))
+                table = _without_dictionaries(without_types(pa.Table.from_batches([batch])))
                 writer = writer or pa.ipc.new_file(kept, table.schema)
                 writer.write_table(table)
             assert writer is not None, "a survey found rows"
@@ -146,14 +146,29 @@ class Joined:
         if not self.key:
             self._find_key(rows)
         words, is_missing = self._words_of(rows.column(self.key))
-        at = np.minimum(np.searchsorted(self._words, words), max(0, len(self._words) - 1))
-        lacks = is_missing | (self._words[at] != words if len(self._words) else True)
-        self.num_lacking += int(lacks.sum())
-        places = pa.array(self._places[at] if len(self._words) else at, mask=lacks)
-        for name in self.table.column_names:
-            if name != self.key:
-                rows = rows.append_column(self.table.schema.field(name), self.table.column(name).take(places))
+        at = np.searchsorted(self._words, words)
+        at[at == len(self._words)] = 0
+        has_partner = ~is_missing & (self._words[at] == words) if len(self._words) else is_missing & False
+        self.num_lacking += int((~has_partner).sum())
+        partners = self._partners(self._places[at[has_partner]])
+        places = pa.array(np.cumsum(has_partner) - 1, mask=~has_partner)
+        for field, column in zip(partners.schema, partners.columns, strict=True):
+            rows = rows.append_column(field, column.take(places))
         return rows
+
+    def _partners(self, places: Ids) -> pa.Table:
+        """Return the rows at `places`, without the key. Only these are read: `take` would copy whole columns."""
+        table = self.table.drop_columns([self.key])
+        starts = np.cumsum([0, *(len(chunk) for chunk in self.table.column(0).chunks)])
+        order = np.argsort(places, kind="stable")
+        borders = np.searchsorted(places[order], starts)
+        parts = [
+            table.slice(start, stop - start).take(places[order[first:last]] - start)
+            for start, stop, first, last in zip(starts, starts[1:], borders, borders[1:], strict=False)
+            if last > first
+        ]
+        found = pa.concat_tables([table.slice(0, 0), *parts]).combine_chunks()
+        return found.take(np.argsort(order))
 
     def _find_key(self, rows: pa.Table) -> None:
         common = [name for name in rows.column_names if name in self.table.column_names]
@@ -187,6 +202,13 @@ class Joined:
         if len(sizes) and sizes.max() > MOST_BYTES:
             raise DataError(f"{self.path}: {self.key} has {sizes.max():,} bytes; needed at most {MOST_BYTES:,}")
         return words, is_missing
+
+
+def _without_dictionaries(table: pa.Table) -> pa.Table:
+    for place, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            table = table.set_column(place, field.name, table.column(place).cast(field.type.value_type))
+    return table
 
 
 def _types_of(files: list[WholeColumns], *, stops: bool = True) -> dict[str, pa.DataType]:
