@@ -21,19 +21,23 @@ from embershard.launch.screen import plain_console, say
 
 
 def survey_files(
-    files: list[WholeColumns], wanted: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    files: list[WholeColumns],
+    wanted: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    *,
+    only_types: bool = False,
 ) -> tuple[dict[str, ColumnSurvey], list[BadRow]]:
     """Return what the columns of all files hold, and the lines that are no rows.
 
     Args:
-        wanted: as for `survey`.
+        wanted, only_types: as for `survey`.
 
     Raises:
         DataError: a file cannot be read, or has other columns than the rest; or no file has a row.
     """
     bad: list[BadRow] = []
     batches = all_batches(files, on_bad=bad.append)
-    columns = survey(common_schema(files), batches, has_null_values=files[0].is_text, wanted=wanted)
+    how = {"has_null_values": files[0].is_text, "only_types": only_types}
+    columns = survey(common_schema(files), batches, wanted=wanted, **how)
     if not next(iter(columns.values())).rows:
         behind = " behind its header" if files[0].is_text and not files[0].form.columns else ""
         raise DataError(f"{files[0].file.path}: no row{behind}; needed at least one")

@@ -19,7 +19,7 @@ _HELP = """Look at data, convert them, and check them before training.
   embershard data events UserBehavior.csv -o windows
   embershard data validate --config run.toml
 """
-_INSPECT_HELP = """Look at the columns of CSV, TSV or Parquet files, and write a run's settings for them.
+_INSPECT_HELP = """Look at the columns of CSV, TSV, JSON lines or Parquet files, and write a run's settings for them.
 
   embershard data inspect clicks.parquet -o run.toml
   embershard train --config run.toml
@@ -29,7 +29,8 @@ _INSPECT_HELP = """Look at the columns of CSV, TSV or Parquet files, and write a
 _CONVERT_HELP = """Write text or Parquet files as one Parquet file, with the columns of other files joined to each row.
 
 A joined file must have one column in common with what is there before it, with each value once in it. All rows of the
-first file stay, in their order; the columns of a row without a partner are missing. Joined files are held in memory.
+first file stay, in their order; the columns of a row without a partner are missing. Joined files may be larger than the
+memory: their rows are on disk meanwhile.
 
   embershard data convert clicks.csv -o clicks.parquet
   embershard data convert ratings.csv --join users.csv --join items.csv -o all.parquet
@@ -102,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_inspect(actions: Any) -> None:
     text = "look at the columns of files, and write a run's settings for them"
     action = add_action(actions, "inspect", text, _INSPECT_HELP, run="inspect_files:inspect")
-    action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
+    action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV, JSON lines or Parquet")
     action.add_argument("-o", dest="output", type=Path, metavar="FILE", help="TOML file for the settings")
     add_choices(action)
 
@@ -141,7 +142,7 @@ class _OneLabel(argparse.Action):
 def _add_convert(actions: Any) -> None:
     text = "write text files as Parquet, with other files joined to them"
     action = add_action(actions, "convert", text, _CONVERT_HELP, run="convert:convert")
-    action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV or Parquet")
+    action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV, JSON lines or Parquet")
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the new Parquet file")
     text = "a file to join, with the names of its columns if it has no header; may be repeated"
     action.add_argument("--join", action="append", default=[], metavar="FILE[:NAME,...]", help=text)

@@ -152,8 +152,8 @@ class Joined:
         self.num_lacking += int((~has_partner).sum())
         partners = self._partners(self._places[at[has_partner]])
         places = pa.array(np.cumsum(has_partner) - 1, mask=~has_partner)
-        for field, column in zip(partners.schema, partners.columns, strict=True):
-            rows = rows.append_column(field, column.take(places))
+        for name, column in zip(partners.column_names, partners.columns, strict=True):
+            rows = rows.append_column(name, column.take(places))
         return rows
 
     def _partners(self, places: Ids) -> pa.Table:
@@ -205,9 +205,10 @@ class Joined:
 
 
 def _without_dictionaries(table: pa.Table) -> pa.Table:
-    for place, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type):
-            table = table.set_column(place, field.name, table.column(place).cast(field.type.value_type))
+    for place, kind in enumerate(table.schema.types):
+        if pa.types.is_dictionary(kind):
+            column = table.column(place).cast(kind.value_type)
+            table = table.set_column(place, table.column_names[place], column)
     return table
 
 
@@ -220,7 +221,7 @@ def _types_of(files: list[WholeColumns], *, stops: bool = True) -> dict[str, pa.
     """
     if not files[0].is_text:
         return {}
-    columns, bad = survey_files(files)
+    columns, bad = survey_files(files, only_types=True)
     if bad and stops:
         share = ceil(1e4 * len(bad) / next(iter(columns.values())).rows) / 1e4
         raise DataError(f"{bad[0]}. To leave such lines out, and list them: --bad-rows {share:g}")

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from embershard.data.config import TableConfig
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, DataError
 from embershard.launch.run_dir import check_run_dir, default_run_dir
 
 #: Of files that are data, besides those of `data.table.files`.
@@ -48,9 +48,11 @@ def with_settings(arguments: argparse.Namespace) -> argparse.Namespace:
         try:
             found = Inspected.of(parser().parse_args(["inspect", str(data)]), needs_label=True)
             text = found.settings()
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error} Options of inspect say what columns are; then train on its file: {command} -o run.toml"
+        except (ConfigError, DataError) as error:
+            if isinstance(error, DataError) and " --" not in str(error):  # no option helps
+                raise
+            raise type(error)(
+                f"{error}. Options of inspect say what columns are; then train on its file: {command} -o run.toml"
             ) from None
         folder.mkdir(parents=True, exist_ok=True)
         written.write_text(text, encoding="utf-8")

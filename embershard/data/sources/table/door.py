@@ -22,7 +22,7 @@ from embershard.errors import DataError
 
 SEPARATORS = (", ", ",", "\t", ";", "|", "::", "^", "\x01", " ")
 _PIECE_BYTES = 1 << 18
-_MOST_LINES = 1000  # of a piece
+_MOST_LINES = 500  # of a piece
 _LEAST_SHARE = 0.9  # of the lines, that have as many cells as most of them
 _MOST_NOT_UTF8 = 0.01  # of the lines: they have bad cells, and the file is UTF-8
 _MOST_SKIPPED = 20
@@ -154,7 +154,9 @@ def _lines(piece: bytes, encoding: str, path: Path, *, is_first: bool, is_given:
 
 
 def _best_cut(path: Path, texts: list[list[str]], given: Given) -> _Cut:
-    separators = SEPARATORS if given.separator is None else (given.separator,)
+    separators = (
+        [each for each in SEPARATORS if _is_usual(each, texts)] if given.separator is None else [given.separator]
+    )
     cuts = [
         _best_of(texts, [replace(form, separator=each) for form in _quotings(texts, each, given)])
         for each in separators
@@ -178,6 +180,12 @@ def _best_cut(path: Path, texts: list[list[str]], given: Given) -> _Cut:
             f"for instance, lines {', '.join(map(str, odd))}. Say what is between cells: --separator"
         )
     return best
+
+
+def _is_usual(separator: str, texts: list[list[str]]) -> bool:
+    """Return whether half of the lines have it, as those have that it cuts into cells; these take time to cut."""
+    lines = [line for each in texts for line in each if line]
+    return 2 * sum(separator in line for line in lines) >= len(lines)
 
 
 def _quotings(texts: list[list[str]], separator: str, given: Given) -> list[TextForm]:

@@ -210,6 +210,7 @@ class ColumnSurvey:
         firsts: cells of the first rows, as texts.
         wanted: what the user says that it holds: "number", "time" or "list"; or "".
         form: format that the user says its times have; separator that its lists have.
+        only_types: of texts, only their types are wanted: nothing else is counted.
         missing_words: how many cells are each of `_MISSING_WORDS`, where others fit a type.
         refused: numbers that are infinite or too large for float32, and times at `MOST_SECONDS` or farther, which
             `numbers` has not, as `summaries`: bad rows in training.
@@ -234,6 +235,7 @@ class ColumnSurvey:
     firsts: list[pa.Array] = field(default_factory=list)
     wanted: str = ""
     form: str = ""
+    only_types: bool = False
     has_null_values: bool = True
     missing_words: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -276,7 +278,9 @@ class ColumnSurvey:
         if types.is_dictionary(column.type):
             column = column.dictionary_decode()
         column = column.drop_null()
-        if is_text(column.type):
+        if is_text(column.type) and self.only_types:
+            self._add_typed_texts(column)
+        elif is_text(column.type):
             self._add_texts(column)
         elif is_time(column.type):
             self._add_times(column)
@@ -309,12 +313,15 @@ class ColumnSurvey:
         self.values.add(words[~is_empty & is_short])
         self.too_long[""] += int((~is_short).sum())
         self._add_examples(column)
-        if self.others:
+        self._add_typed_texts(column)
+        if self.kind is None or self.written in (".", ",") or self.wanted == "list":
+            self._add_parts(column)
+
+    def _add_typed_texts(self, column: pa.Array) -> None:
+        if self.others and len(column):
             is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
             self.missing_words.update(column.filter(is_word).to_pylist())
             self._add_typed(column.filter(pc.invert(is_word)))
-        if self.kind is None or self.written in (".", ",") or self.wanted == "list":
-            self._add_parts(column)
 
     def _add_examples(self, column: pa.Array) -> None:
         counts = column.value_counts()
@@ -335,10 +342,12 @@ class ColumnSurvey:
         if not any(len(others) for others in self.others.values()):
             self._drop_unlike(column)
         plain: pa.Array | None = None  # the numbers, where all texts are
+        counts = not self.only_types
         for name, others in list(self.others.items()):
             kind, form = self.types[name]
             if name in (".", ",") and plain is not None and (name == "." or types.is_integer(plain.type)):
-                self._add_numbers(plain, name)
+                if counts:
+                    self._add_numbers(plain, name)
                 continue
             is_like = pc.match_substring_regex(column, form.pattern)
             if others.total() + len(column) - pc.sum(is_like).as_py() > self.present / 2:
@@ -352,10 +361,11 @@ class ColumnSurvey:
             if others.total() > self.present / 2:
                 del self.others[name]
                 continue
-            (self._add_times if is_time(kind) else self._add_numbers)(found.drop_null(), name)
+            if counts:
+                (self._add_times if is_time(kind) else self._add_numbers)(found.drop_null(), name)
             if name in ("integer", "number") and plain is None and len(found) - found.null_count == len(column):
                 plain = found
-        if self.others.keys() & {"integer", "unsigned"}:
+        if counts and self.others.keys() & {"integer", "unsigned"}:
             words = read_cells(column.filter(pc.match_substring_regex(column, _INTEGER)), INTEGER_WORDS)[0].drop_null()
             self.ids.add(mix64(words.to_numpy(zero_copy_only=False).view(np.uint64)))
 
@@ -528,18 +538,21 @@ def survey(
     batches: Iterator[pa.RecordBatch],
     *,
     has_null_values: bool = True,
+    only_types: bool = False,
     wanted: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> dict[str, ColumnSurvey]:
     """Return what each column holds, by name, in order.
 
     Args:
+        only_types: see `ColumnSurvey`.
         wanted: of columns, what the user says: `wanted` and `form` of `ColumnSurvey`.
     """
-    found = {each.name: ColumnSurvey(each.name, each.type, has_null_values=has_null_values) for each in schema}
-    for name, (kind, form) in wanted.items():
-        found[name] = ColumnSurvey(
-            name, schema.field(name).type, has_null_values=has_null_values, wanted=kind, form=form
-        )
+    found = {}
+    for each in schema:
+        kind, form = wanted.get(each.name, ("", ""))
+        column = ColumnSurvey(each.name, each.type, has_null_values=has_null_values, wanted=kind, form=form)
+        column.only_types = only_types
+        found[each.name] = column
     for batch in batches:
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             found[name].add(column)
