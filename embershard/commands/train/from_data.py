@@ -51,9 +51,8 @@ def with_settings(arguments: argparse.Namespace) -> argparse.Namespace:
         except (ConfigError, DataError) as error:
             if isinstance(error, DataError) and " --" not in str(error):  # no option helps
                 raise
-            raise type(error)(
-                f"{error}. Options of inspect say what columns are; then train on its file: {command} -o run.toml"
-            ) from None
+            then = f"Options of inspect say what columns are; then train on its file: {command} -o run.toml"
+            raise type(error)(f"{str(error).rstrip('.')}. {then}") from None
         folder.mkdir(parents=True, exist_ok=True)
         written.write_text(text, encoding="utf-8")
         if arguments.log_format == "text":  # a program reads JSON alone
