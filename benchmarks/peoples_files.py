@@ -1,7 +1,7 @@
 """What people's files cost to be looked at and converted: `python -m benchmarks.peoples_files`
 
-A CSV file of 20 columns is inspected and converted, with and without a join, each in a process of its own: CPU seconds
-and peak memory. `--beside FOLDER` does the same, in turn, with the project in another folder (an older revision), and
+A CSV file of 20 columns is inspected and converted, and the same as Parquet is joined with another file, each in a
+process of its own: CPU seconds and peak memory. `--beside FOLDER` does the same, in turn, with the project in another folder (an older revision), and
 gives ratios. With duckdb installed, `--duckdb` reads the same file into Arrow, and joins the same files, by it, too.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyarrow import csv
 
 from benchmarks.common import machine, make_parser, median_ratio, report, settings_of
@@ -26,51 +27,46 @@ USERS = 100_003
 TASKS = {
     "inspect": ["inspect", "clicks.csv", "-o", "out.toml"],
     "convert": ["convert", "clicks.csv", "-o", "out.parquet"],
-    "convert, joined": ["convert", "clicks.csv", "--join", "users.csv", "-o", "out.parquet"],
+    "join": ["convert", "clicks.parquet", "--join", "users.parquet", "-o", "out.parquet"],
 }
 _COMMAND = """
-import json, resource, sys, time
+import sys, time
 from embershard.commands.cli import main
 began = time.process_time()
 code = main(["data", *sys.argv[1:]])
-found = {"cpu_seconds": time.process_time() - began, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-print(json.dumps(found), file=sys.stderr)
-sys.exit(code)
+"""
+_SAID = """
+import json, re, sys
+peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())
+print(json.dumps({"cpu_seconds": time.process_time() - began, "mib": int(peak[1]) / 1024}), file=sys.stderr)
 """
 _DUCKDB = """
-import json, resource, sys, time
+import sys, time
 import duckdb, pyarrow.parquet
 began = time.process_time()
 con = duckdb.connect()
 con.execute("set threads = 1")
-def read(path):
-    names = open(path).readline().strip().replace('"', "").split(",")
-    columns = ", ".join(f"'{name}': 'VARCHAR'" for name in names)
-    quotes = "delim=',', quote='\\"', escape='\\"'"
-    return f"read_csv('{path}', auto_detect=false, header=true, {quotes}, columns={{{columns}}})"
-rows, users = read("clicks.csv"), read("users.csv")
 if sys.argv[1] == "read":
-    for batch in con.sql(f"select * from {rows}").to_arrow_reader(65536):
+    names = open("clicks.csv").readline().strip().replace('"', "").split(",")
+    columns = ", ".join(f"'{name}': 'VARCHAR'" for name in names)
+    form = f"auto_detect=false, header=true, delim=',', quote='\\"', escape='\\"', columns={{{columns}}}"
+    for batch in con.sql(f"select * from read_csv('clicks.csv', {form})").to_arrow_reader(65536):
         pass
 else:
     con.execute(
-        f"copy (select a.* exclude (n), b.* exclude (user_id) from (select *, row_number() over () n from {rows}) a "
-        f"left join {users} b using (user_id) order by n) to 'out.parquet' (row_group_size 16384)"
+        "copy (select a.* exclude (n), b.* exclude (user_id) from (select *, row_number() over () n from "
+        "'clicks.parquet') a left join 'users.parquet' b using (user_id) order by n) to 'out.parquet' "
+        "(row_group_size 16384)"
     )
-found = {"cpu_seconds": time.process_time() - began, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-print(json.dumps(found), file=sys.stderr)
 """
 _ARROW = """
-import json, resource, time
+import time
 from pathlib import Path
 from embershard.data.sources.table.door import Given
 from embershard.data.sources.table.whole_columns import WholeColumns
 began = time.process_time()
 for batch in WholeColumns.at(Path("clicks.csv"), Given()).batches():
     pass
-found = {"cpu_seconds": time.process_time() - began, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-import sys
-print(json.dumps(found), file=sys.stderr)
 """
 
 
@@ -91,8 +87,8 @@ def main() -> None:
                     found.setdefault((task, name), []).append(run(folder, tree, _COMMAND, *words))
             if options.duckdb:
                 found.setdefault(("read", "new"), []).append(run(folder, trees["new"], _ARROW))
-                for task, word in (("read", "read"), ("convert, joined", "join")):
-                    found.setdefault((task, "duckdb"), []).append(run(folder, trees["new"], _DUCKDB, word))
+                for task in ("read", "join"):
+                    found.setdefault((task, "duckdb"), []).append(run(folder, trees["new"], _DUCKDB, task))
     cases: dict[str, Any] = {}
     for (task, name), runs in found.items():
         medians = {key: round(statistics.median(each[key] for each in runs), 1) for key in runs[0]}
@@ -105,7 +101,7 @@ def main() -> None:
 
 
 def write(folder: Path, count: int) -> None:
-    """Write clicks.csv, of 20 columns, and users.csv, whose rows are joined to them."""
+    """Write clicks.csv, of 20 columns, the same as Parquet, and users.parquet, whose rows are joined to them."""
     draw = np.random.default_rng(0)
     columns: dict[str, Any] = {"click": draw.integers(0, 2, count), "user_id": draw.integers(0, USERS, count)}
     columns |= {f"item_{n}_id": draw.zipf(1.3, count) % 100_003 for n in range(5)}
@@ -114,9 +110,11 @@ def write(folder: Path, count: int) -> None:
     columns["seen"] = np.datetime64("2026-01-01", "s") + draw.integers(0, 90 * 86400, count).astype("timedelta64[s]")
     columns |= {"visits": draw.integers(0, 300, count), "session_id": draw.integers(0, 10**12, count)}
     csv.write_csv(pa.table(columns), folder / "clicks.csv")
+    pq.write_table(pa.table(columns), folder / "clicks.parquet", row_group_size=65_536)
     users = draw.permutation(USERS)
     texts = {f"text_{n}": np.char.add("what a user said ", (users * 7919 % 9973).astype(str)) for n in range(3)}
-    csv.write_csv(pa.table({"user_id": users, "age": users % 80, **texts}), folder / "users.csv")
+    table = pa.table({"user_id": users, "age": users % 80, **texts})
+    pq.write_table(table, folder / "users.parquet", row_group_size=65_536)
 
 
 def run(folder: str, tree: str, program: str, *words: str) -> dict[str, float]:
@@ -124,7 +122,7 @@ def run(folder: str, tree: str, program: str, *words: str) -> dict[str, float]:
     for name in ("out.toml", "out.parquet"):
         Path(folder, name).unlink(missing_ok=True)
     path = os.pathsep.join([tree, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", program, *words]
+    command = [sys.executable, "-c", program + _SAID, *words]
     done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{tree}: {' '.join(words)}: {done.stderr[-2000:]}")

@@ -286,14 +286,14 @@ def _judge_header(path: Path, form: TextForm, lines: list[str], count: int) -> t
 
 
 def _changes(name: str, cells: Sequence[str]) -> bool | None:
-    """Return whether the cells of a column are of a type that its name is not; None: they are of no type."""
+    """Return whether the cells of a column are of a type that its name is not; None: that cannot be told."""
     values = [cell.strip() for cell in cells if cell.strip().lower() not in _NO_VALUE]
     if not values:
         return None
     if sum(map(_is_value, values)) >= _LEAST_SHARE * len(values):
         return not _is_value(name)
-    if all(re.search(r"\d", value) for value in values):  # u1, u2, ... below "user"
-        return not re.search(r"\d", name)
+    if all(re.search(r"\d", value) for value in values) and not re.search(r"\d", name):  # u1, u2, ... below "user"
+        return True
     return None
 
 
