@@ -2,8 +2,8 @@
 
 A CSV file of 20 columns is inspected and converted, and the same as Parquet is joined with another file, each in a
 process of its own: CPU seconds and peak memory. `--beside FOLDER` does the same, in turn, with the project in another
-folder (an older revision), and gives ratios. With duckdb installed, `--duckdb` reads the same file into Arrow, and joins
-the same files, by it, too.
+folder (an older revision), and gives ratios. With duckdb installed, `--duckdb` reads the same file into Arrow, and
+joins the same files, by it, too.
 """
 
 from __future__ import annotations
