@@ -63,7 +63,7 @@ else:
 _ARROW = """
 import time
 from pathlib import Path
-from embershard.data.sources.table.door import Given
+from embershard.data.sources.table.text_forms import Given
 from embershard.data.sources.table.whole_columns import WholeColumns
 began = time.process_time()
 for batch in WholeColumns.at(Path("clicks.csv"), Given()).batches():
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--beside", metavar="FOLDER", help="the project, as it was before")
     parser.add_argument("--duckdb", action="store_true", help="the same by DuckDB")
     options = parser.parse_args()
-    trees = {"new": os.getcwd()} | ({"old": options.beside} if options.beside else {})
+    trees = {"new": os.getcwd()} | ({"old": str(Path(options.beside).resolve())} if options.beside else {})
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), options.rows)

@@ -105,6 +105,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {cuda_problem()}.", yellow=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _copies(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Copies of text are not made in the user's folder of caches."""
+    os.environ["EMBERSHARD_COPIES"] = str(tmp_path_factory.mktemp("copies"))
+
+
 @pytest.fixture(scope="session")
 def project_dir() -> Path:
     """Return the root of the project's working tree."""

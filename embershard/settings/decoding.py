@@ -72,9 +72,10 @@ def decode(
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the type of every field of a dataclass, by name."""
+    """Return the type of every field of a dataclass, by name: as arguments are, those that have names alone last."""
     hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    fields = sorted(dataclasses.fields(cls), key=lambda field: field.kw_only)
+    return {field.name: hints[field.name] for field in fields}
 
 
 def is_section(hint: Any) -> bool:

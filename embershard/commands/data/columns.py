@@ -11,10 +11,10 @@ from types import MappingProxyType
 from embershard.data.block import BadRow
 from embershard.data.config import TableConfig
 from embershard.data.sources.input_file import files_at
-from embershard.data.sources.table.door import Given, describe
 from embershard.data.sources.table.parquet_files import are_parquet
 from embershard.data.sources.table.survey import ColumnSurvey, survey
 from embershard.data.sources.table.text_files import are_json
+from embershard.data.sources.table.text_forms import Given, describe
 from embershard.data.sources.table.whole_columns import WholeColumns, all_batches, common_schema
 from embershard.errors import DataError
 from embershard.launch.screen import plain_console, say

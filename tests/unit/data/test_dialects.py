@@ -10,11 +10,6 @@ from tests.unit.data import dialects
 from tests.unit.data.dialects import Dialect
 
 
-@pytest.fixture(autouse=True)
-def copies(tmp_path, monkeypatch):
-    monkeypatch.setenv("EMBERSHARD_COPIES", str(tmp_path / "copies"))
-
-
 @pytest.mark.parametrize("seed", range(50))
 def test_samples_are_those_of_the_clean_file(tmp_path, seed):
     assert dialects.tried(seed, tmp_path) == ""

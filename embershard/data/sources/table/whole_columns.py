@@ -20,13 +20,13 @@ from embershard.data.sample_bits import Flags
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.cells import read_cells
 from embershard.data.sources.table.decode import readable
-from embershard.data.sources.table.door import Given, find_encoding, find_form
 from embershard.data.sources.table.json_lines import JsonColumns, has_json_lines
 from embershard.data.sources.table.parquet_files import is_parquet, parquet_schema
 from embershard.data.sources.table.plain_text import first_bytes, plain_blocks
 from embershard.data.sources.table.raw import PartColumns, typed_name
 from embershard.data.sources.table.survey import FORMS
 from embershard.data.sources.table.text_files import TextColumns, column_names
+from embershard.data.sources.table.text_forms import Given, find_encoding, find_form
 from embershard.data.sources.text import BYTE_ORDER_MARK
 from embershard.errors import DataError
 

@@ -19,7 +19,6 @@ COUNTED = pa.proxy_memory_pool(pa.default_memory_pool())
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("EMBERSHARD_COPIES", str(tmp_path / "copies"))
 
 
 def convert(*arguments: str) -> pa.Table:

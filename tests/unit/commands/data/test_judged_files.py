@@ -232,12 +232,15 @@ def test_columns_without_a_name_have_one():
     assert "# Unnamed: 0: " in Path("index.csv.toml").read_text()
 
 
-def test_line_breaks_in_cells_are_refused_with_the_remedy(capsys):
-    write("a.csv", {**others(), "review": ['"good\nor bad"'] * ROWS}, ",")
-    assert cli.main(["data", "inspect", "a.csv", "-o", "a.toml"]) == 2
-    said = capsys.readouterr().err
-    assert "240 cells of 'review' have line breaks" in said
-    assert "embershard data convert a.csv -o a.parquet" in said
+def test_line_breaks_in_cells_are_read():
+    cities = [f"by the sea {n % 3}" for n in NUMBERS]
+    write("plain.csv", {**others(), "city": cities}, ",")
+    write("a.csv", {**others(), "city": [f'"{city}"'.replace("the ", "the\n") for city in cities]}, ",")
+    config = inspected("a.csv")
+    assert config.data.table.line_breaks
+    assert samples(config).num_samples == samples(inspected("plain.csv")).num_samples == ROWS
+    rows = samples(config).values[list(config.data.table.of_kind("sparse")).index("city")]
+    assert len(set(rows.tolist())) == 3
 
 
 def test_a_parquet_column_of_nulls_is_missing():

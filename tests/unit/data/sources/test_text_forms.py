@@ -13,8 +13,8 @@ import pytest
 
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.containers import raw_blocks
-from embershard.data.sources.table.door import Given, cells_of, find_form
 from embershard.data.sources.table.plain_text import first_bytes, fold, plain_blocks
+from embershard.data.sources.table.text_forms import Given, cells_of, find_form
 from embershard.data.text_form import TextForm
 from embershard.errors import DataError
 
