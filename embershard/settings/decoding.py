@@ -74,7 +74,7 @@ def decode(
 def field_types(cls: type) -> dict[str, Any]:
     """Return the type of every field of a dataclass, by name: as arguments are, those that have names alone last."""
     hints = get_type_hints(cls)
-    fields = sorted(dataclasses.fields(cls), key=lambda field: field.kw_only)
+    fields = sorted(dataclasses.fields(cls), key=lambda field: field.kw_only is True)
     return {field.name: hints[field.name] for field in fields}
 
 
