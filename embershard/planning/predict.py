@@ -233,12 +233,9 @@ def predict(
     simulated, slots = _simulate(workload, shards, pools, steps, not from_counts, progress)
     of_ranks = by_rank(shards, shape.world_size)
     own_ids, num_groups = _row_ids(workload, shards), len(work.exchange_groups(shards))
-    layers = layers_work(workload, rates)
+    layers = replace(layers_work(workload, rates), row_ids=own_ids)
     works = [
-        replace(
-            rank_work(workload, here, [simulated[id(shard)].report for shard in here], num_groups, layers),
-            row_ids=own_ids,
-        )
+        rank_work(workload, here, [simulated[id(shard)].report for shard in here], num_groups, layers)
         for here in of_ranks
     ]
     replayed = replay_steps(works, rates, Pipeline.of_run(shape))

@@ -88,18 +88,7 @@ def exchanged_bytes(
 ) -> Exchanged:
     """Return the bytes that a shard adds to its rank's links in a step: of each kind, the larger of sent and received.
 
-    With B samples per rank, W ranks, L of them on each node, K ids per sample and D columns:
-
-    * one owner of all rows (table-wise, column-wise): it receives (W-1) B K ids and (W-1) B lengths, sends (W-1) B D
-      floats, and receives as many gradients; (W-L) of the (W-1) ranks are on other nodes;
-    * rows over all ranks (row-wise): each rank receives its share of the ids, and lengths, as above. Partial sums are
-      reduced and scattered around a ring of all ranks, (W-1) B D floats each, and gradients gathered on it: what enters
-      a node goes through one of its L ranks in turn, (W-1) B D / L each;
-    * rows over a node's L ranks (table-row-wise, grid): ids as above. W B D (L-1)/L floats stay within the node, in
-      such a ring, and (W/L - 1) B D go from node to node, which is (W-1) B D;
-    * distinct rows: with U distinct ids in a rank's batch, the shard's share of (W-1) U ids and of as many rows of D
-      floats, a length, and the gradients; other nodes get their part by the ranks on them;
-    * replicated: none here; see `copies_bytes`.
+    `Exchanged` says what travels with each sharding type.
 
     Args:
         sharding: TorchRec's sharding type.
@@ -135,7 +124,21 @@ def exchanged_bytes(
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What a shard sends: to the other ranks of its node, and to other nodes."""
+    """What a shard sends: to the other ranks of its node, and to other nodes.
+
+    With B samples per rank, W ranks, L of them on each node, K ids per sample and D columns:
+
+    * one owner of all rows (table-wise, column-wise): it receives (W-1) B K ids and (W-1) B lengths, sends (W-1) B D
+      floats, and receives as many gradients; (W-L) of the (W-1) ranks are on other nodes;
+    * rows over all ranks (row-wise): each rank receives its share of the ids, and lengths, as above. Partial sums are
+      reduced and scattered around a ring of all ranks, (W-1) B D floats each, and gradients gathered on it: what enters
+      a node goes through one of its L ranks in turn, (W-1) B D / L each;
+    * rows over a node's L ranks (table-row-wise, grid): ids as above. W B D (L-1)/L floats stay within the node, in
+      such a ring, and (W/L - 1) B D go from node to node, which is (W-1) B D;
+    * distinct rows: with U distinct ids in a rank's batch, the shard's share of (W-1) U ids and of as many rows of D
+      floats, a length, and the gradients; other nodes get their part by the ranks on them;
+    * replicated: none here; see `copies_bytes`.
+    """
 
     in_node: SentBytes
     to_nodes: SentBytes
