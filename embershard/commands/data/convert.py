@@ -150,14 +150,16 @@ class Joined:
         at[at == len(self._words)] = 0
         has_partner = ~is_missing & (self._words[at] == words) if len(self._words) else is_missing & False
         self.num_lacking += int((~has_partner).sum())
-        partners = self._partners(self._places[at[has_partner]])
-        places = pa.array(np.cumsum(has_partner) - 1, mask=~has_partner)
+        partners, places = self._partners(self._places[at[has_partner]])
+        places = np.append(places, 0)[np.cumsum(has_partner) - 1]  # of a row that lacks one, any place
+        taken = pa.array(places, mask=~has_partner)
         for name, column in zip(partners.column_names, partners.columns, strict=True):
-            rows = rows.append_column(name, column.take(places))
+            rows = rows.append_column(name, column.take(taken))
         return rows
 
-    def _partners(self, places: Ids) -> pa.Table:
-        """Return the rows at `places`, without the key. Only these are read: `take` would copy whole columns."""
+    def _partners(self, places: Ids) -> tuple[pa.Table, Ids]:
+        """Return the rows at `places`, without the key, and where among them each is. Only these are read: `take` of
+        the table would copy whole columns."""
         table = self.table.drop_columns([self.key])
         starts = np.cumsum([0, *(len(chunk) for chunk in self.table.column(0).chunks)])
         order = np.argsort(places, kind="stable")
@@ -167,8 +169,7 @@ class Joined:
             for start, stop, first, last in zip(starts, starts[1:], borders, borders[1:], strict=False)
             if last > first
         ]
-        found = pa.concat_tables([table.slice(0, 0), *parts]).combine_chunks()
-        return found.take(np.argsort(order))
+        return pa.concat_tables([table.slice(0, 0), *parts]).combine_chunks(), np.argsort(order)
 
     def _find_key(self, rows: pa.Table) -> None:
         common = [name for name in rows.column_names if name in self.table.column_names]
