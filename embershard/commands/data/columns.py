@@ -14,10 +14,9 @@ from embershard.data.sources.input_file import files_at
 from embershard.data.sources.table.parquet_files import are_parquet
 from embershard.data.sources.table.survey import ColumnSurvey, survey
 from embershard.data.sources.table.text_files import are_json
-from embershard.data.sources.table.text_forms import Given, describe
+from embershard.data.sources.table.text_forms import Given
 from embershard.data.sources.table.whole_columns import WholeColumns, all_batches, common_schema
 from embershard.errors import DataError
-from embershard.launch.screen import plain_console, say
 
 
 def survey_files(
@@ -72,6 +71,4 @@ def columns_of_files(
     shown = WholeColumns.at(max(found, key=lambda file: file.num_bytes).path, given)  # parts without rows show nothing
     if not are_parquet(found):
         are_json(found, shown.form)
-    if shown.is_text and (said := describe(shown.form)):
-        say(plain_console(), f"{shown.file.path}: {said}.")
     return [replace(shown, file=file) for file in found]

@@ -20,6 +20,7 @@ from embershard.data.hashing import Ids, Words
 from embershard.data.sample_bits import Flags
 from embershard.data.sources.table.decode import MOST_BYTES, text_words
 from embershard.data.sources.table.raw import is_list
+from embershard.data.sources.table.text_forms import describe
 from embershard.data.sources.table.whole_columns import WholeColumns, all_batches, without_types
 from embershard.errors import DataError, naming_file
 from embershard.launch.arguments import check_new_output
@@ -39,6 +40,8 @@ def convert(arguments: argparse.Namespace) -> int:
     output: Path = arguments.output
     check_new_output(output)
     files = columns_of_files(arguments.data, arguments)
+    if files[0].is_text and (form := describe(files[0].form)):
+        say(plain_console(), f"{arguments.data}: {form}.")
     stops = arguments.bad_rows == "stop"
     types = _types_of(files, stops=stops)
     skipped = SkippedRows(output.with_name(output.name + ".bad_rows.jsonl"), 0 if stops else arguments.bad_rows)

@@ -31,6 +31,7 @@ from embershard.data.block import BadRow
 from embershard.data.config import TableConfig, TableFeature
 from embershard.data.sources.table.raw import is_text, is_time
 from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey
+from embershard.data.sources.table.text_forms import describe
 from embershard.data.sources.table.whole_columns import common_schema
 from embershard.data.text_form import TextForm
 from embershard.errors import ConfigError
@@ -174,7 +175,9 @@ class Inspected:
 
     def remarks(self) -> list[str]:
         """Return sentences on what is odd, what is a guess, and what was left out."""
-        said = [f"{name}: {others}" for name, column in self.columns.items() if (others := others_of(column))]
+        form = "" if self.form is None else describe(self.form)
+        said = [f"{self.data}: {form}."] if form else []
+        said += [f"{name}: {others}" for name, column in self.columns.items() if (others := others_of(column))]
         for each in self.suggested:
             if miss := near_miss(self.columns[each.column]):
                 said.append(f"{each.column}: {miss}")
