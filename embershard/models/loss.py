@@ -120,6 +120,12 @@ class OwnOutputs(nn.Module, ABC):
         """The last layer of each label."""
 
 
+@torch.fx.wrap  # pipelines trace the model
+def _as_wide(labels: Tensor, outputs: Tensor) -> Tensor:
+    """Return labels [B] or [B, T] in float64 if outputs are: else the loss would be rounded."""
+    return labels.double() if outputs.dtype == torch.float64 else labels
+
+
 class WithLoss(nn.Module):
     """A model with the loss. Of one binary label without weights it does what TorchRec's `DLRMTrain` does.
 
@@ -152,6 +158,6 @@ class WithLoss(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the loss [], and without gradients the loss, the outputs and the labels: [B], or [B, T] of several."""
         outputs = class_logits(self.target, self.model(batch.dense_features, batch.sparse_features).squeeze(-1))
-        labels = batch.labels.double() if outputs.dtype == torch.float64 else batch.labels  # else the loss is rounded
+        labels = _as_wide(batch.labels, outputs)
         loss = loss_of(self.target, outputs, labels, batch.weights, self.log_variances)
         return loss, (loss.detach(), outputs.detach(), batch.labels.detach())

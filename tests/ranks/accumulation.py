@@ -81,7 +81,7 @@ def compare(case: Case, fault: str | None = None) -> Outcome:
     """Train with micro-batches, with a fault or none, beside stock with one batch for each group of them."""
     make: Any = SequenceModel if case.sequence else LinearModel
     with rows_exchange.means_by_length():
-        stock = parity.build(case, False, make)
+        stock = parity.build(case, bool(case.replicated), make)  # copies have other names than stock's shards
         groups = _groups(case)
         for group in groups:
             stock(*joined(group)).backward()

@@ -406,10 +406,10 @@ def fault(name: str) -> Iterator[None]:
         elif name == "overwritten too early":
             resolve = PoolIdMaps._resolve
 
-            def hasty(self: PoolIdMaps, ids: Tensor, lengths: Tensor) -> KnownIds:
-                known = resolve(self, ids, lengths)
-                known.evicted_in = 0
-                return known
+            def hasty(self: PoolIdMaps, batches: Any) -> list[KnownIds]:
+                step, *others = resolve(self, batches)
+                step.evicted_in = 0
+                return [step, *others]
 
             stack.enter_context(mock.patch.object(PoolIdMaps, "_resolve", hasty))
         elif name == "evaluation from the head":

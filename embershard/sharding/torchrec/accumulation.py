@@ -54,6 +54,9 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     The slots of all batches in it must fit into the cache together; else it grows, or raises, as `overflow` says. The
     end is collective, as the backwards are. After an exception nothing has trained, and dense gradients are None.
 
+    >>> with accumulating(model):  # a sharded model
+    ...     pass
+
     Raises:
         ConfigError: a table whose lookups cannot be held: of an unknown kernel, or of ids whose batches do not become
             known together.
@@ -83,11 +86,11 @@ class _Lookup:
     sizes: list[list[int]] | None
     gradient: Tensor | None = None
 
-    def bags(self, num_features: int) -> list[int]:
-        """Return the number of bags of each feature."""
+    def bags(self, num_features: int) -> Tensor:
+        """Return the number of bags of each feature, int64 [F]."""
         if self.sizes is not None:
-            return [sum(of_ranks) for of_ranks in self.sizes]
-        return [(self.offsets.numel() - 1) // num_features] * num_features
+            return torch.tensor([sum(of_ranks) for of_ranks in self.sizes], device=self.offsets.device)
+        return self.offsets.new_full((num_features,), (self.offsets.numel() - 1) // num_features)
 
 
 class HeldLookups:
@@ -171,14 +174,14 @@ class HeldLookups:
             (only,) = lookups
             return only.ids, only.offsets, only.weights, only.sizes, gradients
         device, count = lookups[0].ids.device, len(lookups)
-        bags = torch.tensor([each.bags(self._num_features) for each in lookups])  # [K, F]
-        bounds = nn.functional.pad(bags.cumsum(dim=1), (1, 0)).to(device, non_blocking=True)
+        bags = torch.stack([each.bags(self._num_features) for each in lookups])  # [K, F]
+        bounds = nn.functional.pad(bags.cumsum(dim=1), (1, 0))
         num_ids = torch.stack([each.offsets[own].diff() for each, own in zip(lookups, bounds, strict=True)])  # [K, F]
         order = torch.arange(count * self._num_features, dtype=torch.int32, device=device)
         order = order.view(count, -1).t().flatten()
         permuted = partial(torch.ops.fbgemm.permute_1D_sparse_data, order)
         all_lengths = torch.cat([each.offsets.diff() for each in lookups])
-        _, lengths, _ = permuted(bags.flatten().to(device), all_lengths, None, all_lengths.numel())
+        _, lengths, _ = permuted(bags.flatten(), all_lengths, None, all_lengths.numel())
         weights = None if lookups[0].weights is None else torch.cat([each.weights for each in lookups])  # type: ignore[misc]
         all_ids = torch.cat([each.ids for each in lookups])
         _, ids, weights = permuted(num_ids.flatten(), all_ids, weights, all_ids.numel())

@@ -177,9 +177,8 @@ def test_dense_work_is_planned_and_simulated_at_the_speed_of_its_precision(files
         seconds[precision] = dense_seconds(path)
         assert main(given(files, *options, "--simulate", "-o", str(tmp_path / "simulated.json"))) == 0
         steps[precision] = json.loads((tmp_path / "simulated.json").read_text())["runs"][0]["step_seconds"]
-    activations = (seconds["fp32"] * 67 - seconds["bf16"] * 989.5) / (67 - 989.5)  # the same in each
-    products = {name: each - activations for name, each in seconds.items()}
-    assert products["fp32"] / products["tf32"] == pytest.approx(494.5 / 67)
+    assert seconds["fp32"] > seconds["tf32"] > seconds["bf16"]
+    assert seconds["fp32"] / seconds["tf32"] < 494.5 / 67, "bytes and launches take what they took"
     assert steps["fp32"] > steps["tf32"] > steps["bf16"]
 
 
@@ -438,7 +437,11 @@ def test_scaling_is_simulated_and_written(files, tmp_path, capsys):
     assert main([*arguments, "-o", str(file), "--png", str(tmp_path / "scaling.png")]) == 0
     assert (tmp_path / "scaling.png").read_bytes()[:4] == b"\x89PNG"
     said = " ".join(capsys.readouterr().out.split())
-    for expected in ("Simulated training (estimate)", "where a step's time goes", "Beyond 32 ranks placements are not"):
+    for expected in (
+        "Simulated training (estimate)",
+        "where a step's time goes",
+        "Beyond 32 ranks placements are searched on as",
+    ):
         assert expected in said, expected
     assert "The speed of h100x8 is an estimate" in said
     runs = json.loads(file.read_text())["runs"]
