@@ -48,12 +48,14 @@ def program() -> str:
 
 
 def as_called(text: str) -> str:
-    """Return a text with its commands of embershard as they are to be called here.
+    """Return a text with its commands of embershard as they are to be called here; those that are so already stay.
 
     >>> as_called("Try: embershard doctor")
     'Try: embershard doctor'
+    >>> as_called("Try: python -m embershard doctor")
+    'Try: python -m embershard doctor'
     """
-    return re.sub(r"(?<![\w./-])embershard (?=[a-zA-Z]|--)", lambda _: f"{program()} ", text)
+    return re.sub(r"(?<!-m )(?<![\w./-])embershard (?=[a-zA-Z]|--)", lambda _: f"{program()} ", text)
 
 
 class Parser(argparse.ArgumentParser):

@@ -240,7 +240,10 @@ def _integers(column: Facts) -> Judgement:
         return Judgement("number", "sure", "its header says float")
     plain = name.strip().lower()
     rows, bare = np.diff(column.sample), re.sub(r"\W+\d*$", "", plain)  # "Unnamed: 0"
-    if bare in words()["index"]["names"] and len(rows) and bool((rows > 0).all()):
+    ascends = len(rows) > 0 and bool((rows > 0).all())
+    is_long = column.is_unique and column.present >= _UNIQUE_ROWS
+    counts = is_long and column.largest - column.least < column.rows  # no number is left out
+    if ascends and (counts or bare in words()["index"]["names"]):
         return Judgement("drop", "sure", "it numbers the rows")
     if column.is_unique and (plain == "id" or (group == "id" and column.present >= _UNIQUE_ROWS)):
         return Judgement("drop", "sure", "an id with another value in each row")

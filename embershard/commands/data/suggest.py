@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -199,6 +200,7 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | Non
         if found is None:
             raise ConfigError(
                 f"--label: no column looks like a label. Name the column to predict; columns of numbers: {some}."
+                f"{_of_two_texts(columns)}"
             )
         wanted = LabelChoice(found)
     column = columns[wanted.column]
@@ -206,13 +208,23 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | Non
         return _label_of_texts(column, wanted.text or yes[wanted.column])
     if wanted.column not in numeric:
         texts = [short(each) for each in list(column.texts or ())[:2]]
-        hint = f" Or one of its texts: --label {wanted.column}={(column.examples or ['yes'])[0]}" if texts else ""
+        ways = [f"--label {wanted.column}={shlex.quote(text)}" for text in list(column.texts or ())[:2]]
+        hint = f" Or the text that is 1: {' or '.join(ways)}" if texts else ""
         got = f", but has {' and '.join(texts)}" if texts else ""
         raise ConfigError(
             f"--label: {wanted.column!r} is no column of numbers{got}. Name the column to predict; columns of numbers: "
             f"{some}.{hint}"
         )
     return _label_of_numbers(column, wanted.at_least, is_binary=wanted.column in binary)
+
+
+def _of_two_texts(columns: Mapping[str, ColumnSurvey]) -> str:
+    """Name the texts of columns that have two, each of which may be the label's 1."""
+    ways = []
+    for name, column in columns.items():
+        if is_text(column.inner) and len(texts := list(column.texts or ())) == 2:
+            ways += [f"--label {shlex.quote(f'{name}={text}')}" for text in texts]
+    return f" Or the text that is 1: {' or '.join(ways[:6])}." if ways else ""
 
 
 def _text_of_yes(column: ColumnSurvey) -> str | None:

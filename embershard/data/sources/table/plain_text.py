@@ -105,6 +105,8 @@ def _as_utf8(file: InputFile, form: TextForm) -> Iterator[bytes]:
     decoder = None if form.is_utf8 else codecs.getincrementaldecoder(form.encoding)()
     num_bytes = 0
     for block in blocks:
+        if is_first and block.startswith(codecs.BOM_UTF8):  # UTF-8, whatever the run's first files were
+            decoder, block = None, block.removeprefix(codecs.BOM_UTF8)
         if decoder is not None:
             try:
                 text = decoder.decode(block)

@@ -105,6 +105,32 @@ def test_labels_may_be_words():
         assert samples(config).labels.tolist() == [float(n % 2) for n in NUMBERS]
 
 
+def test_texts_that_may_be_the_label_are_named(capsys):
+    write("a.csv", {"fate": [("kept", "thrown")[n % 2] for n in NUMBERS], "user": [f"u{n % 9}" for n in NUMBERS]})
+    assert cli.main(["data", "inspect", "a.csv"]) == 2
+    assert "Or the text that is 1: --label fate=kept or --label fate=thrown." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Bestell-Nr", "order_no", "nr"])
+def test_what_numbers_the_rows_is_left_out_whatever_its_name(name):
+    rows = range(1200)
+    write("a.csv", {"click": [str(n % 2) for n in rows], "city": [f"c{n % 7}" for n in rows], name: [*map(str, rows)]})
+    for words, is_there in (([], False), (["--category", name], True)):
+        features = inspected("a.csv", *words).data.table.features
+        assert (name in {each.column or own for own, each in features.items()}) == is_there
+        Path("a.csv.toml").unlink()
+
+
+def test_a_byte_order_mark_says_more_than_the_settings():
+    """A run on latin-1 reads new rows that a spreadsheet wrote."""
+    cells = {"click": others()["click"], "stadt": [("Zürich", "Genève")[n % 2] for n in NUMBERS]}
+    write("old.csv", cells, encoding="latin-1")
+    config = inspected("old.csv", "--encoding", "latin-1")
+    expected = samples(config)
+    write("old.csv", cells, encoding="utf-8-sig")
+    assert_same(samples(config), expected)
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "gbk"])
 def test_the_encoding_is_in_the_settings(encoding):
     names = ["上海", "北京"] if encoding == "gbk" else ["Zürich", "Genève"]
