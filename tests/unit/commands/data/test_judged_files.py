@@ -107,7 +107,7 @@ def test_labels_may_be_words():
 
 def test_texts_that_may_be_the_label_are_named(capsys):
     write("a.csv", {"fate": [("kept", "thrown")[n % 2] for n in NUMBERS], "user": [f"u{n % 9}" for n in NUMBERS]})
-    assert cli.main(["data", "inspect", "a.csv"]) == 2
+    assert cli.main(["data", "inspect", "a.csv", "-o", "a.toml"]) == 2
     assert "Or the text that is 1: --label fate=kept or --label fate=thrown." in capsys.readouterr().err
 
 
