@@ -21,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from embershard.cache.gpu import counters, feature_keys, key_map, next_use, slot_map, victim_kernels, victim_queue
+from embershard.cache.gpu import counters, feature_keys, key_map, next_use, slot_map, victim_kernels
+from embershard.cache.gpu import planner, victim_queue
 from embershard.cache.key_map import BUCKET, HASHES
 
 BOOLS = ["first_hits"]
@@ -92,7 +93,8 @@ def variants(kernel):
 
 found = {}
 capability = int(sys.argv[1])
-launched = set(re.findall(r"launch\(\s*(?:kernels\.)?(\w+),", "".join(open(each.__file__).read() for each in MODULES)))
+sources = "".join(open(each.__file__).read() for each in (*MODULES, planner))
+launched = set(re.findall(r"launch\(\s*(?:kernels\.)?(\w+),", sources))
 for module in MODULES[:-1]:
     for name, kernel in vars(module).items():
         if name in launched and kernel.module == module.__name__:
