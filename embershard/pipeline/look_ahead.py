@@ -123,7 +123,7 @@ class LookAheadPipeline:
         # Caches that are the same on all ranks must make the same plans, whichever rank is late.
         self._may_stop = self._depth.is_adaptive and not any(pool.host.is_shared for pool in self._pools)
         self._left = LeftSteps()
-        self._window, self.micro_batches = Window(micro_batches), micro_batches
+        self._window = Window(micro_batches)
         self._depths = Depths()
         self._num_begun = 0  # steps
         self._num_resident = 0

@@ -10,7 +10,7 @@ Letters: K lookups that a table holds, F features, B bags of a feature, N ids, D
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from embershard.cache.guards import CopiesGuard
 from embershard.errors import CacheError, ConfigError
 from embershard.sharding.torchrec.compat import lookups_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.inspection import cached_embeddings
+from embershard.sharding.torchrec.inspection import cached_embeddings, tables_of
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedRows
 from embershard.sharding.torchrec.modules import CachedModule
 from embershard.sharding.torchrec.slots import SlotTable
@@ -97,25 +97,27 @@ class HeldLookups:
     """The lookups of one FBGEMM table that train together.
 
     Args:
-        look_up: the table's forward, with FBGEMM's arguments.
-        tbe: returns the FBGEMM table; a cache that grows makes a new one.
-        slots: whose rows these are; None: TorchRec's own.
+        table: slots, or one of TorchRec's own.
 
     Attributes:
         num_held: lookups so far.
         is_read: a batch without lookups came by, which stock counts as a forward, too.
     """
 
-    def __init__(
-        self,
-        look_up: Callable[..., Tensor],
-        tbe: Callable[[], SplitTableBatchedEmbeddingBagsCodegen],
-        slots: SlotTable | None = None,
-    ) -> None:
-        self._look_up, self._tbe, self._slots = look_up, tbe, slots
-        self._num_features = len(tbe().feature_table_map)
+    def __init__(self, table: SlotTable | SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        self._table, self._slots = table, table if isinstance(table, SlotTable) else None
+        self._num_features = len(self._tbe.feature_table_map)
         self._lookups: list[_Lookup] = []
         self.num_held, self.is_read = 0, False
+
+    @property
+    def _tbe(self) -> SplitTableBatchedEmbeddingBagsCodegen:
+        return self._table if self._slots is None else self._slots.tbe  # a cache that grows makes a new one
+
+    def _look_up(self, ids: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
+        if self._slots is not None:
+            return self._slots.look_up(ids, offsets, **arguments)
+        return type(self._tbe).forward(self._tbe, ids, offsets, **arguments)  # type: ignore[no-any-return]
 
     def forward(self, ids: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
         """Do what the table's forward does for FBGEMM's arguments; the backward keeps the gradient."""
@@ -128,7 +130,7 @@ class HeldLookups:
 
     def read(self, held: _Lookup, arguments: dict[str, Any]) -> Tensor:
         """Return the output of a lookup. FBGEMM counts no iteration: that is done once, at the end."""
-        tbe = self._tbe()
+        tbe = self._tbe
         counts = tbe.iter.clone(), tbe.iter_cpu.clone()
         output = self._look_up(held.ids, held.offsets, **arguments)
         for count, before in zip((tbe.iter, tbe.iter_cpu), counts, strict=True):
@@ -137,7 +139,7 @@ class HeldLookups:
 
     def weight_gradients(self, held: _Lookup) -> Tensor:
         """Return the gradients [N] of the ids' weights: each row times the gradient of its bag."""
-        is_sum = self._tbe().pooling_mode == PoolingMode.SUM
+        is_sum = self._tbe.pooling_mode == PoolingMode.SUM
         if self._slots is None or held.sizes is not None or not is_sum:
             raise ConfigError(
                 "gradient accumulation with trained weights of ids (a feature processor): only tables with a cache "
@@ -185,7 +187,7 @@ class HeldLookups:
         weights = None if lookups[0].weights is None else torch.cat([each.weights for each in lookups])  # type: ignore[misc]
         all_ids = torch.cat([each.ids for each in lookups])
         _, ids, weights = permuted(num_ids.flatten(), all_ids, weights, all_ids.numel())
-        if self._tbe().pooling_mode == PoolingMode.NONE:  # a gradient for each id
+        if self._tbe.pooling_mode == PoolingMode.NONE:  # a gradient for each id
             places = torch.arange(all_ids.numel(), device=device)
             gradients = gradients[permuted(num_ids.flatten(), places, None, places.numel())[1]]
         sizes = None
@@ -315,10 +317,8 @@ class _HeldTables:
         self._num_run = 0
 
     def _find_tables(self, lookup: nn.Module) -> None:
-        kernels = getattr(lookup, "_emb_modules", ())
         before = len(self._slots) + len(self._stock)
-        for kernel in kernels:
-            table = kernel.emb_module
+        for table in tables_of(lookup):
             if isinstance(table, CachedTableBatchedEmbeddings):
                 self._slots.append(table.slots)
             elif isinstance(table, SplitTableBatchedEmbeddingBagsCodegen):
@@ -340,8 +340,7 @@ class _HeldTables:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Return a context in which the tables hold their lookups; they train at its end."""
-        tables = [HeldLookups(slots.look_up, partial(getattr, slots, "tbe"), slots) for slots in self._slots]
-        tables += [HeldLookups(partial(type(tbe).forward, tbe), partial(_itself, tbe)) for tbe in self._stock]
+        tables = [HeldLookups(table) for table in (*self._slots, *self._stock)]
         is_whole = False
         try:
             with self._dense.unsynchronized(), self._holding(tables):
@@ -403,10 +402,6 @@ class _HeldTables:
             for hot in self._hot:
                 hot.note_trained()
         self._dense.average()
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _hold_or_read(table: HeldLookups, tbe: Any, indices: Tensor, offsets: Tensor, **arguments: Any) -> Any:

@@ -47,7 +47,7 @@ def pools_by_module(model: nn.Module) -> Iterator[tuple[str, CachedTableBatchedE
     seen: set[int] = set()
     for path, module in _named_modules(model, "", set()):
         for lookup in lookups_of(module):
-            for pool in _tables_of(lookup):
+            for pool in tables_of(lookup):
                 if isinstance(pool, CachedTableBatchedEmbeddings) and id(pool) not in seen:
                     seen.add(id(pool))
                     yield path, pool
@@ -65,7 +65,7 @@ def pools_with_features(
     if not len(received):
         return
     for features, lookup in zip(received, lookups_of(module), strict=True):
-        pools = _tables_of(lookup)
+        pools = tables_of(lookup)
         if any(isinstance(pool, CachedTableBatchedEmbeddings) for pool in pools):
             for pool, group in zip(pools, features.split(lookup._feature_splits), strict=True):
                 if isinstance(pool, CachedTableBatchedEmbeddings):
@@ -78,14 +78,14 @@ def narrowed(module: ShardedModule, received: KJTList, given: Tensor) -> KJTList
     own = given.untyped_storage().data_ptr()
     found = []
     for features, lookup in zip(received, lookups_of(module), strict=True):
-        pools = _tables_of(lookup)
+        pools = tables_of(lookup)
         has_rows = all(isinstance(pool, CachedTableBatchedEmbeddings) and pool.ids is None for pool in pools)
         is_own = features.values().untyped_storage().data_ptr() == own
         found.append(with_int32_ids(features) if pools and has_rows and not is_own else features)
     return KJTList(found)
 
 
-def _tables_of(lookup: Any) -> list[Any]:
+def tables_of(lookup: Any) -> list[Any]:
     """Return the tables of each of a lookup's kernels: a pool, FBGEMM's own, or None."""
     return [getattr(kernel, "emb_module", None) for kernel in getattr(lookup, "_emb_modules", ())]
 

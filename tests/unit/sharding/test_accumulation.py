@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ def test_one_update_of_several_lookups_is_that_of_one_batch(optimizer: str, pool
     one, several = _slots(optimizer, mode), _slots(optimizer, mode)
     lengths, ids, weights = _one(pieces)
     expected = one(ids, _offsets(lengths), per_sample_weights=weights)
-    held = HeldLookups(several.look_up, lambda: several.tbe, several)
+    held = HeldLookups(several)
     outputs = [held.forward(own, _offsets(bags), per_sample_weights=w) for bags, own, w in pieces]
     if mode == PoolingMode.NONE:  # by feature, and in it by piece
         sizes = [[int(n.sum()) for n in bags] for bags, *_ in pieces]
@@ -110,7 +109,7 @@ def test_features_with_other_numbers_of_samples(optimizer: str) -> None:
     lengths, ids, _ = _one(pieces)
     sizes = [[len(piece[0][f]) for piece in pieces] for f in range(FEATURES)]
     expected = one(ids, _offsets(lengths), **{VARIABLE: sizes})
-    held = HeldLookups(partial(type(several).forward, several), lambda: several)
+    held = HeldLookups(several)
     outputs = [
         held.forward(own, _offsets(bags), **{VARIABLE: [[len(each)] for each in bags]}) for bags, own, _ in pieces
     ]
@@ -128,7 +127,7 @@ def test_weights_that_train_get_their_gradients() -> None:
     lengths, ids, weights = _piece(4, [6] * FEATURES, True)
     weights = weights.requires_grad_()  # type: ignore[union-attr]
     slots = _slots("sgd", PoolingMode.SUM)
-    held = HeldLookups(slots.look_up, lambda: slots.tbe, slots)
+    held = HeldLookups(slots)
     output = held.forward(ids, _offsets(lengths), per_sample_weights=weights)  # type: ignore[arg-type]
     gradient = torch.randn(output.shape)
     (found,) = torch.autograd.grad(output, weights, gradient)
@@ -141,7 +140,7 @@ def test_weights_that_train_get_their_gradients() -> None:
 def test_weights_that_train_need_a_cache() -> None:
     tbe = _stock("sgd")
     lengths, ids, weights = _piece(4, [6] * FEATURES, True)
-    held = HeldLookups(partial(type(tbe).forward, tbe), lambda: tbe)
+    held = HeldLookups(tbe)
     output = held.forward(ids, _offsets(lengths), per_sample_weights=weights.requires_grad_())  # type: ignore[arg-type, union-attr]
     with pytest.raises(ConfigError, match="trained weights of ids"):
         output.sum().backward()
@@ -150,7 +149,7 @@ def test_weights_that_train_need_a_cache() -> None:
 def test_a_second_backward_is_refused() -> None:
     slots = _slots("sgd", PoolingMode.SUM)
     lengths, ids, _ = _piece(4, [6] * FEATURES, False)
-    held = HeldLookups(slots.look_up, lambda: slots.tbe, slots)
+    held = HeldLookups(slots)
     output = held.forward(ids, _offsets(lengths))  # type: ignore[arg-type]
     output.sum().backward(retain_graph=True)
     with pytest.raises(CacheError, match="second backward"):
