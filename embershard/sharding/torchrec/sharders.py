@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from embershard.sharding.shards import Exchange, Shard, empty_group_problem
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.inspection import write_initial_weights
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
-from embershard.sharding.torchrec.modes.mode import ShardingMode, modes_of
+from embershard.sharding.torchrec.modes.mode import SharderMode, ShardingMode, modes_of
 from embershard.sharding.torchrec.modules import (
     CachedShardedEmbeddingBagCollection,
     CachedShardedEmbeddingCollection,
@@ -226,7 +226,7 @@ class CachedEmbeddingBagCollectionSharder(_Cached, EmbeddingBagCollectionSharder
         plan: Plan | None = None,
         init_seed: int | None = None,
         exchange: Exchange = "pooled",
-        mode: Literal["sharded", "data_parallel"] = "sharded",
+        mode: SharderMode = "sharded",
         hot_rows: Mapping[str, Tensor] | None = None,
         ids: Mapping[str, IdTable] | None = None,
     ) -> None:

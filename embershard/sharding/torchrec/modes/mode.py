@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: The tables of a sharded module, in groups by sharding type. TorchRec makes one `EmbeddingSharding` of each group.
 ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
+#: Values of a sharder's argument `mode`.
+SharderMode = Literal["sharded", "data_parallel"]
 #: Arguments of a sharder, by name.
 Arguments = Mapping[str, Any]
 
@@ -108,8 +110,6 @@ def _exchanges_rows(given: Arguments) -> bool:
 
 
 _HERE = "embershard.sharding.torchrec"
-#: Values of a sharder's argument `mode`.
-SHARDER_MODES = ("sharded", "data_parallel")
 #: Of each mode: which arguments ask for it, and its class. Groups are made in this order.
 MODES: Sequence[tuple[Callable[[Arguments], bool], str]] = (
     (lambda given: given["mode"] == "data_parallel", f"{_HERE}.modes.data_parallel:DataParallelMode"),
@@ -125,8 +125,8 @@ def modes_of(arguments: Arguments) -> tuple[ShardingMode, ...]:
     Raises:
         ConfigError: the arguments contradict each other.
     """
-    if arguments["mode"] not in SHARDER_MODES:
-        needed = " or ".join(map(repr, SHARDER_MODES))
+    if arguments["mode"] not in get_args(SharderMode):
+        needed = " or ".join(map(repr, get_args(SharderMode)))
         raise ConfigError(f"mode: got {arguments['mode']!r}, needed {needed}")
     found = tuple(resolve_name(name)(arguments) for asks, name in MODES if asks(arguments))
     for mode in found:
