@@ -268,8 +268,7 @@ def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacem
     num_slots = sum(pool.slots for pool in least.pools) if least is not None else 1
     model, local = request.workload.model, min(shape.ranks_per_node, shape.world_size)
     dense = model.dense_parameter_bytes + model.dense_state_bytes
-    samples = -(-shape.batch_size // shape.accumulate)
-    taken = dense + round(model.activation_bytes_per_sample * samples) + shape.reserve_bytes
+    taken = dense + round(model.activation_bytes_per_sample * shape.micro_batch_size) + shape.reserve_bytes
     kept = min(taken, *(rank.fixed_bytes for rank in need.ranks))  # of a rank, whatever the placement
     kinds, found = {False: need.excess_rows or need.fits_device(budget), True: _may_be_resident(request)}, []
     for resident in (kind for kind, is_tried in kinds.items() if is_tried):

@@ -228,7 +228,7 @@ def step_bytes(
         window += known * lookups_per_sample * batch * ID_BYTES
     return {
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
-        "activations": round(model.activation_bytes_per_sample * -(-batch // shape.accumulate)),
+        "activations": round(model.activation_bytes_per_sample * shape.micro_batch_size),
         "input_buffers": round(window + 2 * lookups_per_sample * batch * ID_BYTES + vectors),
         **({} if shape.mode_memory is None else shape.mode_memory.device_bytes(model, shape.device)),
         **({"reserve": shape.reserve_bytes} if shape.reserve_bytes else {}),

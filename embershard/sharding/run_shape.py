@@ -69,6 +69,11 @@ class RunShape:
     activation_bytes: float = 4
 
     @property
+    def micro_batch_size(self) -> int:
+        """Samples of a rank that are forwarded together, at most."""
+        return -(-self.batch_size // self.accumulate)
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of a step, over all ranks."""
         return self.batch_size * self.world_size
