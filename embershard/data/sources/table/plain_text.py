@@ -29,7 +29,7 @@ _VERSION = 1  # of what the copies are
 
 
 def plain_blocks(file: InputFile, form: TextForm) -> Iterator[bytes]:
-    """Yield the plain text of a file, whole lines at a time; a byte order mark stays.
+    """Yield the plain text of a file, whole lines at a time, without a byte order mark.
 
     Raises:
         DataError: the file is damaged, has changed, or is not of the form's encoding.
@@ -45,13 +45,13 @@ def plain_blocks(file: InputFile, form: TextForm) -> Iterator[bytes]:
 
 
 def first_bytes(file: InputFile, form: TextForm, count: int) -> bytes:
-    """Return the first `count` bytes of a file's plain text, without a byte order mark."""
+    """Return the first `count` bytes of a file's plain text."""
     data = b""
     for block in plain_blocks(file, form):
         data += block
-        if len(data) >= count + len(codecs.BOM_UTF8):
+        if len(data) >= count:
             break
-    return data.removeprefix(codecs.BOM_UTF8)[:count]
+    return data[:count]
 
 
 def ends_in_returns(head: bytes) -> bool:
@@ -106,7 +106,7 @@ def _as_utf8(file: InputFile, form: TextForm) -> Iterator[bytes]:
     num_bytes = 0
     for block in blocks:
         if is_first and block.startswith(codecs.BOM_UTF8):  # UTF-8, whatever the run's first files were
-            decoder, block = None, block.removeprefix(codecs.BOM_UTF8)
+            decoder = None
         if decoder is not None:
             try:
                 text = decoder.decode(block)
@@ -119,6 +119,7 @@ def _as_utf8(file: InputFile, form: TextForm) -> Iterator[bytes]:
             num_bytes += len(block)
             block = text.encode()
         if is_first:
+            block = block.removeprefix(codecs.BOM_UTF8)
             is_first, has_returns = False, ends_in_returns(block)
         yield block.replace(b"\r", b"\n") if has_returns else block
 

@@ -27,7 +27,6 @@ from embershard.data.sources.table.raw import PartColumns, typed_name
 from embershard.data.sources.table.survey import FORMS
 from embershard.data.sources.table.text_files import TextColumns, column_names
 from embershard.data.sources.table.text_forms import Given, find_encoding, find_form
-from embershard.data.sources.text import BYTE_ORDER_MARK
 from embershard.errors import DataError
 
 _BATCH_ROWS = 1 << 16
@@ -123,10 +122,8 @@ class WholeColumns:
                 raise DataError(str(bad))
             on_bad(bad)
 
-        for number, block in enumerate(plain_blocks(self.file, self.form)):
+        for block in plain_blocks(self.file, self.form):
             lines = memoryview(block)
-            if number == 0 and block.startswith(BYTE_ORDER_MARK):
-                lines = lines[len(BYTE_ORDER_MARK) :]
             if has_header:
                 has_header, row = False, row + 1
                 lines = lines[bytes(lines).find(b"\n") + 1 or len(lines) :]
