@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ class JsonColumns:
                 schema = _unified(schema, table.schema)
         names = list(schema.names)
         if late := [name for name in wanted if name not in names]:
-            names += [name for name in late if _has_key(plain_blocks(file, form), name)]
+            names += _with_keys(plain_blocks(file, form), late)
         return JsonColumns(schema, names, names)
 
     def read(self, lines: memoryview, num_lines: int) -> pa.Table:
@@ -166,9 +166,14 @@ def _unified(first: pa.Schema, second: pa.Schema) -> pa.Schema:
     return first
 
 
-def _has_key(blocks: Iterator[bytes], name: str) -> bool:
-    key = json.dumps(name.rpartition(".")[2], ensure_ascii=False).encode()
-    return any(key in block for block in blocks)
+def _with_keys(blocks: Iterator[bytes], names: Sequence[str]) -> list[str]:
+    """Return those of the names whose keys are in the text, which is read until all of them were seen."""
+    left = {name: json.dumps(name.rpartition(".")[2], ensure_ascii=False).encode() for name in names}
+    for block in blocks:
+        left = {name: key for name, key in left.items() if key not in block}
+        if not left:
+            break
+    return [name for name in names if name not in left]
 
 
 def _flat(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
