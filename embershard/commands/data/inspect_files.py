@@ -272,8 +272,8 @@ def _likeness(suggestion: Suggestion) -> float:
 def _else(suggestion: Suggestion) -> str:
     """Return the option that makes another kind of a column."""
     judgement, column = suggestion.judgement, suggestion.column
-    if judgement.kind == "time" and judgement.why.startswith("times, if not as "):
-        return f"Else: --time {column}:{judgement.why.removeprefix('times, if not as ')}"
+    if judgement.other_format:
+        return f"Else: --time {column}:{judgement.other_format}"
     other = "number" if judgement.kind == "category" else "category"
     return f"Else: --{other} {column}"
 

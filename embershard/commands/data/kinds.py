@@ -103,6 +103,7 @@ class Judgement:
         why: the reason, in words.
         separator: between the values of a list in text.
         format: of times that are not ISO 8601, nor seconds.
+        other_format: another one that fits as well.
         score: points for a category, of whole numbers.
         would_be: of a leak, what it would be if it were known before the label.
     """
@@ -112,6 +113,7 @@ class Judgement:
     why: str
     separator: str | None = None
     format: str = ""
+    other_format: str = ""
     score: float = 0.0
     would_be: Kind | None = None
 
@@ -175,7 +177,8 @@ def _by_what_it_holds(column: Facts) -> Judgement:
         return Judgement("list", "sure", "lists")
     if column.holds == "times":
         if column.other_format:
-            return Judgement("time", "guess", f"times, if not as {column.other_format}", format=column.time_format)
+            why, forms = f"times, if not as {column.other_format}", (column.time_format, column.other_format)
+            return Judgement("time", "guess", why, format=forms[0], other_format=forms[1])
         return Judgement("time", "sure", "times", format=column.time_format)
     if column.declared == "token_seq":
         return Judgement("list", "sure", "its header says token_seq", separator=" ")
