@@ -208,8 +208,7 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | Non
         return _label_of_texts(column, wanted.text or yes[wanted.column])
     if wanted.column not in numeric:
         texts = [short(each) for each in list(column.texts or ())[:2]]
-        ways = [f"--label {wanted.column}={shlex.quote(text)}" for text in list(column.texts or ())[:2]]
-        hint = f" Or the text that is 1: {' or '.join(ways)}" if texts else ""
+        hint = f" Or the text that is 1: {' or '.join(_ways(column))}" if texts else ""
         got = f", but has {' and '.join(texts)}" if texts else ""
         raise ConfigError(
             f"--label: {wanted.column!r} is no column of numbers{got}. Name the column to predict; columns of numbers: "
@@ -221,10 +220,15 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | Non
 def _of_two_texts(columns: Mapping[str, ColumnSurvey]) -> str:
     """Name the texts of columns that have two, each of which may be the label's 1."""
     ways = []
-    for name, column in columns.items():
-        if is_text(column.inner) and len(texts := list(column.texts or ())) == 2:
-            ways += [f"--label {shlex.quote(f'{name}={text}')}" for text in texts]
+    for column in columns.values():
+        if is_text(column.inner) and len(column.texts or ()) == 2:
+            ways += _ways(column)
     return f" Or the text that is 1: {' or '.join(ways[:6])}." if ways else ""
+
+
+def _ways(column: ColumnSurvey) -> list[str]:
+    """Return the options that take one of a column's texts for a label of 1."""
+    return [f"--label {shlex.quote(f'{column.name}={text}')}" for text in list(column.texts or ())[:2]]
 
 
 def _text_of_yes(column: ColumnSurvey) -> str | None:
