@@ -15,7 +15,7 @@ from rich.console import Console
 
 from embershard.distributed import Ranks, Supervision
 from embershard.errors import FailedSaveError
-from embershard.launch.arguments import NEWEST, as_called, program_words
+from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.run_dir import check_run_dir, lock_run_dir, note_resume
 from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
 from embershard.reports.progress import ProgressDisplay, closing_table
@@ -179,8 +179,8 @@ class _Outputs:
         other, change = _next_run(config, is_cached=result.cache is not None)
         if config.publish.folder is not None:  # it is that of one run
             change += f" --set publish.folder={shlex.quote(f'{config.publish.folder}_2')}"
-        report = as_called(f"embershard report {shlex.quote(str(self._folder))}")
-        lines = {"Look at it as a page, with curves:": f"{report} -o report.html"}
+        report = f"embershard report {shlex.quote(str(self._folder))} -o report.html"
+        lines = {"Look at it as a page, with curves:": report}
         if "tensorboard" in config.tracking.trackers:
             board = program_words("tensorboard", "tensorboard.main")
             lines["Or in TensorBoard:"] = f"{board} --logdir {shlex.quote(str(self._folder))}"
