@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from embershard.data import Batch, Schema
-from embershard.distributed.checkpoint.load import load_tensors
+from embershard.distributed.checkpoint.load import load_served
 from embershard.errors import ConfigError
 from embershard.models import ModelConfig, ModelTable, build_model
 from embershard.models.history import features_read_as_ids
@@ -142,7 +142,7 @@ def dense_layers(config: ModelConfig, schema: Schema, checkpoint: Path) -> Dense
         CheckpointError: the checkpoint is of another model.
     """
     layers = DenseLayers(build_model(config, schema, torch.device("cpu"))).eval()
-    load_tensors(checkpoint, {"model": layers.model.state_dict()}, alone=True)
+    load_served(checkpoint, layers.model.state_dict(), alone=True)
     return layers
 
 

@@ -64,6 +64,12 @@ class TrainConfig:
     max_steps: Free[int | None] = None
     """Steps after which training ends, unless the epochs end first."""
 
+    ema: Free[float | None] = None
+    """Decay of an exponential moving average of the dense layers' weights, for instance 0.999: after each step the
+    average is `ema` times itself and 1 - `ema` times the weights; in the first steps (1 + steps) / (10 + steps), where
+    that is less. Evaluations, `predict`, exports and publications use the average, and training does not. Rows of
+    tables have none."""
+
     eval_every: Free[int | None] = None
     """Steps between evaluations on the held-out part. Without it, there is one at the end; where the best evaluation
     matters (`early_stopping`, `checkpoint.keep_best`), also one at the end of each epoch."""
@@ -114,6 +120,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"train.{name}: got {value}, needed at least 1.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"train.ema: got {self.ema}, needed more than 0 and less than 1, for instance 0.999.")
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ConfigError(
                 f"train.batch_size={self.batch_size} and train.global_batch_size={self.global_batch_size} are both "
@@ -381,6 +389,11 @@ class RunConfig:
     def has_profile(self) -> bool:
         """True if a profile is read or counted."""
         return self.profile.path is not None or self.counts_a_profile
+
+    @property
+    def num_dense_states(self) -> int:
+        """States as large as the dense layers' parameters: the gradients, the optimizer's, and the average."""
+        return self.dense_optimizer.num_states + (self.train.ema is not None)
 
     @property
     def lookahead(self) -> int:

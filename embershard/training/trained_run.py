@@ -14,14 +14,12 @@ from embershard.distributed import (
     CheckpointConfig,
     Ranks,
     Supervision,
-    load_tensors,
     shortest,
     verify_checkpoint,
-    without_empty,
 )
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.distributed.checkpoint.folder import best_checkpoint
-from embershard.distributed.checkpoint.load import newest_valid, without_known_warnings
+from embershard.distributed.checkpoint.load import load_served, newest_valid, without_known_warnings
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.frequency.config import ProfileConfig
 from embershard.metrics.evaluation import Evaluation, Evaluator
@@ -153,10 +151,10 @@ class Scorer:
         self._config, self._source, self._ranks, self._supervision = config, source, ranks, supervision
         self.memory_warning = check_memory_for_run(config, None, ranks)
         self.model = build_sharded_model(config, None, None, source.schema, ranks)
-        tensors = {"model": self.model.state_dict()}
-        load_tensors(trained.checkpoint, without_empty(tensors))
+        weights = self.model.state_dict()
+        load_served(trained.checkpoint, weights)
         with without_known_warnings():
-            self.model.load_state_dict(tensors["model"])
+            self.model.load_state_dict(weights)
 
     @property
     def num_samples(self) -> int:

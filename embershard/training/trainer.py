@@ -260,6 +260,7 @@ class Trainer(Training):
             self.state.run_id = manifest.run_id
         self.stream.close()
         for part in self.parts:
+            part.read_tensors(checkpoint)
             part.read_state(saved, comparison)
         self.stream = self._open_stream(comparison.stream)
         return manifest is not None, comparison

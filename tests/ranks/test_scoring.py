@@ -24,7 +24,6 @@ from embershard.training.config import RunConfig
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config, mixed_plan
-from tests.ranks.workers import RankPool
 from tests.unit.data.targets import target_config, write_targets
 from tests.unit.metrics.columns import Columns
 
@@ -70,9 +69,12 @@ def score(config: RunConfig, checkpoints: Path, output: Path) -> None:
 _BATCH = 20
 
 
-def test_any_number_of_ranks_scores_as_the_export_does(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_any_number_of_ranks_scores_as_the_export_does(one_rank, two_ranks, tmp_path, ema):
+    """Also where all of them use an average of the dense weights."""
     mixed_plan(["row_wise", "column_wise", "table_wise"], 2, 2).save(tmp_path / "plan.json")
     config = make_config(tmp_path / "plan.json", checkpoint=CheckpointConfig(at_end=True))
+    config = replace(config, train=replace(config.train, ema=ema))
     checkpoints = tmp_path / "run" / "checkpoints"
     two_ranks.run(train, config, checkpoints)
     for pool, name in ((one_rank, "one"), (two_ranks, "two")):

@@ -231,7 +231,7 @@ def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[Tab
         tables=tables,
         dense_flops_per_sample=flops,
         dense_parameter_bytes=parameters,
-        dense_state_bytes=parameters * config.dense_optimizer.num_states,
+        dense_state_bytes=parameters * config.num_dense_states,
         activation_bytes_per_sample=kept,
         input_bytes_per_sample=4 * (schema.num_dense + 1),
         products=products,

@@ -26,6 +26,8 @@ from embershard.errors import CheckpointError, InvalidCheckpointError
 T = TypeVar("T")
 
 SCALARS = "scalars.json"
+#: Group of a checkpoint's tensors: averages of weights of the group "model", by the same names.
+AVERAGE = "average"
 
 
 def verify_checkpoint(checkpoint: Path, ranks: Ranks, *, allow_unverified: bool = False) -> Manifest | None:
@@ -168,6 +170,31 @@ def load_group(checkpoint: Path, group: str) -> dict[str, torch.Tensor]:
     if tensors:
         load_tensors(checkpoint, {f"{group}.{name}": tensor for name, tensor in tensors.items()})
     return tensors
+
+
+def load_served(checkpoint: Path, weights: dict[str, Any], *, alone: bool = False) -> None:
+    """Fill the weights of a model in place, by name, as all that uses a trained model has them: those of dense layers
+    are the average, where the run kept one (`train.ema`). Verify the checkpoint first. Collective.
+
+    Args:
+        alone: only this rank calls it.
+
+    Raises:
+        InvalidCheckpointError, CheckpointError: as `load_tensors`.
+
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     tensors = {"model": {"a": torch.ones(1), "b": torch.ones(1)}, AVERAGE: {"b": torch.full((1,), 0.5)}}
+    ...     saved = save_checkpoint(Path("served"), 4, tensors, {}, ranks, keep_last=1, run_id="8c1f")
+    >>> weights = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    >>> load_served(saved, weights, alone=True)
+    >>> weights
+    {'a': tensor([1.]), 'b': tensor([0.5000])}
+    """
+    averaged = {name: weights[name] for name in saved_sizes(checkpoint, AVERAGE) if name in weights}
+    others = {name: weight for name, weight in weights.items() if name not in averaged}
+    groups = {"model": others, AVERAGE: averaged}
+    load_tensors(checkpoint, {name: tensors for name, tensors in groups.items() if tensors}, alone=alone)
 
 
 def saved_sizes(checkpoint: Path, group: str) -> dict[str, torch.Size]:

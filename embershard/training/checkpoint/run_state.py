@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.data import Source, StreamState
@@ -117,12 +118,14 @@ class RunState:
         samples: int,
         position: StreamState,
         of_parts: Mapping[str, Any],
+        tensors_of_parts: Mapping[str, Mapping[str, Tensor]],
         copy_bytes: int,
     ) -> PreparedSave:
         """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
 
         Args:
             of_parts: entries of the run's parts.
+            tensors_of_parts: their groups of tensors.
             copy_bytes: most bytes to copy of what changes in place.
         """
         scalars = {
@@ -143,7 +146,7 @@ class RunState:
             for rows in frozen:
                 on_error.callback(rows.close)
             with without_flushes(self.model):  # rows are written back already, and made while they are written
-                tensors = without_empty(self.tensors())
+                tensors = without_empty({**self.tensors(), **tensors_of_parts})
             if contents := saved_contents(self.model, self._ranks.rank):
                 tensors[_CACHE] = contents
             blocks = TensorBlocks(tensors, frozen, copy_bytes)

@@ -72,7 +72,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
         ),
         dense_flops_per_sample=flops,
         dense_parameter_bytes=parameters,
-        dense_state_bytes=parameters * config.dense_optimizer.num_states,
+        dense_state_bytes=parameters * config.num_dense_states,
         activation_bytes_per_sample=activations,
         input_bytes_per_sample=_FLOAT_BYTES * (schema.num_dense + len(schema.target.labels)),
         products=products,

@@ -90,7 +90,7 @@ class Evaluations(Part):
         """Return what the held-out samples of a source say; None: a rank was asked to stop meanwhile."""
         run = self.run
         device, target = run.ranks.device, run.target
-        with open_stream(run.config, source, run.ranks, None) as stream:
+        with run.served(), open_stream(run.config, source, run.ranks, None) as stream:
             batches = run.input_failure.watch(shortest(stream, device))
             batches = until_stopped(batches, run.supervision, run.ranks)
             predictions = PredictionBuffer(target)

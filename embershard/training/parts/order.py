@@ -17,6 +17,7 @@ def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, 
     """Return the parts of a run; those that not every run has are imported where its settings ask for them.
 
     * losses first: no checkpoint has what a loss that is not finite trained;
+    * the average before all that uses it;
     * publications before what may take long;
     * files before windows, and windows before the batch that trains their samples;
     * saves before evaluations, in which a rank may die; but behind them where evaluations judge: the checkpoint of a
@@ -25,6 +26,10 @@ def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, 
     """
     config = run.config
     parts: list[Part] = [losses, metrics]
+    if config.train.ema is not None:
+        from embershard.training.parts.average import AveragedWeights
+
+        parts.append(AveragedWeights(run))
     if config.data.has_ids:
         from embershard.training.parts.id_tables import IdTables
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.data import BatchStream, Source, StreamState, Target
@@ -131,11 +133,20 @@ class Training(ABC):
         """Position in the training data behind the last trained batch."""
         return self.upcoming.state
 
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """While it lasts, the model has the weights that everybody gets who uses it, instead of those it trains."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.served())
+            yield
+
     def prepare_save(self, folder: Path, copy_bytes: int = 0) -> PreparedSave:
         """Return the state of the run and of its parts, to be written to a folder, with copies of up to so many bytes
         of what changes in place."""
-        of_parts = self.of_parts(lambda part: part.state())
-        return self.state.prepare_save(folder, self.steps, self.samples, self.position, of_parts, copy_bytes)
+        of_parts, tensors = self.of_parts(lambda part: part.state()), self.of_parts(lambda part: part.tensors())
+        where = (folder, self.steps, self.samples, self.position)
+        return self.state.prepare_save(*where, of_parts, tensors, copy_bytes)
 
 
 class Part:
@@ -228,6 +239,19 @@ class Part:
     def state(self) -> dict[str, Any]:
         """Return entries of a checkpoint's scalars, as JSON values by name."""
         return {}
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return groups of a checkpoint's tensors, by names that no other part has; equal on all ranks."""
+        return {}
+
+    def read_tensors(self, checkpoint: Path) -> None:
+        """The run goes on from a checkpoint, whose other tensors are loaded: load those of this part. Collective."""
+
+    # -- what others get of the model
+
+    def served(self) -> AbstractContextManager[None]:
+        """While it lasts, the model has the weights for all that uses it, if those that it trains are others."""
+        return nullcontext()
 
     # -- the end
 

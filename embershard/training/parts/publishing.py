@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -163,6 +163,7 @@ class Publisher:
     Args:
         checkpoints: folder of the run's checkpoints, which say which deltas a resume needs.
         export: writes the first base.
+        served: while it lasts, the model has the dense weights to publish.
 
     Raises:
         ConfigError: nobody can export.
@@ -176,8 +177,9 @@ class Publisher:
         ranks: Ranks,
         checkpoints: Path | None,
         export: Export | None,
+        served: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._config, self._model, self._tables, self._ranks = config, model, tables, ranks
+        self._config, self._model, self._tables, self._ranks, self._served = config, model, tables, ranks, served
         self._checkpoints, self._export = checkpoints, export
         assert config.folder is not None, "nothing is published"
         self._folder = Path(config.folder)
@@ -384,8 +386,9 @@ class Publisher:
     def _dense(self) -> dict[str, Tensor]:
         """Return copies of the weights around the tables, by name."""
         tables = {table.tensor.rpartition(".")[0] for table in self._tables}  # with rows, and whose they are
-        found = {name: weight for name, weight in self._state().items() if name.rpartition(".")[0] not in tables}
-        return {name: weight.detach().to("cpu", copy=True) for name, weight in found.items()}
+        with self._served():
+            found = {name: weight for name, weight in self._state().items() if name.rpartition(".")[0] not in tables}
+            return {name: weight.detach().to("cpu", copy=True) for name, weight in found.items()}
 
     def _write(self, writing: _Writing, dense: dict[str, Tensor], ranks: Ranks, began: threading.Event) -> None:
         keep_to_one_core()
@@ -512,7 +515,7 @@ class Publishing(Part):
         """Track which rows train from now on."""
         run = self.run
         what = (run.config.publish, run.model, tables_of_run(run.config))
-        self.publisher = Publisher(*what, run.ranks, run.checkpoints, run.export)
+        self.publisher = Publisher(*what, run.ranks, run.checkpoints, run.export, run.served)
 
     def start_again(self) -> None:
         """Go on in the folder of the run that left no checkpoint."""

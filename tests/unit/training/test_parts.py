@@ -58,7 +58,8 @@ def test_hooks_come_in_order(ranks: Ranks, tmp_path: Path) -> None:
     reports = list(trainer.train())
     trainer.close()
     assert [report.step for report in reports if isinstance(report, StopReport)] == [1, 2, 3, 4], "the last is first"
-    of_saves, of_reports = ["wants_save", "before_save", "state"], ["note", "report_entries", "after_evaluation"]
+    of_saves = ["wants_save", "before_save", "state", "tensors"]
+    of_reports = ["note", "report_entries", "after_evaluation", "served"]
     assert [name for name, _ in part.calls if name not in (*of_saves, *of_reports)] == [
         "begin", *["before_batch", "after_step"] * 4, "at_end", "evaluate_at_end", "finish", "close",
     ]  # fmt: skip
@@ -140,7 +141,7 @@ def test_a_part_may_report_save_stop_and_go_on(ranks: Ranks, tmp_path: Path) -> 
     assert second.of_parts(lambda each: each.result())["counted"] == 4
 
 
-HIDDEN = ("id_tables", "publishing", "following", "windows", "hot_cold", "bad_rows")
+HIDDEN = ("average", "id_tables", "publishing", "following", "windows", "hot_cold", "bad_rows")
 
 
 def test_a_run_needs_no_module_of_a_part_that_it_has_not(ranks, tmp_path, monkeypatch) -> None:
