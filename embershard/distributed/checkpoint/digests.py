@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -95,15 +93,24 @@ class DigestingFileSystem(FileSystem):
         self.digests: dict[str, BlockDigests] = {}
         self.error: OSError | None = None
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> io.BufferedWriter:  # type: ignore[override]
+        """Return the file, itself a context: the frame of one made by `contextmanager` would hold the error of a write
+        in a cycle, and so the tensors (from Python 3.13 on)."""
         assert mode == "wb", "the writer only writes"
-        with io.BufferedWriter(_DigestedFile(Path(path), self)) as stream:
-            yield cast(io.IOBase, stream)
+        return _Buffered(_DigestedFile(Path(path), self))
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _Buffered(io.BufferedWriter):
+    """What torch writes to. After a failed write torch flushes it once more when it is closed already, as nobody sees
+    before Python 3.13, which tells of errors in finalizers."""
+
+    def flush(self) -> None:
+        if not self.closed:
+            super().flush()
 
 
 class _DigestedFile(io.FileIO):
