@@ -47,7 +47,7 @@ def git_commit() -> str | None:
         return None
 
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 CUDA_FBGEMM, CPU_FBGEMM = "fbgemm-gpu", "fbgemm-gpu-cpu"
 
 

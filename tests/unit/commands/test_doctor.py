@@ -24,9 +24,9 @@ GIB = 1 << 30
 CASES = [
     # python
     (checks.check_python((3, 10)), PASS),
-    (checks.check_python((3, 12)), PASS),
+    (checks.check_python((3, 13)), PASS),
     (checks.check_python((3, 9)), FAIL),
-    (checks.check_python((3, 13)), WARN),
+    (checks.check_python((3, 14)), WARN),
     # versions
     (checks.check_versions("2.13.0+cpu", "1.8.0", "1.8.0"), PASS),
     (checks.check_versions("2.11.0+cu128", "1.6.1", "1.6.0"), PASS),

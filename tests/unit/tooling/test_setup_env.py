@@ -249,12 +249,12 @@ def test_a_second_run_does_nothing_but_say_so(site, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("version", "fits"), [((3, 9), False), ((3, 10), True), ((3, 11), True), ((3, 12), True), ((3, 13), False)]
+    ("version", "fits"), [((3, 9), False), ((3, 10), True), ((3, 11), True), ((3, 13), True), ((3, 14), False)]
 )
 def test_python_versions(version: tuple[int, int], fits: bool):
     problem = rules.python_problem(version)
     assert (problem == "") == fits
-    assert fits or "Needed: 3.10 to 3.12" in problem
+    assert fits or "Needed: 3.10 to 3.13" in problem
 
 
 def test_a_python_that_fits_is_found_on_the_path():
