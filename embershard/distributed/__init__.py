@@ -9,7 +9,8 @@ from embershard.lazy_names import lazy_names
 if TYPE_CHECKING:
     from embershard.distributed.agreement import empty_like, longest, shortest
     from embershard.distributed.checkpoint.blocks import TensorBlocks
-    from embershard.distributed.checkpoint.folder import check_disk, complete_checkpoints, prune, set_aside, step_of
+    from embershard.distributed.checkpoint.chain import prune
+    from embershard.distributed.checkpoint.folder import check_disk, complete_checkpoints, set_aside, step_of
     from embershard.distributed.checkpoint.load import (
         damaged_scalars,
         load_group,

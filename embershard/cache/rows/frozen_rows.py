@@ -142,6 +142,33 @@ class FrozenRows:
         data = self._blocks[number][: stop - first]
         return torch.frombuffer(_bytes_of(data), dtype=data.dtype).view(part.shape)
 
+    def select(self, keys: Tensor) -> list[Tensor]:
+        """Return the contents that some rows had: of each payload tensor [k, ...].
+
+        Args:
+            keys: int64 [k], ascending, above those of the last call. Rows between them are not read any more. All of
+                them have weights.
+
+        Raises:
+            CacheError: as `read`.
+
+        >>> frozen = FrozenRows([weights := torch.arange(8.0).reshape(4, 2)], None)
+        >>> frozen.put_aside(torch.tensor([2]))
+        >>> weights.data[2] = 0.0
+        >>> frozen.select(torch.tensor([0, 2]))[0].tolist()
+        [[0.0, 1.0], [4.0, 5.0]]
+        """
+        assert self._lowest <= int(keys[0]), "rows are read once, in ascending order"
+        found = [tensor[keys] for tensor in self._payload]
+        places, placed = self._declare_read(int(keys[-1]) + 1)
+        there = torch.searchsorted(keys, torch.from_numpy(placed)).clamp(max=len(keys) - 1)
+        is_asked = keys[there] == torch.from_numpy(placed)
+        into, aside_rows = there[is_asked], torch.from_numpy(places)[is_asked]
+        for rows, (_, aside, _) in zip(found, self._tables, strict=True):
+            RowTable(widest_views(rows, aside_of(aside))[0]).copy(into, aside, aside_rows)
+        self._give_back(places)
+        return found
+
     def close(self) -> None:
         """End: nothing is put aside any more, and who waits goes on."""
         with self._changed:

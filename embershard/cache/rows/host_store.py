@@ -23,6 +23,7 @@ from embershard.cache.rows import memory
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
+from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed.ranks import TIMEOUT
 from embershard.errors import CacheError, ConfigError
 from embershard.units import size
@@ -59,6 +60,7 @@ class HostStore:
         makes_weights: the rows have initial weights by themselves, or get them when they are touched.
         states: name -> [R, ...].
         row_bytes: payload of one row, in bytes.
+        written: rows that were written to; None: they are not tracked (`track_writes`).
 
     >>> host = HostStore([3, 1], dim=4, dtype=torch.float32, states=[("momentum", torch.Size([]), torch.float32)])
     >>> host.num_rows, host.row_bytes, [tuple(tensor.shape) for tensor in host.payload]
@@ -114,6 +116,7 @@ class HostStore:
                 weights.write(rows)
         self._is_read_ahead = False
         self._frozen: FrozenRows | None = None
+        self.written: TouchedKeys | None = None
 
     def _allocator(self, folder: str | None, whole_pages: bool) -> Callable[[int, torch.dtype], Tensor]:
         """Return what makes zeroed tensors from a number of elements and a dtype; in files, unless `folder` is None."""
@@ -237,8 +240,18 @@ class HostStore:
         self._frozen = FrozenRows(self.payload, lazy, is_mapped=self._is_mapped)
         return self._frozen
 
+    def track_writes(self, device: torch.device) -> None:
+        """Note in `written`, from now on, which rows are written to; on the device that their keys are on."""
+        self.written = TouchedKeys(self.num_rows, device)
+
+    def note_written(self, keys: Tensor | None = None) -> None:
+        """Count rows `keys` (int64 [M]), or all, as written to, by somebody else than the cache."""
+        if self.written is not None:
+            self.written.add(torch.arange(self.num_rows) if keys is None else keys)
+
     def before_write(self, keys: Tensor) -> None:
         """Let a reader of frozen rows keep the contents of rows `keys` (int64 [M]), which are about to change."""
+        self.note_written(keys)
         if self._is_read_ahead and not (self._lazy is not None and self._lazy.has_caught_up):
             self.make(keys)  # first: a block that is made later would undo the change
         if self._has_small_pages and self._lazy is None:

@@ -1,4 +1,4 @@
-"""`TouchedKeys`: which rows of a pool updates have trained since somebody asked."""
+"""`TouchedKeys`: which rows of a pool were trained, or written to, since somebody asked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class TouchedKeys:
-    """A mark per row. Lookups, fills and evictions leave them alone: only updates mark rows.
+    """A mark per row. Lookups, fills and evictions leave them alone.
 
     >>> touched = TouchedKeys(5, torch.device("cpu"))
     >>> touched.add(torch.tensor([3, 1, 3]))
@@ -25,10 +25,14 @@ class TouchedKeys:
 
     def add(self, keys: Tensor) -> None:
         """Mark rows (int64 [N]; a row may be there several times)."""
-        if keys.is_cpu:
+        if keys.is_cpu and self._marks.is_cpu:
             self._marks.numpy()[keys.numpy()] = True  # a tenth of the time that torch takes
         else:
-            self._marks.index_fill_(0, keys, True)
+            self._marks.index_fill_(0, keys.to(self._marks.device), True)
+
+    def forget(self) -> None:
+        """Remove all marks."""
+        self._marks.zero_()
 
     def take(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the marked rows among `start` to `stop`, counted from `start`, int64 [M] ascending; remove their

@@ -64,23 +64,6 @@ def is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
-def prune(folder: Path, step: int, keep_last: int) -> list[str]:
-    """Remove the oldest complete checkpoints up to `step`, but for `keep_last` and that of the best evaluation; return
-    their names. One rank calls it.
-
-    >>> for step in (1, 2, 3, 9):
-    ...     Path(f"long/step_{step}").mkdir(parents=True)
-    >>> prune(Path("long"), step=3, keep_last=1)
-    ['step_1', 'step_2']
-    """
-    old = [path for path in complete_checkpoints(folder) if (step_of(path) or 0) <= step][:-keep_last]
-    best = best_checkpoint(folder)[0]
-    old = [path for path in old if path != best]
-    for path in old:
-        remove(path)
-    return [path.name for path in old]
-
-
 def best_checkpoint(folder: Path) -> tuple[Path | None, str]:
     """Return the complete checkpoint of the best evaluation; where there is none, None and why its file does not lead
     to one, as a sentence without a full stop, empty without such a file.

@@ -15,11 +15,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
+from embershard.distributed.checkpoint.chain import Chain, Link, lost
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
-from embershard.distributed.checkpoint.metadata import METADATA, read_metadata
+from embershard.distributed.checkpoint.metadata import read_metadata
 from embershard.distributed.ranks import Ranks
 from embershard.errors import CheckpointError, InvalidCheckpointError
 
@@ -51,43 +53,59 @@ def verify_checkpoint(checkpoint: Path, ranks: Ranks, *, allow_unverified: bool 
     4
     """
 
-    def read() -> Manifest | None:
+    def read() -> Chain:
         if allow_unverified and checkpoint.is_dir() and not (checkpoint / MANIFEST).exists():
-            return None
-        return Manifest.read(checkpoint)
+            return Chain((Link(checkpoint, None),))
+        Manifest.read(checkpoint)
+        return Chain.of(checkpoint)
 
-    manifest = ranks.from_first(read)
-    if manifest is not None:
-        share = (ranks.rank, ranks.world_size)
-        problem = next(filter(None, ranks.all_gather_objects(manifest.damage(checkpoint, share))), None)
-        if problem is not None:
-            raise InvalidCheckpointError(f"{checkpoint}: {problem}")
-    ranks.from_first(lambda: _check_listed(checkpoint, manifest))
-    return manifest
+    chain = ranks.from_first(read)
+    share = (ranks.rank, ranks.world_size)
+    for link in chain.links:
+        if link.manifest is not None:
+            found = ranks.all_gather_objects(link.manifest.damage(link.path, share))
+            _raise_damage(checkpoint, link, next(filter(None, found), None))
+    ranks.from_first(lambda: [_check_listed(link) for link in chain.links])
+    return chain.links[-1].manifest
 
 
-def verify_alone(checkpoint: Path) -> Manifest:
-    """Verify a checkpoint in this process, without a process group.
+def verify_alone(checkpoint: Path, sound: set[Path] | None = None) -> Manifest:
+    """Verify a checkpoint, and those that it follows, in this process, without a process group.
+
+    Args:
+        sound: checkpoints that were verified: they are not read again. Those that are found sound are added.
 
     Raises:
         InvalidCheckpointError: as `verify_checkpoint`.
     """
     manifest = Manifest.read(checkpoint)
-    if problem := manifest.damage(checkpoint):
-        raise InvalidCheckpointError(f"{checkpoint}: {problem}")
-    _check_listed(checkpoint, manifest)
+    for link in Chain.of(checkpoint).links:
+        if link.manifest is not None and (sound is None or link.path not in sound):
+            _raise_damage(checkpoint, link, link.manifest.damage(link.path))
+            _check_listed(link)
+            if sound is not None:
+                sound.add(link.path)
     return manifest
 
 
-def _check_listed(checkpoint: Path, manifest: Manifest | None) -> None:
+def _raise_damage(checkpoint: Path, link: Link, problem: str | None) -> None:
+    if problem is not None:
+        is_own = link.path == checkpoint
+        raise InvalidCheckpointError(f"{checkpoint}: {problem}") if is_own else lost(
+            checkpoint, link.path, f"{link.path}: {problem}"
+        )
+
+
+def _check_listed(link: Link) -> None:
     """Raise unless the manifest, where there is one, lists every file that is read; so all of them were verified."""
-    listed = None if manifest is None else manifest.files.keys()
-    for name in (METADATA, SCALARS):
+    listed = None if link.manifest is None else link.manifest.files.keys()
+    own = () if link.manifest is None else {shard.file for shard in link.manifest.shards}
+    for name in (link.metadata, SCALARS, *own):
         if listed is not None and name not in listed:
-            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} does not list {name}")
-    for part in read_metadata(checkpoint).storage_data.values():
+            raise InvalidCheckpointError(f"{link.path}: {MANIFEST} does not list {name}")
+    for part in read_metadata(link.path, link.metadata).storage_data.values():
         if listed is not None and part.relative_path not in listed:
-            raise InvalidCheckpointError(f"{checkpoint}: {MANIFEST} does not list {part.relative_path}")
+            raise InvalidCheckpointError(f"{link.path}: {MANIFEST} does not list {part.relative_path}")
 
 
 def read_scalars(checkpoint: Path) -> dict[str, Any]:
@@ -212,9 +230,24 @@ def saved_sizes(checkpoint: Path, group: str) -> dict[str, torch.Size]:
     return {name: entry.size for name, entry in _entries(checkpoint, group)}
 
 
+def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """Return size and type of all tensors of a checkpoint, by name.
+
+    Raises:
+        InvalidCheckpointError: the checkpoint's `.metadata` is damaged, or would run code; or a link is lost.
+
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     saved = save_checkpoint(Path("tensors"), 4, {"w": torch.ones(2)}, {}, ranks, keep_last=1, run_id="8c1f")
+    >>> saved_tensors(saved)["w"].size
+    torch.Size([2])
+    """
+    return dict(Chain.of(checkpoint).metadata()[0].state_dict_metadata)
+
+
 def _entries(checkpoint: Path, group: str) -> list[tuple[str, TensorStorageMetadata]]:
     prefix = f"{group}."
-    found = read_metadata(checkpoint).state_dict_metadata.items()
+    found = saved_tensors(checkpoint).items()
     return [
         (name.removeprefix(prefix), entry)
         for name, entry in found
@@ -244,17 +277,29 @@ def newest_valid(checkpoints: Sequence[Path], use: Callable[[Path], T]) -> tuple
 
 class _Reader(FileSystemReader):
     """Reads a checkpoint's tensors by metadata that were checked; torch itself loads tensors with `weights_only=True`.
+    Those of a delta are read of the checkpoints that it follows, and its rows are laid over them.
 
     The constructor reads the metadata: torch catches errors of `read_metadata`, and tries other files.
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self._metadata = read_metadata(checkpoint)
-        super().__init__(checkpoint)
+        chain = Chain.of(checkpoint)
+        self._metadata, self._rows = chain.metadata()
+        super().__init__(chain.path.parent)
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        done = super().read_data(plan, planner)
+        done.wait()
+        for item in plan.items:
+            chunk = item.storage_index.offset
+            if chunk is not None and len(chunk):
+                offsets = [start + more for start, more in zip(chunk, item.storage_offsets, strict=True)]
+                self._rows.lay_over(item.storage_index.fqn, offsets, planner.resolve_tensor(item).detach())
+        return done
 
 
 def causes(error: dcp.CheckpointException) -> dict[int, BaseException]:

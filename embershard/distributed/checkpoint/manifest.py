@@ -1,4 +1,8 @@
-"""The manifest of a checkpoint: its step, its run, and size and checksums of every file. It has a checksum itself."""
+"""The manifest of a checkpoint: its step, its run, and size and checksums of every file. It has a checksum itself.
+
+That of a chain also has a token, which no other save has. A delta has the token of its parent, and what is in its files
+of rows.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from embershard.distributed.checkpoint.digests import BLOCK_BYTES, FileEntry, block_digest
@@ -16,7 +20,54 @@ from embershard.errors import InvalidCheckpointError
 from embershard.settings.decoding import decode
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # 1, where checkpoints are no chains
+METADATA = ".metadata"
+#: Fields that format 1 does not have.
+_OF_CHAINS = ("token", "parent", "shards", "metadata")
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The save that a delta follows."""
+
+    step: int
+    token: str
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """Rows of a shard that changed, in a file of rows. Piece P of them is the tensors "PLACE.P.keys", int64 [n], row
+    numbers in the shard, and "PLACE.P.T", [n, ...], the rows of tensor T.
+
+    Attributes:
+        file, place: where they are.
+        tensors: whose rows they are: weights and states of one shard, which have the same rows.
+        offsets: of the shard in each of these.
+        pieces: that the rows are cut into, in ascending order.
+        rows: in all pieces.
+    """
+
+    file: str
+    place: int
+    tensors: tuple[str, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    pieces: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class SavedLink:
+    """What the manifest of a checkpoint in a chain has beside its files.
+
+    Attributes:
+        token: names the save.
+        parent: of a delta; None: the checkpoint is whole.
+        shards: rows of a delta, of all ranks; those without a changed row, too.
+    """
+
+    token: str
+    parent: Parent | None = None
+    shards: tuple[ShardRows, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +91,9 @@ class Manifest:
         run_id: the same in all checkpoints of a run, those after a resume included.
         block_bytes: bytes that one checksum covers.
         files: by name, all but the manifest itself.
-        checksum: SHA-256 of all the above.
+        checksum: SHA-256 of all other fields.
+        token, parent, shards: see `SavedLink`; "" and none where checkpoints are no chains.
+        metadata: name of the file with the places of the tensors.
     """
 
     format: int
@@ -49,11 +102,20 @@ class Manifest:
     block_bytes: int
     files: dict[str, FileEntry]
     checksum: str
+    token: str = ""
+    parent: Parent | None = None
+    shards: tuple[ShardRows, ...] = field(default=())
+    metadata: str = METADATA
 
     @staticmethod
-    def of(step: int, run_id: str, files: Mapping[str, FileEntry]) -> Manifest:
-        """Return the manifest of files that were written."""
-        return Manifest(FORMAT, step, run_id, BLOCK_BYTES, dict(sorted(files.items())), checksum="")
+    def of(
+        step: int, run_id: str, files: Mapping[str, FileEntry], link: SavedLink | None = None, metadata: str = METADATA
+    ) -> Manifest:
+        """Return the manifest of files that were written; `link`: of a checkpoint in a chain."""
+        values = (step, run_id, BLOCK_BYTES, dict(sorted(files.items())), "")
+        if link is None:
+            return Manifest(1, *values)
+        return Manifest(FORMAT, *values, link.token, link.parent, link.shards, metadata)
 
     @staticmethod
     def read(checkpoint: Path) -> Manifest:
@@ -90,7 +152,8 @@ class Manifest:
     def text(self) -> str:
         """Return the file's text, with its checksum."""
         values = asdict(self)
-        del values["checksum"]
+        for name in ("checksum", *(_OF_CHAINS if self.format < FORMAT else ())):
+            del values[name]
         checksum = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
         return json.dumps({**values, "checksum": checksum}, indent=1)
 

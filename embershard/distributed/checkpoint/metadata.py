@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from embershard.distributed.checkpoint.folder import is_plain_name
+from embershard.distributed.checkpoint.manifest import METADATA
 from embershard.errors import InvalidCheckpointError
 
-METADATA = ".metadata"
 _TORCH = "torch.distributed.checkpoint"
 _CLASSES = {
     (f"{_TORCH}.metadata", "BytesStorageMetadata"),
@@ -53,8 +53,9 @@ class StoredPart:
     transform_descriptors: None = None
 
 
-def read_metadata(checkpoint: Path) -> Metadata:
-    """Read and check a checkpoint's `.metadata`.
+def read_metadata(checkpoint: Path, name: str = METADATA) -> Metadata:
+    """Read and check a checkpoint's `.metadata`, or the file that its manifest names in its place; of a delta, the
+    tensors that it has whole (`Chain.metadata` has all).
 
     Raises:
         InvalidCheckpointError: it is damaged, names something else than the classes that it needs, or a place outside
@@ -66,13 +67,13 @@ def read_metadata(checkpoint: Path) -> Metadata:
     embershard.errors.InvalidCheckpointError: .: .metadata is refused: it names builtins.print, ...
     """
     try:
-        with (checkpoint / METADATA).open("rb") as file:
+        with (checkpoint / name).open("rb") as file:
             root = _Unpickler(file).load()
         sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.is_file()}
         return _metadata(root, sizes)
     except Exception as error:  # a hostile pickle may raise anything
         cause = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
-        raise InvalidCheckpointError(f"{checkpoint}: {METADATA} is refused: {cause}") from error
+        raise InvalidCheckpointError(f"{checkpoint}: {name} is refused: {cause}") from error
 
 
 class _StandIn:

@@ -8,8 +8,9 @@ import os
 import shutil
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,30 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from embershard.distributed.checkpoint.blocks import TensorBlocks
+from embershard.distributed.checkpoint.chain import prune
 from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry, file_entry
-from embershard.distributed.checkpoint.folder import PARTIAL, checkpoint_at, leftovers, prune
+from embershard.distributed.checkpoint.folder import PARTIAL, checkpoint_at, leftovers
 from embershard.distributed.checkpoint.load import SCALARS, causes
-from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
+from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest, Parent, SavedLink
+from embershard.distributed.checkpoint.rows_file import ChangedShard, write_rows
 from embershard.distributed.ranks import Ranks
 from embershard.errors import CheckpointError, FailedSaveError, os_problem
 from embershard.whole_file import sync_folder
+
+
+@dataclass(frozen=True, eq=False)
+class NewLink:
+    """A checkpoint of a chain that is to be written.
+
+    Attributes:
+        token: names the save; the same on all ranks.
+        parent: the save that a delta follows; None: all tensors are written whole.
+        shards: of a delta, this rank's shards with the rows that changed since the parent.
+    """
+
+    token: str
+    parent: Parent | None = None
+    shards: tuple[ChangedShard, ...] = ()
 
 
 def save_checkpoint(
@@ -37,6 +55,7 @@ def save_checkpoint(
     *,
     keep_last: int,
     run_id: str,
+    link: NewLink | None = None,
 ) -> Path:
     """Write `folder/step_<step>` and return it, then remove the oldest complete checkpoints. Every rank calls it.
 
@@ -51,6 +70,7 @@ def save_checkpoint(
         ranks: the calling process's place.
         keep_last: complete checkpoints to keep, this one included; at least 1.
         run_id: names the run in the manifest.
+        link: of a checkpoint in a chain; of a delta, `tensors` are those that it has whole.
 
     Raises:
         CheckpointError: a complete checkpoint of this step exists already, or `tensors` holds something else.
@@ -70,7 +90,11 @@ def save_checkpoint(
     try:
         ranks.from_first(lambda: _make_empty(partial))
         files = _write_tensors(partial, blocks, ranks)
-        ranks.from_first(lambda: _complete(partial, final, {**scalars, "step": step}, run_id, files))
+        saved = None
+        if link is not None:
+            saved, of_rows = _write_rows(partial, link, blocks, ranks)
+            files |= of_rows
+        ranks.from_first(lambda: _complete(partial, final, {**scalars, "step": step}, run_id, files, saved))
     except OSError as error:
         ranks.from_first(lambda: shutil.rmtree(partial, ignore_errors=True))
         reason = error.strerror or str(error)
@@ -109,6 +133,31 @@ def _write_tensors(partial: Path, tensors: TensorBlocks, ranks: Ranks) -> dict[s
     return {name: entry for part in ranks.all_gather_objects(written) for name, entry in part.items()}
 
 
+def _write_rows(
+    partial: Path, link: NewLink, blocks: TensorBlocks, ranks: Ranks
+) -> tuple[SavedLink, dict[str, FileEntry]]:
+    """Write the rows of all ranks; return what the manifest has of them. Raises OSError on all ranks."""
+    saved, name = SavedLink(link.token, link.parent), f"rows_{ranks.rank}.safetensors"
+    if link.parent is None:
+        return saved, {}
+    own: tuple[Sequence[Any], dict[str, FileEntry]] | Exception = ((), {})
+    try:
+        if link.shards:
+            shards, entry = write_rows(partial / name, link.shards, blocks.before_block)
+            own = shards, {name: entry}
+    except Exception as error:
+        own = error
+    everything, files = list[Any](), dict[str, FileEntry]()
+    for rank, found in enumerate(ranks.all_gather_objects(own)):
+        if isinstance(found, OSError):
+            raise OSError(found.errno, f"rank {rank}: {found.strerror or found}")
+        if isinstance(found, Exception):
+            raise found
+        everything += found[0]
+        files |= found[1]
+    return replace(saved, shards=tuple(everything)), files
+
+
 @contextmanager
 def _without_crc32() -> Iterator[None]:
     """Let torch write tensors without its checksums, which it never verifies: the manifest has SHA-256."""
@@ -121,11 +170,16 @@ def _without_crc32() -> Iterator[None]:
 
 
 def _complete(
-    partial: Path, final: Path, scalars: Mapping[str, Any], run_id: str, files: Mapping[str, FileEntry]
+    partial: Path,
+    final: Path,
+    scalars: Mapping[str, Any],
+    run_id: str,
+    files: Mapping[str, FileEntry],
+    link: SavedLink | None,
 ) -> None:
     _write_synced(partial / SCALARS, json.dumps(scalars, indent=1))
     files = {**files, SCALARS: file_entry(partial / SCALARS)}
-    _write_synced(partial / MANIFEST, Manifest.of(scalars["step"], run_id, files).text())
+    _write_synced(partial / MANIFEST, Manifest.of(scalars["step"], run_id, files, link).text())
     sync_folder(partial)
     os.rename(partial, final)
     sync_folder(final.parent)

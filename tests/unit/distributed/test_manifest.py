@@ -100,7 +100,7 @@ def test_a_manifest_leads_nowhere_else(saved, tmp_path, ranks, name, said):
     [
         ({"block_bytes": 0}, "in blocks of 0"),
         ({"files": {}}, r"does not list \.metadata"),
-        ({"format": 2}, "has format 2, needed 1"),
+        ({"format": 3}, "has format 3, needed 2"),
         ({"step": 1}, "is that of step 1"),
         ({"step": "2"}, "needed integer"),
         ({"files": {"a": {"bytes": -1, "sha256": []}}}, "a: "),
