@@ -1,4 +1,4 @@
-"""`embershard ckpt`: lists, verifies, prunes and compares checkpoints."""
+"""`embershard ckpt`: lists, verifies, compacts, prunes and compares checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from embershard import distributed  # its names load torch when they are used, and --help must answer at once
 from embershard.distributed import complete_checkpoints, step_of
 from embershard.distributed.checkpoint.folder import ASIDE, best_checkpoint, folder_bytes, leftovers, remove
-from embershard.errors import ConfigError, InvalidCheckpointError
+from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError, os_problem
 from embershard.launch.arguments import help_parts, make_parser, positive
 from embershard.launch.run_dir import lock_run_dir
 from embershard.launch.screen import make_table, say, wide_console
@@ -24,6 +24,7 @@ _HELP = """The checkpoints of a run, without training. Exit codes: 0; 1 for dama
 
   embershard ckpt ls runs/mine
   embershard ckpt verify runs/mine
+  embershard ckpt compact runs/mine
   embershard ckpt prune runs/mine --keep 1
   embershard ckpt diff runs/mine/checkpoints/step_100 runs/mine/checkpoints/step_200
 """
@@ -36,12 +37,13 @@ def main(argv: Sequence[str]) -> int:
         EmbershardError: a folder holds no checkpoints, or cannot be read or changed.
     """
     arguments = _parser().parse_args(argv)
-    return {"ls": _ls, "verify": _verify, "prune": _prune, "diff": _diff}[arguments.action](arguments)
+    actions = {"ls": _ls, "verify": _verify, "compact": _compact, "prune": _prune, "diff": _diff}
+    return actions[arguments.action](arguments)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
     folder = _checkpoints(arguments.run_dir)
-    table = make_table(str(folder), ["name", "run", "state"], ["size", "files", "written"])
+    table = make_table(str(folder), ["name", "run", "kind", "state"], ["size", "files", "written"])
     for row in listing(folder):
         table.add_row(*row)
     wide_console().print(table)
@@ -52,15 +54,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     from embershard.distributed.checkpoint.load import verify_alone
 
     folder, console = _checkpoints(arguments.run_dir), wide_console()
-    found = [path for path in complete_checkpoints(folder) if arguments.step in (None, step_of(path))]
-    if not found:
-        of = "" if arguments.step is None else f" of step {arguments.step}"
-        raise ConfigError(f"{folder} has no complete checkpoint{of}.")
+    found, sound = _asked_for(folder, arguments.step), set[Path]()
     invalid = 0
     for path in found:
         started = time.perf_counter()
         try:
-            manifest = verify_alone(path)
+            manifest = verify_alone(path, sound)
         except InvalidCheckpointError as error:
             invalid += 1
             say(console, f"INVALID  {error}")
@@ -71,11 +70,41 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if invalid else 0
 
 
+def _asked_for(folder: Path, step: int | None) -> list[Path]:
+    """Return the complete checkpoints, or that of a step."""
+    found = [path for path in complete_checkpoints(folder) if step in (None, step_of(path))]
+    if not found:
+        of = "" if step is None else f" of step {step}"
+        raise ConfigError(f"{folder} has no complete checkpoint{of}.")
+    return found
+
+
+def _compact(arguments: argparse.Namespace) -> int:
+    from embershard.distributed.checkpoint.compact import compact
+
+    folder, console = _checkpoints(arguments.run_dir), wide_console()
+    path = _asked_for(folder, arguments.step)[-1]
+    lock_run_dir(folder.parent)  # a run that trains may remove it
+    was_whole = distributed.Manifest.read(path).parent is None
+    try:
+        manifest = compact(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} is as it was: {os_problem(error, path)}") from error
+    done = "was whole" if was_whole else f"is whole now, {size(manifest.num_bytes)}, and needs no other checkpoint"
+    say(console, f"{path} {done}")
+    return 0
+
+
 def _prune(arguments: argparse.Namespace) -> int:
     folder, console = _checkpoints(arguments.run_dir), wide_console()
     if not arguments.dry_run:
         lock_run_dir(folder.parent)  # a run that trains is not disturbed
+    from embershard.distributed.checkpoint.compact import remove_unlisted
+
     kept, going = to_prune(folder, arguments.keep)
+    for path in () if arguments.dry_run else kept:
+        if distributed.Manifest.read(path).token:
+            remove_unlisted(path)
     for path in going:
         if not arguments.dry_run:
             remove(path)
@@ -108,17 +137,19 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, more, text in (
         ("ls", "", "list checkpoints; contents are not read"),
-        ("verify", "", "compare every byte with the checksums"),
+        ("verify", "", "compare every byte with the checksums, and those of checkpoints that others need"),
+        ("compact", "", "make the newest checkpoint, or that of a step, whole: it needs no other one then"),
         (
             "prune",
             " --keep 1",
-            "remove old checkpoints, and what runs left that died; the newest valid ones and the best stay",
+            "remove old checkpoints, and what runs left that died; the newest valid ones and the best stay, and what "
+            "these need",
         ),
     ):
         example = f"  embershard ckpt {name} runs/mine{more}\n"
         action = actions.add_parser(name, help=text, **help_parts(f"{text}\n\n{example}"))
         action.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
-        if name == "verify":
+        if name in ("verify", "compact"):
             action.add_argument("step", type=int, nargs="?", metavar="STEP", help="only the checkpoint of this step")
         if name == "prune":
             action.add_argument("--keep", type=positive, required=True, metavar="N", help="valid checkpoints to keep")
@@ -132,51 +163,54 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def listing(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yield name, run, state, size, number of files and time of every checkpoint; files are not read."""
+    """Yield name, run, kind, state, size, number of files and time of every checkpoint; files are not read."""
     found = [path for path in folder.glob("step_*") if path.is_dir()]
     best, _ = best_checkpoint(folder)
     for path in sorted(found, key=lambda path: (step_of(path) is None, step_of(path) or 0, path.name)):
-        run, state = "", "unfinished" if path.suffix == ".tmp" else "set aside"
+        run, kind, state = "", "", "unfinished" if path.suffix == ".tmp" else "set aside"
         if step_of(path) is not None:
             state = "complete"
             try:
                 manifest = distributed.Manifest.read(path)
                 run, problem = manifest.run_id[:8], manifest.wrong_size(path)
+                kind = "whole" if manifest.parent is None else f"delta of step_{manifest.parent.step}"
                 state = problem or (f"{state}, the best" if path == best else state)
             except InvalidCheckpointError as error:
                 state = str(error).partition(": ")[2]
         files = [file for file in path.iterdir() if file.is_file()]
         written = datetime.fromtimestamp(path.stat().st_mtime)
-        yield path.name, run, state, size(folder_bytes(path)), str(len(files)), f"{written:%Y-%m-%d %H:%M}"
+        yield path.name, run, kind, state, size(folder_bytes(path)), str(len(files)), f"{written:%Y-%m-%d %H:%M}"
 
 
 def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
-    """Return the newest `keep` valid checkpoints with that of the best evaluation, if it is valid, and all else that
-    may go, invalid ones among it.
+    """Return the newest `keep` valid checkpoints with that of the best evaluation, if it is valid, and all that these
+    need; and all else that may go, invalid ones among it, and what needs another one before that.
 
     Raises:
         InvalidCheckpointError: no checkpoint is valid: then none goes.
     """
+    from embershard.distributed.checkpoint.chain import needed_by
     from embershard.distributed.checkpoint.load import verify_alone  # loads torch, and a list needs it not
 
-    kept: list[Path] = []
+    kept, sound = list[Path](), set[Path]()
     best, _ = best_checkpoint(folder)
     for path in reversed(complete_checkpoints(folder)):
         try:
-            if (len(kept) < keep or path == best) and verify_alone(path):
+            if (len(kept) < keep or path == best) and verify_alone(path, sound):
                 kept.append(path)
         except InvalidCheckpointError:
             continue
     if not kept:
         raise InvalidCheckpointError(f"{folder} has no valid checkpoint, so none is removed. Remove folders by hand.")
-    others = [path for path in complete_checkpoints(folder) if path not in kept]
+    needed = needed_by(kept)
+    kept += sorted(needed.difference(kept), key=lambda path: -(step_of(path) or 0))
+    others = [path for path in reversed(complete_checkpoints(folder)) if path not in needed]
     return kept, [*others, *leftovers(folder), *sorted(folder.glob(f"step_*{ASIDE}*"))]
 
 
 def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
     """Yield how two valid checkpoints differ: name, in the first, in the second. Reads one tensor at a time."""
-    from embershard.distributed.checkpoint.load import verify_alone
-    from embershard.distributed.checkpoint.metadata import read_metadata
+    from embershard.distributed.checkpoint.load import saved_tensors, verify_alone
 
     manifests = [verify_alone(path) for path in (first, second)]
     if manifests[0].run_id != manifests[1].run_id:
@@ -186,7 +220,7 @@ def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
         pair = [repr(found[name])[:40] if name in found else "" for found in values]
         if values[0].get(name) != values[1].get(name):
             yield name, pair[0], pair[1]
-    entries = [read_metadata(path).state_dict_metadata for path in (first, second)]
+    entries = [saved_tensors(path) for path in (first, second)]
     for name in sorted(entries[0].keys() | entries[1].keys()):
         kinds = [_kind(found.get(name)) for found in entries]
         if kinds[0] != kinds[1]:

@@ -23,8 +23,13 @@ class CheckpointConfig:
     at_end: Free[bool] = True
     """Also save when training ends. A run that a signal ends saves then, too, if it saves at all."""
 
+    full_every: Free[int] = 1
+    """Of so many saves, one has all rows of the tables. The others have those that changed since the save before, and
+    need it: a save with all that it needs is a chain. 1: every save is whole."""
+
     keep_last: Free[int] = 2
-    """Complete checkpoints to keep; older ones are removed, but for that of the best evaluation."""
+    """Complete checkpoints to keep; older ones are removed, but for that of the best evaluation, and for those that
+    these need."""
 
     keep_best: Free[bool | None] = None
     """Save the step of every evaluation that is better than all before, by `train.metric`, and keep the newest such
@@ -40,7 +45,7 @@ class CheckpointConfig:
     save at the end of training fails, "continue" still evaluates and writes the result; the exit code is 1."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "keep_last"):
+        for name in ("every_steps", "full_every", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"checkpoint.{name}: got {value}, needed at least 1.")
@@ -49,6 +54,7 @@ class CheckpointConfig:
         for name, is_set in (
             ("on_failed_save", self.on_failed_save == "continue"),
             ("asynchronous", self.asynchronous is not None),
+            ("full_every", self.full_every > 1),
         ):
             if is_set and self.every_steps is None and not self.keep_best:
                 raise ConfigError(

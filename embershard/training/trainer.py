@@ -258,6 +258,7 @@ class Trainer(Training):
         self.samples = saved.samples
         if manifest is not None:
             self.state.run_id = manifest.run_id
+        self._saves.go_on_from(checkpoint, manifest)
         self.stream.close()
         for part in self.parts:
             part.read_tensors(checkpoint)

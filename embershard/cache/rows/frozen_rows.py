@@ -74,7 +74,7 @@ class FrozenRows:
         self._following, self._kept = np.zeros(places, np.int32), np.zeros(places, np.int64)
         self._free = np.zeros(2, np.int64)
         blocks = [torch.empty(min(self.block_rows, self._num_rows), *t.shape[1:], dtype=t.dtype) for t in payload]
-        asides = [torch.empty(places, *tensor.shape[1:], dtype=tensor.dtype) for tensor in payload]  # no page yet
+        self._asides = asides = [torch.empty(places, *tensor.shape[1:], dtype=tensor.dtype) for tensor in payload]  # no page yet
         self._tables = [
             [RowTable(view) for view in widest_views(*tensors)]
             for tensors in zip(self._payload, asides, blocks, strict=True)
@@ -159,13 +159,17 @@ class FrozenRows:
         [[0.0, 1.0], [4.0, 5.0]]
         """
         assert self._lowest <= int(keys[0]), "rows are read once, in ascending order"
-        found = [tensor[keys] for tensor in self._payload]
+        found, tables, everything = [], [], torch.arange(len(keys))
+        for tensor, aside in zip(self._payload, self._asides, strict=True):
+            found.append(torch.empty(len(keys), *tensor.shape[1:], dtype=tensor.dtype))
+            rows, put_aside, own = (RowTable(view) for view in widest_views(tensor, aside, found[-1]))
+            own.copy(everything, rows, keys)
+            tables.append((own, put_aside))
         places, placed = self._declare_read(int(keys[-1]) + 1)
         there = torch.searchsorted(keys, torch.from_numpy(placed)).clamp(max=len(keys) - 1)
         is_asked = keys[there] == torch.from_numpy(placed)
-        into, aside_rows = there[is_asked], torch.from_numpy(places)[is_asked]
-        for rows, (_, aside, _) in zip(found, self._tables, strict=True):
-            RowTable(widest_views(rows, aside_of(aside))[0]).copy(into, aside, aside_rows)
+        for own, put_aside in tables:
+            own.copy(there[is_asked], put_aside, torch.from_numpy(places)[is_asked])
         self._give_back(places)
         return found
 

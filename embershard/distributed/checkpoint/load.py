@@ -342,23 +342,51 @@ def saved_rows(checkpoint: Path, name: str) -> Iterator[Tensor]:
     >>> torch.cat(list(saved_rows(saved, "model.t.weight"))).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     """
-    reader = _Reader(checkpoint)
-    metadata = reader.read_metadata()
-    entry = metadata.state_dict_metadata.get(name)
+    boxes = BoxReader(checkpoint)
+    entry = boxes.metadata.state_dict_metadata.get(name)
     if not isinstance(entry, TensorStorageMetadata) or not entry.size:
         raise CheckpointError(f"{checkpoint} has no tensor {name!r} with rows; it is of another model.")
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
     borders = {row for chunk in entry.chunks for row in (chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])}
     for start, stop in itertools.pairwise(sorted({0, entry.size[0], *borders})):
-        window = ChunkStorageMetadata(
-            torch.Size((start, *(0 for _ in entry.size[1:]))), torch.Size((stop - start, *entry.size[1:]))
-        )
+        yield boxes.read(name, (start, *(0 for _ in entry.size[1:])), (stop - start, *entry.size[1:]))
+
+
+class BoxReader:
+    """Reads parts of a checkpoint's tensors in this process alone. Verify the checkpoint first.
+
+    Attributes:
+        metadata: sizes and types of the tensors.
+
+    Raises:
+        InvalidCheckpointError: the checkpoint's `.metadata` is damaged, or would run code; or a link is lost.
+
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     tensors = {"w": torch.arange(6.0).view(3, 2)}
+    ...     saved = save_checkpoint(Path("boxes"), 4, tensors, {}, ranks, keep_last=1, run_id="8c1f")
+    >>> BoxReader(saved).read("w", (1, 1), (2, 1)).tolist()
+    [[3.0], [5.0]]
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint, self._reader = checkpoint, _Reader(checkpoint)
+        self.metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return the part of tensor `name` with these offsets and sizes, whoever wrote it.
+
+        Raises:
+            CheckpointError: the checkpoint lacks some of it.
+        """
+        entry, window = self.metadata.state_dict_metadata[name], ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(name, entry, [window])
-        rows = torch.empty(window.sizes, dtype=entry.properties.dtype)
-        if sum(item.lengths.numel() for item in items) != rows.numel():
-            raise CheckpointError(f"{checkpoint}: {name} lacks some of its rows {start} to {stop - 1}.")
-        reader.read_data(LoadPlan(items), _IntoRows(rows)).wait()
-        yield rows
+        found = torch.empty(window.sizes, dtype=entry.properties.dtype)
+        if sum(item.lengths.numel() for item in items) != found.numel():
+            last = offsets[0] + sizes[0] - 1 if offsets else 0
+            raise CheckpointError(f"{self._checkpoint}: {name} lacks some of its rows {offsets[0]} to {last}.")
+        self._reader.read_data(LoadPlan(items), _IntoRows(found)).wait()
+        return found
 
 
 class _IntoRows(DefaultLoadPlanner):

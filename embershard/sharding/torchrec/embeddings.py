@@ -346,7 +346,9 @@ class CachedTableBatchedEmbeddings(HostTables):
             table: its name.
             rows: int64 [K] row numbers in the whole table; those outside of this shard are ignored. None: all rows.
         """
-        self.cache.host_rows_changed(self._keys_of(table, rows))
+        keys = self._keys_of(table, rows)
+        self.host.note_written(keys)
+        self.cache.host_rows_changed(keys)
 
     def _keys_of(self, table: str, rows: Tensor | None) -> Tensor:
         keys = [torch.empty(0, dtype=torch.int64)]

@@ -26,15 +26,18 @@ from embershard.distributed import (
     without_empty,
 )
 from embershard.distributed.checkpoint.load import without_known_warnings
+from embershard.distributed.checkpoint.save import NewLink
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates, restore_contents, saved_contents
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
+from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.checkpoint.saved_run import SOURCE_STATE, SavedRun, SettingsComparison, compare
+from embershard.training.checkpoint.table_shards import MODEL, STATES
 from embershard.training.config import RunConfig
 from embershard.training.optimizers import Optimizers
 
-#: Groups of a checkpoint's tensors: states of the embedding rows, and the cached rows.
-_STATES, _CACHE = "embedding_optimizer", "cache"
+#: Group of a checkpoint's tensors: the cached rows.
+_CACHE = "cache"
 
 
 @dataclass
@@ -42,6 +45,7 @@ class PreparedSave:
     """A checkpoint that was not written yet. The rows of cached tables are frozen until it is written or closed.
 
     Attributes:
+        chain: of which the checkpoint is a link, if of any; it learns what became of it.
         waits: each waits for what must be there before the checkpoint is.
     """
 
@@ -52,6 +56,8 @@ class PreparedSave:
     scalars: dict[str, Any]
     keep_last: int
     run_id: str
+    link: NewLink | None = None
+    chain: SaveChain | None = None
     waits: Sequence[Callable[[], None]] = ()
 
     def write(self, ranks: Ranks, before_block: Callable[[], None] = lambda: None) -> Path:
@@ -65,13 +71,16 @@ class PreparedSave:
             FailedSaveError: it could not be written.
         """
         self.tensors.before_block = before_block
+        path = None
         try:
             for wait in self.waits:
                 wait()
-            return save_checkpoint(
-                self.folder, self.step, self.tensors, self.scalars, ranks, keep_last=self.keep_last, run_id=self.run_id
-            )
+            what = self.folder, self.step, self.tensors, self.scalars, ranks
+            path = save_checkpoint(*what, keep_last=self.keep_last, run_id=self.run_id, link=self.link)
+            return path
         finally:
+            if self.chain is not None:
+                self.chain.failed() if path is None else self.chain.written(self.step)
             self.tensors.before_block = lambda: None  # its owner may hold this object: no cycle may keep the copies
             self.close()
 
@@ -120,6 +129,7 @@ class RunState:
         of_parts: Mapping[str, Any],
         tensors_of_parts: Mapping[str, Mapping[str, Tensor]],
         copy_bytes: int,
+        chain: SaveChain | None = None,
     ) -> PreparedSave:
         """Return the state of a run that has trained so far, to be written to `folder/step_<steps>`.
 
@@ -127,6 +137,7 @@ class RunState:
             of_parts: entries of the run's parts.
             tensors_of_parts: their groups of tensors.
             copy_bytes: most bytes to copy of what changes in place.
+            chain: that the checkpoint continues; None: it is whole, and in no chain.
         """
         scalars = {
             "samples": samples,
@@ -141,7 +152,7 @@ class RunState:
         }
         if isinstance(self._source, GrowingSource):
             scalars[SOURCE_STATE] = self._source.state_at(position.global_sample)
-        frozen = freeze(self.model)
+        frozen, link = freeze(self.model), None
         with ExitStack() as on_error:
             for rows in frozen:
                 on_error.callback(rows.close)
@@ -149,9 +160,12 @@ class RunState:
                 tensors = without_empty({**self.tensors(), **tensors_of_parts})
             if contents := saved_contents(self.model, self._ranks.rank):
                 tensors[_CACHE] = contents
+            if chain is not None:
+                tensors, link = chain.cut(tensors, frozen)
             blocks = TensorBlocks(tensors, frozen, copy_bytes)
             on_error.pop_all()
-        return PreparedSave(folder, steps, blocks, frozen, scalars, self._config.checkpoint.keep_last, self.run_id)
+        keep_last = self._config.checkpoint.keep_last
+        return PreparedSave(folder, steps, blocks, frozen, scalars, keep_last, self.run_id, link, chain)
 
     def read(self, checkpoint: Path, allowed: Collection[str]) -> tuple[SavedRun, SettingsComparison]:
         """Return the state in a verified checkpoint, without its tensors, and its comparison; nothing changes.
@@ -173,12 +187,12 @@ class RunState:
         dense_optimizer.zero_grad()
         tensors = self.tensors()
         with without_known_warnings():
-            num_rows = {name: value.size(0) for name, value in tensors["model"].items() if value.dim()}
-            states = RowStates(tensors[_STATES], saved_sizes(checkpoint, _STATES), num_rows)
-            load_tensors(checkpoint, without_empty({**tensors, _STATES: states.to_load}))
+            num_rows = {name: value.size(0) for name, value in tensors[MODEL].items() if value.dim()}
+            states = RowStates(tensors[STATES], saved_sizes(checkpoint, STATES), num_rows)
+            load_tensors(checkpoint, without_empty({**tensors, STATES: states.to_load}))
             states.spread()
-        self.model.load_state_dict(tensors["model"])
-        self.model.fused_optimizer.load_state_dict({"state": tensors[_STATES]})
+        self.model.load_state_dict(tensors[MODEL])
+        self.model.fused_optimizer.load_state_dict({"state": tensors[STATES]})
         dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
         self._optimizers.set_num_steps(saved.step)
         if saved.world_size == self._ranks.world_size:
@@ -190,7 +204,7 @@ class RunState:
     def tensors(self) -> dict[str, Any]:
         """Return the tensors of a checkpoint, by group: references, which a load fills."""
         return {
-            "model": self.model.state_dict(),
-            _STATES: self.model.fused_optimizer.state_dict()["state"],
+            MODEL: self.model.state_dict(),
+            STATES: self.model.fused_optimizer.state_dict()["state"],
             "dense_optimizer": self._optimizers.dense.state_dict()["state"],
         }

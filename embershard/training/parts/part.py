@@ -19,6 +19,7 @@ from embershard.pipeline import LookAheadPipeline
 from embershard.sharding.plan import Plan
 from embershard.training.build import features_of
 from embershard.training.checkpoint.run_state import PreparedSave, RunState
+from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.config import RunConfig
 from embershard.training.optimizers import Optimizers
@@ -141,12 +142,12 @@ class Training(ABC):
                 stack.enter_context(part.served())
             yield
 
-    def prepare_save(self, folder: Path, copy_bytes: int = 0) -> PreparedSave:
+    def prepare_save(self, folder: Path, copy_bytes: int = 0, chain: SaveChain | None = None) -> PreparedSave:
         """Return the state of the run and of its parts, to be written to a folder, with copies of up to so many bytes
-        of what changes in place."""
+        of what changes in place; as a link of a chain, or whole and in none."""
         of_parts, tensors = self.of_parts(lambda part: part.state()), self.of_parts(lambda part: part.tensors())
-        where = (folder, self.steps, self.samples, self.position)
-        return self.state.prepare_save(*where, of_parts, tensors, copy_bytes)
+        place = (folder, self.steps, self.samples, self.position)
+        return self.state.prepare_save(*place, of_parts, tensors, copy_bytes, chain)
 
 
 class Part:

@@ -12,10 +12,15 @@ from pathlib import Path
 
 import torch
 
-from embershard.distributed import Ranks
+from embershard.distributed import Manifest, Ranks
+from embershard.distributed.checkpoint.chain import Chain
+from embershard.distributed.checkpoint.load import saved_tensors
+from embershard.distributed.checkpoint.manifest import Parent
 from embershard.distributed.ranks import keep_to_one_core
 from embershard.errors import CheckpointError, ConfigError, FailedSaveError
+from embershard.sharding.torchrec import without_flushes
 from embershard.training.checkpoint.run_state import PreparedSave
+from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import FailedSaveReport, SaveReport
 
@@ -56,6 +61,26 @@ class Saves(Part):
         self._stall_seconds = 0.0
         self._ended: list[SaveReport | FailedSaveReport] = []  # of saves beside training, not yielded yet
         self._failure: FailedSaveError | None = None  # of the last step; raised once it is evaluated
+        self._chain: SaveChain | None = None
+
+    def after_build(self) -> None:
+        """Track from now on what changes from save to save."""
+        if self._config.full_every > 1 and self.run.checkpoints is not None:
+            self._chain = SaveChain(self.run.model, self._ranks, self._config.full_every)
+
+    def go_on_from(self, checkpoint: Path, manifest: Manifest | None) -> None:
+        """Let the next save follow the checkpoint whose state was loaded, where it can."""
+        if self._chain is None:
+            return
+        parent, num_deltas, sizes = None, 0, dict[str, torch.Size]()
+        is_own = self.run.checkpoints is not None and checkpoint.absolute().parent == self.run.checkpoints.absolute()
+        if is_own and manifest is not None and manifest.token:
+            parent = Parent(manifest.step, manifest.token)
+            num_deltas = self._ranks.from_first(lambda: len(Chain.of(checkpoint).links)) - 1
+            sizes = {name: entry.size for name, entry in saved_tensors(checkpoint).items()}
+        with without_flushes(self.run.model):  # references
+            tensors = self.run.state.tensors()
+        self._chain.go_on_from(parent, num_deltas, tensors, sizes)
 
     def before_batch(self) -> Iterator[SaveReport | FailedSaveReport]:
         """Report the save beside training, in the step in which it has ended on all ranks.
@@ -113,7 +138,7 @@ class Saves(Part):
         if run.checkpoints is None:
             raise CheckpointError("This run has no folder for checkpoints; make the trainer with one.")
         waits = [wait for part in run.parts if (wait := part.before_save()) is not None]
-        return replace(run.prepare_save(run.checkpoints, copy_bytes), waits=waits)
+        return replace(run.prepare_save(run.checkpoints, copy_bytes, self._chain), waits=waits)
 
     def write(self) -> SaveReport:
         """Save the step now. A save that is being written ends before. It counts if it is of this step; otherwise its

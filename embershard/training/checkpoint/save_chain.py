@@ -1,0 +1,210 @@
+"""`SaveChain`: which rows of a run's tables changed since its last save, and whether the next one is a delta of these."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from embershard.cache.rows.host_store import HostStore
+from embershard.distributed import Ranks
+from embershard.distributed.checkpoint.manifest import Parent
+from embershard.distributed.checkpoint.rows_file import ChangedShard
+from embershard.distributed.checkpoint.save import NewLink
+from embershard.sharding.torchrec import FrozenRows, cached_embeddings
+from embershard.training.checkpoint.table_shards import TableShard, shards_of, tables_in, total_bytes, without
+
+#: Tables without a cache up to this size are in every save whole.
+_SMALL_BYTES = 16 << 20
+#: A save of more than this share of the bytes of all rows is whole: a chain of such deltas takes more than it saves.
+MOST_CHANGED = 0.6
+_Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the rows of a shard are.
+
+    Attributes:
+        pool: its number; None: none has them.
+        first: the key of the first row.
+        numbers: of each tensor, its number in the payload; None: it is compared with a copy.
+    """
+
+    pool: int | None
+    first: int
+    numbers: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """A save that was prepared, and the rows in it, which count as changed again if it fails."""
+
+    link: NewLink
+    of_pools: Sequence[Tensor]
+    of_shards: Mapping[_Key, Tensor]
+
+
+class SaveChain:
+    """The saves of a run: whole ones, each followed by deltas. All ranks call its methods in the same steps.
+
+    A row of a pool changed if something was written to its place in the host tier: what was trained is written back
+    before. Other tables, and the ids of rows, are compared with a copy of what the last save has, bit by bit.
+
+    Args:
+        full_every: of so many saves, one is whole.
+    """
+
+    def __init__(self, model: DistributedModelParallel, ranks: Ranks, full_every: int) -> None:
+        self._ranks, self._full_every = ranks, full_every
+        self._pools = list(cached_embeddings(model))
+        for pool in self._pools:
+            pool.host.track_writes(pool.cache.transfer.key_device)
+        self._versions = list[int]()  # of the host tiers, at the last save
+        self._copies = dict[_Key, list[Tensor | None]]()  # of what is compared, as the last save has it
+        self._again = dict[_Key, Tensor]()  # rows of saves that failed
+        self._row_tables: set[str] | None = None  # whose changed rows deltas have
+        self._parent: Parent | None = None
+        self._num_deltas = 0  # since the last whole save
+        self._open: _Cut | None = None
+
+    def go_on_from(
+        self, parent: Parent | None, num_deltas: int, tensors: Mapping[str, Any], saved: Mapping[str, torch.Size]
+    ) -> None:
+        """Begin with a state that was loaded. Collective.
+
+        Args:
+            parent: the save that has it; None: the next one is whole.
+            num_deltas: in the chain of that save.
+            tensors: of the run, by group.
+            saved: sizes of the tensors in that save. The next one is whole if one has another size now.
+        """
+        for pool in self._pools:
+            pool.write_back()  # which notices what was loaded
+        shards = self._shards(tensors)
+        self._changed(shards, self._take_written())
+        names = {name: part.size() for table in tables_in(tensors).values() for name, part in table.items()}
+        is_same = all(saved.get(name) == size for name, size in names.items())
+        self._parent, self._num_deltas, self._open = parent if is_same else None, num_deltas, None
+
+    def cut(self, tensors: Mapping[str, Any], frozen: Sequence[FrozenRows]) -> tuple[dict[str, Any], NewLink]:
+        """Return the tensors that the next save has whole, and its link. `written` or `failed` says what became of it.
+        Collective.
+
+        Args:
+            tensors: of the run, by group.
+            frozen: the rows of each pool, in which all trained ones were written back.
+        """
+        token, shards = self._ranks.from_first(lambda: uuid.uuid4().hex), self._shards(tensors)
+        is_known = self._parent is not None and self._open is None
+        is_known = is_known and self._versions == [pool.host.version for pool in self._pools]
+        keys = self._take_written()
+        changed = self._changed(shards, keys)
+        some = sum(shard.row_bytes * len(rows) for (shard, _), rows in zip(shards, changed, strict=True))
+        everything = sum(shard.row_bytes * shard.num_rows for shard, _ in shards)
+        told = self._ranks.all_gather_objects((is_known, some, everything))
+        is_little = sum(part for _, part, _ in told) <= MOST_CHANGED * sum(whole for *_, whole in told)
+        if not is_little or self._num_deltas + 1 >= self._full_every or not all(known for known, *_ in told):
+            self._open = _Cut(NewLink(token), (), {})
+            return dict(tensors), self._open.link
+        parts = [
+            ChangedShard(shard.names, shard.offsets, shard.tensors, rows, partial(self._read, shard, place, frozen))
+            for (shard, place), rows in zip(shards, changed, strict=True)
+        ]
+        of_shards = {shard.key: rows for (shard, _), rows in zip(shards, changed, strict=True)}
+        self._open = _Cut(NewLink(token, self._parent, tuple(parts)), keys, of_shards)
+        tables = tables_in(tensors)
+        names = {name for table in self._row_tables or () for name in tables[table]}
+        return without(tensors, names), self._open.link
+
+    def written(self, step: int) -> None:
+        """The save is complete: the next one may follow it."""
+        assert self._open is not None, "a save was cut"
+        self._num_deltas = 0 if self._open.link.parent is None else self._num_deltas + 1
+        self._parent, self._open = Parent(step, self._open.link.token), None
+
+    def failed(self) -> None:
+        """The save was not written: its rows are in the next one."""
+        assert self._open is not None, "a save was cut"
+        if self._open.link.parent is None:
+            self._parent = None
+        else:
+            for pool, keys in zip(self._pools, self._open.of_pools, strict=True):
+                pool.host.note_written(keys)
+            self._again.update(self._open.of_shards)
+        self._open = None
+
+    def _shards(self, tensors: Mapping[str, Any]) -> list[tuple[TableShard, _Place]]:
+        """Return this rank's shards of the tables whose rows deltas have, in the order of their rows in the pools."""
+        tables = tables_in(tensors)
+        found = [
+            (shard, _place_of(shard, [pool.host for pool in self._pools]))
+            for table, parts in tables.items()
+            for shard in shards_of(table, parts, self._ranks.is_first)
+        ]
+        if self._row_tables is None:  # another rank may have the pool of a table
+            own = {shard.table for shard, place in found if place.pool is not None}
+            large = {table for table, parts in tables.items() if total_bytes(parts) > _SMALL_BYTES}
+            self._row_tables = large.union(*self._ranks.all_gather_objects(own))
+        kept = [(shard, place) for shard, place in found if shard.table in self._row_tables]
+        return sorted(kept, key=lambda each: (each[1].pool is None, each[1].pool or 0, each[1].first))
+
+    def _take_written(self) -> list[Tensor]:
+        """Return the rows of each pool that were written to since the last call: int64 [n], ascending."""
+        self._versions, found = [pool.host.version for pool in self._pools], []
+        for pool in self._pools:
+            assert pool.host.written is not None, "writes are tracked"
+            found.append(pool.host.written.take().cpu())
+            pool.host.make(found[-1])  # where somebody said that all were
+        return found
+
+    def _changed(self, shards: Sequence[tuple[TableShard, _Place]], keys: Sequence[Tensor]) -> list[Tensor]:
+        """Return the rows of each shard that are not as the last save has them, int64 [n] ascending; what is compared
+        is copied."""
+        found = []
+        for shard, place in shards:
+            rows = [self._again.pop(shard.key, torch.empty(0, dtype=torch.int64))]
+            if place.pool is not None:
+                of_pool = keys[place.pool]
+                start, stop = torch.searchsorted(of_pool, torch.tensor([place.first, place.first + shard.num_rows]))
+                rows.append(of_pool[start:stop] - place.first)
+            before = self._copies.get(shard.key)
+            now = [
+                tensor.to("cpu", copy=True).contiguous() if number is None else None
+                for tensor, number in zip(shard.tensors, place.numbers, strict=True)
+            ]
+            rows += [_rows_that_differ(*pair) for pair in zip(before or (), now, strict=False)]
+            self._copies[shard.key] = now
+            found.append(torch.cat(rows).unique())
+        return found
+
+    def _read(self, shard: TableShard, place: _Place, frozen: Sequence[FrozenRows], rows: Tensor) -> list[Tensor]:
+        of_pool = [] if place.pool is None else frozen[place.pool].select(rows + place.first)
+        copies = zip(place.numbers, self._copies[shard.key], strict=True)
+        return [copy[rows] if number is None and copy is not None else of_pool[number or 0] for number, copy in copies]
+
+
+def _place_of(shard: TableShard, hosts: Sequence[HostStore]) -> _Place:
+    pool, first, numbers = None, 0, list[int | None]()
+    for tensor in shard.tensors:
+        found = None
+        for number, host in enumerate(hosts):
+            for part, rows in enumerate(host.payload):
+                offset = tensor.data_ptr() - rows.data_ptr()
+                if tensor.numel() and tensor.device == rows.device and 0 <= offset < rows.nbytes:
+                    pool, first, found = number, offset // rows[:1].nbytes, part
+        numbers.append(found)
+    return _Place(pool, first, tuple(numbers))
+
+
+def _rows_that_differ(before: Tensor | None, now: Tensor | None) -> Tensor:
+    if before is None or now is None or not now.numel():
+        return torch.empty(0, dtype=torch.int64)
+    pair = [part.reshape(len(now), -1).view(torch.uint8).reshape(len(now), -1) for part in (before, now)]
+    return (pair[0] != pair[1]).any(1).nonzero().flatten()
