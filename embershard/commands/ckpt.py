@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _ls(arguments: argparse.Namespace) -> int:
     folder = _checkpoints(arguments.run_dir)
-    table = make_table(str(folder), ["name", "run", "kind", "state"], ["size", "files", "written"])
+    table = make_table(str(folder), ["name", "run", "state"], ["size", "files", "written"])
     for row in listing(folder):
         table.add_row(*row)
     wide_console().print(table)
@@ -163,23 +163,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def listing(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yield name, run, kind, state, size, number of files and time of every checkpoint; files are not read."""
+    """Yield name, run, state, size, number of files and time of every checkpoint; files are not read."""
     found = [path for path in folder.glob("step_*") if path.is_dir()]
     best, _ = best_checkpoint(folder)
     for path in sorted(found, key=lambda path: (step_of(path) is None, step_of(path) or 0, path.name)):
-        run, kind, state = "", "", "unfinished" if path.suffix == ".tmp" else "set aside"
+        run, state = "", "unfinished" if path.suffix == ".tmp" else "set aside"
         if step_of(path) is not None:
             state = "complete"
             try:
                 manifest = distributed.Manifest.read(path)
                 run, problem = manifest.run_id[:8], manifest.wrong_size(path)
-                kind = "whole" if manifest.parent is None else f"delta of step_{manifest.parent.step}"
+                if manifest.parent is not None:
+                    state = f"{state}, follows step_{manifest.parent.step}"
                 state = problem or (f"{state}, the best" if path == best else state)
             except InvalidCheckpointError as error:
                 state = str(error).partition(": ")[2]
         files = [file for file in path.iterdir() if file.is_file()]
         written = datetime.fromtimestamp(path.stat().st_mtime)
-        yield path.name, run, kind, state, size(folder_bytes(path)), str(len(files)), f"{written:%Y-%m-%d %H:%M}"
+        yield path.name, run, state, size(folder_bytes(path)), str(len(files)), f"{written:%Y-%m-%d %H:%M}"
 
 
 def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:

@@ -7,6 +7,18 @@ import torch
 from torch import Tensor
 
 
+def rows_that_differ(first: Tensor, second: Tensor) -> Tensor:
+    """Return the numbers of rows of two tensors [n, ...] whose bits are not equal: int64, ascending.
+
+    >>> rows_that_differ(torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[-0.0], [1.0], [3.0]]))
+    tensor([0, 2])
+    """
+    if not first.numel():
+        return torch.empty(0, dtype=torch.int64)
+    pair = [part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in (first, second)]
+    return (pair[0] != pair[1]).any(1).nonzero().flatten()
+
+
 class TouchedKeys:
     """A mark per row. Lookups, fills and evictions leave them alone.
 

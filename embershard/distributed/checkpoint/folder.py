@@ -135,8 +135,27 @@ def set_aside(folder: Path, step: int) -> list[str]:
     return names
 
 
+def saves_at_once(keep_last: int, full_every: int = 1, keeps_best: bool = False) -> tuple[int, int]:
+    """Return how many whole saves and how many deltas a run has on the disk at most, while it writes one: those that
+    are kept, the new one, and what the oldest of them needs; and the best one with what it needs.
+
+    >>> saves_at_once(2), saves_at_once(keep_last=2, full_every=10), saves_at_once(2, 10, keeps_best=True)
+    ((3, 0), (2, 10), (3, 19))
+    """
+    whole = 1 + -(-keep_last // full_every)
+    return whole + keeps_best, keep_last + full_every - whole + keeps_best * (full_every - 1)
+
+
 def check_disk(
-    folder: Path, save_bytes: int, num_saves: int, keep_last: int, ranks: Ranks, mapped_bytes: int = 0
+    folder: Path,
+    save_bytes: int,
+    num_saves: int,
+    keep_last: int,
+    ranks: Ranks,
+    mapped_bytes: int = 0,
+    full_every: int = 1,
+    delta_bytes: int = 0,
+    keeps_best: bool = False,
 ) -> None:
     """Raise unless every rank can write into `folder`, and the checkpoints of a run fit. Every rank calls it.
 
@@ -145,8 +164,12 @@ def check_disk(
     Args:
         folder: of the checkpoints; made where it is missing.
         save_bytes: of one checkpoint, all ranks together.
-        num_saves: checkpoints that the run writes; `keep_last` + 1 of them are on the disk at one time.
+        num_saves: checkpoints that the run writes.
+        keep_last: of them, those that stay; see `saves_at_once`.
         mapped_bytes: of rows, and of publications, that the run will put on the same disk.
+        full_every: of so many checkpoints, one is whole.
+        delta_bytes: of one that is not, without rows: nobody knows before how many of these train.
+        keeps_best: that of the best evaluation stays, too.
 
     Raises:
         CheckpointError: on all ranks, with the figures.
@@ -169,10 +192,14 @@ def check_disk(
             raise CheckpointError(f"rank {ranks.rank} cannot write checkpoints: {os_problem(error, probe)}") from error
 
     ranks.together(write_test, CheckpointError)
-    ranks.from_first(lambda: _check_space(folder, save_bytes, num_saves, keep_last, mapped_bytes))
+    whole, deltas = saves_at_once(keep_last, full_every, keeps_best)
+    of_deltas = min(deltas, num_saves) * delta_bytes
+    ranks.from_first(lambda: _check_space(folder, save_bytes, num_saves, whole, of_deltas, mapped_bytes))
 
 
-def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int, mapped_bytes: int) -> None:
+def _check_space(
+    folder: Path, save_bytes: int, num_saves: int, most_whole: int, delta_bytes: int, mapped_bytes: int
+) -> None:
     complete = complete_checkpoints(folder)
     try:
         free = shutil.disk_usage(folder).free - mapped_bytes
@@ -181,13 +208,14 @@ def _check_space(folder: Path, save_bytes: int, num_saves: int, keep_last: int, 
         raise CheckpointError(
             f"{error.filename}: cannot be read ({error.strerror}). Change its permissions, or use another --run-dir."
         ) from error
-    at_once = min(num_saves + len(complete), keep_last + 1)
-    needed = at_once * save_bytes - there
+    at_once = min(num_saves + len(complete), most_whole)
+    needed = at_once * save_bytes + delta_bytes - there
     if needed > free:
         rows = f" beside {size(mapped_bytes)} in cache.host_dir and publish.folder" if mapped_bytes else ""
+        deltas = f", and {size(delta_bytes)} of others, beside the rows that train" if delta_bytes else ""
         raise CheckpointError(
             f"{folder}: checkpoints need {size(needed)} more, and {size(max(0, free))} are free{rows} ({at_once} "
-            f"checkpoints of {size(save_bytes)} at one time, of which {size(there)} are there). Free "
+            f"checkpoints of {size(save_bytes)} at one time{deltas}, of which {size(there)} are there). Free "
             f"{size(needed - free)}, lower checkpoint.keep_last, or use a --run-dir on a larger disk."
         )
 

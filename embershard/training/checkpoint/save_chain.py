@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.cache.rows.host_store import HostStore
+from embershard.cache.rows.touched import rows_that_differ
 from embershard.distributed import Ranks
 from embershard.distributed.checkpoint.manifest import Parent
 from embershard.distributed.checkpoint.rows_file import ChangedShard
@@ -179,7 +180,8 @@ class SaveChain:
                 tensor.to("cpu", copy=True).contiguous() if number is None else None
                 for tensor, number in zip(shard.tensors, place.numbers, strict=True)
             ]
-            rows += [_rows_that_differ(*pair) for pair in zip(before or (), now, strict=False)]
+            pairs = zip(before or (), now, strict=False)
+            rows += [rows_that_differ(old, new) for old, new in pairs if old is not None and new is not None]
             self._copies[shard.key] = now
             found.append(torch.cat(rows).unique())
         return found
@@ -201,10 +203,3 @@ def _place_of(shard: TableShard, hosts: Sequence[HostStore]) -> _Place:
                     pool, first, found = number, offset // rows[:1].nbytes, part
         numbers.append(found)
     return _Place(pool, first, tuple(numbers))
-
-
-def _rows_that_differ(before: Tensor | None, now: Tensor | None) -> Tensor:
-    if before is None or now is None or not now.numel():
-        return torch.empty(0, dtype=torch.int64)
-    pair = [part.reshape(len(now), -1).view(torch.uint8).reshape(len(now), -1) for part in (before, now)]
-    return (pair[0] != pair[1]).any(1).nonzero().flatten()

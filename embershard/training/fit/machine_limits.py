@@ -196,13 +196,16 @@ def check_disk_for_run(
         return
     rows = table_rows(config)
     size = model_size(config, rows)
-    save_bytes = size.table_bytes + size.dense_state_bytes  # gradients are not saved, parameters are
-    save_bytes += sum(rules.saved_row_bytes * rows[table] for table, rules in id_rules(config).items())
+    delta_bytes = size.dense_state_bytes  # gradients are not saved, parameters are
     if config.cache.enabled:
         ratio = config.cache.slot_ratio or 1
         slots = round(size.num_rows * ratio) if plan is None else sum(pool.slots for pool in plan.pools)
-        save_bytes += slots * _CACHED_ROW_BYTES
+        delta_bytes += slots * _CACHED_ROW_BYTES
+    save_bytes = delta_bytes + size.table_bytes
+    save_bytes += sum(rules.saved_row_bytes * rows[table] for table, rules in id_rules(config).items())
     mapped_bytes, rows_folder = of_parts, config.cache.host_dir
     if rows_folder is not None and disk_of(Path(rows_folder)) == disk_of(folder):
         mapped_bytes += memory_needs(config, rows, RanksHere.of(ranks), plan).disk_bytes
-    check_disk(folder, save_bytes, num_saves, config.checkpoint.keep_last + config.keeps_best, ranks, mapped_bytes)
+    checkpoint = config.checkpoint
+    what = (folder, save_bytes, num_saves, checkpoint.keep_last, ranks, mapped_bytes)
+    check_disk(*what, checkpoint.full_every, delta_bytes, config.keeps_best)

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_typ
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.rows.host_store import HostStore
-from embershard.cache.rows.touched import TouchedKeys
+from embershard.cache.rows.touched import TouchedKeys, rows_that_differ
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
@@ -223,9 +223,13 @@ class HotTables:
         self._up_to_date.add(id(host))  # first: a backward in another thread takes it back
         for shard in self._shards:
             if shard.host is host:
-                host.before_write(shard.keys)
-                for copies, rows in zip(shard.rows.payload, host.payload, strict=True):
-                    rows.data[shard.keys] = copies[shard.start : shard.start + len(shard.keys)].to(rows.device)
+                own = [copies[shard.start : shard.start + len(shard.keys)].cpu() for copies in shard.rows.payload]
+                pairs = zip(own, host.payload, strict=True)
+                changed = torch.cat([rows_that_differ(new, rows.detach()[shard.keys].cpu()) for new, rows in pairs])
+                changed = changed.unique()
+                host.before_write(shard.keys[changed])
+                for new, rows in zip(own, host.payload, strict=True):
+                    rows.data[shard.keys[changed]] = new[changed].to(rows.device)
 
     def forget_touched(self) -> None:
         """Track updates of the copies from now on."""
