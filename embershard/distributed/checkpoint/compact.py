@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from embershard.distributed.checkpoint.digests import DigestingFileSystem
-from embershard.distributed.checkpoint.load import SCALARS, BoxReader, verify_alone
+from embershard.distributed.checkpoint.load import SCALARS, BoxReader, causes, verify_alone
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest, SavedLink
 from embershard.whole_file import sync_folder, whole_file
 
@@ -56,7 +56,7 @@ def compact(checkpoint: Path) -> Manifest:
         dcp.save({}, storage_writer=writer, planner=blocks, no_dist=True)
     except dcp.CheckpointException as error:
         remove_unlisted(checkpoint)
-        raise files.error or error from error
+        raise files.error or next(iter(causes(error).values())) from error
     entries = {name: digests.finish() for name, digests in files.digests.items()}
     entries[SCALARS] = manifest.files[SCALARS]
     link = SavedLink(manifest.token)

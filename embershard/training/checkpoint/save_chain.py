@@ -19,7 +19,14 @@ from embershard.distributed.checkpoint.manifest import Parent
 from embershard.distributed.checkpoint.rows_file import ChangedShard
 from embershard.distributed.checkpoint.save import NewLink
 from embershard.sharding.torchrec import FrozenRows, cached_embeddings
-from embershard.training.checkpoint.table_shards import TableShard, shards_of, tables_in, total_bytes, without
+from embershard.training.checkpoint.table_shards import (
+    TableShard,
+    shards_of,
+    tables_in,
+    total_bytes,
+    weights_and_ids,
+    without,
+)
 
 #: Tables without a cache up to this size are in every save whole.
 _SMALL_BYTES = 16 << 20
@@ -121,7 +128,7 @@ class SaveChain:
         of_shards = {shard.key: rows for (shard, _), rows in zip(shards, changed, strict=True)}
         self._open = _Cut(NewLink(token, self._parent, tuple(parts)), keys, of_shards)
         tables = tables_in(tensors)
-        names = {name for table in self._row_tables or () for name in tables[table]}
+        names = {name for table in self._row_tables or () for name in (*weights_and_ids(table), *tables.get(table, ()))}
         return without(tensors, names), self._open.link
 
     def written(self, step: int) -> None:
@@ -149,10 +156,10 @@ class SaveChain:
             for table, parts in tables.items()
             for shard in shards_of(table, parts, self._ranks.is_first)
         ]
-        if self._row_tables is None:  # another rank may have the pool of a table
+        if self._row_tables is None:  # other ranks may have the table
             own = {shard.table for shard, place in found if place.pool is not None}
-            large = {table for table, parts in tables.items() if total_bytes(parts) > _SMALL_BYTES}
-            self._row_tables = large.union(*self._ranks.all_gather_objects(own))
+            own |= {table for table, parts in tables.items() if total_bytes(parts) > _SMALL_BYTES}
+            self._row_tables = set[str]().union(*self._ranks.all_gather_objects(own))
         kept = [(shard, place) for shard, place in found if shard.table in self._row_tables]
         return sorted(kept, key=lambda each: (each[1].pool is None, each[1].pool or 0, each[1].first))
 

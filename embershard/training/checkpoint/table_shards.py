@@ -48,9 +48,18 @@ class TableShard:
         return sum(tensor.dtype.itemsize * tensor.shape[1:].numel() for tensor in self.tensors)
 
 
+def weights_and_ids(table: str) -> tuple[str, str]:
+    """Return the names that a checkpoint has for a table's weights and for the ids of its rows, if it has any.
+
+    >>> weights_and_ids("t.weight")
+    ('model.t.weight', 'model.t.ids')
+    """
+    return f"{MODEL}.{table}", f"{MODEL}.{table.removesuffix('weight')}ids"
+
+
 def tables_in(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return of every table, by the name of its weights, the tensors that have its rows, by their names in a
-    checkpoint; the weights first.
+    checkpoint; the weights first. A rank may know only the tables of which it has shards.
 
     >>> weights, state, step = torch.zeros(4, 2), torch.zeros(4), torch.zeros(())
     >>> {name: list(found) for name, found in tables_in(
@@ -61,13 +70,12 @@ def tables_in(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
     for table, states in tensors.get(STATES, {}).items():
         if (weights := tensors[MODEL].get(table)) is not None:
+            own, ids = weights_and_ids(table)
             others = {f"{STATES}.{table}.{name}": state for name, state in states.items()}
-            ids = f"{table.removesuffix('weight')}ids"
-            if ids in tensors[MODEL]:
-                others[f"{MODEL}.{ids}"] = tensors[MODEL][ids]
+            others[ids] = tensors[MODEL].get(ids.removeprefix(f"{MODEL}."))
             rows = _rows_of_shards(weights)
             alike = {name: other for name, other in others.items() if _rows_of_shards(other) == rows}
-            found[table] = {f"{MODEL}.{table}": weights, **alike}
+            found[table] = {own: weights, **alike}
     return found
 
 
@@ -75,7 +83,7 @@ def _rows_of_shards(tensor: Any) -> list[int]:
     """Return the rows of all shards of a tensor, on whichever rank they are."""
     if isinstance(tensor, ShardedTensor):
         return [shard.shard_sizes[0] for shard in tensor.metadata().shards_metadata]
-    return list(tensor.shape[:1])
+    return [] if tensor is None else list(tensor.shape[:1])
 
 
 def total_bytes(tensors: Mapping[str, Any]) -> int:

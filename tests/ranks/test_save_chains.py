@@ -1,0 +1,84 @@
+"""Chains of saves equal whole saves of the same states, bit for bit: every mode, and resumes on other ranks and plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from embershard.commands.ckpt import differences
+from embershard.distributed import Manifest, complete_checkpoints
+from tests.covering import keep, matrix
+from tests.ranks import resharding, save_chains, test_trained_ids
+from tests.ranks.resharding import Layout
+from tests.ranks.save_chains import EVERY, FULL_EVERY, STEPS, Saved
+from tests.ranks.workers import RankPool
+
+pytestmark = pytest.mark.ranks
+
+KINDS: dict[str, str | Layout] = {
+    "row-wise, look-ahead": Layout(ratio=0.3, policy="lookahead", lookahead=3),
+    "table-wise, Adagrad": Layout("table_wise", ratio=0.2, optimizer="adagrad"),
+    "column-wise": Layout("column_wise", ratio=0.2),
+    "rows": Layout(ratio=0.5, exchange="rows"),
+    "no cache": Layout("table_wise", kernel="device"),
+    "data_parallel": Layout(ratio=0.5, mode="data_parallel"),
+    "hot_cold": Layout(ratio=0.2, mode="hot_cold"),
+    "SGD": Layout(ratio=0.2, optimizer="sgd"),
+    "replicated": "replicated",
+    "ids": "ids",
+}
+NUM_SAVES = STEPS // EVERY
+#: Of saves 0, 1, ...: those that are not whole.
+DELTAS = [EVERY * (number + 1) for number in range(NUM_SAVES) if number % FULL_EVERY]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    resharding.write_samples(tmp_path / "samples.parquet")
+    test_trained_ids.write_clicks(tmp_path)
+    return tmp_path
+
+
+def different(folder: Path, chain: str = "chain") -> list[str]:
+    """The tensors of chains that are not those of the whole saves, by step."""
+    found = []
+    for saved in complete_checkpoints(folder / chain):
+        found += [f"{saved.name} {name}" for name, *_ in differences(saved, folder / "whole" / saved.name)]
+    return found
+
+
+def check(kind: str | Layout, found: list[Saved]) -> None:
+    assert all(each.deltas == DELTAS and each.num_saves == NUM_SAVES for each in found)
+    if not isinstance(kind, Layout) or kind.kernel == "cached":
+        assert sum(each.evictions for each in found) > 100
+
+
+@pytest.mark.parametrize("name", keep(["row-wise, look-ahead", "column-wise", "hot_cold", "ids"], KINDS))
+def test_a_chain_equals_whole_saves(two_ranks: RankPool, folder: Path, name: str) -> None:
+    check(KINDS[name], two_ranks.run(save_chains.train, KINDS[name], folder))
+    assert different(folder) == []
+
+
+@pytest.mark.parametrize("fault", keep(["states left out"], save_chains.FAULTS))
+def test_planted_faults_are_noticed(two_ranks: RankPool, folder: Path, fault: str) -> None:
+    """Beside publications, which have marks of their own."""
+    kind = KINDS["row-wise, look-ahead"]
+    check(kind, two_ranks.run(save_chains.train, kind, folder, fault, True))
+    assert different(folder)
+
+
+def test_publications_take_no_marks(two_ranks: RankPool, folder: Path) -> None:
+    kind = KINDS["row-wise, look-ahead"]
+    check(kind, two_ranks.run(save_chains.train, kind, folder, "", True))
+    assert different(folder) == []
+
+
+@pytest.mark.parametrize("name", keep(["row-wise, look-ahead"], ["row-wise, look-ahead", "hot_cold", "ids"]))
+def test_beside_training_the_state_of_its_step(two_ranks: RankPool, folder: Path, name: str) -> None:
+    kind = KINDS[name]
+    two_ranks.run(save_chains.train, kind, folder)
+    found = two_ranks.run(save_chains.train_beside, kind, folder)
+    check(kind, found)
+    assert max(each.num_aside for each in found) > 0
+    assert different(folder, "beside") == []
