@@ -1,0 +1,320 @@
+"""Runs whose saves are chains, killed (SIGKILL) at a file operation of a save, a compaction or a pruning; what is left
+must be valid, equal a run that was not killed bit for bit, go on with it, and load on other ranks and plans.
+`python -m tests.faults.save_chains [--schedules N] [--steps N]`.
+
+A schedule kills at one operation: an open, a write (half of it is written), an fsync, a rename or a removal. Schedules
+are spread evenly over all operations of a run with its saves and prunings, of a compaction, and of `ckpt prune`. With
+`--steps`, a run of so many steps shows that its disk is bounded as `saves_at_once` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+
+from embershard.commands import ckpt
+from embershard.commands.ckpt import differences
+from embershard.distributed import Manifest, complete_checkpoints, verify_checkpoint
+from embershard.distributed.checkpoint import digests
+from embershard.distributed.checkpoint.compact import compact
+from embershard.distributed.checkpoint.folder import folder_bytes, saves_at_once
+from embershard.distributed.checkpoint.load import verify_alone
+from embershard.training.checkpoint.resume import resume_run
+from embershard.training.checkpoint.save_chain import MOST_CHANGED
+from embershard.training.config import RunConfig
+from embershard.training.reports import SaveReport
+from embershard.training.trainer import Trainer
+from tests.ranks import resharding
+from tests.ranks.planned import here
+from tests.ranks.resharding import Layout
+from tests.ranks.workers import RankPool
+
+LAYOUT = Layout("table_wise", ratio=0.3, steps=15)
+ELSEWHERE = Layout("row_wise", ratio=0.6, policy="lru")
+EVERY, FULL_EVERY, KEEP_LAST = 2, 3, 2
+_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+_GROUPS = ("model.", "embedding_optimizer.", "dense_optimizer.")
+
+
+@dataclass
+class _Kill:
+    """Counts file operations in `folder`, and kills this process at number `at`."""
+
+    folder: str
+    at: int
+    count: int = 0
+
+    def watch(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _OPERATIONS:
+            return
+        path = os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes, os.PathLike)) else ""
+        is_removal = event in ("os.remove", "os.rmdir")  # by names within a folder
+        if is_removal or (path.startswith(self.folder) and (event != "open" or _is_writing(arguments))):
+            self.operation()
+
+    def operation(self) -> None:
+        self.count += 1
+        if self.count > self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(self, file: Any, view: memoryview) -> None:
+        if self.count == self.at:
+            _write(file, view[: len(view) // 2])
+        self.operation()
+        _write(file, view)
+
+    def sync(self, handle: int) -> None:
+        self.operation()
+        _sync(handle)
+
+
+_write, _sync = digests._DigestedFile._write, os.fsync
+
+
+def _is_writing(arguments: tuple[Any, ...]) -> bool:
+    _, mode, flags = arguments
+    return bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def in_child(folder: Path, work: Callable[[], None], kill_at: int | None = None) -> tuple[int, int]:
+    """Do something in a process of its own, killed at an operation in `folder`; return its exit status, and how many
+    operations there were if it was not."""
+    count = folder.parent / "count"
+    count.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            _be_alone()
+            kill = _Kill(str(folder), 1 << 60 if kill_at is None else kill_at)
+            sys.addaudithook(kill.watch)
+            digests._DigestedFile._write = lambda file, view: kill.write(file, view)  # type: ignore[method-assign]
+            os.fsync = kill.sync
+            work()
+            operations, kill.at = kill.count, 1 << 60
+            count.write_text(str(operations))
+            status = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return status, int(count.read_text()) if count.exists() else 0
+
+
+def _be_alone() -> None:
+    logging.disable(logging.WARNING)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    store = tempfile.mkdtemp()
+    dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+
+
+def config_of(layout: Layout, samples: Path, full_every: int = FULL_EVERY, keep_last: int = KEEP_LAST) -> RunConfig:
+    config = resharding.config_of(layout, samples)
+    checkpoint = replace(config.checkpoint, every_steps=EVERY, full_every=full_every, keep_last=keep_last, at_end=True)
+    return replace(config, checkpoint=checkpoint)
+
+
+def live(samples: Path, checkpoints: Path, **settings: int) -> None:
+    """Train to the end, from the newest valid checkpoint on."""
+    trainer = Trainer(config_of(LAYOUT, samples, **settings), here(), checkpoints)
+    resume_run(trainer)
+    for _ in trainer.train():
+        pass
+    trainer.close()
+
+
+def reload(samples: Path, checkpoint: Path, copy: Path) -> None:
+    """As one rank of several, with tables in other places: load a checkpoint, and save it whole."""
+    trainer = Trainer(config_of(ELSEWHERE, samples, full_every=1), here(), copy)
+    verify_checkpoint(checkpoint, trainer.ranks)
+    trainer.resume(checkpoint)
+    trainer.save()
+    trainer.close()
+
+
+class Schedules:
+    """Kills of runs, compactions and prunings, beside a run that was not killed.
+
+    Args:
+        root: an empty folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._samples, self._reference = root, root / "samples", root / "reference"
+        self._samples.mkdir()
+        resharding.write_samples(self._samples / "samples.parquet")
+        self._work("reference", lambda: live(self._samples, self._reference, full_every=1, keep_last=99))
+        chain = root / "chain"
+        self.operations = {
+            "save": self._work("run", lambda: live(self._samples, self._new("run"))),
+            "chain": self._work("chain", lambda: live(self._samples, chain, keep_last=99)),
+        }
+        self._chain = complete_checkpoints(chain)
+        links = [path for path in self._chain if Manifest.read(path).parent is not None]
+        assert len(links) >= len(self._chain) // 2, "deltas"
+        self._delta = links[-1].name
+        self.operations["compact"] = self._on_copy("compact", None)[1]
+        self.operations["prune"] = self._on_copy("prune", None)[1]
+        del self.operations["chain"]
+        self._pool: RankPool | None = None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def points(self, count: int) -> list[tuple[str, int]]:
+        """Operations, spread evenly over all of them."""
+        every = [(kind, at) for kind, number in self.operations.items() for at in range(number)]
+        return [every[number * len(every) // count] for number in range(min(count, len(every)))]
+
+    def try_one(self, kind: str, at: int) -> str:
+        """Kill at an operation; return what is wrong then, or nothing."""
+        folder = self._new("run")
+        if kind == "save":
+            status, _ = in_child(folder, lambda: live(self._samples, folder), at)
+        else:
+            status, _ = self._on_copy(kind, at)
+        if status != signal.SIGKILL:
+            return f"{kind} {at}: it ended with status {status}"
+        problem = self._wrong(folder, kind)
+        if not problem and (found := complete_checkpoints(folder)):
+            problem = self._elsewhere(found[-1])
+        if problem:
+            return f"{kind} {at}: {problem}"
+        if kind != "save":
+            self._again(kind, folder)
+        else:
+            status, _ = in_child(folder, lambda: live(self._samples, folder))
+            if status:
+                return f"{kind} {at}: the resumed run ended with status {status}"
+        left = [path.name for path in folder.iterdir() if path.name.startswith("step_") and path.name.endswith(".tmp")]
+        problem = self._wrong(folder, kind) or (f"{left} are left" if left else "")
+        last = f"step_{LAYOUT.steps}"
+        if not problem and not (folder / last).exists():
+            problem = f"{last} is missing"
+        return f"{kind} {at}, gone on with: {problem}" if problem else ""
+
+    def _on_copy(self, kind: str, at: int | None) -> tuple[int, int]:
+        folder = self._new("run")
+        shutil.copytree(self._root / "chain", folder, dirs_exist_ok=True)
+        return in_child(folder, lambda: self._again(kind, folder), at)
+
+    def _again(self, kind: str, folder: Path) -> None:
+        if kind == "compact":
+            compact(folder / self._delta)
+        else:
+            with open(os.devnull, "w") as quiet:
+                out, sys.stdout = sys.stdout, quiet
+                try:
+                    ckpt.main(["prune", str(folder), "--keep", "2"])
+                finally:
+                    sys.stdout = out
+
+    def _wrong(self, folder: Path, kind: str) -> str:
+        """Verify all that is complete, and compare the newest two with the reference."""
+        found = complete_checkpoints(folder)
+        try:
+            for path in found:
+                verify_alone(path)
+            compared = found[-2:] if kind == "save" else [folder / self._delta, *found[-1:]]
+            for path in filter(Path.exists, compared):
+                if different := self._different(path):
+                    return f"{path.name}: {different} differ"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "" if found or kind == "save" else "nothing is left"
+
+    def _different(self, checkpoint: Path) -> list[str]:
+        found = differences(checkpoint, self._reference / checkpoint.name)
+        return [name for name, *_ in found if name.startswith(_GROUPS)]
+
+    def _elsewhere(self, checkpoint: Path) -> str:
+        if self._pool is None:
+            self._pool = RankPool(2)
+        copy = self._new("copy")
+        self._pool.run(reload, self._samples, checkpoint, copy)
+        different = self._different(copy / checkpoint.name)
+        return f"{checkpoint.name} on two ranks: {different} differ" if different else ""
+
+    def _new(self, name: str) -> Path:
+        folder = self._root / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
+    def _work(self, name: str, work: Callable[[], None]) -> int:
+        status, operations = in_child(self._root / name, work)
+        assert status == 0, f"{name} ended with status {status}"
+        return operations
+
+
+def bounded_disk(root: Path, steps: int) -> str:
+    """Train so many steps; return what is wrong with the disk that its saves took, or nothing."""
+    samples, checkpoints = root / "samples", root / "checkpoints"
+    samples.mkdir()
+    resharding.write_samples(samples / "samples.parquet")
+    layout = replace(LAYOUT, steps=steps, kernel="cached")
+    trainer = Trainer(config_of(layout, samples), here(), checkpoints)
+    whole, deltas = saves_at_once(KEEP_LAST, FULL_EVERY)
+    sizes: dict[str, int] = {}
+    largest = num_saves = 0
+    for report in trainer.train():
+        if isinstance(report, SaveReport):
+            there = complete_checkpoints(checkpoints)
+            num_saves += 1
+            if len(there) > whole + deltas:
+                return f"step {report.step}: {len(there)} saves, needed at most {whole + deltas}"
+            sizes["whole"] = max([sizes.get("whole", 0), *map(folder_bytes, there)])
+            largest = max(largest, sum(map(folder_bytes, there)))
+    trainer.close()
+    rest = sum(folder_bytes(path) for path in complete_checkpoints(checkpoints)[-1:])
+    most = sizes["whole"] * whole + deltas * int(MOST_CHANGED * sizes["whole"] + rest)
+    print(f"{steps} steps, {num_saves} saves: at most {largest:,} bytes, told {most:,}; whole: {sizes['whole']:,}")
+    return f"{largest} bytes at once, needed at most {most}" if largest > most else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.save_chains", description=__doc__)
+    parser.add_argument("--schedules", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=0, help="of a run whose disk is watched")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    problems, started = list[str](), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.schedules:
+            schedules = Schedules(Path(folder))
+            points = schedules.points(arguments.schedules)
+            for number, point in enumerate(points, start=1):
+                if problem := schedules.try_one(*point):
+                    problems.append(problem)
+                    print(problem, flush=True)
+                if number % 20 == 0:
+                    print(f"{number} schedules, {time.perf_counter() - started:.0f} s", flush=True)
+            schedules.close()
+            print(f"{len(points)} kills at {schedules.operations} file operations: {len(problems)} wrong")
+    if arguments.steps:
+        _be_alone()
+        with tempfile.TemporaryDirectory() as folder:
+            problems += filter(None, [bounded_disk(Path(folder), arguments.steps)])
+    print(f"{time.perf_counter() - started:.0f} s; wrong: {problems or 'nothing'}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
