@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embershard import distributed  # its names load torch when they are used, and --help must answer at once
 from embershard.distributed import complete_checkpoints, step_of
@@ -19,6 +19,9 @@ from embershard.launch.screen import make_table, say, wide_console
 from embershard.settings.decoding import flat
 from embershard.settings.files import CHECKPOINTS
 from embershard.units import size
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HELP = """The checkpoints of a run, without training. Exit codes: 0; 1 for damage or a difference; 2 for wrong usage.
 
@@ -211,7 +214,7 @@ def to_prune(folder: Path, keep: int) -> tuple[list[Path], list[Path]]:
 
 def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
     """Yield how two valid checkpoints differ: name, in the first, in the second. Reads one tensor at a time."""
-    from embershard.distributed.checkpoint.load import saved_tensors, verify_alone
+    from embershard.distributed.checkpoint.load import BoxReader, verify_alone
 
     manifests = [verify_alone(path) for path in (first, second)]
     if manifests[0].run_id != manifests[1].run_id:
@@ -221,27 +224,22 @@ def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
         pair = [repr(found[name])[:40] if name in found else "" for found in values]
         if values[0].get(name) != values[1].get(name):
             yield name, pair[0], pair[1]
-    entries = [saved_tensors(path) for path in (first, second)]
+    readers = BoxReader(first), BoxReader(second)
+    entries = [reader.metadata.state_dict_metadata for reader in readers]
     for name in sorted(entries[0].keys() | entries[1].keys()):
         kinds = [_kind(found.get(name)) for found in entries]
         if kinds[0] != kinds[1]:
             yield name, kinds[0], kinds[1]
-        elif (changed := _changed(name, entries[0][name], first, second)) is not None:
+        elif (changed := _changed(*(each.read_whole(name) for each in readers))) is not None:
             yield name, kinds[0], changed
 
 
-def _changed(name: str, entry: Any, first: Path, second: Path) -> str | None:
-    import torch
-
-    tensors = []
-    for path in (first, second):
-        tensors.append(torch.empty(entry.size, dtype=entry.properties.dtype))
-        distributed.load_tensors(path, {name: tensors[-1]})
-    different = tensors[0] != tensors[1]
+def _changed(first: Tensor, second: Tensor) -> str | None:
+    different = first != second
     count = int(different.sum())
     if not count:
         return None
-    largest = (tensors[0].double() - tensors[1].double()).abs().max()
+    largest = (first.double() - second.double()).abs().max()
     return f"{count:,} of {different.numel():,} values differ, by {largest:.3g} at most"
 
 

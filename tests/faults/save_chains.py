@@ -227,12 +227,12 @@ class Schedules:
                     sys.stdout = out
 
     def _wrong(self, folder: Path, kind: str) -> str:
-        """Verify all that is complete, and compare the newest two with the reference."""
+        """Verify all that is complete, and compare the newest, and what was compacted, with the reference."""
         found = complete_checkpoints(folder)
         try:
             for path in found:
                 verify_alone(path)
-            compared = found[-2:] if kind == "save" else [folder / self._delta, *found[-1:]]
+            compared = found[-1:] if kind == "save" else [folder / self._delta, *found[-1:]]
             for path in filter(Path.exists, compared):
                 if different := self._different(path):
                     return f"{path.name}: {different} differ"

@@ -373,6 +373,11 @@ class BoxReader:
         self.metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
+    def read_whole(self, name: str) -> Tensor:
+        """Return a tensor. Raises as `read`."""
+        size = self.metadata.state_dict_metadata[name].size
+        return self.read(name, [0] * len(size), size)
+
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return the part of tensor `name` with these offsets and sizes, whoever wrote it.
 

@@ -50,6 +50,22 @@ class _Place:
     numbers: tuple[int | None, ...]
 
 
+class _PoolRows:
+    """The frozen rows of a pool, up to the last one that a save reads: then nothing is put aside any more."""
+
+    def __init__(self, frozen: FrozenRows, last_key: int) -> None:
+        self._frozen, self._last_key = frozen, last_key
+        if last_key < 0:
+            frozen.close()
+
+    def select(self, keys: Tensor) -> list[Tensor]:
+        """See `FrozenRows.select`."""
+        found = self._frozen.select(keys)
+        if int(keys[-1]) == self._last_key:
+            self._frozen.close()
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class _Cut:
     """A save that was prepared, and the rows in it, which count as changed again if it fails."""
@@ -121,8 +137,9 @@ class SaveChain:
         if not is_little or self._num_deltas + 1 >= self._full_every or not all(known for known, *_ in told):
             self._open = _Cut(NewLink(token), (), {})
             return dict(tensors), self._open.link
+        pools = [_PoolRows(rows, own) for rows, own in zip(frozen, self._last_keys(shards, changed), strict=True)]
         parts = [
-            ChangedShard(shard.names, shard.offsets, shard.tensors, rows, partial(self._read, shard, place, frozen))
+            ChangedShard(shard.names, shard.offsets, shard.tensors, rows, partial(self._read, shard, place, pools))
             for (shard, place), rows in zip(shards, changed, strict=True)
         ]
         of_shards = {shard.key: rows for (shard, _), rows in zip(shards, changed, strict=True)}
@@ -193,8 +210,16 @@ class SaveChain:
             found.append(torch.cat(rows).unique())
         return found
 
-    def _read(self, shard: TableShard, place: _Place, frozen: Sequence[FrozenRows], rows: Tensor) -> list[Tensor]:
-        of_pool = [] if place.pool is None else frozen[place.pool].select(rows + place.first)
+    def _last_keys(self, shards: Sequence[tuple[TableShard, _Place]], changed: Sequence[Tensor]) -> list[int]:
+        """Return the last key of each pool that a save reads; -1: it reads none."""
+        last = [-1] * len(self._pools)
+        for (_, place), rows in zip(shards, changed, strict=True):
+            if place.pool is not None and len(rows):
+                last[place.pool] = place.first + int(rows[-1])
+        return last
+
+    def _read(self, shard: TableShard, place: _Place, pools: Sequence[_PoolRows], rows: Tensor) -> list[Tensor]:
+        of_pool = [] if place.pool is None else pools[place.pool].select(rows + place.first)
         copies = zip(place.numbers, self._copies[shard.key], strict=True)
         return [copy[rows] if number is None and copy is not None else of_pool[number or 0] for number, copy in copies]
 
