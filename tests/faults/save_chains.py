@@ -31,6 +31,7 @@ from embershard.commands import ckpt
 from embershard.commands.ckpt import differences
 from embershard.distributed import Manifest, complete_checkpoints, verify_checkpoint
 from embershard.distributed.checkpoint import digests
+from embershard.distributed.checkpoint.chain import Chain
 from embershard.distributed.checkpoint.compact import compact
 from embershard.distributed.checkpoint.folder import folder_bytes, saves_at_once
 from embershard.distributed.checkpoint.load import verify_alone
@@ -173,6 +174,7 @@ class Schedules:
         self.operations["prune"] = self._on_copy("prune", None)[1]
         del self.operations["chain"]
         self._pool: RankPool | None = None
+        self._loaded = set[tuple[str, ...]]()  # chains that two ranks have loaded
 
     def close(self) -> None:
         if self._pool is not None:
@@ -245,6 +247,10 @@ class Schedules:
         return [name for name, *_ in found if name.startswith(_GROUPS)]
 
     def _elsewhere(self, checkpoint: Path) -> str:
+        links = tuple(Chain.of(checkpoint).names)
+        if links in self._loaded:  # its bits were compared above
+            return ""
+        self._loaded.add(links)
         if self._pool is None:
             self._pool = RankPool(2)
         copy = self._new("copy")
@@ -292,6 +298,7 @@ def bounded_disk(root: Path, steps: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.save_chains", description=__doc__)
     parser.add_argument("--schedules", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="schedule to begin with")
     parser.add_argument("--steps", type=int, default=0, help="of a run whose disk is watched")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -299,8 +306,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.schedules:
             schedules = Schedules(Path(folder))
-            points = schedules.points(arguments.schedules)
-            for number, point in enumerate(points, start=1):
+            points = schedules.points(arguments.schedules)[arguments.first :]
+            for number, point in enumerate(points, start=arguments.first + 1):
                 if problem := schedules.try_one(*point):
                     problems.append(problem)
                     print(problem, flush=True)

@@ -90,16 +90,15 @@ def save_checkpoint(
     try:
         ranks.from_first(lambda: _make_empty(partial))
         files = _write_tensors(partial, blocks, ranks)
-        saved = None
-        if link is not None:
-            saved, of_rows = _write_rows(partial, link, blocks, ranks)
-            files |= of_rows
+        saved, of_rows = (None, {}) if link is None else _write_rows(partial, link, blocks, ranks)
+        files |= of_rows
         ranks.from_first(lambda: _complete(partial, final, {**scalars, "step": step}, run_id, files, saved))
     except OSError as error:
         ranks.from_first(lambda: shutil.rmtree(partial, ignore_errors=True))
         reason = error.strerror or str(error)
-        message = f"step {step} could not be saved to {final} ({reason}). Earlier checkpoints are as they were."
-        raise FailedSaveError(message) from error
+        raise FailedSaveError(
+            f"step {step} could not be saved to {final} ({reason}). Earlier checkpoints are as they were."
+        ) from error
     ranks.from_first(lambda: _prune(folder, step, keep_last))
     return final
 

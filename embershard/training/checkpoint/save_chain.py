@@ -67,7 +67,7 @@ class _PoolRows:
 
 
 @dataclass(frozen=True, eq=False)
-class _Cut:
+class _PreparedLink:
     """A save that was prepared, and the rows in it, which count as changed again if it fails."""
 
     link: NewLink
@@ -96,7 +96,7 @@ class SaveChain:
         self._row_tables: set[str] | None = None  # whose changed rows deltas have
         self._parent: Parent | None = None
         self._num_deltas = 0  # since the last whole save
-        self._open: _Cut | None = None
+        self._open: _PreparedLink | None = None
 
     def go_on_from(
         self, parent: Parent | None, num_deltas: int, tensors: Mapping[str, Any], saved: Mapping[str, torch.Size]
@@ -135,7 +135,7 @@ class SaveChain:
         told = self._ranks.all_gather_objects((is_known, some, everything))
         is_little = sum(part for _, part, _ in told) <= MOST_CHANGED * sum(whole for *_, whole in told)
         if not is_little or self._num_deltas + 1 >= self._full_every or not all(known for known, *_ in told):
-            self._open = _Cut(NewLink(token), (), {})
+            self._open = _PreparedLink(NewLink(token), (), {})
             return dict(tensors), self._open.link
         pools = [_PoolRows(rows, own) for rows, own in zip(frozen, self._last_keys(shards, changed), strict=True)]
         parts = [
@@ -143,7 +143,7 @@ class SaveChain:
             for (shard, place), rows in zip(shards, changed, strict=True)
         ]
         of_shards = {shard.key: rows for (shard, _), rows in zip(shards, changed, strict=True)}
-        self._open = _Cut(NewLink(token, self._parent, tuple(parts)), keys, of_shards)
+        self._open = _PreparedLink(NewLink(token, self._parent, tuple(parts)), keys, of_shards)
         tables = tables_in(tensors)
         names = {name for table in self._row_tables or () for name in (*weights_and_ids(table), *tables.get(table, ()))}
         return without(tensors, names), self._open.link
