@@ -3,8 +3,8 @@
     python -m benchmarks.save_chains
 
 One rank of `embershard train` (its trainer, without the launcher) on generated clicks of Criteo's shape, with the
-quickstart's model, and a cache with look-ahead. Every second save is a delta, written like the whole ones while training
-goes on: both kinds meet the same machine, by turns.
+quickstart's model, and a cache with look-ahead. Every second save is a delta, written like the whole ones while
+training goes on: both kinds meet the same machine, by turns.
 
     bytes_ratio    bytes of a delta's files of rows, over those of the rows that updates trained since the save before
                    (counted apart, in each backward), their states and an 8-byte key
@@ -83,9 +83,7 @@ def _figures(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     return {
         "bytes_ratio": [round(ratio, 4) for ratio in found["delta"]["rows"]],
         "delta_share": round(median["delta"]["files"] / median["whole"]["files"], 4),
-        "step_ms": {
-            kind: {name: round(median[kind][name], 2) for name in ("beside", "interval")} for kind in found
-        },
+        "step_ms": {kind: {name: round(median[kind][name], 2) for name in ("beside", "interval")} for kind in found},
         "num_steps_beside": {kind: len(of["beside"]) for kind, of in found.items()},
         "mean_interval_ms": {kind: round(statistics.mean(of["interval"]), 2) for kind, of in found.items()},
         "save_seconds": {kind: round(of["seconds"], 2) for kind, of in median.items()},

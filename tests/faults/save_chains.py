@@ -275,8 +275,11 @@ def bounded_disk(root: Path, steps: int) -> str:
     samples, checkpoints = root / "samples", root / "checkpoints"
     samples.mkdir()
     resharding.write_samples(samples / "samples.parquet")
-    layout = replace(LAYOUT, steps=steps, kernel="cached")
-    trainer = Trainer(config_of(layout, samples), here(), checkpoints)
+    layout = replace(LAYOUT, steps=steps)
+    config = config_of(layout, samples)
+    every = max(EVERY, steps // 400)
+    config = replace(config, checkpoint=replace(config.checkpoint, every_steps=every))
+    trainer = Trainer(config, here(), checkpoints)
     whole, deltas = saves_at_once(KEEP_LAST, FULL_EVERY)
     sizes: dict[str, int] = {}
     largest = num_saves = 0

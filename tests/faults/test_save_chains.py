@@ -38,6 +38,10 @@ def test_what_a_pruning_without_ancestors_leaves_is_noticed(schedules: Schedules
     assert any("it follows" in problem or "ended with status" in problem for problem in found), found
 
 
-def test_the_disk_is_bounded(one_rank: RankPool, tmp_path: Path) -> None:
+def test_the_disk_is_bounded(tmp_path: Path) -> None:
     """`python -m tests.faults.save_chains --schedules 0 --steps 20000` trains longer."""
-    assert one_rank.run(bounded_disk, tmp_path, 60) == [""]
+    pool = RankPool(1)
+    try:
+        assert pool.run(bounded_disk, tmp_path, 60) == [""]
+    finally:
+        pool.close()

@@ -21,6 +21,7 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings
 from embershard.training.checkpoint import save_chain, table_shards
 from embershard.training.checkpoint.save_chain import SaveChain
+from embershard.training.checkpoint.identity import ORDER
 from embershard.training.config import RunConfig
 from embershard.training.parts.publishing import Publisher
 from embershard.training.reports import SaveReport, TrainReport
@@ -114,15 +115,15 @@ def train_beside(kind: str | Layout, folder: Path) -> Saved:
     return _saved(trainer, max(aside))
 
 
-def go_on(kind: str | Layout, folder: Path, checkpoint: Path) -> Saved:
-    """Resume from a checkpoint of a chain, and train on with one, in the folder that it is in; whole saves of the same
-    states are in `folder / "whole"`."""
-    config = config_of(kind, folder, asynchronous=False)
-    trainer = Trainer(config, here(), checkpoint.parent)
-    trainer.resume(checkpoint)
+def go_on(layout: Layout, folder: Path, step: int) -> Saved:
+    """Resume from a step of `folder / "chain"`, and go on with the chain; whole saves of the same states, that which
+    was loaded among them, are in `folder / "elsewhere"`."""
+    trainer = Trainer(config_of(layout, folder, asynchronous=False), here(), folder / "chain")
+    trainer.resume(folder / "chain" / f"step_{step}", allow_changes={ORDER})
+    trainer.prepare_save(folder / "elsewhere").write(trainer.ranks)
     for report in trainer.train():
         if isinstance(report, SaveReport):
-            trainer.prepare_save(folder / "whole").write(trainer.ranks)
+            trainer.prepare_save(folder / "elsewhere").write(trainer.ranks)
     return _saved(trainer, 0)
 
 
@@ -165,7 +166,7 @@ def _write_backs_unnoticed() -> Iterator[None]:
         with mock.patch.object(HostStore, "note_written", note):
             write_back(cache)
 
-    unnoticed = mock.patch.object(HostStore, "note_written", lambda host, keys=None: None)
+    unnoticed = mock.patch.object(HostStore, "note_written", return_value=None)
     with unnoticed, mock.patch.object(RowCache, "write_back", noting):
         yield
 

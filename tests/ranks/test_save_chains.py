@@ -1,14 +1,15 @@
-"""Chains of saves equal whole saves of the same states, bit for bit: every mode, and resumes on other ranks and plans."""
+"""Chains of saves equal whole saves of the same states, bit for bit: every mode; resumes on other ranks and plans."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from embershard.commands.ckpt import differences
-from embershard.distributed import Manifest, complete_checkpoints
-from tests.covering import keep, matrix
+from embershard.distributed import complete_checkpoints
+from tests.covering import keep
 from tests.ranks import resharding, save_chains, test_trained_ids
 from tests.ranks.resharding import Layout
 from tests.ranks.save_chains import EVERY, FULL_EVERY, STEPS, Saved
@@ -40,11 +41,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def different(folder: Path, chain: str = "chain") -> list[str]:
+def different(folder: Path, chain: str = "chain", whole: str = "whole") -> list[str]:
     """The tensors of chains that are not those of the whole saves, by step."""
     found = []
-    for saved in complete_checkpoints(folder / chain):
-        found += [f"{saved.name} {name}" for name, *_ in differences(saved, folder / "whole" / saved.name)]
+    for saved in complete_checkpoints(folder / whole):
+        found += [f"{saved.name} {name}" for name, *_ in differences(folder / chain / saved.name, saved)]
     return [name for name in found if not name.endswith(" run")]
 
 
@@ -82,3 +83,32 @@ def test_beside_training_the_state_of_its_step(two_ranks: RankPool, folder: Path
     check(kind, found)
     assert max(each.num_aside for each in found) > 0
     assert different(folder, "beside") == []
+
+
+ELSEWHERE = {
+    "one rank": ("one_rank", Layout("table_wise", ratio=0.3, policy="lru")),
+    "one rank, other states": ("one_rank", Layout("column_wise", ratio=0.3)),
+    "no cache": ("two_ranks", Layout("table_wise", kernel="device")),
+    "data_parallel": ("two_ranks", Layout(ratio=0.5, mode="data_parallel")),
+    "hot_cold": ("two_ranks", Layout(ratio=0.4, mode="hot_cold")),
+}
+
+
+@pytest.mark.parametrize("name", keep(["one rank"], ELSEWHERE))
+def test_a_chain_goes_on_elsewhere(request, two_ranks: RankPool, folder: Path, name: str) -> None:
+    """The first save there follows what was loaded, with rows cut otherwise, but where states have another shape."""
+    pool, layout = request.getfixturevalue(ELSEWHERE[name][0]), ELSEWHERE[name][1]
+    kind = KINDS["row-wise, look-ahead"]
+    two_ranks.run(save_chains.train, kind, folder)
+    begins = DELTAS[1]
+    for saved in complete_checkpoints(folder / "chain"):
+        if int(saved.name.removeprefix("step_")) > begins:
+            shutil.rmtree(saved)
+    pool.run(save_chains.go_on, layout, folder, begins)
+    parent = Manifest.read(folder / "chain" / f"step_{begins + EVERY}").parent
+    assert (parent is None) == (name in ("one rank, other states", "no cache"))
+    found = [each for each in different(folder, whole="elsewhere") if "rng" not in each and "world_size" not in each]
+    of_rows = [each for each in found if "model." in each or "_optimizer." in each]
+    if name == "one rank, other states":  # row-wise states of the loaded step are per row, those now per column shard
+        of_rows = [each for each in of_rows if not each.startswith(f"step_{begins} ")]
+    assert of_rows == []

@@ -74,7 +74,9 @@ class FrozenRows:
         self._following, self._kept = np.zeros(places, np.int32), np.zeros(places, np.int64)
         self._free = np.zeros(2, np.int64)
         blocks = [torch.empty(min(self.block_rows, self._num_rows), *t.shape[1:], dtype=t.dtype) for t in payload]
-        self._asides = asides = [torch.empty(places, *tensor.shape[1:], dtype=tensor.dtype) for tensor in payload]  # no page yet
+        self._asides = asides = [
+            torch.empty(places, *tensor.shape[1:], dtype=tensor.dtype) for tensor in payload
+        ]  # no page yet
         self._tables = [
             [RowTable(view) for view in widest_views(*tensors)]
             for tensors in zip(self._payload, asides, blocks, strict=True)

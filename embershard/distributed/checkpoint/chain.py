@@ -1,8 +1,8 @@
 """`Chain`: a checkpoint with those that it follows, from a whole one on; and the removal of old ones.
 
-    step_100/  whole
-    step_200/  delta: the rows that changed after step 100, all other tensors, and the token of step_100
-    step_300/  delta: the rows that changed after step 200, ...
+step_100/  whole
+step_200/  delta: the rows that changed after step 100, all other tensors, and the token of step_100
+step_300/  delta: the rows that changed after step 200, ...
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class Chain:
                 _check_place(link, shard.tensors, shard.offsets, tensors)
             newer = [shard for shard in shards if any(since.get(name, number) < number for name in shard.tensors)]
             over.append((link.path, newer))
-        dtypes = {name: tensors[name].properties.dtype for name, source in since.items() if source < len(self.links) - 1}
+        dtypes = {
+            name: tensors[name].properties.dtype for name, source in since.items() if source < len(self.links) - 1
+        }
         return RowsOver(over, dtypes)
 
     def verified(self, known: set[Path] | None = None) -> Iterator[tuple[Link, str | None]]:

@@ -91,8 +91,10 @@ def verify_alone(checkpoint: Path, sound: set[Path] | None = None) -> Manifest:
 def _raise_damage(checkpoint: Path, link: Link, problem: str | None) -> None:
     if problem is not None:
         is_own = link.path == checkpoint
-        raise InvalidCheckpointError(f"{checkpoint}: {problem}") if is_own else lost(
-            checkpoint, link.path, f"{link.path}: {problem}"
+        raise (
+            InvalidCheckpointError(f"{checkpoint}: {problem}")
+            if is_own
+            else lost(checkpoint, link.path, f"{link.path}: {problem}")
         )
 
 
@@ -384,7 +386,10 @@ class BoxReader:
         Raises:
             CheckpointError: the checkpoint lacks some of it.
         """
-        entry, window = self.metadata.state_dict_metadata[name], ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        entry, window = (
+            self.metadata.state_dict_metadata[name],
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+        )
         items = create_read_items_for_chunk_list(name, entry, [window])
         found = torch.empty(window.sizes, dtype=entry.properties.dtype)
         if sum(item.lengths.numel() for item in items) != found.numel():

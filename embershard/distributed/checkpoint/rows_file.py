@@ -126,9 +126,7 @@ class RowsOver:
         InvalidCheckpointError: a file is not what a manifest says of it.
     """
 
-    def __init__(
-        self, links: Sequence[tuple[Path, Sequence[ShardRows]]], dtypes: Mapping[str, torch.dtype]
-    ) -> None:
+    def __init__(self, links: Sequence[tuple[Path, Sequence[ShardRows]]], dtypes: Mapping[str, torch.dtype]) -> None:
         self._pieces: dict[str, list[_Piece]] = {}
         for folder, shards in links:
             files: dict[str, _MappedFile] = {}

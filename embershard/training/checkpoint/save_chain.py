@@ -1,4 +1,4 @@
-"""`SaveChain`: which rows of a run's tables changed since its last save, and whether the next one is a delta of these."""
+"""`SaveChain`: which rows of a run's tables changed since its last save, and whether the next one is a delta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TableShard`: what a rank has of a table in the tensors of a checkpoint: the same rows in its weights, states, ids."""
+"""`TableShard`: what a rank has of a table in a checkpoint's tensors: the same rows in weights, states and ids."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 

@@ -1,4 +1,4 @@
-"""Chains of checkpoints: read as whole ones are, or refused by name; made whole; kept as long as something needs them."""
+"""Chains of checkpoints: read as whole ones are, or refused by name; made whole; kept while something needs them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_links_that_are_swapped(saved, tmp_path):
     (folder / "step_2").rename(folder / "kept")
     (folder / "step_3").rename(folder / "step_2")
     (folder / "kept").rename(folder / "step_3")
-    with pytest.raises(InvalidCheckpointError, match="step_4: it follows step_3, and .*is that of step 2"):
+    with pytest.raises(InvalidCheckpointError, match=r"step_4: it follows step_3, and .*is that of step 2"):
         verify_alone(folder / "step_4")
 
 
@@ -119,7 +119,7 @@ def test_links_that_are_swapped_and_say_otherwise(saved, tmp_path):
     (folder / "kept").rename(folder / "step_3")
     for step, parent in ((2, Parent(1, "0.1")), (3, Parent(2, "0.3"))):
         _renamed(folder / f"step_{step}", step, parent)
-    with pytest.raises(InvalidCheckpointError, match="step_4: it follows step_3, and .*another save"):
+    with pytest.raises(InvalidCheckpointError, match=r"step_4: it follows step_3, and .*another save"):
         Chain.of(folder / "step_4")
     rewritten(folder / "step_4", parent=Parent(3, "0.2"))
     assert not is_equal(loaded(folder / "step_4"), states[4])
@@ -168,8 +168,12 @@ def test_a_manifest_whose_rows_are_wrong(saved, tmp_path, changes, said):
     shards = tuple(dataclasses.replace(shard, **changes) for shard in Manifest.read(folder / "step_4").shards)
     rewritten(folder / "step_4", shards=shards)
     with pytest.raises(InvalidCheckpointError, match=said):
-        verify_alone(folder / "step_4")
-        loaded(folder / "step_4")
+        _verified_and_loaded(folder / "step_4")
+
+
+def _verified_and_loaded(checkpoint: Path) -> dict[str, torch.Tensor]:
+    verify_alone(checkpoint)
+    return loaded(checkpoint)
 
 
 def test_pruning_keeps_what_the_kept_ones_follow(saved, ranks, tmp_path):
