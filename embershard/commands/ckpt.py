@@ -225,7 +225,7 @@ def differences(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
         if values[0].get(name) != values[1].get(name):
             yield name, pair[0], pair[1]
     readers = BoxReader(first), BoxReader(second)
-    entries = [reader.metadata.state_dict_metadata for reader in readers]
+    entries = [reader.tensors for reader in readers]
     for name in sorted(entries[0].keys() | entries[1].keys()):
         kinds = [_kind(found.get(name)) for found in entries]
         if kinds[0] != kinds[1]:

@@ -20,8 +20,8 @@ from embershard.distributed import CheckpointConfig, Manifest, PublishConfig, co
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings
 from embershard.training.checkpoint import save_chain, table_shards
-from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.checkpoint.identity import ORDER
+from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.config import RunConfig
 from embershard.training.parts.publishing import Publisher
 from embershard.training.reports import SaveReport, TrainReport

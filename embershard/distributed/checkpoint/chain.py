@@ -22,7 +22,7 @@ from embershard.distributed.checkpoint.folder import (
     step_of,
 )
 from embershard.distributed.checkpoint.manifest import MANIFEST, METADATA, Manifest
-from embershard.distributed.checkpoint.metadata import StoredPart, read_metadata
+from embershard.distributed.checkpoint.metadata import StoredPart, read_metadata, tensors_of
 from embershard.distributed.checkpoint.rows_file import RowsOver
 from embershard.errors import InvalidCheckpointError
 
@@ -86,21 +86,21 @@ class Chain:
         found = [read_metadata(link.path, link.metadata) for link in self.links]
         shards = [() if link.manifest is None else link.manifest.shards for link in self.links]
         rows = [{name for shard in of_link for name in shard.tensors} for of_link in shards]
-        whole, parts, since = dict(found[-1].state_dict_metadata), {}, {}
+        whole, parts, since = dict(tensors_of(found[-1])), {}, dict[str, int]()
         for name in whole.keys() | rows[-1]:
             source = len(found) - 1
             while name not in found[source].state_dict_metadata:
                 if source == 0 or name not in rows[source]:
                     raise InvalidCheckpointError(f"{self.links[source].path}: has no {name}, which {self.path} needs")
                 source -= 1
-            whole[name], since[name] = found[source].state_dict_metadata[name], source
+            whole[name], since[name] = tensors_of(found[source])[name], source
         for number, (link, metadata) in enumerate(zip(self.links, found, strict=True)):
             for index, part in metadata.storage_data.items():
                 if since.get(index.fqn) == number:
                     place = f"{link.path.name}/{part.relative_path}"
                     parts[index] = StoredPart(place, part.offset, part.length)
         paths = {name: path for metadata in found for name, path in (metadata.planner_data or {}).items()}
-        merged = Metadata(whole, {name: path for name, path in paths.items() if name in whole}, parts)
+        merged = Metadata({**whole}, {name: path for name, path in paths.items() if name in whole}, parts)
         return merged, self._rows_over(whole, since)
 
     def _rows_over(self, tensors: dict[str, TensorStorageMetadata], since: dict[str, int]) -> RowsOver:

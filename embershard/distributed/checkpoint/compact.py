@@ -113,8 +113,7 @@ class _ChainBlocks(DefaultSavePlanner):
         self.mappings = self._reader.metadata.planner_data
 
     def create_local_plan(self) -> SavePlan:
-        tensors = self._reader.metadata.state_dict_metadata
-        items = [item for name, entry in tensors.items() for item in _items(name, entry)]
+        items = [item for name, entry in self._reader.tensors.items() for item in _items(name, entry)]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 

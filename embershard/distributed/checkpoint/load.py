@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from embershard.distributed.checkpoint.chain import Chain, Link, lost
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest
-from embershard.distributed.checkpoint.metadata import read_metadata
+from embershard.distributed.checkpoint.metadata import read_metadata, tensors_of
 from embershard.distributed.ranks import Ranks
 from embershard.errors import CheckpointError, InvalidCheckpointError
 
@@ -65,7 +65,7 @@ def verify_checkpoint(checkpoint: Path, ranks: Ranks, *, allow_unverified: bool 
         if link.manifest is not None:
             found = ranks.all_gather_objects(link.manifest.damage(link.path, share))
             _raise_damage(checkpoint, link, next(filter(None, found), None))
-    ranks.from_first(lambda: [_check_listed(link) for link in chain.links])
+    ranks.from_first(lambda: _check_all_listed(chain))
     return chain.links[-1].manifest
 
 
@@ -96,6 +96,11 @@ def _raise_damage(checkpoint: Path, link: Link, problem: str | None) -> None:
             if is_own
             else lost(checkpoint, link.path, f"{link.path}: {problem}")
         )
+
+
+def _check_all_listed(chain: Chain) -> None:
+    for link in chain.links:
+        _check_listed(link)
 
 
 def _check_listed(link: Link) -> None:
@@ -244,7 +249,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     >>> saved_tensors(saved)["w"].size
     torch.Size([2])
     """
-    return dict(Chain.of(checkpoint).metadata()[0].state_dict_metadata)
+    return tensors_of(Chain.of(checkpoint).metadata()[0])
 
 
 def _entries(checkpoint: Path, group: str) -> list[tuple[str, TensorStorageMetadata]]:
@@ -345,8 +350,8 @@ def saved_rows(checkpoint: Path, name: str) -> Iterator[Tensor]:
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     """
     boxes = BoxReader(checkpoint)
-    entry = boxes.metadata.state_dict_metadata.get(name)
-    if not isinstance(entry, TensorStorageMetadata) or not entry.size:
+    entry = boxes.tensors.get(name)
+    if entry is None or not entry.size:
         raise CheckpointError(f"{checkpoint} has no tensor {name!r} with rows; it is of another model.")
     borders = {row for chunk in entry.chunks for row in (chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])}
     for start, stop in itertools.pairwise(sorted({0, entry.size[0], *borders})):
@@ -357,7 +362,8 @@ class BoxReader:
     """Reads parts of a checkpoint's tensors in this process alone. Verify the checkpoint first.
 
     Attributes:
-        metadata: sizes and types of the tensors.
+        metadata: of the checkpoint.
+        tensors: sizes and types, by name.
 
     Raises:
         InvalidCheckpointError: the checkpoint's `.metadata` is damaged, or would run code; or a link is lost.
@@ -373,11 +379,12 @@ class BoxReader:
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint, self._reader = checkpoint, _Reader(checkpoint)
         self.metadata = self._reader.read_metadata()
+        self.tensors = tensors_of(self.metadata)
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def read_whole(self, name: str) -> Tensor:
         """Return a tensor. Raises as `read`."""
-        size = self.metadata.state_dict_metadata[name].size
+        size = self.tensors[name].size
         return self.read(name, [0] * len(size), size)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -387,7 +394,7 @@ class BoxReader:
             CheckpointError: the checkpoint lacks some of it.
         """
         entry, window = (
-            self.metadata.state_dict_metadata[name],
+            self.tensors[name],
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
         )
         items = create_read_items_for_chunk_list(name, entry, [window])

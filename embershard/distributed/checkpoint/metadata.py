@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -74,6 +74,15 @@ def read_metadata(checkpoint: Path, name: str = METADATA) -> Metadata:
     except Exception as error:  # a hostile pickle may raise anything
         cause = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
         raise InvalidCheckpointError(f"{checkpoint}: {name} is refused: {cause}") from error
+
+
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return sizes and types of the tensors, by name, of metadata that `read_metadata` returned: all are tensors.
+
+    >>> tensors_of(Metadata({}))
+    {}
+    """
+    return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
 class _StandIn:

@@ -81,8 +81,8 @@ def write_rows(
         for shard in shards:
             for keys in shard.pieces():
                 before_piece()
-                for tensor in (keys, *shard.read(keys)):
-                    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                for part in (keys, *shard.read(keys)):
+                    file.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
     return tuple(found), files.digests[path.name].finish()
