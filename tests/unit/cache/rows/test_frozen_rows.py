@@ -102,6 +102,24 @@ def test_any_writes_between_the_blocks(writes, block_rows, lazy, random):
     frozen.close()
 
 
+@pytest.mark.slow
+@given(st.lists(keys_of_a_step, max_size=12), keys_of_a_step, st.integers(1, 9), st.randoms())
+@settings(deadline=None)
+def test_any_writes_between_some_rows(writes, asked, piece, random):
+    """Rows that are not asked for are left out, and what is written to them is put aside in vain."""
+    host = make_host()
+    expected, frozen = contents(host), host.freeze()
+    keys, pending, got = torch.tensor(sorted(set(asked)), dtype=torch.int64), list(writes), []
+    for some in keys.split(piece) if len(keys) else ():
+        while pending and random.random() < 0.5:
+            train(host, pending.pop())
+        got.append(frozen.select(some))
+    for number, tensor in enumerate(expected):
+        found = [parts[number] for parts in got]
+        assert not found or torch.equal(torch.cat(found), tensor[keys])
+    frozen.close()
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_rows_that_are_not_put_aside_would_be_noticed(broken):
     host = make_host()
