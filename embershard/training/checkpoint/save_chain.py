@@ -185,6 +185,8 @@ class SaveChain:
         self._versions, found = [pool.host.version for pool in self._pools], []
         for pool in self._pools:
             assert pool.host.written is not None, "writes are tracked"
+            if (device := pool.cache.transfer.key_device).type == "cuda":  # plans mark on a stream of their own
+                torch.cuda.synchronize(device)
             found.append(pool.host.written.take().cpu())
             pool.host.make(found[-1])  # where somebody said that all were
         return found

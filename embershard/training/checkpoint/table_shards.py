@@ -60,6 +60,7 @@ def tables_in(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return of every table, by the name of its weights, the tensors that have its rows, by their names in a
     checkpoint; the weights first. A rank may know only the tables of which it has shards.
 
+    >>> import torch
     >>> weights, state, step = torch.zeros(4, 2), torch.zeros(4), torch.zeros(())
     >>> {name: list(found) for name, found in tables_in(
     ...     {"model": {"t.weight": weights}, "embedding_optimizer": {"t.weight": {"t.momentum1": state, "step": step}}}
@@ -93,6 +94,7 @@ def total_bytes(tensors: Mapping[str, Any]) -> int:
 def shards_of(table: str, tensors: Mapping[str, Any], is_first: bool) -> list[TableShard]:
     """Return this rank's shards of a table; one that every rank has is the first rank's.
 
+    >>> import torch
     >>> [shard.offsets for shard in shards_of("t.weight", {"model.t.weight": torch.zeros(4, 2)}, is_first=True)]
     [((0, 0),)]
     """
@@ -113,6 +115,7 @@ def shards_of(table: str, tensors: Mapping[str, Any], is_first: bool) -> list[Ta
 def without(tensors: Mapping[str, Any], names: Collection[str], at: str = "") -> dict[str, Any]:
     """Return the tensors of a checkpoint without these, and without groups that are empty then.
 
+    >>> import torch
     >>> without({"model": {"a": torch.zeros(1), "b": torch.zeros(1)}, "c": {"d": torch.zeros(1)}}, {"model.a", "c.d"})
     {'model': {'b': tensor([0.])}}
     """

@@ -15,6 +15,7 @@ from embershard.commands.ckpt import differences
 from embershard.distributed import CheckpointConfig, Manifest, Ranks, complete_checkpoints
 from embershard.distributed.checkpoint import digests
 from embershard.errors import ConfigError
+from embershard.serving.write import export_base
 from embershard.sharding.torchrec import flush, host_rows_changed
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.checkpoint import save_chain
@@ -157,6 +158,19 @@ def test_deltas_need_saves_in_between():
         CheckpointConfig(full_every=2)
     with pytest.raises(ConfigError, match=r"checkpoint\.full_every: got 0, needed at least 1"):
         CheckpointConfig(every_steps=1, full_every=0)
+
+
+def test_an_export_of_a_delta_is_that_of_a_whole_save(ranks: Ranks, tmp_path: Path):
+    trainer = Trainer(config(3), ranks, tmp_path / "chain")
+    train(trainer, tmp_path)
+    found = []
+    for name in ("chain", "whole"):
+        export_base(config(3), tmp_path / name / "step_3", "fp32", tmp_path / f"of_{name}")
+        tables = sorted((tmp_path / f"of_{name}" / "tables").iterdir())
+        found.append({path.name: path.read_bytes() for path in tables})
+    assert parents(tmp_path / "chain")[3] == 2
+    assert len(found[0]) > 20
+    assert found[0] == found[1]
 
 
 def test_a_publication_has_a_whole_save_of_its_own(ranks: Ranks, tmp_path: Path):
