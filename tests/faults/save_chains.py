@@ -29,12 +29,12 @@ import torch.distributed as dist
 
 from embershard.commands import ckpt
 from embershard.commands.ckpt import differences
-from embershard.distributed import Manifest, complete_checkpoints, verify_checkpoint
+from embershard.distributed import Manifest, complete_checkpoints, step_of, verify_checkpoint
 from embershard.distributed.checkpoint import digests
 from embershard.distributed.checkpoint.chain import Chain
 from embershard.distributed.checkpoint.compact import compact
 from embershard.distributed.checkpoint.folder import folder_bytes, saves_at_once
-from embershard.distributed.checkpoint.load import verify_alone
+from embershard.distributed.checkpoint.load import BoxReader, verify_alone
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.checkpoint.save_chain import MOST_CHANGED
 from embershard.training.config import RunConfig
@@ -44,6 +44,7 @@ from tests.ranks import resharding
 from tests.ranks.planned import here
 from tests.ranks.resharding import Layout
 from tests.ranks.workers import RankPool
+from tests.unit.distributed.chains import save_chain
 
 LAYOUT = Layout("table_wise", ratio=0.3, steps=15)
 ELSEWHERE = Layout("row_wise", ratio=0.6, policy="lru")
@@ -274,6 +275,36 @@ class Schedules:
         return operations
 
 
+def kill_small_saves(root: Path) -> tuple[int, list[str]]:
+    """Kill saves of a small table without a training at every file operation; return their number, and what is wrong
+    with what was left."""
+    steps, folder, problems = 7, root / "small", list[str]()
+    states = save_chain(folder, None, steps)
+
+    def live() -> None:
+        save_chain(folder, here(), steps, full_every=3, keep_last=2)
+
+    status, operations = in_child(folder, live)
+    assert status == 0, "a life without a kill"
+    for at in range(operations):
+        shutil.rmtree(folder, ignore_errors=True)
+        status, _ = in_child(folder, live, at)
+        if status != signal.SIGKILL:
+            problems.append(f"small saves {at}: it ended with status {status}")
+        for path in complete_checkpoints(folder):
+            try:
+                verify_alone(path)
+                boxes = BoxReader(path)
+                expected = states[step_of(path) or 0]
+                if boxes.tensors.keys() != expected.keys():
+                    raise AssertionError(f"{sorted(boxes.tensors)} are there")
+                wrong = [name for name in expected if not torch.equal(boxes.read_whole(name), expected[name])]
+                problems += [f"small saves {at}: {path.name}: {name} differs" for name in wrong]
+            except Exception as error:
+                problems.append(f"small saves {at}: {type(error).__name__}: {error}")
+    return operations, problems
+
+
 def bounded_disk(root: Path, steps: int) -> str:
     """Train so many steps; return what is wrong with the disk that its saves took, or nothing."""
     samples, checkpoints = root / "samples", root / "checkpoints"
@@ -306,6 +337,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.save_chains", description=__doc__)
     parser.add_argument("--schedules", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="schedule to begin with")
+    parser.add_argument("--small", action="store_true", help="kill saves of a small table at every operation, too")
     parser.add_argument("--steps", type=int, default=0, help="of a run whose disk is watched")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -322,6 +354,10 @@ def main() -> int:
                     print(f"{number} schedules, {time.perf_counter() - started:.0f} s", flush=True)
             schedules.close()
             print(f"{len(points)} kills at {schedules.operations} file operations: {len(problems)} wrong")
+        if arguments.small:
+            operations, found = kill_small_saves(Path(folder))
+            problems += found
+            print(f"{operations} kills, one at each file operation of small saves: {len(found)} wrong", flush=True)
     if arguments.steps:
         _be_alone()
         with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ from embershard.training.checkpoint.table_shards import (
 
 #: Tables without a cache up to this size are in every save whole.
 _SMALL_BYTES = 16 << 20
-#: A save of more than this share of the bytes of all rows is whole: a chain of such deltas takes more than it saves.
+#: A save of at least this share of the bytes of all rows is whole: a chain of such deltas takes more than it saves.
 MOST_CHANGED = 0.6
 _Key = tuple[str, int]
 
@@ -133,7 +133,7 @@ class SaveChain:
         some = sum(shard.row_bytes * len(rows) for (shard, _), rows in zip(shards, changed, strict=True))
         everything = sum(shard.row_bytes * shard.num_rows for shard, _ in shards)
         told = self._ranks.all_gather_objects((is_known, some, everything))
-        is_little = sum(part for _, part, _ in told) <= MOST_CHANGED * sum(whole for *_, whole in told)
+        is_little = sum(part for _, part, _ in told) < MOST_CHANGED * sum(whole for *_, whole in told)
         if not is_little or self._num_deltas + 1 >= self._full_every or not all(known for known, *_ in told):
             self._open = _PreparedLink(NewLink(token), (), {})
             return dict(tensors), self._open.link

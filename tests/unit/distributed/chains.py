@@ -52,18 +52,21 @@ def _rows(tensors: list[Tensor], keys: Tensor) -> list[Tensor]:
     return [tensor[keys] for tensor in tensors]
 
 
-def save_chain(folder: Path, ranks: Ranks, steps: int = 4, seed: int = 0) -> dict[int, dict[str, Tensor]]:
-    """Save step 1 whole and those behind as deltas; return the tensors of each step, by name."""
+def save_chain(
+    folder: Path, ranks: Ranks | None, steps: int = 4, seed: int = 0, full_every: int = 99, keep_last: int = 99
+) -> dict[int, dict[str, Tensor]]:
+    """Save step 1 whole and those behind as deltas; return the tensors of each step, by name. None: save nothing."""
     table, parent, saved = Table(seed), None, {}
     for step in range(1, steps + 1):
         keys = table.train()
         token = f"{seed}.{step}"
         link = NewLink(token)
         tensors = table.tensors()
-        if parent is not None:
+        if parent is not None and (step - 1) % full_every:
             link = NewLink(token, parent, tuple(table.changed(shard, keys[shard]) for shard in range(2)))
             tensors = {"model": {"dense": table.dense}}
-        save_checkpoint(folder, step, tensors, {}, ranks, keep_last=99, run_id="run", link=link)
+        if ranks is not None:
+            save_checkpoint(folder, step, tensors, {}, ranks, keep_last=keep_last, run_id="run", link=link)
         parent = Parent(step, token)
         now = {"model.t.weight": table.weights, "states.t.momentum": table.states, "model.dense": table.dense}
         saved[step] = {name: tensor.clone() for name, tensor in now.items()}
