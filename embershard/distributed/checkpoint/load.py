@@ -391,18 +391,18 @@ class BoxReader:
         """Return the part of tensor `name` with these offsets and sizes, whoever wrote it.
 
         Raises:
-            CheckpointError: the checkpoint lacks some of it.
+            CheckpointError: the checkpoint lacks the tensor, or some of the part.
         """
-        entry, window = (
-            self.tensors[name],
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-        )
+        if (entry := self.tensors.get(name)) is None:
+            raise CheckpointError(f"{self._checkpoint} has no tensor {name!r}; it is of another model.")
+        window = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(name, entry, [window])
         found = torch.empty(window.sizes, dtype=entry.properties.dtype)
         if sum(item.lengths.numel() for item in items) != found.numel():
             last = offsets[0] + sizes[0] - 1 if offsets else 0
             raise CheckpointError(f"{self._checkpoint}: {name} lacks some of its rows {offsets[0]} to {last}.")
-        self._reader.read_data(LoadPlan(items), _IntoRows(found)).wait()
+        if found.numel():
+            self._reader.read_data(LoadPlan(items), _IntoRows(found)).wait()
         return found
 
 

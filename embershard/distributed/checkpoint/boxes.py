@@ -1,0 +1,260 @@
+"""Parts of saved tensors, read from a checkpoint or an export alike: `Saved` says what is there, and reads boxes of it.
+
+A box is some rows, or some columns of some rows: no tensor has to be read whole, whatever ranks and shards wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from embershard.distributed.checkpoint.load import BoxReader
+from embershard.distributed.publish.published import DENSE, IDS, tensors_in
+from embershard.errors import CheckpointError
+
+#: Bytes that are read at a time.
+_BLOCK_BYTES = 16 << 20
+_NUMPY = {"F32": np.float32, "F16": np.float16, "U8": np.uint8}
+_TAIL_BYTES = {"int8": 8, "int4": 4}  # of scale and offset, at the end of a row
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor.
+
+    Attributes:
+        offsets, sizes: in each dimension.
+
+    >>> Box((2, 0), (4, 8)).meet(Box((4, 4), (10, 4)))
+    Box(offsets=(4, 4), sizes=(2, 4))
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def whole(size: torch.Size) -> Box:
+        """Return the box of all of a tensor."""
+        return Box((0,) * len(size), tuple(size))
+
+    def meet(self, other: Box) -> Box | None:
+        """Return what both have, None for nothing."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = [min(a + n, b + m) for a, n, b, m in zip(*self._parts, *other._parts, strict=True)]
+        sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def of(self, tensor: Tensor, start: Box | None = None) -> Tensor:
+        """Return this part as a view of a tensor, which is all of the box `start`."""
+        firsts = (0,) * len(self.offsets) if start is None else start.offsets
+        for dim, (offset, first, size) in enumerate(zip(self.offsets, firsts, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, offset - first, size)
+        return tensor
+
+    def rows(self, row_bytes: int) -> Iterator[Box]:
+        """Yield its parts of about 16 MiB, in the order of their rows.
+
+        Args:
+            row_bytes: of a row of it.
+        """
+        if not self.sizes:
+            yield self
+            return
+        step = max(1, _BLOCK_BYTES // max(1, row_bytes))
+        for start in range(0, self.sizes[0], step):
+            count = min(step, self.sizes[0] - start)
+            yield Box((self.offsets[0] + start, *self.offsets[1:]), (count, *self.sizes[1:]))
+
+    @property
+    def _parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.offsets, self.sizes
+
+
+class Saved(ABC):
+    """Tensors on disk, by the names that a checkpoint gives them, with their groups ("model.", ...)."""
+
+    @abstractmethod
+    def sizes(self) -> Mapping[str, torch.Size]:
+        """Return the size of every tensor, by name."""
+
+    @abstractmethod
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a part of a tensor, on the CPU.
+
+        Raises:
+            CheckpointError: there is no such tensor, or not all of the part.
+        """
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor. Errors as of `read`."""
+        return self.read(name, Box.whole(self._size(name)))
+
+    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield all rows of a tensor [R, ...] in parts of about 16 MiB, each with the number of its first row."""
+        box = Box.whole(self._size(name))
+        row_bytes = 8 * int(np.prod(box.sizes[1:], initial=1))  # at most: no type has more bytes
+        for part in box.rows(row_bytes):
+            yield part.offsets[0], self.read(name, part)
+
+    def _size(self, name: str) -> torch.Size:
+        size = self.sizes().get(name)
+        if size is None:
+            raise CheckpointError(f"{self} has no tensor {name!r}; it is of another model.")
+        return size
+
+
+class CheckpointSaved(Saved):
+    """The tensors of a checkpoint; verify it first. Needs no process group.
+
+    Raises:
+        InvalidCheckpointError: the checkpoint's `.metadata` is damaged, or would run code.
+
+    >>> from embershard.distributed import process_group, save_checkpoint
+    >>> with process_group("cpu") as ranks:
+    ...     tensors = {"model": {"t.weight": torch.arange(6.0).view(3, 2)}}
+    ...     folder = save_checkpoint(Path("saved"), 4, tensors, {}, ranks, keep_last=1, run_id="8c1f")
+    >>> saved = CheckpointSaved(folder)
+    >>> saved.sizes(), saved.read("model.t.weight", Box((1, 1), (2, 1))).tolist()
+    ({'model.t.weight': torch.Size([3, 2])}, [[3.0], [5.0]])
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.folder = checkpoint
+        self._reader = BoxReader(checkpoint)
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def sizes(self) -> Mapping[str, torch.Size]:
+        return {name: entry.size for name, entry in self._reader.tensors.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._reader.read(name, box.offsets, box.sizes)
+
+
+class ExportSaved(Saved):
+    """The tensors of an export that `embershard export` or a publication wrote as a module: rows and dense layers,
+    without states. Tables are "model.tables.embedding_bags.TABLE.weight", mapped into memory. Rounded rows are read as
+    the numbers that they stand for.
+
+    Raises:
+        CheckpointError: the folder is no such export.
+    """
+
+    _PREFIX = "model.tables.embedding_bags."
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.about: dict[str, Any] = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+            self.inputs: dict[str, Any] = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
+            is_module, self._dtype = self.about["format"] == "module", self.about.get("dtype", "fp32")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder} is no export: export.json or inputs.json cannot be read ({error})") from error
+        if not is_module:
+            raise CheckpointError(
+                f"{folder} has tables as Parquet files, without the layers around them. Export it as a module, or take "
+                'rows of tables alone: model.pretrained.TABLE = {file = "..."} (docs/warm_start.md).'
+            )
+        names = {each["table"] for each in self.inputs["lookups"] if each["table"]}
+        self._rows = {f"{self._PREFIX}{name}.weight": self._mapped(name) for name in sorted(names)}
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def sizes(self) -> Mapping[str, torch.Size]:
+        rows = {name: torch.Size((len(stored), self._dim(stored))) for name, stored in self._rows.items()}
+        return {**rows, **{name: value.shape for name, value in self._dense.items()}}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        if (weights := self._dense.get(name)) is not None:
+            return box.of(weights).clone()
+        stored = self._rows.get(name)
+        if stored is None or box.offsets[0] + box.sizes[0] > len(stored):
+            raise CheckpointError(f"{self.folder} has no rows {box.offsets[0]} to ... of {name!r}.")
+        first, count = box.offsets[0], box.sizes[0]
+        rows = self._as_float(torch.from_numpy(np.array(stored[first : first + count])))
+        return Box((0, *box.offsets[1:]), box.sizes).of(rows)
+
+    def ids(self, table: str) -> tuple[Tensor, Tensor] | None:
+        """Return the ids of a table and the row of each, int64 [n] both; None of a table of row numbers."""
+        path = self.folder / "tables" / f"{table}{IDS}"
+        if not path.exists():
+            return None
+        found = tensors_in(path.read_bytes())
+        return found["ids"], found["rows"].long()
+
+    @cached_property
+    def _dense(self) -> dict[str, Tensor]:
+        if (newer := self.folder / DENSE).exists():  # of a base that was made of deltas
+            return {f"model.{name}": value for name, value in tensors_in(newer.read_bytes()).items()}
+        return dict(torch.export.load(self.folder / "dense.pt2").state_dict)
+
+    def _mapped(self, table: str) -> Any:
+        path = self.folder / "tables" / f"{table}.safetensors"
+        try:
+            with path.open("rb") as file:
+                size = struct.unpack("<Q", file.read(8))[0]
+                entry = json.loads(file.read(size))["rows"]
+            return np.memmap(
+                path, _NUMPY[entry["dtype"]], "r", 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
+            )
+        except (OSError, ValueError, KeyError, struct.error) as error:
+            raise CheckpointError(f"{path} cannot be read as the rows of a table: {error}") from error
+
+    def _dim(self, stored: Any) -> int:
+        width = int(stored.shape[1]) - _TAIL_BYTES.get(self._dtype, 0)
+        return 2 * width if self._dtype == "int4" else width
+
+    def _as_float(self, rows: Tensor) -> Tensor:
+        if self._dtype == "int8":
+            return torch.ops.quantized.embedding_bag_byte_unpack(rows)
+        if self._dtype == "int4":
+            return torch.ops.quantized.embedding_bag_4bit_unpack(rows)
+        return rows.float()
+
+
+def parts_of(target: Tensor | ShardedTensor) -> Iterator[tuple[Box, Tensor]]:
+    """Yield what this rank has of a tensor: each part's box in the whole, and its values.
+
+    >>> [(box, part.shape) for box, part in parts_of(torch.zeros(3, 2))]
+    [(Box(offsets=(0, 0), sizes=(3, 2)), torch.Size([3, 2]))]
+    """
+    if not isinstance(target, ShardedTensor):
+        yield Box.whole(target.shape), target
+        return
+    for shard in target.local_shards():
+        yield Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor
+
+
+def fill(target: Tensor | ShardedTensor, saved: Saved, name: str, box: Box | None = None) -> None:
+    """Copy a part of a saved tensor to the same place of a tensor, as far as this rank has it. Other values stay.
+
+    It is read in blocks of about 16 MiB.
+
+    Args:
+        box: the part; None: all of the saved tensor.
+
+    Raises:
+        CheckpointError: there is no such tensor, or not all of the part.
+    """
+    wanted = box or Box.whole(saved.sizes()[name])
+    for own, values in parts_of(target):
+        common = own.meet(wanted)
+        if common is None:
+            continue
+        row_bytes = 4 * int(np.prod(common.sizes[1:], initial=1))
+        for block in common.rows(row_bytes):
+            with torch.no_grad():
+                block.of(values, own).copy_(saved.read(name, block))
