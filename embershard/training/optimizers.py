@@ -228,6 +228,7 @@ class Optimizers:
         dense: of the dense layers; its state dict is keyed by parameter name.
         dense_parameters: those that it trains, by name.
         factor: of the learning rates in the last step; None before the first one.
+        steps_before: that the schedule counted before the first step: those of a trained model that the run began with.
     """
 
     def __init__(
@@ -244,11 +245,16 @@ class Optimizers:
         self.dense = dense.build(self.dense_parameters)
         self._fused = model.fused_optimizer
         self.factor: float | None = None
+        self.steps_before = self._state_steps_before = 0
+
+    def begin_behind(self, schedule_steps: int, state_steps: int) -> None:
+        """Let the schedule, and the counts of steps that belong to states, begin behind so many steps."""
+        self.steps_before, self._state_steps_before = schedule_steps, state_steps
 
     def begin_step(self, steps: int) -> None:
         """Drop the gradients, and set the learning rates of the step that follows `steps` trained ones."""
         self.dense.zero_grad()
-        factor = self._schedule.factor(steps)
+        factor = self._schedule.factor(steps + self.steps_before)
         if factor == self.factor:
             return
         self.factor = factor
@@ -266,7 +272,7 @@ class Optimizers:
         """Set the number of trained steps in FBGEMM's kernels that depend on it: they count forwards, whatever becomes
         of them, and their state dicts leave the number out."""
         if self._embedding_config.counts_steps:
-            self._fused.set_optimizer_step(steps)
+            self._fused.set_optimizer_step(steps + self._state_steps_before)
 
 
 def _check_optimizer(

@@ -36,6 +36,8 @@ from embershard.training.parts.part import Export, Part, Training
 from embershard.training.parts.saves import Saves
 from embershard.training.reports import EvalReport, Report, SaveReport, SkippedBatchReport, StopReport, TrainReport
 from embershard.training.steps import MicroBatches, open_stream
+from embershard.training.warm.part import WarmStarted
+from embershard.training.warm.start import WarmStart
 
 
 class _SkippedError(Exception):
@@ -54,6 +56,7 @@ class Trainer(Training):
         checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
         supervision: asks for the end of the training, and is told of each step.
         export: writes the base of publications; needed with `publish.folder`.
+        start: what the run begins with, unless it is resumed; None: nothing is trained yet.
 
     Raises:
         ConfigError: a machine lacks memory (`memory_warning`: what may not fit later), or differs in settings or files.
@@ -66,6 +69,7 @@ class Trainer(Training):
         checkpoints: Path | None = None,
         supervision: Supervision | None = None,
         export: Export | None = None,
+        start: WarmStart | None = None,
     ) -> None:
         super().__init__()
         self.config, self.ranks, self.checkpoints, self.export = config, ranks, checkpoints, export
@@ -77,6 +81,7 @@ class Trainer(Training):
         self.losses = Losses(self, before_stop=self._saves.wait)
         self.metrics = StepMetrics(self)
         self.parts = parts_of(self, self.losses, self.metrics, self._saves, self._evaluations)
+        self.parts.insert(0, WarmStarted(self, start))
         opened = [source for part in self.parts if (source := part.open_source()) is not None]
         self.source: Source = opened[0] if opened else open_source(config.data, share=ranks.from_first)
         for part in self.parts:
@@ -193,7 +198,7 @@ class Trainer(Training):
 
     def _forward(self, batch: Batch, piece: int = 0) -> tuple[Tensor, Predicted]:
         if self.config.model.drops:
-            seed_masks(self.config.train.seed, self.steps, self.ranks.rank, piece)
+            seed_masks(self.config.train.seed, self.steps + self.optimizers.steps_before, self.ranks.rank, piece)
         with stage("forward"), autocast(self.config.train, self.ranks.device):
             loss, (_, outputs, labels) = self.model(batch)
         return loss, Predicted(outputs, labels, batch.weights)

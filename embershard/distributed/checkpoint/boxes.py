@@ -23,8 +23,8 @@ from embershard.distributed.checkpoint.load import BoxReader
 from embershard.distributed.publish.published import DENSE, IDS, tensors_in
 from embershard.errors import CheckpointError
 
-#: Bytes that are read at a time.
-_BLOCK_BYTES = 16 << 20
+#: Bytes that are read at a time, about.
+BLOCK_BYTES = 16 << 20
 _NUMPY = {"F32": np.float32, "F16": np.float16, "U8": np.uint8}
 _TAIL_BYTES = {"int8": 8, "int4": 4}  # of scale and offset, at the end of a row
 
@@ -71,7 +71,7 @@ class Box:
         if not self.sizes:
             yield self
             return
-        step = max(1, _BLOCK_BYTES // max(1, row_bytes))
+        step = max(1, BLOCK_BYTES // max(1, row_bytes))
         for start in range(0, self.sizes[0], step):
             count = min(step, self.sizes[0] - start)
             yield Box((self.offsets[0] + start, *self.offsets[1:]), (count, *self.sizes[1:]))

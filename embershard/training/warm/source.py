@@ -1,0 +1,162 @@
+"""`TrainedModel`: what a warm start takes from, a run's checkpoint or an export, opened and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from embershard.cache.ids.config import IdTable
+from embershard.data.sources.kinds import schema_of, serving_inputs
+from embershard.distributed import Ranks, verify_checkpoint
+from embershard.distributed.checkpoint.boxes import CheckpointSaved, ExportSaved, Saved
+from embershard.distributed.checkpoint.folder import best_checkpoint, checkpoints_for, complete_checkpoints
+from embershard.distributed.checkpoint.load import newest_valid, read_scalars, verify_alone
+from embershard.distributed.checkpoint.manifest import MANIFEST
+from embershard.distributed.checkpoint.metadata import METADATA
+from embershard.distributed.publish.published import PublicationError, verify
+from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
+from embershard.models import ModelTable
+from embershard.settings.decoding import decode, read_toml
+from embershard.settings.files import CHECKPOINTS, RUN_CONFIG
+from embershard.training.config import RunConfig
+from embershard.training.fit.id_rules import id_rules
+from embershard.training.fit.model_size import tables_of_run
+from embershard.training.warm.shapes import ModelShape, shape_of
+
+#: Step of a checkpoint, that of the best evaluation, or None: the newest valid one.
+Step = int | Literal["best"] | None
+#: The entry of a warm-started run in the scalars of its checkpoints.
+WARM_START = "warm_start"
+_OPTIMIZERS = ("embedding_optimizer", "dense_optimizer")
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model on disk.
+
+    Attributes:
+        title: for a reader.
+        saved: its tensors.
+        shape: its tables and layers.
+        step: of the optimizers and the schedule, trained by then.
+        optimizers: kind of each that has states here, by its section of the settings; None: unknown kinds.
+        ids: rules of its tables of ids, where they are known.
+        skipped: why newer checkpoints were not used, as sentences.
+    """
+
+    title: str
+    saved: Saved
+    shape: ModelShape
+    step: int
+    optimizers: Mapping[str, str] | None = None
+    ids: Mapping[str, IdTable] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def has_states(self) -> bool:
+        """It has states of optimizers."""
+        return any(name.startswith(_OPTIMIZERS) for name in self.saved.sizes())
+
+
+def open_model(
+    path: Path,
+    step: Step = None,
+    ranks: Ranks | None = None,
+    *,
+    own_tables: Callable[[], tuple[ModelTable, ...]] = tuple,
+    allow_unverified: bool = False,
+) -> TrainedModel:
+    """Open and verify a trained model. Collective, with the same result everywhere.
+
+    Args:
+        path: folder of a run, of its checkpoints, of one of these, or of an export.
+        step: which checkpoint of a run.
+        ranks: that verify together; None: this process does alone.
+        own_tables: of the new model, for the features of an old model that was one's own: it is not built.
+        allow_unverified: also take a checkpoint without a manifest.
+
+    Raises:
+        CheckpointError: there is none; or it is damaged (`InvalidCheckpointError`), or no module.
+        ConfigError: a step of an export; or the settings of the run cannot be read.
+    """
+    if (path / "export.json").exists() or (path / "dense.safetensors").exists():
+        return _export(path, step)
+    checkpoints, candidates = _candidates(path, step)
+
+    def check(checkpoint: Path) -> None:
+        if ranks is not None:
+            verify_checkpoint(checkpoint, ranks, allow_unverified=allow_unverified)
+        elif (checkpoint / MANIFEST).exists() or not allow_unverified:
+            verify_alone(checkpoint)
+
+    used, skipped = newest_valid(candidates, check)
+    if used is None:
+        raise InvalidCheckpointError(
+            f"No checkpoint in {checkpoints} is valid: {'; '.join(skipped) or 'there is none'}. Give another one."
+        )
+    return _checkpoint(used[0], tuple(skipped), own_tables)
+
+
+def _candidates(path: Path, step: Step) -> tuple[Path, list[Path]]:
+    """Return the folder of checkpoints, and those that may be used, oldest first."""
+    if (path / METADATA).exists():
+        if step is not None:
+            raise ConfigError(f"--step has no effect: {path} is one checkpoint. Leave it out.")
+        return path.parent, [path]
+    checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    if not checkpoints.is_dir() or (checkpoints == path and not complete_checkpoints(path)):
+        raise CheckpointError(
+            f"{path}: no complete checkpoint and no export is there. Give the folder of a run (it has {CHECKPOINTS}/), "
+            "of one of its checkpoints, or of an export (it has export.json)."
+        )
+    if step != "best":
+        return checkpoints, checkpoints_for(checkpoints, step)
+    best, problem = best_checkpoint(checkpoints)
+    if best is None:
+        why = problem or f"{checkpoints} has no best.json: the run did not judge its evaluations"
+        raise CheckpointError(f"--step best: {why}. Give a step, or train with checkpoint.keep_best = true.")
+    return checkpoints, [best]
+
+
+def _checkpoint(
+    checkpoint: Path, skipped: tuple[str, ...], own_tables: Callable[[], tuple[ModelTable, ...]]
+) -> TrainedModel:
+    saved = CheckpointSaved(checkpoint)
+    shape, scalars = shape_of(saved.sizes()), read_scalars(checkpoint)
+    before = scalars.get(WARM_START) or {}
+    step = int(scalars.get("step", 0)) + int(before.get("state_steps", 0))
+    settings = checkpoint.parent.parent / RUN_CONFIG
+    if not settings.exists():
+        return TrainedModel(str(checkpoint), saved, shape, step, skipped=skipped)
+    config = decode(RunConfig, read_toml(settings))
+    is_own = config.model.build is not None
+    schema = schema_of(config.data)
+    tables = own_tables() if is_own else tables_of_run(config)
+    lookups = [(feature, table.name) for table in tables for feature in table.features]
+    shape = shape.with_inputs(serving_inputs(config.data), lookups, config.model.title, schema.target.labels)
+    kinds = {name: getattr(config, name).kind for name in _OPTIMIZERS}
+    rules = {} if is_own else id_rules(config)
+    return TrainedModel(str(checkpoint), saved, shape, step, kinds, rules, skipped)
+
+
+def _export(path: Path, step: Step) -> TrainedModel:
+    if step is not None:
+        raise ConfigError(f"--step has no effect: {path} is an export of one checkpoint. Leave it out.")
+    if (path / MANIFEST).exists():
+        try:
+            verify(path)
+        except PublicationError as error:
+            raise InvalidCheckpointError(f"{error}. Give another base, or the run.") from error
+    saved = ExportSaved(path)
+    shape, inputs = shape_of(saved.sizes()), saved.inputs
+    tables = {
+        name: replace(table, has_ids=saved.ids(name) is not None) for name, table in shape.tables.items()
+    }
+    lookups = [(each["feature"], each["table"]) for each in inputs["lookups"] if each["table"]]
+    about = saved.about
+    labels = about["labels"] if isinstance(about["labels"], list) else [about["labels"]]
+    shape = ModelShape(tables, shape.layers).with_inputs(inputs, lookups, about["arch"], labels)
+    return TrainedModel(f"{path}, an export of step {about['step']}", saved, shape, int(about["step"]), {})
+
