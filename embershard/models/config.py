@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from embershard.errors import ConfigError
 from embershard.models.arch_section import ArchSection
 from embershard.models.hstu_config import HstuConfig
+from embershard.models.pretrained_config import PretrainedTable
 from embershard.models.schema import TargetLike
 from embershard.settings.own_code import names_function
 from embershard.settings.resume_rules import Free, OfModel, OfTraining
@@ -126,6 +127,14 @@ class ModelConfig:
     dropout: OfTraining[float] = 0.0
     """Probability with which training leaves out each output of the hidden layers in `over_arch_layer_sizes`, and of
     those in `expert_layer_sizes`. Masks are functions of `train.seed`, step and rank."""
+
+    frozen: OfTraining[tuple[str, ...]] = ()
+    """Tables that are looked up and not trained, each named as itself ("t_item") or by a feature that looks it up.
+    Needs a cache, and sharding.mode "sharded" without exchanged rows."""
+
+    pretrained: OfTraining[dict[str, PretrainedTable]] = field(default_factory=dict, hash=False)
+    """Rows that tables of a new run begin with, by a table or by a feature that looks it up (docs/warm_start.md). Other
+    rows are as of the seed. A table that --from fills is not read from its file."""
 
     build: OfModel[str | None] = None
     """A model of one's own, "module:function": the function takes the schema and `model.options`, and returns a module
@@ -283,7 +292,7 @@ class ModelConfig:
             )
         for each in fields(self):
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            if each.name not in ("build", "folder", "options") and getattr(self, each.name) != default:
+            if each.name not in ("build", "folder", "options", "frozen", "pretrained") and getattr(self, each.name) != default:
                 raise ConfigError(
                     f"model.{each.name} has no effect with model.build, whose function gets model.options. Remove one."
                 )

@@ -44,6 +44,7 @@ from embershard.sharding.torchrec.sharders import comm_codecs
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import table_rows, tables_of_run
+from embershard.training.warm.named_tables import freeze_tables
 
 #: Samples that are read and counted at a time.
 _COUNTED_AT_ONCE = 8192
@@ -126,6 +127,7 @@ def build_sharded_model(
         compute_in_float64(model, ranks.world_size)
     for _, collection in collections_of(model):
         config.embedding_optimizer.apply(collection, ranks.device)
+    freeze_tables(model, config)
     sharders = _sharders(config, plan, profile, ranks.device, sharder_options)
 
     def place() -> ShardingPlan:

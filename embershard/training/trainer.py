@@ -37,7 +37,7 @@ from embershard.training.parts.saves import Saves
 from embershard.training.reports import EvalReport, Report, SaveReport, SkippedBatchReport, StopReport, TrainReport
 from embershard.training.steps import MicroBatches, open_stream
 from embershard.training.warm.part import WarmStarted
-from embershard.training.warm.start import WarmStart
+from embershard.training.warm.request import WarmStart
 
 
 class _SkippedError(Exception):
@@ -80,8 +80,8 @@ class Trainer(Training):
         self._saves, self._evaluations = Saves(self), Evaluations(self)
         self.losses = Losses(self, before_stop=self._saves.wait)
         self.metrics = StepMetrics(self)
-        self.parts = parts_of(self, self.losses, self.metrics, self._saves, self._evaluations)
-        self.parts.insert(0, WarmStarted(self, start))
+        others = parts_of(self, self.losses, self.metrics, self._saves, self._evaluations)
+        self.parts = [WarmStarted(self, start), *others]
         opened = [source for part in self.parts if (source := part.open_source()) is not None]
         self.source: Source = opened[0] if opened else open_source(config.data, share=ranks.from_first)
         for part in self.parts:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from embershard import distributed  # its names load torch, and a launcher needs it not
 from embershard.commands.train.from_data import is_data, with_settings
+from embershard.commands.train.warm_start import add_warm_start, frozen_overrides, warm_start_of, words_of
 from embershard.data.sources.check import check_data
 from embershard.errors import ConfigError
 from embershard.launch import launcher
@@ -37,6 +38,7 @@ from embershard.launch.stop_signals import stop_code
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
+from embershard.training.warm.request import WarmStart
 
 _HELP = """Train on this machine, a process per GPU, or 2 on the CPU; CONFIG may be data.
 
@@ -45,6 +47,7 @@ All settings: embershard settings. On several machines: docs/operations.md.
   embershard train quickstart --set train.max_steps=100
   embershard train run.toml --plan plan.json --run-dir runs/a --max-restarts 3
   embershard train run.toml --run-dir runs/mine --resume
+  embershard train today.toml --from runs/yesterday --dry-run
 """
 
 
@@ -59,6 +62,7 @@ class TrainJob(Job):
         changes: settings that may have other values than in the checkpoint.
         profile_steps: the first and the last step that are traced.
         log_format: of what the first rank shows.
+        start: what a new run begins with.
     """
 
     file: Path
@@ -68,6 +72,7 @@ class TrainJob(Job):
     changes: Sequence[str]
     profile_steps: tuple[int, int] | None
     log_format: Literal["text", "json"]
+    start: WarmStart | None
     stops_in_order = True
 
     @staticmethod
@@ -79,7 +84,11 @@ class TrainJob(Job):
         """
         check_resume(arguments)
         file, trust = needed_config(arguments), arguments.trust_code
-        config = load_config(RunConfig, file, arguments.overrides, trust_code=trust, run_dir=arguments.run_dir)
+        start, overrides = warm_start_of(arguments), arguments.overrides
+        config = load_config(RunConfig, file, overrides, trust_code=trust, run_dir=arguments.run_dir)
+        if frozen := frozen_overrides(arguments, config):
+            overrides = [*overrides, *frozen]
+            config = load_config(RunConfig, file, overrides, trust_code=trust, run_dir=arguments.run_dir)
         if config.data.has_ids and config.model.build is None:  # of one's own model, the ranks find the tables
             from embershard.training.fit.id_rules import id_rules  # it loads pyarrow
 
@@ -89,12 +98,13 @@ class TrainJob(Job):
             arguments.run_dir,
             trust,
             file,
-            arguments.overrides,
+            overrides,
             arguments.resume,
             arguments.unverified,
             arguments.allow_change,
             arguments.profile_steps,
             arguments.log_format,
+            start,
         )
 
     def run(self, ranks: distributed.Ranks, supervision: distributed.Supervision) -> int:
@@ -115,6 +125,7 @@ class TrainJob(Job):
             supervision=supervision,
             profile_steps=self.profile_steps,
             log_format=self.log_format,
+            start=self.start,
         )
         return stop_code(supervision.agreed)
 
@@ -125,7 +136,8 @@ class TrainJob(Job):
 
     def same_run_command(self, num_ranks: int | None) -> str:
         """Return the command of this run, without its choice of the cache; `num_ranks` as for `resume_command`."""
-        return self._command([text for text in self.overrides if not text.startswith("cache.enabled")], num_ranks)
+        overrides = [text for text in self.overrides if not text.startswith("cache.enabled")]
+        return f"{self._command(overrides, num_ranks)} {shlex.join(words_of(self.start))}".rstrip()
 
     def resume_command(self, run_dir: Path, num_ranks: int | None) -> str:
         """Return the command that continues the run; `num_ranks` is None where torchrun on several nodes started it."""
@@ -202,6 +214,12 @@ def _print_settings(job: TrainJob) -> None:
     print(to_toml(job.config))
     if own:
         print(own)
+    if job.start is not None:
+        from embershard.training.warm.report import summary
+        from embershard.training.warm.start import plan_start  # it loads TorchRec
+
+        planned = plan_start(job.start, job.config)
+        print("\n".join(f"# {line}" for line in summary(planned.matching, planned.model.title).splitlines()))
     if job.resume is not None:
         print("# The checkpoint was not looked at: a run that resumes compares its settings with these.")
 
@@ -210,6 +228,7 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     parser = make_parser("train", _HELP, "[CONFIG] [options]")
     add_run_arguments(parser)
     add_config_word(parser)
+    add_warm_start(parser)
     text = "json: a line of JSON per report, and for the result"
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
     if not starts_ranks:

@@ -33,6 +33,7 @@ from embershard.training.fit.model_size import tables_of_run
 from embershard.training.parts.step_trace import StepTrace
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
+from embershard.training.warm.request import WarmStart
 
 if TYPE_CHECKING:
     from embershard.reports.tracking.trackers import Trackers
@@ -51,6 +52,7 @@ def train_run(
     supervision: Supervision,
     profile_steps: tuple[int, int] | None = None,
     log_format: LogFormat = "text",
+    start: WarmStart | None = None,
 ) -> None:
     """Train a whole run on this rank; the first rank shows and records it.
 
@@ -61,11 +63,13 @@ def train_run(
         same_run, go_on: the commands of this run, and of its resume.
         supervision: by which the training may be asked to stop.
         profile_steps: the first and the last step that are traced.
+        start: what the run begins with, if no checkpoint is there to go on from.
     """
     wanted = None if resume == NEWEST else resume
     ranks.from_first(lambda: _take_run_dir(run_dir, is_resumed=resume is not None, step=wanted))
     console = (JsonLines if log_format == "json" else plain_console)(quiet=not ranks.is_first)
-    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision, export=partial(_export, config))
+    export = partial(_export, config)
+    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision, export=export, start=start)
     resumed_at = None if resume is None else _resume(trainer, console, wanted, unverified, changes)
     if resume is not None:
         ranks.from_first(lambda: note_resume(run_dir))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
@@ -258,3 +259,27 @@ def fill(target: Tensor | ShardedTensor, saved: Saved, name: str, box: Box | Non
         for block in common.rows(row_bytes):
             with torch.no_grad():
                 block.of(values, own).copy_(saved.read(name, block))
+
+
+def fill_rows(
+    target: Tensor | ShardedTensor, saved: Saved, name: str, old_rows: NDArray[np.int64], new_rows: NDArray[np.int64]
+) -> None:
+    """Copy rows of a saved tensor to other rows of a tensor, as far as this rank has them. Other rows stay.
+
+    Args:
+        old_rows, new_rows: [n], each once.
+
+    Raises:
+        CheckpointError: there is no such tensor.
+    """
+    for box, values in parts_of(target):
+        first, count = box.offsets[0], box.sizes[0]
+        is_here = (new_rows >= first) & (new_rows < first + count)
+        order = np.argsort(old_rows[is_here])
+        sources, places = old_rows[is_here][order], new_rows[is_here][order] - first
+        for start, block in saved.blocks(name) if len(sources) else ():
+            begin, end = np.searchsorted(sources, [start, start + len(block)])
+            found = block[torch.from_numpy(sources[begin:end] - start)]
+            columns = Box((0, *box.offsets[1:]), (len(found), *box.sizes[1:])).of(found)
+            with torch.no_grad():
+                values[torch.from_numpy(places[begin:end]).to(values.device)] = columns.to(values)

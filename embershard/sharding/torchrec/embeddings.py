@@ -31,7 +31,7 @@ from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
 from embershard.sharding.torchrec.host_tables import HostTables
 from embershard.sharding.torchrec.slots import SlotTable
-from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row, take_spec
+from embershard.sharding.torchrec.spec import FROZEN_KEY, CacheSpec, first_column, first_row, take_spec
 
 if TYPE_CHECKING:
     from embershard.distributed.publish.write import BehindRows, TouchedRows
@@ -72,6 +72,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             assert group is not None, "tables that ranks share have a process group"
             share, config = mode.whole_tables(config, group, self._device, spec.config)
         tables = config.embedding_tables
+        self._is_frozen = FROZEN_KEY in (tables[0].fused_params or {})
         dim = tables[0].local_cols
         assert all(table.local_cols == dim for table in tables), "TorchRec groups cached tables by dim"
         _check_rows(config, spec.rank)
@@ -276,8 +277,12 @@ class CachedTableBatchedEmbeddings(HostTables):
         ticket = self._next_ticket(ids)
         has_zeros = self.ids is not None and self.ids.begin(ticket)
         self.cache.wait(ticket)
-        output = self.slots(ticket.slots, offsets.long(), **arguments)
+        with torch.set_grad_enabled(not self._is_frozen):
+            output = self.slots(ticket.slots, offsets.long(), **arguments)
         self.cache.read_by_forward(ticket)
+        if self._is_frozen:
+            self.cache.release(ticket)
+            return _Frozen.apply(torch.empty(0, device=output.device, requires_grad=True), output)  # type: ignore[no-any-return]
         if self._held is not None:
             self.cache.hold(ticket)
             self._held.append(ticket)
@@ -435,6 +440,18 @@ class CachedTableBatchedEmbeddings(HostTables):
     def stats(self) -> list[TableStats]:
         """Return what the cache did, per table."""
         return self.cache.stats()
+
+
+class _Frozen(torch.autograd.Function):
+    """Rows that take no gradient. Their backward still runs: other ranks take part in its all-to-all."""
+
+    @staticmethod
+    def forward(_: Any, anchor: Tensor, output: Tensor) -> Tensor:  # type: ignore[override]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
 
 
 def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor, zeros: SlotTable | None) -> None:

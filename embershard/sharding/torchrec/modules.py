@@ -38,7 +38,7 @@ from embershard.sharding.torchrec.lookups import (
 )
 from embershard.sharding.torchrec.modes.mode import ShardingInfos
 from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, FROZEN_KEY, SPEC_KEY, has_spec
 from embershard.sharding.torchrec.table_arguments import check_row_types, check_table_arguments
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
-    """Give the spec to the cached tables. `prefetch_pipeline` makes TorchRec group them apart, by dim.
+    """Give the spec to the cached tables. `prefetch_pipeline` makes TorchRec group them apart, by dim. A table whose
+    weight needs no gradient is not trained.
 
     Raises:
         ConfigError: a table's type of rows, or its FBGEMM arguments, do not work on slots. On every rank.
@@ -57,7 +58,8 @@ def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
     check_row_types({config.name: data_type_to_dtype(config.data_type) for config in configs})
     check_table_arguments({info.embedding_config.name: info.fused_params or {} for info in cached})
     for info in cached:
-        info.fused_params = {**(info.fused_params or {}), SPEC_KEY: spec, "prefetch_pipeline": True}
+        frozen = {} if info.param.requires_grad else {FROZEN_KEY: True}
+        info.fused_params = {**(info.fused_params or {}), **frozen, SPEC_KEY: spec, "prefetch_pipeline": True}
     return infos
 
 

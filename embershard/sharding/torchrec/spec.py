@@ -30,6 +30,8 @@ from embershard.sharding.torchrec.modes.mode import ShardingMode
 SPEC_KEY = "_embershard_cache"
 #: Of tables that get any ids as they are: TorchRec groups tables by it. Those without get row numbers, or mixed ids.
 RAW_IDS_KEY = "_embershard_raw_ids"
+#: Of tables that are not trained: they are in groups of their own, too.
+FROZEN_KEY = "_embershard_frozen"
 
 # Cached tables carry TorchRec's label for them: so its planner, state dicts, optimizer states and prefetch hooks apply.
 # CUSTOMIZED_KERNEL would leave them out of the state dict.
@@ -171,7 +173,8 @@ def first_column(table: ShardedEmbeddingTable) -> int:
 def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]]:
     """Return the spec in a group's `fused_params`, and FBGEMM's part of them."""
     fused_params = dict(config.fused_params or {})
-    fused_params.pop(RAW_IDS_KEY, None)
+    for key in (RAW_IDS_KEY, FROZEN_KEY):
+        fused_params.pop(key, None)
     return fused_params.pop(SPEC_KEY), fused_params
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embershard.cache import loops
 from embershard.cache.ids.config import Buckets, IdTable
-from embershard.distributed.checkpoint.boxes import Box, ExportSaved, Saved, fill, parts_of
+from embershard.distributed.checkpoint.boxes import Box, ExportSaved, Saved, fill, fill_rows, parts_of
 from embershard.training.warm.fill import row_states, state_name
 from embershard.training.warm.shapes import MODEL, TableShape
 
@@ -22,7 +22,7 @@ _ONCE = 1 << 32  # the uses of an id of which nobody knows more: one, long ago
 
 
 @dataclass(frozen=True, eq=False)
-class _Live:
+class LiveIds:
     """Ids with a row.
 
     Attributes:
@@ -34,6 +34,13 @@ class _Live:
     words: _Ints
     uses: _Ints
     rows: _Ints
+
+    @staticmethod
+    def of_ids(ids: _Ints, rows: _Ints) -> LiveIds:
+        """Return ids as data have them, of whose uses nothing is known."""
+        from embershard.cache.ids.id_map import mixed  # of a capability that may be taken out
+
+        return LiveIds(mixed(ids), np.full(len(ids), _ONCE), rows)
 
 
 def fill_ids(
@@ -61,7 +68,7 @@ def fill_ids(
     values = {name: value for name, value in values.items() if name in saved.sizes()}
     if isinstance(saved, ExportSaved) or was.num_rows != table.num_rows or rules != old_rules:
         layout = rules.buckets_of(table.name, table.num_rows)
-        return _place(model[ids], saved, was, layout, values)
+        return place_ids(model[ids], _live_ids(saved, was), layout, values, saved)
     for name in (ids, f"{ids.removesuffix('ids')}id_candidates"):
         if name in model:
             source = was.tensor.removesuffix("weight") + name.rpartition(".")[2]
@@ -72,11 +79,15 @@ def fill_ids(
     return num_live, 0
 
 
-def _place(
-    target: Any, saved: Saved, was: TableShape, layout: Buckets, values: Mapping[str, Any]
+def place_ids(
+    target: Any, live: LiveIds, layout: Buckets, values: Mapping[str, Any], saved: Saved
 ) -> tuple[int, int]:
-    """Give ids rows of their new buckets; fill records [R, 2] and `values`, by their saved names."""
-    live, num_placed, num_left = _live_ids(saved, was), 0, 0
+    """Give ids rows of their new buckets: fill records [R, 2], and tensors by their saved names, on this rank.
+
+    Returns:
+        Ids with a row on this rank, and those of its buckets that found none.
+    """
+    num_placed, num_left = 0, 0
     buckets = np.empty(len(live.words), np.int64)
     loops.buckets_of_ids(live.words, layout.num_buckets, buckets)
     order = np.lexsort((live.words, -live.uses, buckets))
@@ -85,7 +96,7 @@ def _place(
     rows = buckets[order] * layout.rows + 1 + places
     for box, records in parts_of(target):
         first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
-        is_here = (rows // layout.rows >= first // layout.rows) & (rows // layout.rows < last // layout.rows)
+        is_here = (buckets[order] >= first // layout.rows) & (buckets[order] < last // layout.rows)
         here, own = order[is_here & has_row], rows[is_here & has_row] - first
         records.zero_()
         records[:, 1] = -1
@@ -93,24 +104,8 @@ def _place(
         num_placed += len(own)
         num_left += int((is_here & ~has_row).sum())
     for name, value in values.items():
-        _scatter(value, saved, name, live.rows[order[has_row]], rows[has_row])
+        fill_rows(value, saved, name, live.rows[order[has_row]], rows[has_row])
     return num_placed, num_left
-
-
-def _scatter(target: Any, saved: Saved, name: str, old_rows: _Ints, new_rows: _Ints) -> None:
-    """Copy rows of a saved tensor to other rows of a new one, as far as this rank has them."""
-    for box, values in parts_of(target):
-        first, count = box.offsets[0], box.sizes[0]
-        is_here = (new_rows >= first) & (new_rows < first + count)
-        sources, places = old_rows[is_here], new_rows[is_here] - first
-        order = np.argsort(sources)
-        sources, places = sources[order], places[order]
-        for start, block in saved.blocks(name):
-            begin, end = np.searchsorted(sources, [start, start + len(block)])
-            found = block[torch.from_numpy(sources[begin:end] - start)]
-            columns = Box((0, *box.offsets[1:]), (len(found), *box.sizes[1:])).of(found)
-            with torch.no_grad():
-                values[torch.from_numpy(places[begin:end])] = columns.to(values)
 
 
 def clock_of(saved: Saved, was: TableShape) -> int:
@@ -121,24 +116,16 @@ def clock_of(saved: Saved, was: TableShape) -> int:
     return int(first_record[0, 0])  # of a bucket's first row, in place of an id
 
 
-def _live_ids(saved: Saved, was: TableShape) -> _Live:
-    from embershard.cache.ids.id_map import mixed  # of a capability that may be taken out
-
+def _live_ids(saved: Saved, was: TableShape) -> LiveIds:
     if isinstance(saved, ExportSaved):
         found = saved.ids(was.name)
         assert found is not None, "a table of ids"
-        ids, rows = (each.numpy() for each in found)
-        return _Live(mixed(ids), np.full(len(ids), _ONCE), rows.copy())
+        return LiveIds.of_ids(*(each.numpy() for each in found))
     parts = list[tuple[_Ints, _Ints, _Ints]]()
-    for first, records in _records(saved, was):
+    for first, block in saved.blocks(f"{was.tensor.removesuffix('weight')}ids"):
+        records = block.numpy()
         live = np.flatnonzero(records[:, 1] >= 0)
         parts.append((records[live, 0], records[live, 1], live + first))
     words, uses, rows = (np.concatenate([np.empty(0, np.int64), *each]) for each in zip(*parts, strict=True))
-    return _Live(words, uses, rows)
-
-
-def _records(saved: Saved, was: TableShape) -> Iterator[tuple[int, _Ints]]:
-    for first, block in saved.blocks(f"{was.tensor.removesuffix('weight')}ids"):
-        yield first, block.numpy()
-
+    return LiveIds(words, uses, rows)
 

@@ -1,23 +1,28 @@
-"""`WarmStarted`: the part of a run that began with a trained model."""
+"""`WarmStarted`: the part of a run that begins with a trained model, or with rows from files."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from embershard.distributed import complete_checkpoints
+from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import Report
+from embershard.training.warm.pretrained import Vectors, read_pretrained
 from embershard.training.warm.report import summary
+from embershard.training.warm.request import WarmStart
 from embershard.training.warm.source import WARM_START
-from embershard.training.warm.start import PlannedStart, WarmStart, fill_model, plan_start
+from embershard.training.warm.start import PlannedStart, fill_model, plan_start
 
 
 @dataclass(frozen=True)
 class WarmStartReport(Report):
-    """What a run began with: `ids` are, of each table of ids, those with a row and those that found none; `fates` are
-    numbers of tables and layers."""
+    """What a run began with: `fates` are numbers of tables and layers; `ids`, of each table of ids, those with a row and
+    those that found none; `vectors`, of tables that began with those of a file, their number."""
 
     kind = "warm_start"
     told_by = ()
@@ -25,69 +30,97 @@ class WarmStartReport(Report):
     source: str
     fates: Mapping[str, int] = field(default_factory=dict)
     ids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    vectors: Mapping[str, int] = field(default_factory=dict)
 
     def line(self) -> str:
-        """Return what ids found a row."""
+        """Return which ids found a row."""
         return "\n".join(
             f"table {name}: {placed:,} ids have a row, {left:,} found none" for name, (placed, left) in self.ids.items()
         )
 
 
 class WarmStarted(Part):
-    """Fills the model before the first step, and tells the optimizers with which step they begin.
+    """Fills the model before the first step, and tells the optimizers with which step they begin. A run that goes on
+    from a checkpoint takes nothing, and its checkpoint says how it began.
 
     Args:
-        start: None: the run went on from a checkpoint, which says how it began.
+        start: what to begin with; None: nothing is trained.
     """
 
     def __init__(self, run: Training, start: WarmStart | None) -> None:
         super().__init__(run)
-        self._start = start
+        self._start, self._is_due = start, start is not None or bool(run.config.model.pretrained)
         self._plan: PlannedStart | None = None
+        self._vectors: list[Vectors] | None = None
         self._state: dict[str, Any] = {}
-        self._is_due = start is not None
 
     def check(self) -> None:
         """Match before anything is built.
 
         Raises:
-            ConfigError, CheckpointError: as `plan_start`.
+            ConfigError, CheckpointError, DataError: as `plan_start` and `read_pretrained`.
         """
-        if self._start is not None:
-            self._plan = plan_start(self._start, self.run.config, self.run.ranks)
-
-    def after_build(self) -> None:
-        if self._plan is not None:
-            plan = self._plan
-            self._state = {
-                "source": plan.model.title, "schedule_steps": plan.schedule_steps, "state_steps": plan.state_steps
-            }  # fmt: skip
+        folder = self.run.checkpoints
+        if self._is_due and not self.run.ranks.from_first(lambda: folder and complete_checkpoints(folder)):
+            self._prepare()
 
     def notes(self) -> list[str]:
-        return [summary(self._plan.matching, self._plan.model.title)] if self._plan and self._is_due else []
+        if not self._is_due:
+            return []
+        found = [] if self._plan is None else [summary(self._plan.matching, self._plan.model.title)]
+        return [*found, *(each.title for each in self._vectors or ())]
 
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
-        self._is_due, self._state = False, dict(saved.of_parts.get(WARM_START, {}))
+        self._is_due, self._plan, self._vectors = False, None, None
+        self._state = dict(saved.of_parts.get(WARM_START, {}))
         self._count_steps(saved.step)
 
     def begin(self) -> Iterable[Report]:
         """Fill the model, unless the run goes on from a checkpoint."""
-        if self._plan is None or not self._is_due:
+        if not self._is_due:
             return
-        self._is_due, run = False, self.run
-        mine = fill_model(self._plan, run.model, run.optimizers.dense, run.state.tensors)
-        self._count_steps(0)
-        ids: dict[str, tuple[int, int]] = {}
-        for of_rank in run.ranks.all_gather_objects(mine):
-            for name, counts in of_rank.items():
-                ids[name] = tuple(map(sum, zip(ids.get(name, (0, 0)), counts, strict=True)))  # type: ignore[assignment]
-        fates: dict[str, int] = {}
-        for entry in self._plan.matching.entries:
-            fates[f"{entry.kind}s_{entry.fate}"] = fates.get(f"{entry.kind}s_{entry.fate}", 0) + 1
-        yield WarmStartReport(run.steps, self._plan.model.title, fates, ids)
+        if self._vectors is None:
+            self._prepare()
+        self._is_due, run, ids = False, self.run, dict[str, tuple[int, int]]()
+        fates: Counter[str] = Counter()
+        if (plan := self._plan) is not None:
+            for of_rank in run.ranks.all_gather_objects(
+                fill_model(plan, run.model, run.optimizers.dense, run.state.tensors)
+            ):
+                for name, (placed, left) in of_rank.items():
+                    before = ids.get(name, (0, 0))
+                    ids[name] = before[0] + placed, before[1] + left
+            self._state = {
+                "source": plan.model.title,
+                "schedule_steps": plan.schedule_steps,
+                "state_steps": plan.state_steps,
+            }
+            fates.update(f"{entry.kind}s_{entry.fate}" for entry in plan.matching.entries)
+            self._count_steps(0)
+        vectors, self._vectors = self._vectors or [], []
+        self._fill(vectors)
+        numbers = {each.table.name: len(each.keys) for each in vectors}
+        yield WarmStartReport(run.steps, self._state.get("source", ""), fates, ids, numbers)
 
     def state(self) -> dict[str, Any]:
         return {WARM_START: self._state} if self._state else {}
+
+    def _prepare(self) -> None:
+        run, taken = self.run, set[str]()
+        if self._start is not None:
+            self._plan = plan_start(self._start, run.config, run.ranks)
+            taken = {entry.name for entry in self._plan.matching.of("table")}
+        self._vectors = read_pretrained(run.config, without=taken)
+
+    def _fill(self, vectors: list[Vectors]) -> None:
+        """Fill rows from files. Collective."""
+        if not vectors:
+            return
+        with without_known_warnings():
+            tensors = self.run.state.tensors()["model"]
+            for each in vectors:
+                each.fill(tensors)
+            self.run.model.load_state_dict(tensors)
 
     def _count_steps(self, steps: int) -> None:
         self.run.optimizers.begin_behind(self._state.get("schedule_steps", 0), self._state.get("state_steps", 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from embershard.cache.ids.config import IdTable
 from embershard.data.sources.kinds import schema_of, serving_inputs
@@ -23,10 +22,9 @@ from embershard.settings.files import CHECKPOINTS, RUN_CONFIG
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import tables_of_run
+from embershard.training.warm.request import Step
 from embershard.training.warm.shapes import ModelShape, shape_of
 
-#: Step of a checkpoint, that of the best evaluation, or None: the newest valid one.
-Step = int | Literal["best"] | None
 #: The entry of a warm-started run in the scalars of its checkpoints.
 WARM_START = "warm_start"
 _OPTIMIZERS = ("embedding_optimizer", "dense_optimizer")

@@ -1,10 +1,9 @@
-"""`WarmStart`: what a new run begins with, from the command to the filled model."""
+"""A warm start, from what was asked for to the filled model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,39 +24,9 @@ from embershard.training.warm.fill import fill_layers, fill_tables
 from embershard.training.warm.id_moves import clock_of, fill_ids
 from embershard.training.warm.matching import Entry, Matching, match
 from embershard.training.warm.report import refusal
+from embershard.training.warm.request import OPTIMIZER, WarmStart
 from embershard.training.warm.shapes import MODEL, ModelShape, shape_of
-from embershard.training.warm.source import Step, TrainedModel, open_model
-
-#: In place of a name that begins anew: the states of both optimizers.
-OPTIMIZER = "optimizer"
-
-
-@dataclass(frozen=True)
-class WarmStart:
-    """What to begin with.
-
-    Attributes:
-        path: folder of a run, of one of its checkpoints, or of an export.
-        step: of the run's checkpoint; "best": that of the best evaluation; None: the newest valid one.
-        renames: old and new names, of features, tables, or layers.
-        without: such names that begin anew; "optimizer": the states of both optimizers do.
-        keep_steps: the schedule goes on where it was.
-
-    >>> WarmStart(Path("runs/monday"), renames=(("item", "product"),), without=("optimizer",)).has_states
-    False
-    """
-
-    path: Path
-    step: Step = None
-    renames: tuple[tuple[str, str], ...] = ()
-    without: tuple[str, ...] = ()
-    keep_steps: bool = False
-
-    @property
-    def has_states(self) -> bool:
-        """The optimizers go on, too."""
-        return OPTIMIZER not in self.without
-
+from embershard.training.warm.source import TrainedModel, open_model
 
 @dataclass(frozen=True)
 class PlannedStart:
