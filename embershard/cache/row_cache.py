@@ -36,6 +36,9 @@ from embershard.stages import is_stage
 if TYPE_CHECKING:
     from embershard.cache.ids.births import Births
 
+#: More than a run has: they are numbered in 31 bits.
+_MOST_BATCHES = 2**31 - 1
+
 
 class RowCache:
     """Cache of one pool: S slots on the device in front of R rows in the host tier.
@@ -289,6 +292,10 @@ class RowCache:
     def track_updates(self) -> None:
         """Note in `touched`, from now on, which rows are trained. Call it first before any batch is prepared."""
         self.touched = TouchedKeys(self.num_rows, self._map.device)
+
+    def train_nothing(self) -> None:
+        """Let the rows stay as they are: nobody updates slots, and none is ever written back."""
+        self.state.clean_through = _MOST_BATCHES
 
     def watch_pins(self) -> PinWatch:
         """Count from now on how often pins mattered. Plans take longer: for checks."""
@@ -551,7 +558,7 @@ class RowCache:
             self.counters.add_rows(Counter.PRELOADS, keys)
             if version is not None:
                 self._has_updates = False
-                self.state.clean_through = self._in_flight.trained_through
+                self.state.clean_through = max(self.state.clean_through, self._in_flight.trained_through)
                 self._host_version, self._weights_version = version, self.host.weights_version
 
     # -- sizes and statistics

@@ -36,24 +36,6 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def checkpoints_for(folder: Path, step: int | None) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest first; with `step`, the one of that.
-
-    Raises:
-        CheckpointError: there is none of `step`.
-
-    >>> checkpoints_for(Path("nothing"), 3)
-    Traceback (most recent call last):
-    embershard.errors.CheckpointError: nothing: no checkpoint of step 3; there is no complete checkpoint.
-    """
-    found = complete_checkpoints(folder)
-    candidates = [path for path in found if step in (None, step_of(path))]
-    if step is not None and not candidates:
-        there = ", ".join(path.name for path in found) or "no complete checkpoint"
-        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there is {there}.")
-    return candidates
-
-
 def step_of(checkpoint: Path) -> int | None:
     """Return the step in a checkpoint's name, or None for another name.
 

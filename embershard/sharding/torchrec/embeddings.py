@@ -31,7 +31,7 @@ from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
 from embershard.sharding.torchrec.host_tables import HostTables
 from embershard.sharding.torchrec.slots import SlotTable
-from embershard.sharding.torchrec.spec import FROZEN_KEY, CacheSpec, first_column, first_row, take_spec
+from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row, take_spec
 
 if TYPE_CHECKING:
     from embershard.distributed.publish.write import BehindRows, TouchedRows
@@ -72,7 +72,6 @@ class CachedTableBatchedEmbeddings(HostTables):
             assert group is not None, "tables that ranks share have a process group"
             share, config = mode.whole_tables(config, group, self._device, spec.config)
         tables = config.embedding_tables
-        self._is_frozen = FROZEN_KEY in (tables[0].fused_params or {})
         dim = tables[0].local_cols
         assert all(table.local_cols == dim for table in tables), "TorchRec groups cached tables by dim"
         _check_rows(config, spec.rank)
@@ -101,6 +100,9 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
         self._shards = [(table.name, first_row(table)) for table in tables]  # a table may have several, by columns
         self._first_columns = [first_column(table) for table in tables]
+        if not spec.trains:
+            self.cache.train_nothing()
+        self._is_frozen = not spec.trains
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
         self._announcer: object = None
@@ -282,7 +284,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.cache.read_by_forward(ticket)
         if self._is_frozen:
             self.cache.release(ticket)
-            return _Frozen.apply(torch.empty(0, device=output.device, requires_grad=True), output)  # type: ignore[no-any-return]
+            anchor = torch.empty(0, device=output.device, requires_grad=True)
+            return _Frozen.apply(anchor, output)  # type: ignore[no-any-return]
         if self._held is not None:
             self.cache.hold(ticket)
             self._held.append(ticket)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ from embershard.sharding.torchrec.lookups import (
 )
 from embershard.sharding.torchrec.modes.mode import ShardingInfos
 from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, FROZEN_KEY, SPEC_KEY, has_spec
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
 from embershard.sharding.torchrec.table_arguments import check_row_types, check_table_arguments
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 
 
 def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
-    """Give the spec to the cached tables. `prefetch_pipeline` makes TorchRec group them apart, by dim. A table whose
-    weight needs no gradient is not trained.
+    """Give the spec to the cached tables. `prefetch_pipeline` makes TorchRec group them apart, by dim; and a spec of
+    their own those whose weight needs no gradient: they are not trained.
 
     Raises:
         ConfigError: a table's type of rows, or its FBGEMM arguments, do not work on slots. On every rank.
@@ -57,9 +58,10 @@ def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
     configs = [info.embedding_config for info in cached]
     check_row_types({config.name: data_type_to_dtype(config.data_type) for config in configs})
     check_table_arguments({info.embedding_config.name: info.fused_params or {} for info in cached})
+    frozen = replace(spec, trains=False)
     for info in cached:
-        frozen = {} if info.param.requires_grad else {FROZEN_KEY: True}
-        info.fused_params = {**(info.fused_params or {}), **frozen, SPEC_KEY: spec, "prefetch_pipeline": True}
+        own = spec if info.param.requires_grad else frozen
+        info.fused_params = {**(info.fused_params or {}), SPEC_KEY: own, "prefetch_pipeline": True}
     return infos
 
 

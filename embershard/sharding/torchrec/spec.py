@@ -30,8 +30,6 @@ from embershard.sharding.torchrec.modes.mode import ShardingMode
 SPEC_KEY = "_embershard_cache"
 #: Of tables that get any ids as they are: TorchRec groups tables by it. Those without get row numbers, or mixed ids.
 RAW_IDS_KEY = "_embershard_raw_ids"
-#: Of tables that are not trained: they are in groups of their own, too.
-FROZEN_KEY = "_embershard_frozen"
 
 # Cached tables carry TorchRec's label for them: so its planner, state dicts, optimizer states and prefetch hooks apply.
 # CUSTOMIZED_KERNEL would leave them out of the state dict.
@@ -57,6 +55,7 @@ class CacheSpec:
         counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
         modes: that change how tables are sharded and cached.
         ids: rules of the tables that take any id, by name.
+        trains: False for tables whose rows stay as they are.
     """
 
     config: CacheConfig
@@ -69,6 +68,7 @@ class CacheSpec:
     counter_init: CounterInit | None = None
     modes: tuple[ShardingMode, ...] = ()
     ids: Mapping[str, IdTable] = field(default_factory=dict)
+    trains: bool = True
 
     @classmethod
     def make(
@@ -173,8 +173,7 @@ def first_column(table: ShardedEmbeddingTable) -> int:
 def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]]:
     """Return the spec in a group's `fused_params`, and FBGEMM's part of them."""
     fused_params = dict(config.fused_params or {})
-    for key in (RAW_IDS_KEY, FROZEN_KEY):
-        fused_params.pop(key, None)
+    fused_params.pop(RAW_IDS_KEY, None)
     return fused_params.pop(SPEC_KEY), fused_params
 
 
