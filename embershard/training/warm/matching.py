@@ -178,8 +178,8 @@ def _tables(old: ModelShape, new: ModelShape, names: _Names) -> Iterator[Entry]:
     for table in old.tables.values():
         sources.setdefault(names.table(table), []).append(table)
     for name, table in new.tables.items():
-        found = [] if names.leaves_table_out(table) else sources.pop(name, [])
-        if not found or all(names.is_left_out(each.name) for each in found):
+        found = sources.pop(name, [])
+        if names.leaves_table_out(table) or all(names.is_left_out(each.name) for each in found):
             yield Entry("table", name, "new", now=table.size)
             continue
         was = found[0]
@@ -187,9 +187,8 @@ def _tables(old: ModelShape, new: ModelShape, names: _Names) -> Iterator[Entry]:
         fate: Fate = "refused" if problem else _table_fate(was, table)
         why = problem or ("" if was.meaning and table.meaning else "whether values have the rows of before is not known")
         yield Entry("table", name, fate, was.name, was.size, table.size, why)
-    for name, found in sources.items():
-        if name not in new.tables or names.leaves_table_out(new.tables[name]):
-            yield from (Entry("table", each.name, "dropped", each.name, each.size) for each in found)
+    for found in sources.values():
+        yield from (Entry("table", each.name, "dropped", each.name, each.size) for each in found)
 
 
 def _table_fate(was: TableShape, table: TableShape) -> Fate:

@@ -123,7 +123,7 @@ def _read(
         keys = _row_numbers(path, key, column, table.num_rows)
     else:
         keys = _keys_of_values(setting, path, key, column, table, config.data)
-    raw = np.array([str(each) for each in column.to_pylist()])
+    raw = np.array([str(each) for each in column.to_pylist()], dtype=object)
     _, firsts, counts = np.unique(raw, return_index=True, return_counts=True)
     if (counts > 1).any():
         place = firsts[counts > 1].min()

@@ -1,0 +1,471 @@
+"""A run on one rank begins with a trained model: shared parts are equal bit for bit, new ones are as of the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from embershard.cache.ids.config import IdTable
+from embershard.distributed import Ranks
+from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
+from embershard.sharding.torchrec.inspection import cached_embeddings
+from embershard.training.config import RunConfig
+from embershard.training.parts.part import Part
+from embershard.training.trainer import Trainer
+from embershard.training.warm import fill, start
+from embershard.training.warm.part import WarmStartReport
+from embershard.training.warm.request import WarmStart
+from tests.unit.training.warm.models import DIM, FEATURES, features, record, run_of, sparse, write_samples
+
+pytestmark = pytest.mark.slow  # whole training runs
+
+Tensors = dict[str, Tensor]
+OVER = "model.over_arch.model.0._mlp.0._linear.weight"
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_samples(tmp_path_factory.mktemp("samples") / "samples.parquet")
+
+
+def train(config: RunConfig, ranks: Ranks, folder: Path) -> Tensors:
+    """Train and save; the tensors of the end, by group and name."""
+    trainer = Trainer(config, ranks, folder / "checkpoints")
+    for _ in trainer.train():
+        pass
+    record(config, folder)
+    found = tensors_of(trainer)
+    trainer.close()
+    return found
+
+
+def tensors_of(trainer: Trainer) -> Tensors:
+    found: Tensors = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, each in value.items():
+                add(f"{name}.{key}", each)
+        else:
+            shards = value.local_shards() if hasattr(value, "local_shards") else None
+            found[name] = (value if shards is None else shards[0].tensor).detach().clone()
+
+    for group, value in trainer.state.tensors().items():
+        add(group, value)
+    return found
+
+
+def begun(config: RunConfig, ranks: Ranks, begin: WarmStart | None) -> tuple[Tensors, WarmStartReport | None, Trainer]:
+    """A run before its first step: its tensors, and what it says of its start."""
+    trainer = Trainer(config, ranks, None, start=begin)
+    reports = [report for part in trainer.parts[:1] for report in part.begin()]
+    if begin is None:
+        trainer.optimizers.dense.zero_grad()
+    assert not reports or isinstance(reports[0], WarmStartReport)
+    return tensors_of(trainer), reports[0] if reports else None, trainer  # type: ignore[return-value]
+
+
+def rows_of(table: str) -> str:
+    return f"model.model.sparse_arch.embedding_bag_collection.embedding_bags.{table}.weight"
+
+
+def state_of(table: str) -> str:
+    return f"embedding_optimizer.{rows_of(table).removeprefix('model.')}.{table}.momentum1"
+
+
+def test_an_unchanged_model(ranks, samples, tmp_path):
+    old = train(run_of(samples), ranks, tmp_path)
+    new, report, trainer = begun(run_of(samples, seed=1), ranks, WarmStart(tmp_path))
+    trainer.close()
+    assert old.keys() == new.keys()
+    assert [name for name in old if not torch.equal(old[name], new[name])] == []
+    assert report.fates == {"tables_taken": 3, "layers_taken": 8}
+
+
+def changed(samples: Path) -> dict[str, tuple[RunConfig, tuple[tuple[str, str], ...]]]:
+    """What today's model may be, with its renames."""
+    return {
+        "renamed": (run_of(samples, features(item=None, product=40)), (("item", "product"),)),
+        "a feature more": (run_of(samples, {**features(user=None), "day": sparse(7), "user": sparse(60)}), ()),
+        "a dense feature more": (run_of(samples, features(stars="dense")), ()),
+        "a feature less": (run_of(samples, features(user=None)), ()),
+        "more rows": (run_of(samples, features(item=55)), ()),
+    }
+
+
+@pytest.mark.parametrize("name", changed(Path()))
+def test_shared_parts_are_equal_and_new_ones_as_of_the_seed(ranks, samples, tmp_path, name):
+    old = train(run_of(samples), ranks, tmp_path)
+    config, renames = changed(samples)[name]
+    config = replace(config, train=replace(config.train, seed=5))
+    new, _, trainer = begun(config, ranks, WarmStart(tmp_path, renames=renames))
+    trainer.close()
+    cold, _, trainer = begun(config, ranks, None)
+    trainer.close()
+    source = dict(renames)
+    for feature in [each for each in FEATURES if FEATURES[each] != "dense"]:
+        table = f"t_{source.get(feature, feature)}"
+        if rows_of(table) not in new:
+            continue
+        rows = FEATURES[feature]
+        assert torch.equal(new[rows_of(table)][:rows], old[rows_of(f"t_{feature}")])
+        assert torch.equal(new[rows_of(table)][rows:], cold[rows_of(table)][rows:])
+        assert torch.equal(new[state_of(table)][:rows], old[state_of(f"t_{feature}")])
+        assert not new[state_of(table)][rows:].any()
+    same = [key for key in old if ".embedding_bags." not in key and key in new and old[key].shape == new[key].shape]
+    same = [key for key in same if OVER not in key]
+    assert len(same) > 20
+    assert [key for key in same if not torch.equal(new[key], old[key])] == []
+    if name == "a feature more":
+        assert torch.equal(new[rows_of("t_day")], cold[rows_of("t_day")])
+        other, _, trainer = begun(replace(config, train=replace(config.train, seed=6)), ranks, None)
+        trainer.close()
+        assert not torch.equal(new[rows_of("t_day")], other[rows_of("t_day")])
+
+
+def test_a_rename_that_is_not_told_begins_anew(ranks, samples, tmp_path):
+    old = train(run_of(samples), ranks, tmp_path)
+    config, _ = changed(samples)["renamed"]
+    new, report, trainer = begun(config, ranks, WarmStart(tmp_path))
+    trainer.close()
+    assert not torch.equal(new[rows_of("t_product")], old[rows_of("t_item")])
+    assert (report.fates["tables_new"], report.fates["tables_dropped"]) == (1, 1)
+
+
+def test_a_new_feature_in_the_middle_changes_no_output(ranks, samples, tmp_path):
+    """Of DLRM-DCNv2: what layers read of it is multiplied by 0, until it has trained."""
+    for arch in ("dlrm_dcn", "dlrm", "wide_deep"):
+        folder = tmp_path / arch
+        train(run_of(samples, arch=arch), ranks, folder)
+        more = {**features(item=None, shop=None), "day": sparse(7), "item": sparse(40), "shop": sparse(30)}
+        outputs = {}
+        for name, of_features in (("same", features()), ("more", more)):
+            _, _, trainer = begun(run_of(samples, of_features, arch=arch, seed=4), ranks, WarmStart(folder))
+            outputs[name] = outputs_of(trainer)
+            trainer.close()
+        spread = outputs["same"].std()
+        assert spread > 0
+        difference = (outputs["same"] - outputs["more"]).abs().max()
+        if arch == "dlrm_dcn":
+            assert torch.equal(outputs["same"], outputs["more"])
+        elif arch == "dlrm":
+            assert difference < 1e-6 * spread + 1e-6
+        else:  # a first-order weight of each new id is added, as of the seed
+            assert difference > 0
+
+
+def outputs_of(trainer: Trainer) -> Tensor:
+    with torch.no_grad():
+        return trainer.model(next(iter(trainer.stream)))[1][1].clone()
+
+
+CONTROLS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "a box that is shifted by a row": lambda patch: patch.setattr(
+        fill,
+        "fill",
+        lambda target, saved, name, box: fill.parts_of(target)
+        and [part[1:].copy_(saved.whole(name)[:-1][: len(part) - 1]) for _, part in fill.parts_of(target)],
+    ),
+    "states that are forgotten": lambda patch: patch.setattr(fill, "row_states", lambda *_: {}),
+    "layers that are forgotten": lambda patch: patch.setattr(start, "fill_layers", lambda *_, **__: None),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_comparison_finds_what_is_wrong(ranks, samples, tmp_path, monkeypatch, name):
+    old = train(run_of(samples), ranks, tmp_path)
+    CONTROLS[name](monkeypatch)
+    new, _, trainer = begun(run_of(samples, seed=1), ranks, WarmStart(tmp_path))
+    trainer.close()
+    assert [key for key in old if not torch.equal(old[key], new[key])] != []
+
+
+def test_without_the_optimizer(ranks, samples, tmp_path):
+    old = train(run_of(samples), ranks, tmp_path)
+    config = run_of(samples, kind="sgd", dense="sgd")
+    new, _, trainer = begun(config, ranks, WarmStart(tmp_path, without=("optimizer",)))
+    list(trainer.train())
+    trainer.close()
+    assert [key for key in new if key.startswith("model.") and not torch.equal(old[key], new[key])] == []
+    with pytest.raises(ConfigError, match="--without optimizer"):
+        Trainer(config, ranks, None, start=WarmStart(tmp_path))
+
+
+def test_new_layers_begin_as_of_the_seed_though_their_optimizer_decays(ranks, samples, tmp_path):
+    """TorchRec makes states by a step, which would decay parameters that nothing overwrites."""
+    old = train(run_of(samples, dense="adamw"), ranks, tmp_path)
+    config = run_of(samples, dense="adamw", seed=5)
+    anew = "model.over_arch.model.1"
+    new, _, trainer = begun(config, ranks, WarmStart(tmp_path, without=(anew,)))
+    trainer.close()
+    cold, _, trainer = begun(config, ranks, None)
+    trainer.close()
+    key = f"model.{anew}.weight"
+    assert torch.equal(new[key], cold[key]) and not torch.equal(new[key], old[key])
+    assert int(new[f"dense_optimizer.{anew}.weight.step"]) == 0
+    assert int(new[f"dense_optimizer.{OVER}.step"]) == 4
+
+
+def with_ids(rows: int, **rules: Any) -> dict[str, Any]:
+    return {"of_features": features(item=sparse(rows, "ids")), "ids": {"*": IdTable(**{"buckets": 2, **rules})}}
+
+
+def vectors_of_ids(new: Tensors) -> dict[int, tuple[tuple[float, ...], float]]:
+    """Of each id with a row: its vector and its state."""
+    from embershard.cache.ids.id_map import unmixed
+
+    key = rows_of("t_item")
+    records = new[key.replace("weight", "ids")]
+    live = (records[:, 1] >= 0).nonzero().flatten()
+    vectors, states = new[key][live], new[state_of("t_item")][live]
+    found = unmixed(records[live, 0].numpy()).tolist()
+    return {own: (tuple(row.tolist()), float(state)) for own, row, state in zip(found, vectors, states, strict=True)}
+
+
+@pytest.mark.parametrize("change", [{"rows": 240}, {"rows": 480}, {"rows": 240, "buckets": 4}], ids=str)
+def test_ids_keep_their_vectors(ranks, samples, tmp_path, change):
+    old = train(run_of(samples, **with_ids(240)), ranks, tmp_path)
+    new, report, trainer = begun(run_of(samples, seed=2, **with_ids(**change)), ranks, WarmStart(tmp_path))
+    before, after = vectors_of_ids(old), vectors_of_ids(new)
+    assert len(before) > 30 and before == after
+    assert report.ids == {"t_item": (len(before), 0)}
+    moved = old[rows_of("t_item")].shape != new[rows_of("t_item")].shape or "buckets" in change
+    assert moved != torch.equal(old[rows_of("t_item")], new[rows_of("t_item")])
+    list(trainer.train())
+    trainer.close()
+
+
+def test_ids_without_a_place_are_counted_and_the_most_used_ones_stay(ranks, samples, tmp_path):
+    old = train(run_of(samples, **with_ids(240)), ranks, tmp_path)
+    new, report, trainer = begun(run_of(samples, **with_ids(32)), ranks, WarmStart(tmp_path))
+    trainer.close()
+    before, after = vectors_of_ids(old), vectors_of_ids(new)
+    assert after.items() <= before.items()
+    assert report.ids == {"t_item": (len(after), len(before) - len(after))} and 0 < len(after) <= 2 * (16 - 1 - 2)
+
+
+def test_a_new_table_of_ids_counts_batches_as_the_others_do(ranks, samples, tmp_path):
+    rules = {"*": IdTable(buckets=2)}
+    train(run_of(samples, features(item=sparse(240, "ids")), ids=rules), ranks, tmp_path)
+    both = run_of(samples, features(item=sparse(240, "ids"), user=sparse(240, "ids")), ids=rules)
+    _, _, trainer = begun(both, ranks, WarmStart(tmp_path, without=("user",)))
+    list(trainer.train())
+    trainer.close()
+
+
+def test_from_an_export(ranks, samples, tmp_path):
+    from embershard.serving.write import ExportRequest, _write
+    from embershard.training.trained_run import open_trained
+
+    for name, settings in (("rows", {}), ("ids", with_ids(240))):
+        config, folder = run_of(samples, **settings), tmp_path / name
+        old = train(config, ranks, folder)
+        request = ExportRequest(config, folder / "checkpoints", None, is_module=True, dtype="fp32", num_samples=0)
+        _write(request, open_trained(config, request.checkpoints, ranks), folder / "export")
+        new, report, trainer = begun(replace(config, train=replace(config.train, seed=8)), ranks,
+                                     WarmStart(folder / "export"))  # fmt: skip
+        list(trainer.train())
+        trainer.close()
+        different = {key for key in new if key.startswith("model.") and not torch.equal(old[key], new[key])}
+        if name == "rows":
+            assert different == set()
+        else:
+            assert different <= {rows_of("t_item"), rows_of("t_item").replace("weight", "ids")}
+            before, after = vectors_of_ids(old), vectors_of_ids(new)
+            assert {own: vector for own, (vector, _) in before.items()} == {
+                own: vector for own, (vector, _) in after.items()
+            }
+            assert report.ids == {"t_item": (len(before), 0)}
+
+
+def test_steps_are_kept_where_it_is_asked_for(ranks, samples, tmp_path):
+    from embershard.training.optimizers import ScheduleConfig
+
+    schedule = ScheduleConfig(warmup_steps=100)
+    train(run_of(samples, schedule=schedule), ranks, tmp_path)
+    factors = {}
+    for keeps in (False, True):
+        _, _, trainer = begun(run_of(samples, schedule=schedule), ranks, WarmStart(tmp_path, keep_steps=keeps))
+        trainer.optimizers.begin_step(0)
+        factors[keeps] = trainer.optimizers.factor
+        trainer.close()
+    assert factors == {False: 1 / 100, True: 5 / 100}
+
+
+def test_a_resume_goes_on_with_the_steps_of_the_start(ranks, samples, tmp_path):
+    """And takes nothing anew: the start is not looked at again."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    train(run_of(samples), ranks, old)
+    trainer = Trainer(run_of(samples), ranks, new / "checkpoints", start=WarmStart(old, keep_steps=True))
+    list(trainer.train())
+    trainer.close()
+    trainer = Trainer(run_of(samples, steps=6), ranks, new / "checkpoints", start=WarmStart(tmp_path / "gone"))
+    trainer.resume(new / "checkpoints" / "step_4")
+    assert (trainer.optimizers.steps_before, trainer.steps) == (4, 4)
+    assert list(trainer.parts[0].begin()) == []
+    trainer.close()
+
+
+def npz(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def pretrained(path: Path, **settings: Any) -> dict[str, Any]:
+    from embershard.models.pretrained_config import PretrainedTable
+
+    return {"model": {"pretrained": {"item": PretrainedTable(str(path), **settings)}}}
+
+
+VECTORS = np.arange(5 * DIM, dtype=np.float32).reshape(5, DIM) / 7
+
+
+@pytest.mark.parametrize("kind", ["npz", "parquet"])
+@pytest.mark.parametrize("mapping", ["none", "text", "ids"])
+def test_rows_of_a_file(ranks, samples, tmp_path, kind, mapping):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values = np.array([3, 9, 20, 21, 38])
+    path = tmp_path / f"items.{kind}"
+    if kind == "npz":
+        npz(path, item_id=values, embedding=VECTORS)
+    else:
+        lists = pa.array(VECTORS.tolist(), pa.list_(pa.float32()))
+        pq.write_table(pa.table({"item_id": values, "embedding": lists}), path)
+    rows = 40 if mapping == "none" else 240
+    of_features = features(item=sparse(rows, mapping))
+    config = run_of(samples, of_features, **pretrained(path, values="item_id"))
+    new, report, trainer = begun(config, ranks, None)
+    batch = next(iter(trainer.stream))
+    trainer.close()
+    cold, _, trainer = begun(run_of(samples, of_features), ranks, None)
+    trainer.close()
+    assert report.vectors == {"t_item": 5}
+    changed_rows = (new[rows_of("t_item")] != cold[rows_of("t_item")]).any(dim=1).nonzero().flatten()
+    if mapping == "ids":
+        assert {own: vector for own, (vector, _) in vectors_of_ids(new).items()} == {
+            own: tuple(vector) for own, vector in zip(values.tolist(), VECTORS.tolist(), strict=True)
+        }
+        return
+    assert len(changed_rows) == 5
+    raw = pq.read_table(samples).column("item").to_numpy()
+    by_value = dict(zip(values.tolist(), VECTORS, strict=True))
+    found = 0
+    if mapping == "none":
+        assert torch.equal(new[rows_of("t_item")][values], torch.from_numpy(VECTORS))
+    for vector in by_value.values():
+        found += int((new[rows_of("t_item")] == torch.from_numpy(vector)).all(dim=1).sum())
+    assert found == 5 and len(raw) and batch is not None
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no such column": ({"id": [1], "embedding": VECTORS[:1]}, {"values": "item"}, "has no 'item'; it has id, embedding"),
+    "another length": ({"item": [1], "embedding": VECTORS[:1, :4]}, {"values": "item"}, r"\[1, 8\]"),
+    "a value twice": ({"item": [1, 2, 1], "embedding": VECTORS[:3]}, {"values": "item"}, "row 1: item = '1' comes again"),
+    "no finite number": ({"item": [1], "embedding": VECTORS[:1] * np.nan}, {"values": "item"}, "row 1: embedding"),
+    "a row that is none": ({"row": [40], "embedding": VECTORS[:1]}, {"rows": "row"}, r"row 1: row = 40.*0\.\.39"),
+    "a value that is no row": ({"item": [-1], "embedding": VECTORS[:1]}, {"values": "item"}, "needed a row in 0..39"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_are_refused(ranks, samples, tmp_path, name):
+    arrays, settings, said = REFUSED[name]
+    path = npz(tmp_path / "items.npz", **{key: np.array(value) for key, value in arrays.items()})
+    with pytest.raises(ValueError, match=said):
+        Trainer(run_of(samples, **pretrained(path, **settings)), ranks, None)
+
+
+def test_what_the_trained_model_has_is_not_read_from_a_file(ranks, samples, tmp_path):
+    old = train(run_of(samples), ranks, tmp_path)
+    config = run_of(samples, **pretrained(tmp_path / "gone.npz", rows="row"))
+    new, report, trainer = begun(config, ranks, WarmStart(tmp_path))
+    trainer.close()
+    assert torch.equal(old[rows_of("t_item")], new[rows_of("t_item")]) and report.vectors == {}
+
+
+@pytest.mark.parametrize("sections", [{}, {"mapping": "ids"}], ids=["rows", "ids"])
+def test_frozen_tables_stay_as_they_are(ranks, samples, tmp_path, sections):
+    from embershard.pipeline.config import LookAheadConfig
+
+    of_features = features(item=sparse(240, "ids")) if sections else features()
+    rules = {"ids": {"*": IdTable(buckets=2)}} if sections else {}
+    path = npz(tmp_path / "items.npz", item_id=np.arange(40), embedding=np.resize(VECTORS, (40, DIM)))
+    own = pretrained(path, values="item_id")["model"]
+    for ahead in (LookAheadConfig(0, 1), LookAheadConfig(4, 1)):
+        config = run_of(samples, of_features, steps=8, model={**own, "frozen": ("item",)}, look_ahead=ahead, **rules)
+        before, _, trainer = begun(config, ranks, None)
+        list(trainer.train())
+        after = tensors_of(trainer)
+        frozen = next(pool for pool in cached_embeddings(trainer.model) if pool.cache.tables == ["t_item"])
+        assert all(stats.write_backs == 0 and stats.fills > 0 for stats in frozen.stats())
+        trainer.close()
+        assert torch.equal(before[rows_of("t_item")], after[rows_of("t_item")])
+        assert torch.equal(before[state_of("t_item")], after[state_of("t_item")])
+        assert not torch.equal(before[rows_of("t_user")], after[rows_of("t_user")])
+
+
+class PutBack(Part):
+    """Puts the rows and states of a table back after each step."""
+
+    def after_step(self) -> Any:
+        tensors = self.run.state.tensors()
+        rows = tensors["model"][rows_of("t_item").removeprefix("model.")]
+        states = tensors["embedding_optimizer"][rows_of("t_item").removeprefix("model.")]
+        values = [rows, *states.values()]
+        if not hasattr(self, "first"):
+            cold, _, trainer = begun(self.run.config, self.run.ranks, None)
+            trainer.close()
+            self.first = [cold[rows_of("t_item")], torch.zeros(40)]
+        for value, before in zip(values, self.first, strict=True):
+            value.local_shards()[0].tensor.copy_(before)
+        self.run.model.load_state_dict(tensors["model"])
+        self.run.model.fused_optimizer.load_state_dict({"state": tensors["embedding_optimizer"]})
+        return ()
+
+
+def test_the_others_train_as_beside_a_table_whose_rows_are_put_back(ranks, samples):
+    """Bit for bit, for all other tables and layers."""
+    found = []
+    for model in ({"frozen": ("item",)}, {}):
+        trainer = Trainer(run_of(samples, steps=6, model=model), ranks, None)
+        trainer.parts += [] if model else [PutBack(trainer)]
+        list(trainer.train())
+        found.append(tensors_of(trainer))
+        trainer.close()
+    assert found[0].keys() == found[1].keys()
+    assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []
+
+
+def test_frozen_tables_that_are_not_there(ranks, samples):
+    from embershard.sharding.config import ShardingConfig
+
+    with pytest.raises(ConfigError, match=r"model.frozen: got 'itm', needed a table"):
+        Trainer(run_of(samples, model={"frozen": ("itm",)}), ranks, None)
+    with pytest.raises(ConfigError, match=r"model.frozen: got sharding.mode"):
+        sharding = ShardingConfig(mode="data_parallel")
+        Trainer(run_of(samples, model={"frozen": ("item",)}, sharding=sharding), ranks, None)
+
+
+def test_sources_that_cannot_be_used(ranks, samples, tmp_path):
+    train(run_of(samples), ranks, tmp_path)
+
+    def refused(error: type[Exception], said: str, begin: WarmStart) -> None:
+        with pytest.raises(error, match=said):
+            Trainer(run_of(samples), ranks, None, start=begin)
+
+    refused(CheckpointError, "no complete checkpoint and no export", WarmStart(tmp_path / "gone"))
+    refused(CheckpointError, "no checkpoint of step 3; there is step_4", WarmStart(tmp_path, step=3))
+    refused(CheckpointError, "--step best: .* did not judge", WarmStart(tmp_path, step="best"))
+    refused(ConfigError, "--step has no effect", WarmStart(tmp_path / "checkpoints" / "step_4", step=4))
+    piece = next((tmp_path / "checkpoints" / "step_4").glob("*.distcp"))
+    piece.write_bytes(piece.read_bytes()[:-1] + b"?")
+    refused(InvalidCheckpointError, "No checkpoint in .* is valid", WarmStart(tmp_path))
