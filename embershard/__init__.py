@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from embershard.training.config import RunConfig
     from embershard.training.trainer import Trainer
+    from embershard.training.warm.program import load_from
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "flush",
     "host_rows_changed",
     "id_counts",
+    "load_from",
     "plan_sharding",
     "process_group",
 ]

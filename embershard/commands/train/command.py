@@ -215,11 +215,9 @@ def _print_settings(job: TrainJob) -> None:
     if own:
         print(own)
     if job.start is not None:
-        from embershard.training.warm.report import summary
         from embershard.training.warm.start import plan_start  # it loads TorchRec
 
-        planned = plan_start(job.start, job.config)
-        print("\n".join(f"# {line}" for line in summary(planned.matching, planned.model.title).splitlines()))
+        print("\n".join(f"# {line}" for line in str(plan_start(job.start, job.config)).splitlines()))
     if job.resume is not None:
         print("# The checkpoint was not looked at: a run that resumes compares its settings with these.")
 

@@ -13,7 +13,6 @@ from embershard.training.checkpoint.saved_run import SavedRun, SettingsCompariso
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import Report
 from embershard.training.warm.pretrained import Vectors, read_pretrained
-from embershard.training.warm.report import summary
 from embershard.training.warm.request import WarmStart
 from embershard.training.warm.source import WARM_START
 from embershard.training.warm.start import PlannedStart, fill_model, plan_start
@@ -67,7 +66,7 @@ class WarmStarted(Part):
     def notes(self) -> list[str]:
         if not self._is_due:
             return []
-        found = [] if self._plan is None else [summary(self._plan.matching, self._plan.model.title)]
+        found = [] if self._plan is None else [str(self._plan)]
         return [*found, *(each.title for each in self._vectors or ())]
 
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:

@@ -11,7 +11,7 @@ from embershard.data.sources.kinds import schema_of, serving_inputs
 from embershard.distributed import Ranks, verify_checkpoint
 from embershard.distributed.checkpoint.boxes import CheckpointSaved, ExportSaved, Saved
 from embershard.distributed.checkpoint.folder import best_checkpoint, checkpoint_at, complete_checkpoints
-from embershard.distributed.checkpoint.load import newest_valid, read_scalars, verify_alone
+from embershard.distributed.checkpoint.load import SCALARS, newest_valid, read_scalars, verify_alone
 from embershard.distributed.checkpoint.manifest import MANIFEST
 from embershard.distributed.checkpoint.metadata import METADATA
 from embershard.distributed.publish.published import PublicationError, verify
@@ -127,7 +127,8 @@ def _checkpoint(
     checkpoint: Path, skipped: tuple[str, ...], own_tables: Callable[[], tuple[ModelTable, ...]]
 ) -> TrainedModel:
     saved = CheckpointSaved(checkpoint)
-    shape, scalars = shape_of(saved.sizes()), read_scalars(checkpoint)
+    has_scalars = (checkpoint / SCALARS).exists()  # not of a program's own
+    shape, scalars = shape_of(saved.sizes()), read_scalars(checkpoint) if has_scalars else {}
     before = scalars.get(WARM_START) or {}
     step = int(scalars.get("step", 0)) + int(before.get("state_steps", 0))
     settings = checkpoint.parent.parent / RUN_CONFIG

@@ -23,7 +23,7 @@ from embershard.training.fit.model_size import tables_of_run
 from embershard.training.warm.fill import fill_layers, fill_tables
 from embershard.training.warm.id_moves import clock_of, fill_ids
 from embershard.training.warm.matching import Entry, Matching, match
-from embershard.training.warm.report import refusal
+from embershard.training.warm.report import refusal, summary
 from embershard.training.warm.request import OPTIMIZER, WarmStart
 from embershard.training.warm.shapes import MODEL, ModelShape, shape_of
 from embershard.training.warm.source import TrainedModel, open_model
@@ -48,6 +48,9 @@ class PlannedStart:
     schedule_steps: int
     state_steps: int
     ids: Mapping[str, IdTable]
+
+    def __str__(self) -> str:
+        return summary(self.matching, self.model.title)
 
 
 def plan_start(start: WarmStart, config: RunConfig, ranks: Ranks | None = None) -> PlannedStart:
@@ -155,7 +158,7 @@ def fill_model(
     """
     has_dense_states = plan.has_states and dense_optimizer is not None
     if has_dense_states:
-        _init_states(dense_optimizer)
+        init_states(dense_optimizer)
     found, saved, placed = tensors(), plan.model.saved, {}
     with without_known_warnings():
         fill_tables(found, saved, plan.model.shape, plan.shape, plan.matching, states=plan.has_states)
@@ -186,15 +189,21 @@ def _fill_ids(plan: PlannedStart, tensors: Mapping[str, Any], saved: Saved) -> d
     return placed
 
 
-def _init_states(optimizer: Any) -> None:
-    """Make the states of a dense optimizer, all 0. TorchRec does so by a step, which may change parameters."""
+def init_states(optimizer: Any) -> None:
+    """Make the states of a dense optimizer of TorchRec's, as before a first step: 0, but those that it has already.
+    TorchRec makes them by a step, which may change parameters."""
     parameters = dict(optimizer.params)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    states = {
+        (parameter, name): value.detach().clone()
+        for parameter, found in optimizer.state_dict()["state"].items()
+        for name, value in found.items()
+    }
     optimizer.init_state()
     optimizer.zero_grad()
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(before[name])
-        for state in optimizer.state_dict()["state"].values():
-            for value in state.values():
-                value.zero_()
+        for parameter, found in optimizer.state_dict()["state"].items():
+            for name, value in found.items():
+                value.copy_(states.get((parameter, name), torch.zeros_like(value)))

@@ -1,0 +1,107 @@
+"""`load_from`: a warm start of a TorchRec program's model, by the names and sizes of its tables and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
+
+from embershard.cache.ids.config import IdTable
+from embershard.distributed.checkpoint.load import without_known_warnings
+from embershard.errors import ConfigError
+from embershard.sharding.torchrec.inspection import cached_embeddings
+from embershard.training.warm.request import OPTIMIZER, Step, WarmStart
+from embershard.training.warm.shapes import MODEL, shape_of
+from embershard.training.warm.source import TrainedModel, open_model
+from embershard.training.warm.start import PlannedStart, fill_model, init_states, planned
+
+_ROW_STATES, _DENSE_STATES = "embedding_optimizer", "dense_optimizer"
+
+
+def load_from(
+    model: DistributedModelParallel,
+    path: str | Path,
+    *,
+    step: Step = None,
+    renames: Mapping[str, str] = {},
+    without: Iterable[str] = (),
+    dense_optimizer: KeyedOptimizer | None = None,
+    allow_unverified: bool = False,
+) -> PlannedStart:
+    """Fill a sharded model that has not trained from a trained one. All ranks call it.
+
+    Tables are matched by name, wherever they are in the models; layers by their name in the state dict, of equal sizes.
+    A table may have more rows than before. What only the new model has stays as it is.
+
+    Args:
+        model: with cached sharders or TorchRec's own.
+        path: folder of a run of `embershard train`, of a checkpoint, or of an export. A checkpoint has the model's
+            state dict as "model", and states of its optimizers as "embedding_optimizer" and "dense_optimizer".
+        step: of a run's checkpoint; "best": that of the best evaluation; None: the newest valid one.
+        renames: by an old name the new one, of tables, layers, or of what names of layers begin with.
+        without: such names that begin anew; "optimizer": the states of both optimizers do.
+        dense_optimizer: of the dense layers, keyed by their names; None: its states begin anew.
+        allow_unverified: also take a checkpoint without a manifest, as torch.distributed.checkpoint saves it.
+
+    Returns:
+        What was taken; as text, a line for everything that is not as it was.
+
+    Raises:
+        ConfigError: something cannot be taken; all problems are in its message, and nothing was changed.
+        CheckpointError: there is nothing to take from, or it is damaged.
+
+    >>> import torch.distributed.checkpoint as dcp
+    >>> _ = dcp.save({"model": model.state_dict()}, checkpoint_id="saved")  # a sharded model
+    >>> print(load_from(model, "saved", allow_unverified=True))
+    From saved: 1 table taken; 2 layers taken.
+    ...
+    """
+    if dense_optimizer is not None and not isinstance(dense_optimizer, KeyedOptimizer):
+        got = type(dense_optimizer).__name__
+        raise ConfigError(f"dense_optimizer: got {got}, needed one of TorchRec's keyed ones: KeyedOptimizerWrapper.")
+    start = WarmStart(Path(path), step, tuple(renames.items()), tuple(without))
+    trained, ids = open_model(start.path, step, allow_unverified=allow_unverified), _id_rules(model)
+
+    def tensors() -> dict[str, Any]:
+        dense = {} if dense_optimizer is None else dense_optimizer.state_dict()["state"]
+        rows = model.fused_optimizer.state_dict()["state"]
+        return {"model": model.state_dict(), _ROW_STATES: rows, _DENSE_STATES: dense}
+
+    takes_states = OPTIMIZER not in start.without and trained.has_states
+    if takes_states and dense_optimizer is not None:
+        init_states(dense_optimizer)
+    with without_known_warnings():
+        found = tensors()
+        shape = shape_of({f"{MODEL}{name}": value.size() for name, value in found["model"].items()})
+    shape = replace(shape, tables={n: replace(each, has_ids=n in ids) for n, each in shape.tables.items()})
+    groups = [_ROW_STATES, *([] if dense_optimizer is None else [_DENSE_STATES])]
+    kinds = {group: _kinds(name for states in found[group].values() for name in states) for group in groups}
+    plan = planned(start, _with_kinds(trained, groups), shape, kinds, ids)
+    del found
+    fill_model(plan, model, dense_optimizer, tensors)
+    return plan
+
+
+def _with_kinds(trained: TrainedModel, groups: Iterable[str]) -> TrainedModel:
+    """Return the model with the names of its states, by group, in place of the kinds of their optimizers."""
+    names = list(trained.saved.sizes())
+    found = {group: _kinds(name for name in names if name.startswith(f"{group}.")) for group in groups}
+    return replace(trained, optimizers=found)
+
+
+def _kinds(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "no states"
+
+
+def _id_rules(model: nn.Module) -> dict[str, IdTable]:
+    """Return the rules of the tables of ids of all ranks, by name. Collective."""
+    mine = {ids.table: ids.config for pool in cached_embeddings(model) if pool.ids is not None for ids in pool.ids.maps}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return {table: rules for of_rank in found for table, rules in of_rank.items()}
