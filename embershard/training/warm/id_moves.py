@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embershard.cache import loops
 from embershard.cache.ids.config import Buckets, IdTable
-from embershard.distributed.checkpoint.boxes import Box, ExportSaved, Saved, fill, fill_rows, parts_of
+from embershard.distributed.checkpoint.boxes import Box, Saved, fill, fill_rows, parts_of
 from embershard.training.warm.fill import row_states, state_name
 from embershard.training.warm.shapes import MODEL, TableShape
 
@@ -66,7 +66,7 @@ def fill_ids(
     if states:
         values |= {state_name(was, table, name): value for name, value in row_states(tensors, table).items()}
     values = {name: value for name, value in values.items() if name in saved.sizes()}
-    if isinstance(saved, ExportSaved) or was.num_rows != table.num_rows or rules != old_rules:
+    if saved.ids(was.name) is not None or was.num_rows != table.num_rows or rules != old_rules:
         layout = rules.buckets_of(table.name, table.num_rows)
         return place_ids(model[ids], _live_ids(saved, was), layout, values, saved)
     for name in (ids, f"{ids.removesuffix('ids')}id_candidates"):
@@ -110,16 +110,14 @@ def place_ids(
 
 def clock_of(saved: Saved, was: TableShape) -> int:
     """Return the newest batch that a trained table of ids has counted; 0 of an export, which does not say it."""
-    if isinstance(saved, ExportSaved):
+    if saved.ids(was.name) is not None:
         return 0
     first_record = saved.read(f"{was.tensor.removesuffix('weight')}ids", Box((0, 0), (1, 2)))
     return int(first_record[0, 0])  # of a bucket's first row, in place of an id
 
 
 def _live_ids(saved: Saved, was: TableShape) -> LiveIds:
-    if isinstance(saved, ExportSaved):
-        found = saved.ids(was.name)
-        assert found is not None, "a table of ids"
+    if (found := saved.ids(was.name)) is not None:
         return LiveIds.of_ids(*(each.numpy() for each in found))
     parts = list[tuple[_Ints, _Ints, _Ints]]()
     for first, block in saved.blocks(f"{was.tensor.removesuffix('weight')}ids"):

@@ -9,12 +9,11 @@ from pathlib import Path
 from embershard.cache.ids.config import IdTable
 from embershard.data.sources.kinds import schema_of, serving_inputs
 from embershard.distributed import Ranks, verify_checkpoint
-from embershard.distributed.checkpoint.boxes import CheckpointSaved, ExportSaved, Saved
+from embershard.distributed.checkpoint.boxes import CheckpointSaved, Saved
 from embershard.distributed.checkpoint.folder import best_checkpoint, checkpoint_at, complete_checkpoints
 from embershard.distributed.checkpoint.load import SCALARS, newest_valid, read_scalars, verify_alone
 from embershard.distributed.checkpoint.manifest import MANIFEST
 from embershard.distributed.checkpoint.metadata import METADATA
-from embershard.distributed.publish.published import PublicationError, verify
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
 from embershard.models import ModelTable
 from embershard.settings.decoding import decode, read_toml
@@ -38,7 +37,7 @@ class TrainedModel:
         title: for a reader.
         saved: its tensors.
         shape: its tables and layers.
-        step: of the optimizers and the schedule, trained by then.
+        schedule_steps, state_steps: that its schedule, and the counts beside its optimizers' states, are behind.
         optimizers: kind of each that has states here, by its section of the settings; None: unknown kinds.
         ids: rules of its tables of ids, where they are known.
         skipped: why newer checkpoints were not used, as sentences.
@@ -47,7 +46,8 @@ class TrainedModel:
     title: str
     saved: Saved
     shape: ModelShape
-    step: int
+    schedule_steps: int
+    state_steps: int
     optimizers: Mapping[str, str] | None = None
     ids: Mapping[str, IdTable] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
@@ -130,10 +130,10 @@ def _checkpoint(
     has_scalars = (checkpoint / SCALARS).exists()  # not of a program's own
     shape, scalars = shape_of(saved.sizes()), read_scalars(checkpoint) if has_scalars else {}
     before = scalars.get(WARM_START) or {}
-    step = int(scalars.get("step", 0)) + int(before.get("state_steps", 0))
+    steps = [int(scalars.get("step", 0)) + int(before.get(name, 0)) for name in ("schedule_steps", "state_steps")]
     settings = checkpoint.parent.parent / RUN_CONFIG
     if not settings.exists():
-        return TrainedModel(str(checkpoint), saved, shape, step, skipped=skipped)
+        return TrainedModel(str(checkpoint), saved, shape, *steps, skipped=skipped)
     config = decode(RunConfig, read_toml(settings))
     is_own = config.model.build is not None
     schema = schema_of(config.data)
@@ -142,25 +142,21 @@ def _checkpoint(
     shape = shape.with_inputs(serving_inputs(config.data), lookups, config.model.title, schema.target.labels)
     kinds = {name: getattr(config, name).kind for name in _OPTIMIZERS}
     rules = {} if is_own else id_rules(config)
-    return TrainedModel(str(checkpoint), saved, shape, step, kinds, rules, skipped)
+    return TrainedModel(str(checkpoint), saved, shape, *steps, kinds, rules, skipped)
 
 
 def _export(path: Path, step: Step) -> TrainedModel:
     if step is not None:
         raise ConfigError(f"--step has no effect: {path} is an export of one checkpoint. Leave it out.")
-    if (path / MANIFEST).exists():
-        try:
-            verify(path)
-        except PublicationError as error:
-            raise InvalidCheckpointError(f"{error}. Give another base, or the run.") from error
+    from embershard.distributed.publish.exported import ExportSaved  # of a capability that may be taken out
+
     saved = ExportSaved(path)
     shape, inputs = shape_of(saved.sizes()), saved.inputs
-    tables = {
-        name: replace(table, has_ids=saved.ids(name) is not None) for name, table in shape.tables.items()
-    }
+    tables = {name: replace(each, has_ids=saved.ids(name) is not None) for name, each in shape.tables.items()}
     lookups = [(each["feature"], each["table"]) for each in inputs["lookups"] if each["table"]]
     about = saved.about
     labels = about["labels"] if isinstance(about["labels"], list) else [about["labels"]]
     shape = ModelShape(tables, shape.layers).with_inputs(inputs, lookups, about["arch"], labels)
-    return TrainedModel(f"{path}, an export of step {about['step']}", saved, shape, int(about["step"]), {})
+    steps = int(about["step"])
+    return TrainedModel(f"{path}, an export of step {steps}", saved, shape, steps, steps, {})
 

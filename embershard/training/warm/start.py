@@ -93,8 +93,8 @@ def planned(
     if found.refused:
         raise ConfigError(refusal(found, model.title))
     has_states = start.has_states and model.has_states
-    steps = model.step if start.keep_steps else 0
-    return PlannedStart(model, shape, found, has_states, steps, model.step if has_states else steps, ids)
+    schedule_steps = model.schedule_steps if start.keep_steps else 0
+    return PlannedStart(model, shape, found, has_states, schedule_steps, model.state_steps * has_states, ids)
 
 
 def _optimizer_problems(model: TrainedModel, kinds: Mapping[str, str]) -> list[Entry]:

@@ -42,7 +42,7 @@ def plan(old: RunConfig, new: RunConfig, *renames: str, without: tuple[str, ...]
     """What a run of `new` takes from one of `old`."""
     kinds = {name: getattr(old, name).kind for name in ("embedding_optimizer", "dense_optimizer")}
     shape = new_shape(old)
-    model = TrainedModel("runs/old", Nothing(shape, states), shape, 9, kinds if states else {}, id_rules(old))
+    model = TrainedModel("runs/old", Nothing(shape, states), shape, 9, 9, kinds if states else {}, id_rules(old))
     pairs = tuple((text.partition("=")[0], text.partition("=")[2]) for text in renames)
     start = WarmStart(Path("runs/old"), renames=pairs, without=without)
     kinds = {name: getattr(new, name).kind for name in ("embedding_optimizer", "dense_optimizer")}
