@@ -7,7 +7,7 @@ Letters: D the dim of rows, N dense features, T outputs, K = D - T factors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from embershard.models.config import FACTORIZED, WITH_TOWERS, Arch
@@ -114,7 +114,7 @@ def _factorized(inputs: ModelInputs, parameters: Collection[str]) -> dict[str, t
     dense = LabelledDim(_of_names(inputs.dense), is_input=True)
     outputs = LabelledDim(_of_names(inputs.outputs, OUTPUT), is_input=False)
     fields = inputs.fields if inputs.arch == "wide_deep" else (*inputs.dense, *inputs.fields)
-    columns = tuple(((name,), number) for name in fields for number in range(num_factors))
+    columns: tuple[Label, ...] = tuple(((name,), number) for name in fields for number in range(num_factors))
     if inputs.arch == "wide_deep":
         columns = (*_of_names(inputs.dense), *columns)
     rows = LabelledDim(dense.labels, is_input=False)

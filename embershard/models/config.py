@@ -292,7 +292,10 @@ class ModelConfig:
             )
         for each in fields(self):
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            if each.name not in ("build", "folder", "options", "frozen", "pretrained") and getattr(self, each.name) != default:
+            if (
+                each.name not in ("build", "folder", "options", "frozen", "pretrained")
+                and getattr(self, each.name) != default
+            ):
                 raise ConfigError(
                     f"model.{each.name} has no effect with model.build, whose function gets model.options. Remove one."
                 )

@@ -1,5 +1,5 @@
-"""A run that begins with an unchanged model trains what a resume does, but for its position in the data: bit for bit, on
-other ranks, in other places, and in other modes."""
+"""A run that begins with an unchanged model trains what a resume does, but for its position in the data: bit for bit,
+on other ranks, in other places, and in other modes."""
 
 from __future__ import annotations
 

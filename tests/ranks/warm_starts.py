@@ -11,7 +11,6 @@ from embershard.distributed import CheckpointConfig
 from embershard.settings.decoding import to_toml
 from embershard.training.checkpoint.identity import ORDER
 from embershard.training.trainer import Trainer
-from embershard.training.warm import start
 from embershard.training.warm.request import WarmStart
 from tests.ranks.planned import here
 from tests.ranks.resharding import Layout, config_of
@@ -34,13 +33,13 @@ def go_on(layout: Layout, folder: Path, copy: Path, *, how: str, control: str = 
 
     Args:
         how: "start": begin with the run; "resume": go on from it, and forget the position in the data.
-        control: what goes wrong in a start: "steps" are not kept, "states" are forgotten.
+        control: "states": a start forgets them.
     """
     resumes = how == "resume"
     config = config_of(replace(layout, steps=MORE + SAVED_AT * resumes), folder)
     config = replace(config, checkpoint=CheckpointConfig())
     without = ("optimizer",) if control == "states" else ()
-    begin = WarmStart(folder / "run", without=without, keep_steps=control != "steps")
+    begin = WarmStart(folder / "run", without=without, keep_steps=True)
     options: dict[str, Any] = {} if resumes else {"start": begin}
     trainer = Trainer(config, here(), copy, **options)
     if resumes:
@@ -49,9 +48,3 @@ def go_on(layout: Layout, folder: Path, copy: Path, *, how: str, control: str = 
         trainer.stream = trainer._open_stream(StreamState(seed=config.data.seed))
     list(trainer.train())
     trainer.close()
-
-
-def plan_of(folder: Path, layout: Layout) -> int:
-    """How many tables and layers would be taken."""
-    found = start.plan_start(WarmStart(folder / "run"), config_of(layout, folder), here())
-    return sum(entry.is_taken for entry in found.matching.entries)

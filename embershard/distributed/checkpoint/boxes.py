@@ -1,5 +1,5 @@
-"""Parts of saved tensors: `Saved` says what is there, and reads boxes of it. `CheckpointSaved` is of a checkpoint; exports
-have one, too (`embershard/distributed/publish/exported.py`).
+"""Parts of saved tensors: `Saved` says what is there, and reads boxes of it. `CheckpointSaved` is that of a checkpoint;
+exports have one, too (`embershard/distributed/publish/exported.py`).
 
 A box is some rows, or some columns of some rows: no tensor has to be read whole, whatever ranks and shards wrote it.
 """
@@ -103,8 +103,8 @@ class Saved(ABC):
             yield part.offsets[0], self.read(name, part)
 
     def ids(self, table: str) -> tuple[Tensor, Tensor] | None:
-        """Return the ids of a table and the row of each, int64 [n] both, where they are kept beside the rows; None where
-        a tensor has them, or the table has row numbers."""
+        """Return the ids of a table and the row of each, int64 [n] both, where they are kept beside the rows; None
+        where a tensor has them, or the table has row numbers."""
         return None
 
     def _size(self, name: str) -> torch.Size:

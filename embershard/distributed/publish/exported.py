@@ -46,7 +46,9 @@ class ExportSaved(Saved):
             self.inputs: dict[str, Any] = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
             is_module, self._dtype = self.about["format"] == "module", self.about.get("dtype", "fp32")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder} is no export: export.json or inputs.json cannot be read ({error})") from error
+            raise CheckpointError(
+                f"{folder} is no export: export.json or inputs.json cannot be read ({error})"
+            ) from error
         if not is_module:
             raise CheckpointError(
                 f"{folder} has tables as Parquet files, without the layers around them. Export it as a module, or take "
@@ -103,7 +105,8 @@ class ExportSaved(Saved):
 
     def _as_float(self, rows: Tensor) -> Tensor:
         if self._dtype == "int8":
-            return torch.ops.quantized.embedding_bag_byte_unpack(rows)
+            scale, offset = rows[:, -_TAIL_BYTES["int8"] :].contiguous().view(torch.float32).split(1, dim=1)
+            return rows[:, : -_TAIL_BYTES["int8"]].float() * scale + offset  # as the exported model has it
         if self._dtype == "int4":
             return torch.ops.quantized.embedding_bag_4bit_unpack(rows)
         return rows.float()

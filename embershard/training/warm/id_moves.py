@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from embershard.cache import loops
 from embershard.cache.ids.config import Buckets, IdTable
@@ -79,9 +78,7 @@ def fill_ids(
     return num_live, 0
 
 
-def place_ids(
-    target: Any, live: LiveIds, layout: Buckets, values: Mapping[str, Any], saved: Saved
-) -> tuple[int, int]:
+def place_ids(target: Any, live: LiveIds, layout: Buckets, values: Mapping[str, Any], saved: Saved) -> tuple[int, int]:
     """Give ids rows of their new buckets: fill records [R, 2], and tensors by their saved names, on this rank.
 
     Returns:
@@ -126,4 +123,3 @@ def _live_ids(saved: Saved, was: TableShape) -> LiveIds:
         parts.append((records[live, 0], records[live, 1], live + first))
     words, uses, rows = (np.concatenate([np.empty(0, np.int64), *each]) for each in zip(*parts, strict=True))
     return LiveIds(words, uses, rows)
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -185,7 +185,9 @@ def _tables(old: ModelShape, new: ModelShape, names: _Names) -> Iterator[Entry]:
         was = found[0]
         problem = _table_problem(was, table) if len(found) == 1 else "two tables become this one. Map one of them"
         fate: Fate = "refused" if problem else _table_fate(was, table)
-        why = problem or ("" if was.meaning and table.meaning else "whether values have the rows of before is not known")
+        why = problem or (
+            "" if was.meaning and table.meaning else "whether values have the rows of before is not known"
+        )
         yield Entry("table", name, fate, was.name, was.size, table.size, why)
     for found in sources.values():
         yield from (Entry("table", each.name, "dropped", each.name, each.size) for each in found)
@@ -262,9 +264,7 @@ def _places(
     """Return which entries of a dimension are taken to which places, None for all in their order; and those of a new
     input, which are 0: the layer then gives what it gave before."""
     place = _place_of(before, new_name, is_only=len(before.labels) == len(now.labels) == 1)
-    pairs = [
-        (place(label), number) for number, label in enumerate(now.labels) if place(label) is not None
-    ]
+    pairs = [(place(label), number) for number, label in enumerate(now.labels) if place(label) is not None]
     if pairs == [(number, number) for number in range(len(before.labels))] and len(pairs) == len(now.labels):
         return None, ()
     taken = {number for _, number in pairs}

@@ -57,7 +57,7 @@ def freeze_tables(model: nn.Module, config: RunConfig) -> None:
     }
     if problem := next((text for text, holds in problems.items() if holds), None):
         raise ConfigError(
-            f"model.frozen: got {problem}; needed cached tables in the mode \"sharded\" with the exchange \"pooled\", "
+            f'model.frozen: got {problem}; needed cached tables in the mode "sharded" with the exchange "pooled", '
             "without a plan: no other way of training leaves rows as they are. Change it, or train the tables."
         )
     for table in tables:

@@ -20,8 +20,11 @@ from embershard.training.warm.start import PlannedStart, fill_model, plan_start
 
 @dataclass(frozen=True)
 class WarmStartReport(Report):
-    """What a run began with: `fates` are numbers of tables and layers; `ids`, of each table of ids, those with a row and
-    those that found none; `vectors`, of tables that began with those of a file, their number."""
+    """What a run began with.
+
+    `fates` are numbers of tables and layers; `ids`, of each table of ids, those with a row and those that found none;
+    `vectors`, of tables that began with those of a file, their number.
+    """
 
     kind = "warm_start"
     told_by = ()
@@ -99,7 +102,7 @@ class WarmStarted(Part):
         vectors, self._vectors = self._vectors or [], []
         self._fill(vectors)
         numbers = {each.table.name: len(each.keys) for each in vectors}
-        yield WarmStartReport(run.steps, self._state.get("source", ""), fates, ids, numbers)
+        yield WarmStartReport(run.steps, self._state.get("source", ""), dict(fates), ids, numbers)
 
     def state(self) -> dict[str, Any]:
         return {WARM_START: self._state} if self._state else {}

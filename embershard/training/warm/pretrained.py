@@ -171,9 +171,7 @@ def _row_numbers(path: Path, key: str, column: pa.Array, num_rows: int) -> _Ints
     return rows.astype(np.int64)
 
 
-def _keys_of_values(
-    setting: str, path: Path, key: str, column: pa.Array, table: ModelTable, data: DataConfig
-) -> _Ints:
+def _keys_of_values(setting: str, path: Path, key: str, column: pa.Array, table: ModelTable, data: DataConfig) -> _Ints:
     """Return the row, or the id, of each value, as training finds it."""
     if data.kind not in ("parquet", "table"):
         raise ConfigError(
@@ -190,4 +188,3 @@ def _keys_of_values(
     if (lengths != 1).any():
         raise DataError(f"{path}: {key} has lists; needed one value for each vector.")
     return keys
-

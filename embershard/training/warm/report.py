@@ -30,7 +30,7 @@ def summary(matching: Matching, title: str) -> str:
     >>> print(summary(Matching((Entry("table", "t_a", "taken"), Entry("layer", "over.bias", "taken"))), "runs/a"))
     From runs/a: 1 table taken; 1 layer taken.
     """
-    counts = Counter((entry.kind, entry.fate) for entry in matching.entries)
+    counts: Counter[tuple[str, str]] = Counter((entry.kind, entry.fate) for entry in matching.entries)
     parts = [
         ", ".join(_counted(kind, fate, counts[kind, fate]) for fate in _FATES if counts[kind, fate])
         for kind in ("table", "layer")

@@ -130,10 +130,11 @@ def _checkpoint(
     has_scalars = (checkpoint / SCALARS).exists()  # not of a program's own
     shape, scalars = shape_of(saved.sizes()), read_scalars(checkpoint) if has_scalars else {}
     before = scalars.get(WARM_START) or {}
-    steps = [int(scalars.get("step", 0)) + int(before.get(name, 0)) for name in ("schedule_steps", "state_steps")]
+    trained = int(scalars.get("step", 0))
+    steps = trained + int(before.get("schedule_steps", 0)), trained + int(before.get("state_steps", 0))
     settings = checkpoint.parent.parent / RUN_CONFIG
     if not settings.exists():
-        return TrainedModel(str(checkpoint), saved, shape, *steps, skipped=skipped)
+        return TrainedModel(str(checkpoint), saved, shape, *steps, None, {}, skipped)
     config = decode(RunConfig, read_toml(settings))
     is_own = config.model.build is not None
     schema = schema_of(config.data)
@@ -159,4 +160,3 @@ def _export(path: Path, step: Step) -> TrainedModel:
     shape = ModelShape(tables, shape.layers).with_inputs(inputs, lookups, about["arch"], labels)
     steps = int(about["step"])
     return TrainedModel(f"{path}, an export of step {steps}", saved, shape, steps, steps, {})
-

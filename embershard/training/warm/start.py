@@ -28,6 +28,7 @@ from embershard.training.warm.request import OPTIMIZER, WarmStart
 from embershard.training.warm.shapes import MODEL, ModelShape, shape_of
 from embershard.training.warm.source import TrainedModel, open_model
 
+
 @dataclass(frozen=True)
 class PlannedStart:
     """A warm start that fits.

@@ -82,7 +82,9 @@ def test_columns_go_where_their_features_are() -> None:
     old, new = new_shape(run()), new_shape(run({**features(user=None), "day": sparse(7), "user": sparse(60)}))
     entry = entry_of(match(old, new, (), ()), OVER)
     (_, columns), was, now = entry.places, old.layers[OVER].labels(1), new.layers[OVER].labels(1)
-    assert columns is not None and was is not None and now is not None
+    assert columns is not None
+    assert was is not None
+    assert now is not None
     for source, target in zip(*columns, strict=True):
         assert was.labels[source] == now.labels[target]
     assert {now.labels[place][0] for place in entry.zeros[1]} == {
@@ -122,7 +124,8 @@ def test_a_scale_with_other_numbers_is_told() -> None:
         run(features(age=replace(features()["age"], scale="standardize", mean=mean, std=2.0))) for mean in (30.0, 31.0)
     )
     (note,) = plan(old, new).notes
-    assert "'age' is scaled by other numbers" in note and "31.0" in summary(plan(old, new), "runs/old")
+    assert "'age' is scaled by other numbers" in note
+    assert "31.0" in summary(plan(old, new), "runs/old")
 
 
 def ids(num_rows: int, **settings: Any) -> Any:
@@ -167,7 +170,8 @@ REFUSED: dict[str, tuple[RunConfig, RunConfig, tuple[str, ...], tuple[str, ...],
     "map of an unknown name": (run(), run(), ("itm=item",), (), ["--map itm=item", "trained model has no 'itm'"]),
     "map to an unknown name": (run(), run(), ("item=itm",), (), ["--map item=itm", "new model has no 'itm'"]),
     "map of one name to two": (
-        run(), run(features(item=None, day=7, product=40)), ("item=day", "item=product"), (), ["'item' is mapped twice"],
+        run(), run(features(item=None, day=7, product=40)), ("item=day", "item=product"), (),
+        ["'item' is mapped twice"],
     ),
     "map of two names to one": (
         run(), run(features(item=None, shop=None, product=40)), ("item=product", "shop=product"), (),
@@ -176,7 +180,8 @@ REFUSED: dict[str, tuple[RunConfig, RunConfig, tuple[str, ...], tuple[str, ...],
     "map onto a name that is there": (run(), run(), ("item=shop",), (), ["the trained model has 'shop', too"]),
     "left out and unknown": (run(), run(), (), ("itm",), ["--without itm", "neither model has 'itm'"]),
     "another optimizer of the tables": (
-        run(), run(kind="sgd"), (), (), ["optimizer embedding_optimizer", "rowwise_adagrad", "sgd", "--without optimizer"],
+        run(), run(kind="sgd"), (), (),
+        ["optimizer embedding_optimizer", "rowwise_adagrad", "sgd", "--without optimizer"],
     ),
     "another optimizer of the layers": (run(), run(dense="sgd"), (), (), ["optimizer dense_optimizer", "adam"]),
 }  # fmt: skip
@@ -201,13 +206,12 @@ def test_all_problems_are_in_one_table() -> None:
     assert [row.split("  ")[1] for row in rows][:3] == ["--map itm=item", "table t_user", "table t_item"]
     assert any(row.startswith("  optimizer embedding_optimizer") for row in rows)
     fixed = plan(run(), new, without=("item", "user", "optimizer", "model.over_arch"))
-    assert fates(fixed)["t_item"] == "new" and fixed.refused == []
+    assert fates(fixed)["t_item"] == "new"
+    assert fixed.refused == []
 
 
 def test_what_an_export_lacks_is_told() -> None:
-    assert plan(run(), run(kind="sgd"), states=False).notes == (
-        "It has no states of optimizers: they begin at 0.",
-    )
+    assert plan(run(), run(kind="sgd"), states=False).notes == ("It has no states of optimizers: they begin at 0.",)
 
 
 def test_without_settings_tables_and_layers_go_by_name_and_size() -> None:

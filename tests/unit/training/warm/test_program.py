@@ -108,7 +108,8 @@ def test_a_program_begins_with_another_one(ranks, tmp_path, cached):
     said = load_from(new[0], tmp_path, dense_optimizer=new[1], allow_unverified=True)
     assert str(said).startswith(f"From {tmp_path}: 3 tables taken; 2 layers taken.")
     found = tensors(*new)
-    assert found.keys() == old.keys() and all(torch.equal(found[name], old[name]) for name in old)
+    assert found.keys() == old.keys()
+    assert all(torch.equal(found[name], old[name]) for name in old)
     step(*trained)
     step(*new)
     assert all(torch.equal(a, b) for a, b in zip(tensors(*trained).values(), tensors(*new).values(), strict=True))
@@ -157,7 +158,7 @@ def test_refusals_change_nothing(ranks, tmp_path):
         assert all(torch.equal(before[name], after[name]) for name in before)
     new = program()
     sgd = KeyedOptimizerWrapper(dict(new[0].module.over.named_parameters()), lambda p: torch.optim.SGD(p, lr=0.1))
-    with pytest.raises(ConfigError, match="optimizer dense_optimizer .*exp_avg.* no states"):
+    with pytest.raises(ConfigError, match=r"optimizer dense_optimizer .*exp_avg.* no states"):
         load_from(new[0], tmp_path, dense_optimizer=sgd, allow_unverified=True)
     with pytest.raises(InvalidCheckpointError, match="manifest"):
         load_from(new[0], tmp_path)

@@ -170,8 +170,10 @@ CONTROLS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "a box that is shifted by a row": lambda patch: patch.setattr(
         fill,
         "fill",
-        lambda target, saved, name, box: fill.parts_of(target)
-        and [part[1:].copy_(saved.whole(name)[:-1][: len(part) - 1]) for _, part in fill.parts_of(target)],
+        lambda target, saved, name, box: (
+            fill.parts_of(target)
+            and [part[1:].copy_(saved.whole(name)[:-1][: len(part) - 1]) for _, part in fill.parts_of(target)]
+        ),
     ),
     "states that are forgotten": lambda patch: patch.setattr(fill, "row_states", lambda *_: {}),
     "layers that are forgotten": lambda patch: patch.setattr(start, "fill_layers", lambda *_, **__: None),
@@ -208,7 +210,8 @@ def test_new_layers_begin_as_of_the_seed_though_their_optimizer_decays(ranks, sa
     cold, _, trainer = begun(config, ranks, None)
     trainer.close()
     key = f"model.{anew}.weight"
-    assert torch.equal(new[key], cold[key]) and not torch.equal(new[key], old[key])
+    assert torch.equal(new[key], cold[key])
+    assert not torch.equal(new[key], old[key])
     assert int(new[f"dense_optimizer.{anew}.weight.step"]) == 0
     assert int(new[f"dense_optimizer.{OVER}.step"]) == 4
 
@@ -234,7 +237,8 @@ def test_ids_keep_their_vectors(ranks, samples, tmp_path, change):
     old = train(run_of(samples, **with_ids(240)), ranks, tmp_path)
     new, report, trainer = begun(run_of(samples, seed=2, **with_ids(**change)), ranks, WarmStart(tmp_path))
     before, after = vectors_of_ids(old), vectors_of_ids(new)
-    assert len(before) > 30 and before == after
+    assert len(before) > 30
+    assert before == after
     assert report.ids == {"t_item": (len(before), 0)}
     moved = old[rows_of("t_item")].shape != new[rows_of("t_item")].shape or "buckets" in change
     assert moved != torch.equal(old[rows_of("t_item")], new[rows_of("t_item")])
@@ -248,7 +252,8 @@ def test_ids_without_a_place_are_counted_and_the_most_used_ones_stay(ranks, samp
     trainer.close()
     before, after = vectors_of_ids(old), vectors_of_ids(new)
     assert after.items() <= before.items()
-    assert report.ids == {"t_item": (len(after), len(before) - len(after))} and 0 < len(after) <= 2 * (16 - 1 - 2)
+    assert report.ids == {"t_item": (len(after), len(before) - len(after))}
+    assert 0 < len(after) <= 2 * (16 - 1 - 2)
 
 
 def test_a_new_table_of_ids_counts_batches_as_the_others_do(ranks, samples, tmp_path):
@@ -363,13 +368,23 @@ def test_rows_of_a_file(ranks, samples, tmp_path, kind, mapping):
         assert torch.equal(new[rows_of("t_item")][values], torch.from_numpy(VECTORS))
     for vector in by_value.values():
         found += int((new[rows_of("t_item")] == torch.from_numpy(vector)).all(dim=1).sum())
-    assert found == 5 and len(raw) and batch is not None
+    assert found == 5
+    assert len(raw)
+    assert batch is not None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no such column": ({"id": [1], "embedding": VECTORS[:1]}, {"values": "item"}, "has no 'item'; it has id, embedding"),
+    "no such column": (
+        {"id": [1], "embedding": VECTORS[:1]},
+        {"values": "item"},
+        "has no 'item'; it has id, embedding",
+    ),
     "another length": ({"item": [1], "embedding": VECTORS[:1, :4]}, {"values": "item"}, r"\[1, 8\]"),
-    "a value twice": ({"item": [1, 2, 1], "embedding": VECTORS[:3]}, {"values": "item"}, "row 1: item = '1' comes again"),
+    "a value twice": (
+        {"item": [1, 2, 1], "embedding": VECTORS[:3]},
+        {"values": "item"},
+        "row 1: item = '1' comes again",
+    ),
     "no finite number": ({"item": [1], "embedding": VECTORS[:1] * np.nan}, {"values": "item"}, "row 1: embedding"),
     "a row that is none": ({"row": [40], "embedding": VECTORS[:1]}, {"rows": "row"}, r"row 1: row = 40.*0\.\.39"),
     "a value that is no row": ({"item": [-1], "embedding": VECTORS[:1]}, {"values": "item"}, "needed a row in 0..39"),
@@ -389,7 +404,8 @@ def test_what_the_trained_model_has_is_not_read_from_a_file(ranks, samples, tmp_
     config = run_of(samples, **pretrained(tmp_path / "gone.npz", rows="row"))
     new, report, trainer = begun(config, ranks, WarmStart(tmp_path))
     trainer.close()
-    assert torch.equal(old[rows_of("t_item")], new[rows_of("t_item")]) and report.vectors == {}
+    assert torch.equal(old[rows_of("t_item")], new[rows_of("t_item")])
+    assert report.vectors == {}
 
 
 @pytest.mark.parametrize("sections", [{}, {"mapping": "ids"}], ids=["rows", "ids"])
@@ -450,8 +466,8 @@ def test_frozen_tables_that_are_not_there(ranks, samples):
 
     with pytest.raises(ConfigError, match=r"model.frozen: got 'itm', needed a table"):
         Trainer(run_of(samples, model={"frozen": ("itm",)}), ranks, None)
+    sharding = ShardingConfig(mode="data_parallel")
     with pytest.raises(ConfigError, match=r"model.frozen: got sharding.mode"):
-        sharding = ShardingConfig(mode="data_parallel")
         Trainer(run_of(samples, model={"frozen": ("item",)}, sharding=sharding), ranks, None)
 
 
