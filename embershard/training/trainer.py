@@ -56,7 +56,7 @@ class Trainer(Training):
         checkpoints: folder for the checkpoints, shared by all ranks; None: save none.
         supervision: asks for the end of the training, and is told of each step.
         export: writes the base of publications; needed with `publish.folder`.
-        start: what the run begins with, unless it is resumed; None: nothing is trained yet.
+        start: what fills the model when training begins, unless the run is resumed; None: nothing is trained yet.
 
     Raises:
         ConfigError: a machine lacks memory (`memory_warning`: what may not fit later), or differs in settings or files.

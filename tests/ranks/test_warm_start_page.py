@@ -8,7 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from embershard.distributed.checkpoint.boxes import CheckpointSaved
+from embershard.distributed.publish.exported import ExportSaved
 from embershard.settings.decoding import to_toml
 from tests.ranks import commands
 from tests.unit.test_docs import blocks
@@ -25,9 +28,13 @@ def in_folder(word: str, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("page")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
     """What each command said, by its line on the page."""
-    folder = tmp_path_factory.mktemp("page")
     samples = write_samples(folder / "samples.parquet")
     (folder / "yesterday.toml").write_text(to_toml(run_of(samples, steps=8)))
     today = features(item=None, product=40, day=7)
@@ -65,7 +72,12 @@ def test_a_run_says_what_it_took(done):
     assert "--from" in shown.partition("Next, the same run")[2]
 
 
-def test_a_run_from_an_export_freezes_a_table(done):
+def test_a_run_from_an_export_freezes_a_table(done, folder):
     shown = said(done, "--from exported")
     assert "an export of step 8" in shown
     assert "no states of optimizers" in shown
+    exported, trained = ExportSaved(folder / "exported"), CheckpointSaved(folder / "runs/frozen/checkpoints/step_4")
+    names = {name.split(".")[-2]: name for name in trained.sizes() if name.startswith("model.")}
+    before = {name: exported.whole(f"model.tables.embedding_bags.{name}.weight") for name in ("t_item", "t_user")}
+    assert torch.equal(trained.whole(names["t_product"]), before["t_item"])
+    assert not torch.equal(trained.whole(names["t_user"]), before["t_user"])

@@ -95,8 +95,10 @@ def place_ids(target: Any, live: LiveIds, layout: Buckets, values: Mapping[str, 
         first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
         is_here = (buckets[order] >= first // layout.rows) & (buckets[order] < last // layout.rows)
         here, own = order[is_here & has_row], rows[is_here & has_row] - first
+        clock = int(records[0, 0])  # in the first row of each bucket, in place of an id
         records.zero_()
         records[:, 1] = -1
+        records[:: layout.rows, 0] = clock
         records[own, 0], records[own, 1] = torch.from_numpy(live.words[here]), torch.from_numpy(live.uses[here])
         num_placed += len(own)
         num_left += int((is_here & ~has_row).sum())
@@ -110,7 +112,7 @@ def clock_of(saved: Saved, was: TableShape) -> int:
     if saved.ids(was.name) is not None:
         return 0
     first_record = saved.read(f"{was.tensor.removesuffix('weight')}ids", Box((0, 0), (1, 2)))
-    return int(first_record[0, 0])  # of a bucket's first row, in place of an id
+    return int(first_record[0, 0])
 
 
 def _live_ids(saved: Saved, was: TableShape) -> LiveIds:

@@ -9,6 +9,7 @@ from typing import Any
 
 from embershard.distributed import complete_checkpoints
 from embershard.distributed.checkpoint.load import without_known_warnings
+from embershard.errors import EmbershardError
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import Report
@@ -83,15 +84,10 @@ class WarmStarted(Part):
             return
         if self._vectors is None:
             self._prepare()
-        self._is_due, run, ids = False, self.run, dict[str, tuple[int, int]]()
+        self._is_due, run, placed = False, self.run, dict[str, tuple[int, int]]()
         fates: Counter[str] = Counter()
         if (plan := self._plan) is not None:
-            for of_rank in run.ranks.all_gather_objects(
-                fill_model(plan, run.model, run.optimizers.dense, run.state.tensors)
-            ):
-                for name, (placed, left) in of_rank.items():
-                    before = ids.get(name, (0, 0))
-                    ids[name] = before[0] + placed, before[1] + left
+            placed |= fill_model(plan, run.model, run.optimizers.dense, run.state.tensors)
             self._state = {
                 "source": plan.model.title,
                 "schedule_steps": plan.schedule_steps,
@@ -100,9 +96,9 @@ class WarmStarted(Part):
             fates.update(f"{entry.kind}s_{entry.fate}" for entry in plan.matching.entries)
             self._count_steps(0)
         vectors, self._vectors = self._vectors or [], []
-        self._fill(vectors)
+        placed |= self._fill(vectors)
         numbers = {each.table.name: len(each.keys) for each in vectors}
-        yield WarmStartReport(run.steps, self._state.get("source", ""), dict(fates), ids, numbers)
+        yield WarmStartReport(run.steps, self._state.get("source", ""), dict(fates), self._of_all(placed), numbers)
 
     def state(self) -> dict[str, Any]:
         return {WARM_START: self._state} if self._state else {}
@@ -112,17 +108,27 @@ class WarmStarted(Part):
         if self._start is not None:
             self._plan = plan_start(self._start, run.config, run.ranks)
             taken = {entry.name for entry in self._plan.matching.of("table")}
-        self._vectors = read_pretrained(run.config, without=taken)
+        self._vectors = run.ranks.together(lambda: read_pretrained(run.config, without=taken), EmbershardError)
 
-    def _fill(self, vectors: list[Vectors]) -> None:
-        """Fill rows from files. Collective."""
-        if not vectors:
-            return
-        with without_known_warnings():
-            tensors = self.run.state.tensors()["model"]
-            for each in vectors:
-                each.fill(tensors)
-            self.run.model.load_state_dict(tensors)
+    def _fill(self, vectors: list[Vectors]) -> dict[str, tuple[int, int]]:
+        """Fill rows from files. Collective. Return what `Vectors.fill` does."""
+        placed: dict[str, tuple[int, int]] = {}
+        if vectors:
+            with without_known_warnings():
+                tensors = self.run.state.tensors()["model"]
+                for each in vectors:
+                    placed |= each.fill(tensors)
+                self.run.model.load_state_dict(tensors)
+        return placed
+
+    def _of_all(self, placed: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Return the sums over ranks: ids with a row, and those that found none, by table."""
+        found: dict[str, tuple[int, int]] = {}
+        for of_rank in self.run.ranks.all_gather_objects(placed):
+            for name, (with_row, without) in of_rank.items():
+                before = found.get(name, (0, 0))
+                found[name] = before[0] + with_row, before[1] + without
+        return found
 
     def _count_steps(self, steps: int) -> None:
         self.run.optimizers.begin_behind(self._state.get("schedule_steps", 0), self._state.get("state_steps", 0))

@@ -57,18 +57,18 @@ class Vectors(Saved):
     def read(self, name: str, box: Box) -> Tensor:
         return box.of(self.values).clone()
 
-    def fill(self, tensors: Mapping[str, Any]) -> int:
-        """Fill a model's tensors on this rank, of the group "model" of a checkpoint. Return how many vectors found no
-        row here."""
+    def fill(self, tensors: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        """Fill a model's tensors on this rank, of the group "model" of a checkpoint. Of a table of ids, return how many
+        ids got a row here, and how many found none."""
         name = self.table.tensor
         target, numbers = tensors[name], np.arange(len(self.keys))
         if self.rules is None:
             fill_rows(target, self, _VECTORS, numbers, self.keys)
-            return 0
+            return {}
         layout = self.rules.buckets_of(self.table.name, self.table.num_rows)
         records = tensors[f"{name.removesuffix('weight')}ids"]
         live = LiveIds.of_ids(self.keys, numbers)
-        return place_ids(records, live, layout, {_VECTORS: target}, self)[1]
+        return {self.table.name: place_ids(records, live, layout, {_VECTORS: target}, self)}
 
     @property
     def title(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ from torch import Tensor
 
 from embershard.cache.ids.config import IdTable
 from embershard.distributed import Ranks
+from embershard.distributed.checkpoint.boxes import Box, Saved
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
+from embershard.models.pretrained_config import PretrainedTable
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.config import RunConfig
 from embershard.training.parts.part import Part
@@ -166,24 +167,23 @@ def outputs_of(trainer: Trainer) -> Tensor:
         return trainer.model(next(iter(trainer.stream)))[1][1].clone()
 
 
-CONTROLS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
-    "a box that is shifted by a row": lambda patch: patch.setattr(
-        fill,
-        "fill",
-        lambda target, saved, name, box: (
-            fill.parts_of(target)
-            and [part[1:].copy_(saved.whole(name)[:-1][: len(part) - 1]) for _, part in fill.parts_of(target)]
-        ),
-    ),
-    "states that are forgotten": lambda patch: patch.setattr(fill, "row_states", lambda *_: {}),
-    "layers that are forgotten": lambda patch: patch.setattr(start, "fill_layers", lambda *_, **__: None),
+def fill_shifted(target: Any, saved: Saved, name: str, box: Box) -> None:
+    """In place of `fill`: all rows but the first are those before them."""
+    for _, values in fill.parts_of(target):
+        values[1:].copy_(saved.whole(name)[: len(values) - 1])
+
+
+CONTROLS: dict[str, tuple[Any, str, Any]] = {
+    "a box that is shifted by a row": (fill, "fill", fill_shifted),
+    "states that are forgotten": (fill, "row_states", lambda *_: {}),
+    "layers that are forgotten": (start, "fill_layers", lambda *_, **__: None),
 }
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_comparison_finds_what_is_wrong(ranks, samples, tmp_path, monkeypatch, name):
     old = train(run_of(samples), ranks, tmp_path)
-    CONTROLS[name](monkeypatch)
+    monkeypatch.setattr(*CONTROLS[name])
     new, _, trainer = begun(run_of(samples, seed=1), ranks, WarmStart(tmp_path))
     trainer.close()
     assert [key for key in old if not torch.equal(old[key], new[key])] != []
@@ -259,10 +259,16 @@ def test_ids_without_a_place_are_counted_and_the_most_used_ones_stay(ranks, samp
 def test_a_new_table_of_ids_counts_batches_as_the_others_do(ranks, samples, tmp_path):
     rules = {"*": IdTable(buckets=2)}
     train(run_of(samples, features(item=sparse(240, "ids")), ids=rules), ranks, tmp_path)
-    both = run_of(samples, features(item=sparse(240, "ids"), user=sparse(240, "ids")), ids=rules)
-    _, _, trainer = begun(both, ranks, WarmStart(tmp_path, without=("user",)))
-    list(trainer.train())
-    trainer.close()
+    of_both = features(item=sparse(240, "ids"), user=sparse(240, "ids"))
+    path = npz(tmp_path / "users.npz", user=np.array([3, 9, 21]), embedding=VECTORS[:3])
+    for model in ({}, {"pretrained": {"user": PretrainedTable(str(path), values="user")}}):
+        both = run_of(samples, of_both, ids=rules, model=model)
+        new, report, trainer = begun(both, ranks, WarmStart(tmp_path, without=("user",)))
+        clocks = [new[rows_of(name).replace("weight", "ids")][::120, 0].tolist() for name in ("t_item", "t_user")]
+        assert clocks == [[4, 4], [4, 4]]
+        assert report.ids.get("t_user") == ((3, 0) if model else None)
+        list(trainer.train())
+        trainer.close()
 
 
 def test_from_an_export(ranks, samples, tmp_path):
@@ -324,8 +330,6 @@ def npz(path: Path, **arrays: Any) -> Path:
 
 
 def pretrained(path: Path, **settings: Any) -> dict[str, Any]:
-    from embershard.models.pretrained_config import PretrainedTable
-
     return {"model": {"pretrained": {"item": PretrainedTable(str(path), **settings)}}}
 
 
