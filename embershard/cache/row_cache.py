@@ -36,9 +36,6 @@ from embershard.stages import is_stage
 if TYPE_CHECKING:
     from embershard.cache.ids.births import Births
 
-#: More than a run has: they are numbered in 31 bits.
-_MOST_BATCHES = 2**31 - 1
-
 
 class RowCache:
     """Cache of one pool: S slots on the device in front of R rows in the host tier.
@@ -294,8 +291,8 @@ class RowCache:
         self.touched = TouchedKeys(self.num_rows, self._map.device)
 
     def train_nothing(self) -> None:
-        """Let the rows stay as they are: nobody updates slots, and none is ever written back."""
-        self.state.clean_through = _MOST_BATCHES
+        """Let the rows stay as they are: nobody updates slots, and none is ever dirty."""
+        self.state.clean_through = 2**31 - 1  # behind any batch
 
     def watch_pins(self) -> PinWatch:
         """Count from now on how often pins mattered. Plans take longer: for checks."""
@@ -408,9 +405,8 @@ class RowCache:
     def _grow(self, shortage: Shortage) -> None:
         """Add the slots that the newest batch lacks, if `overflow` and the batches in flight allow it."""
         slots, rows = self._map.num_slots, self.host.num_rows
-        grown = grown_slots(
-            self.name, slots, shortage.num_slots, rows, self._slot_bytes, self._in_flight, self._overflow
-        )
+        slot_bytes = sum(states[0].nbytes for states in self._payload)
+        grown = grown_slots(self.name, slots, shortage.num_slots, rows, slot_bytes, self._in_flight, self._overflow)
         self._copies.finish()
         with self._guard.change(f"growing to {grown} slots"):
             self._attach(grown)
@@ -587,10 +583,6 @@ class RowCache:
     def device_bytes(self) -> int:
         """Device memory of slots, optimizer states, maps, scores and next uses, in bytes; without the known batches."""
         return sum(t.nbytes for t in self._payload) + self.state.device_bytes
-
-    @property
-    def _slot_bytes(self) -> int:
-        return sum(t[0].numel() * t.element_size() for t in self._payload)
 
     @property
     def host_bytes(self) -> int:

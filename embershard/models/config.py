@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 from embershard.errors import ConfigError
 from embershard.models.arch_section import ArchSection
 from embershard.models.hstu_config import HstuConfig
-from embershard.models.pretrained_config import PretrainedTable
 from embershard.models.schema import TargetLike
 from embershard.settings.own_code import names_function
 from embershard.settings.resume_rules import Free, OfModel, OfTraining
@@ -34,6 +33,38 @@ EARLIER_DEEPFM = (
     "or use the version that trained it."
 )
 _DIM_MULTIPLE = 4  # FBGEMM stores rows as vectors of four numbers
+_VECTOR_FILES = (".parquet", ".npz")
+
+
+@dataclass(frozen=True)
+class PretrainedTable:
+    """A file of vectors, one of each value.
+
+    >>> PretrainedTable("items.parquet", values="item_id").vectors
+    'embedding'
+
+    Raises:
+        ConfigError: the file is of another kind, or both of `values` and `rows` are given, or none.
+    """
+
+    file: OfTraining[str]
+    """A Parquet file, or an npz of numpy: a column, or an array, of values or rows, and one of vectors."""
+
+    values: OfTraining[str | None] = None
+    """Name of the column of values, as the data have them in the feature's column: they become rows in the same way."""
+
+    rows: OfTraining[str | None] = None
+    """In place of `values`: name of the column of row numbers, as exports of tables have it ("row")."""
+
+    vectors: OfTraining[str] = "embedding"
+    """Name of the column of vectors: lists of as many numbers as the table's rows have, or an array [N, dim]."""
+
+    def __post_init__(self) -> None:
+        if not self.file.endswith(_VECTOR_FILES):
+            raise ConfigError(f"file: got {self.file!r}, needed a name that ends with {' or '.join(_VECTOR_FILES)}.")
+        if (self.values is None) == (self.rows is None):
+            got = "both" if self.values is not None else "neither"
+            raise ConfigError(f"values and rows: got {got}; needed the name of one column that says whose vectors.")
 
 
 @dataclass(frozen=True)

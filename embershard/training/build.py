@@ -125,9 +125,7 @@ def build_sharded_model(
     model = build_model(config.model, schema, ranks.device)
     if config.train.precision == "fp64":
         compute_in_float64(model, ranks.world_size)
-    for _, collection in collections_of(model):
-        config.embedding_optimizer.apply(collection, ranks.device)
-    freeze_tables(model, config)
+    _attach_optimizer(model, config, ranks.device)
     sharders = _sharders(config, plan, profile, ranks.device, sharder_options)
 
     def place() -> ShardingPlan:
@@ -153,6 +151,12 @@ def build_sharded_model(
     if plan is not None:
         ranks.together(lambda: check_built(sharded, plan, ranks.rank, cached=config.cache.enabled), ShardingError)
     return sharded
+
+
+def _attach_optimizer(model: Any, config: RunConfig, device: torch.device) -> None:
+    for _, collection in collections_of(model):
+        config.embedding_optimizer.apply(collection, device)
+    freeze_tables(model, config)
 
 
 def features_of(model: DistributedModelParallel) -> Callable[[Batch], Mapping[str, Any]]:

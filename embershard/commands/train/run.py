@@ -67,11 +67,8 @@ def train_run(
     wanted = None if resume == NEWEST else resume
     ranks.from_first(lambda: _take_run_dir(run_dir, is_resumed=resume is not None, step=wanted))
     console = (JsonLines if log_format == "json" else plain_console)(quiet=not ranks.is_first)
-    export = partial(_export, config)
-    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision, export=export, start=start)
-    resumed_at = None if resume is None else _resume(trainer, console, wanted, unverified, changes)
-    if resume is not None:
-        ranks.from_first(lambda: note_resume(run_dir))
+    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision, partial(_export, config), start)
+    resumed_at = None if resume is None else _resume(trainer, run_dir, console, wanted, unverified, changes)
     if resumed_at is not None and trainer.is_over and ranks.from_first(lambda: _has_result(run_dir, trainer.steps)):
         trainer.close()
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
@@ -238,8 +235,11 @@ def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:
     return f"{other} (same losses; compare speed and memory)", change
 
 
-def _resume(trainer: Trainer, console: Console, step: int | None, unverified: bool, changes: Sequence[str]) -> int:
+def _resume(
+    trainer: Trainer, run_dir: Path, console: Console, step: int | None, unverified: bool, changes: Sequence[str]
+) -> int:
     resumed = resume_run(trainer, step=step, allow_unverified=unverified, allow_changes=changes)
+    trainer.ranks.from_first(lambda: note_resume(run_dir))
     say(console, *(f"Not used: {reason}." for reason in resumed.skipped))
     if resumed.checkpoint is None:
         say(console, f"No complete checkpoint in {trainer.checkpoints}; starting from the beginning.")

@@ -53,6 +53,7 @@ class CachedTableBatchedEmbeddings(HostTables):
     """
 
     ids: PoolIdMaps | None = None
+    _is_frozen = False  # nothing trains
     _held: list[Ticket] | None = None  # of lookups that train together
     micro_batches = 1  # a pipeline makes so many known together
     _held_zeros = False  # some of them have ids whose embedding is zero
@@ -100,9 +101,6 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
         self._shards = [(table.name, first_row(table)) for table in tables]  # a table may have several, by columns
         self._first_columns = [first_column(table) for table in tables]
-        if not spec.trains:
-            self.cache.train_nothing()
-        self._is_frozen = not spec.trains
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
         self._announcer: object = None
@@ -118,7 +116,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         pinned_of_table = {} if has_ids else pinned_tables(self.host.rows_per_table, num_slots)
         self._pinned_of_feature = self.slots.set_pinned_slots(pinned_of_table)
         pinned_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in pinned_of_table.items()]
-        return RowCache(
+        self._is_frozen = not spec.trains
+        cache = RowCache(
             tables=[table.name for table in tables],
             host=self.host,
             device_payload=self.slots.resize,
@@ -133,6 +132,9 @@ class CachedTableBatchedEmbeddings(HostTables):
             transfer=transfer_kind(spec.config, self._device),
             kind=map_kind(spec.config.slot_map, num_rows, self._device.type),
         )
+        if self._is_frozen:
+            cache.train_nothing()
+        return cache
 
     # -- before the step
 

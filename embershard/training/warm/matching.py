@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from embershard.models.columns import Label, LabelledDim, renamed
+from embershard.training.warm.columns import Label, LabelledDim, renamed
 from embershard.training.warm.shapes import LayerShape, ModelShape, TableShape
 
 Fate = Literal["taken", "renamed", "grown", "moved", "widened", "new", "dropped", "refused"]

@@ -22,7 +22,7 @@ from embershard.data.sources.table.raw import RawChunk
 from embershard.distributed.checkpoint.boxes import Box, Saved, fill_rows
 from embershard.errors import ConfigError, DataError
 from embershard.models import ModelTable
-from embershard.models.pretrained_config import PretrainedTable
+from embershard.models.config import PretrainedTable
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import tables_of_run

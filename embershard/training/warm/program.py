@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from embershard.cache.ids.config import IdTable
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.inspection import cached_embeddings
-from embershard.training.warm.request import OPTIMIZER, Step, WarmStart
+from embershard.training.warm.request import Step, WarmStart
 from embershard.training.warm.shapes import MODEL, shape_of
 from embershard.training.warm.source import TrainedModel, open_model
 from embershard.training.warm.start import PlannedStart, fill_model, init_states, planned
@@ -36,13 +37,13 @@ def load_from(
 ) -> PlannedStart:
     """Fill a sharded model that has not trained from a trained one. All ranks call it.
 
-    Tables are matched by name, wherever they are in the models; layers by their name in the state dict, of equal sizes.
-    A table may have more rows than before. What only the new model has stays as it is.
+    Tables are matched by name, and may have more rows; layers by their name in the state dict, of equal sizes. What
+    only the new model has stays as it is.
 
     Args:
         model: with cached sharders or TorchRec's own.
-        path: folder of a run of `embershard train`, of a checkpoint, or of an export. A checkpoint has the model's
-            state dict as "model", and states of its optimizers as "embedding_optimizer" and "dense_optimizer".
+        path: folder of a run, of an export, or of a checkpoint, which has the model's state dict as "model", and
+            states of its optimizers as "embedding_optimizer" and "dense_optimizer".
         step: of a run's checkpoint; "best": that of the best evaluation; None: the newest valid one.
         renames: by an old name the new one, of tables, layers, or of what names of layers begin with.
         without: such names that begin anew; "optimizer": the states of both optimizers do.
@@ -53,7 +54,7 @@ def load_from(
         What was taken; as text, a line for everything that is not as it was.
 
     Raises:
-        ConfigError: something cannot be taken; all problems are in its message, and nothing was changed.
+        ConfigError: something cannot be taken: all of it is in the message, and nothing was changed.
         CheckpointError: there is nothing to take from, or it is damaged.
 
     >>> import torch.distributed.checkpoint as dcp
@@ -63,29 +64,35 @@ def load_from(
     ...
     """
     if dense_optimizer is not None and not isinstance(dense_optimizer, KeyedOptimizer):
-        got = type(dense_optimizer).__name__
-        raise ConfigError(f"dense_optimizer: got {got}, needed one of TorchRec's keyed ones: KeyedOptimizerWrapper.")
+        raise ConfigError(f"dense_optimizer: got {type(dense_optimizer).__name__}, needed a KeyedOptimizerWrapper.")
     start = WarmStart(Path(path), step, tuple(renames.items()), tuple(without))
-    trained, ids = open_model(start.path, step, allow_unverified=allow_unverified), _id_rules(model)
-
-    def tensors() -> dict[str, Any]:
-        dense = {} if dense_optimizer is None else dense_optimizer.state_dict()["state"]
-        rows = model.fused_optimizer.state_dict()["state"]
-        return {"model": model.state_dict(), _ROW_STATES: rows, _DENSE_STATES: dense}
-
-    takes_states = OPTIMIZER not in start.without and trained.has_states
-    if takes_states and dense_optimizer is not None:
+    trained = open_model(start.path, step, allow_unverified=allow_unverified)
+    if dense_optimizer is not None and start.has_states and trained.has_states:
         init_states(dense_optimizer)
-    with without_known_warnings():
-        found = tensors()
-        shape = shape_of({f"{MODEL}{name}": value.size() for name, value in found["model"].items()})
-    shape = replace(shape, tables={n: replace(each, has_ids=n in ids) for n, each in shape.tables.items()})
-    groups = [_ROW_STATES, *([] if dense_optimizer is None else [_DENSE_STATES])]
-    kinds = {group: _kinds(name for states in found[group].values() for name in states) for group in groups}
-    plan = planned(start, _with_kinds(trained, groups), shape, kinds, ids)
-    del found
+
+    tensors = partial(_tensors, model, dense_optimizer)
+    plan = _planned(start, trained, tensors(), _id_rules(model), has_dense=dense_optimizer is not None)
     fill_model(plan, model, dense_optimizer, tensors)
     return plan
+
+
+def _tensors(model: DistributedModelParallel, dense_optimizer: KeyedOptimizer | None) -> dict[str, Any]:
+    """Return the tensors of a checkpoint of the model, by group."""
+    dense = {} if dense_optimizer is None else dense_optimizer.state_dict()["state"]
+    rows = model.fused_optimizer.state_dict()["state"]
+    return {"model": model.state_dict(), _ROW_STATES: rows, _DENSE_STATES: dense}
+
+
+def _planned(
+    start: WarmStart, trained: TrainedModel, tensors: Mapping[str, Any], ids: Mapping[str, IdTable], *, has_dense: bool
+) -> PlannedStart:
+    """Return the start of a model with these tensors, whose optimizers are known by the names of their states."""
+    with without_known_warnings():
+        shape = shape_of({f"{MODEL}{name}": value.size() for name, value in tensors["model"].items()})
+    tables = {name: replace(table, has_ids=name in ids) for name, table in shape.tables.items()}
+    groups = [_ROW_STATES, *([_DENSE_STATES] if has_dense else [])]
+    kinds = {group: _kinds(name for states in tensors[group].values() for name in states) for group in groups}
+    return planned(start, _with_kinds(trained, groups), replace(shape, tables=tables), kinds, ids)
 
 
 def _with_kinds(trained: TrainedModel, groups: Iterable[str]) -> TrainedModel:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from embershard.models.columns import LabelledDim, ModelInputs, labelled_dims
 from embershard.models.config import FACTORIZED, Arch
+from embershard.training.warm.columns import LabelledDim, SeenFeatures, labelled_dims
 
 #: Group of the model's tensors in a checkpoint, which their names begin with.
 MODEL = "model."
@@ -119,7 +119,7 @@ class ModelShape:
         if arch in get_args(Arch) and tables:
             dim = next(iter(tables.values())).dim
             fields = tuple(each for of_table in features.values() for each in of_table)
-            seen = ModelInputs(arch, dim, tuple(dense), fields, tuple(outputs))  # type: ignore[arg-type]
+            seen = SeenFeatures(arch, dim, tuple(dense), fields, tuple(outputs))  # type: ignore[arg-type]
             for name, dims in labelled_dims(seen, layers.keys()).items():
                 sizes = [len(each.labels) if each else size for each, size in zip(dims, layers[name].size, strict=True)]
                 if sizes == list(layers[name].size):  # else it is a layer of another kind under this name

@@ -11,9 +11,9 @@ import pytest
 
 from embershard.distributed.checkpoint.boxes import Saved
 from embershard.errors import ConfigError
-from embershard.models.columns import DENSE
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
+from embershard.training.warm.columns import DENSE
 from embershard.training.warm.matching import Matching, match
 from embershard.training.warm.report import summary
 from embershard.training.warm.request import WarmStart

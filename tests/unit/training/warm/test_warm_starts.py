@@ -15,7 +15,7 @@ from embershard.cache.ids.config import IdTable
 from embershard.distributed import Ranks
 from embershard.distributed.checkpoint.boxes import Box, Saved
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
-from embershard.models.pretrained_config import PretrainedTable
+from embershard.models.config import PretrainedTable
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.config import RunConfig
 from embershard.training.parts.part import Part

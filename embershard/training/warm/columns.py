@@ -35,7 +35,7 @@ class LabelledDim:
 
 
 @dataclass(frozen=True)
-class ModelInputs:
+class SeenFeatures:
     """The features of a model, as its dense layers see them.
 
     Attributes:
@@ -53,14 +53,14 @@ class ModelInputs:
     outputs: tuple[str, ...]
 
 
-def labelled_dims(inputs: ModelInputs, parameters: Collection[str]) -> dict[str, tuple[LabelledDim | None, ...]]:
+def labelled_dims(inputs: SeenFeatures, parameters: Collection[str]) -> dict[str, tuple[LabelledDim | None, ...]]:
     """Return the labels of a model's dimensions, by parameter; those without any are left out. Of models with a
     history, of towers and of one's own, few or none are known.
 
     Args:
         parameters: names in the state dict of the model.
 
-    >>> inputs = ModelInputs("dlrm", 4, ("I1",), ("a", "b"), ("click",))
+    >>> inputs = SeenFeatures("dlrm", 4, ("I1",), ("a", "b"), ("click",))
     >>> weight = "model.over_arch.model.0._mlp.0._linear.weight"
     >>> _, columns = labelled_dims(inputs, [weight])[weight]
     >>> [names for names, _ in columns.labels]
@@ -85,7 +85,7 @@ def renamed(label: Label, name_of: Callable[[str], str]) -> Label:
     return tuple(sorted(map(name_of, names))), number
 
 
-def _crossed(inputs: ModelInputs, parameters: Collection[str]) -> dict[str, tuple[LabelledDim | None, ...]]:
+def _crossed(inputs: SeenFeatures, parameters: Collection[str]) -> dict[str, tuple[LabelledDim | None, ...]]:
     """Return the labels of DLRM and DLRM-DCNv2, and of what is below towers over them."""
     over, cross = "model.over_arch.model", "model.inter_arch.crossnet"
     first = f"{over}.0._mlp.0._linear.weight"
@@ -108,7 +108,7 @@ def _crossed(inputs: ModelInputs, parameters: Collection[str]) -> dict[str, tupl
     return found
 
 
-def _factorized(inputs: ModelInputs, parameters: Collection[str]) -> dict[str, tuple[LabelledDim | None, ...]]:
+def _factorized(inputs: SeenFeatures, parameters: Collection[str]) -> dict[str, tuple[LabelledDim | None, ...]]:
     """Return the labels of FM, DeepFM and Wide & Deep. In an FM, a new feature changes outputs at once."""
     network, num_factors = "model.network", inputs.dim - len(inputs.outputs)
     dense = LabelledDim(_of_names(inputs.dense), is_input=True)
@@ -134,7 +134,7 @@ def _factorized(inputs: ModelInputs, parameters: Collection[str]) -> dict[str, t
     return found
 
 
-def _outputs(inputs: ModelInputs, mlp: str, parameters: Collection[str]) -> dict[str, tuple[LabelledDim | None, ...]]:
+def _outputs(inputs: SeenFeatures, mlp: str, parameters: Collection[str]) -> dict[str, tuple[LabelledDim | None, ...]]:
     """Return the labels of an MLP's last layer, which is beside the others."""
     outputs = LabelledDim(_of_names(inputs.outputs, OUTPUT), is_input=False)
     return {
