@@ -72,7 +72,7 @@ class TrainJob(Job):
     changes: Sequence[str]
     profile_steps: tuple[int, int] | None
     log_format: Literal["text", "json"]
-    start: WarmStart | None
+    start: WarmStart | None = None
     stops_in_order = True
 
     @staticmethod

@@ -71,13 +71,13 @@ def planned(
     start: WarmStart,
     model: TrainedModel,
     shape: ModelShape,
-    kinds: Mapping[str, str] | None,
+    kinds: Mapping[str, str],
     ids: Mapping[str, IdTable],
 ) -> PlannedStart:
     """Return the start of a new model from a trained one.
 
     Args:
-        kinds: of the new model's optimizers; None: not compared.
+        kinds: of the new model's optimizers, by their sections of the settings.
 
     Raises:
         ConfigError: as `plan_start`.
@@ -85,7 +85,7 @@ def planned(
     names = [name for name in start.without if name != OPTIMIZER]
     found = match(model.shape, shape, start.renames, names)
     entries = [_with_rules(entry, model, ids) for entry in found.entries]
-    if start.has_states and kinds is not None:
+    if start.has_states:
         entries += _optimizer_problems(model, kinds)
     notes = list(found.notes)
     if start.has_states and not model.has_states:

@@ -17,6 +17,7 @@ from embershard.distributed.checkpoint.boxes import Box, Saved
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
 from embershard.models.config import PretrainedTable
 from embershard.sharding.torchrec.inspection import cached_embeddings
+from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.parts.part import Part
 from embershard.training.trainer import Trainer
@@ -324,6 +325,16 @@ def test_a_resume_goes_on_with_the_steps_of_the_start(ranks, samples, tmp_path):
     trainer.close()
 
 
+def test_ranks_that_are_started_again_before_a_save_begin_with_it_again(ranks, samples, tmp_path):
+    old = train(run_of(samples), ranks, tmp_path / "old")
+    trainer = Trainer(run_of(samples, seed=1), ranks, tmp_path / "new", start=WarmStart(tmp_path / "old"))
+    assert resume_run(trainer).checkpoint is None
+    assert len(list(trainer.parts[0].begin())) == 1
+    new = tensors_of(trainer)
+    trainer.close()
+    assert [name for name in old if not torch.equal(old[name], new[name])] == []
+
+
 def npz(path: Path, **arrays: Any) -> Path:
     np.savez(path, **arrays)
     return path
@@ -420,8 +431,10 @@ def test_frozen_tables_stay_as_they_are(ranks, samples, tmp_path, sections):
     rules = {"ids": {"*": IdTable(buckets=2)}} if sections else {}
     path = npz(tmp_path / "items.npz", item_id=np.arange(40), embedding=np.resize(VECTORS, (40, DIM)))
     own = pretrained(path, values="item_id")["model"]
-    for ahead in (LookAheadConfig(0, 1), LookAheadConfig(4, 1)):
-        config = run_of(samples, of_features, steps=8, model={**own, "frozen": ("item",)}, look_ahead=ahead, **rules)
+    for ahead, pieces in ((0, 1), (4, 1), (4, 3)):
+        parts = {"model": {**own, "frozen": ("item",)}, "look_ahead": LookAheadConfig(ahead, 1), **rules}
+        config = run_of(samples, of_features, steps=8, **parts)
+        config = replace(config, train=replace(config.train, accumulate=pieces))
         before, _, trainer = begun(config, ranks, None)
         list(trainer.train())
         after = tensors_of(trainer)
