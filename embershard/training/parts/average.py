@@ -25,11 +25,18 @@ class AveragedWeights(Part):
     """
 
     weights: dict[str, Tensor]
+    _is_read = False
 
     def after_build(self) -> None:
-        """Begin with the initial weights."""
         self._live = self.run.optimizers.dense_parameters
         self.weights = {name: weight.detach().clone() for name, weight in self._live.items()}
+
+    def begin(self) -> Iterable[Report]:
+        """Begin with the weights before the first step, which may be those of a trained model."""
+        if not self._is_read:
+            for name, weight in self._live.items():
+                self.weights[name].copy_(weight.detach())
+        return ()
 
     def after_step(self) -> Iterable[Report]:
         """Add this step's weights. The first steps count more: else a short run would have the initial weights in its
@@ -59,6 +66,6 @@ class AveragedWeights(Part):
 
     def read_tensors(self, checkpoint: Path) -> None:
         """Go on with the average in the checkpoint; where it has none, begin with its weights."""
-        saved = load_group(checkpoint, AVERAGE)
+        saved, self._is_read = load_group(checkpoint, AVERAGE), True
         for name, weight in self._live.items():
             self.weights[name].copy_(saved.get(name, weight.detach()))

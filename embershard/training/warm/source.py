@@ -99,7 +99,7 @@ def open_model(
 
 def _candidates(path: Path, step: Step) -> tuple[Path, list[Path]]:
     """Return the folder of checkpoints, and those that may be used, oldest first."""
-    if (path / METADATA).exists():
+    if (path / METADATA).exists() or (path / MANIFEST).exists():
         if step is not None:
             raise ConfigError(f"--step has no effect: {path} is one checkpoint. Leave it out.")
         return path.parent, [path]

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from embershard.cache.ids.config import IdTable
-from embershard.distributed import Ranks
+from embershard.distributed import CheckpointConfig, Manifest, Ranks
 from embershard.distributed.checkpoint.boxes import Box, Saved
+from embershard.distributed.checkpoint.compact import compact
+from embershard.distributed.checkpoint.load import AVERAGE, load_group
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
 from embershard.models.config import PretrainedTable
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
+from embershard.training.parts.average import AveragedWeights
 from embershard.training.parts.part import Part
 from embershard.training.trainer import Trainer
 from embershard.training.warm import fill, start
@@ -89,6 +92,30 @@ def test_an_unchanged_model(ranks, samples, tmp_path):
     assert old.keys() == new.keys()
     assert [name for name in old if not torch.equal(old[name], new[name])] == []
     assert report.fates == {"tables_taken": 3, "layers_taken": 8}
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_a_model_whose_last_save_has_what_changed(ranks, samples, tmp_path, ema):
+    """As it was saved, and made whole; its weights are taken, not an average, with which one of its own begins."""
+    config = run_of(samples, checkpoint=CheckpointConfig(every_steps=1, keep_last=9, full_every=9))
+    config = replace(config, train=replace(config.train, ema=ema))
+    old = train(config, ranks, tmp_path)
+    last = tmp_path / "checkpoints" / "step_4"
+    assert Manifest.read(last).parent is not None
+    for is_whole in (False, True):
+        if is_whole:
+            compact(last)
+        for source in (tmp_path, last):
+            new, _, trainer = begun(replace(config, train=replace(config.train, seed=1)), ranks, WarmStart(source))
+            assert [name for name in old if not torch.equal(old[name], new[name])] == []
+            if ema is not None:
+                part = trainer.part(AveragedWeights)
+                list(part.begin())
+                saved = {name: old[f"model.{name}"] for name in part.weights}
+                assert saved
+                assert all(torch.equal(part.weights[name], each) for name, each in saved.items())
+                assert not all(torch.equal(each, load_group(last, AVERAGE)[name]) for name, each in saved.items())
+            trainer.close()
 
 
 def changed(samples: Path) -> dict[str, tuple[RunConfig, tuple[tuple[str, str], ...]]]:
