@@ -88,19 +88,32 @@ def save_checkpoint(
     if any(ranks.all_gather_objects(final.exists())):
         raise CheckpointError(f"{final} exists already and is not overwritten. Remove it, or use another --run-dir.")
     try:
-        ranks.from_first(lambda: _make_empty(partial))
-        files = _write_tensors(partial, blocks, ranks)
-        saved, of_rows = (None, {}) if link is None else _write_rows(partial, link, blocks, ranks)
-        files |= of_rows
-        ranks.from_first(lambda: _complete(partial, final, {**scalars, "step": step}, run_id, files, saved))
+        _write(partial, final, blocks, {**scalars, "step": step}, ranks, run_id, link)
     except OSError as error:
         ranks.from_first(lambda: shutil.rmtree(partial, ignore_errors=True))
         reason = error.strerror or str(error)
-        raise FailedSaveError(
-            f"step {step} could not be saved to {final} ({reason}). Earlier checkpoints are as they were."
-        ) from error
+        message = f"step {step} could not be saved to {final} ({reason}). Earlier checkpoints are as they were."
+        raise FailedSaveError(message) from error
     ranks.from_first(lambda: _prune(folder, step, keep_last))
     return final
+
+
+def _write(
+    partial: Path,
+    final: Path,
+    blocks: TensorBlocks,
+    scalars: Mapping[str, Any],
+    ranks: Ranks,
+    run_id: str,
+    link: NewLink | None,
+) -> None:
+    ranks.from_first(lambda: _make_empty(partial))
+    files = _write_tensors(partial, blocks, ranks)
+    saved = None
+    if link is not None:
+        saved, of_rows = _write_rows(partial, link, blocks, ranks)
+        files |= of_rows
+    ranks.from_first(lambda: _complete(partial, final, scalars, run_id, files, saved))
 
 
 def _make_empty(partial: Path) -> None:
