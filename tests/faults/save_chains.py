@@ -4,7 +4,7 @@ must be valid, equal a run that was not killed bit for bit, go on with it, and l
 
 A schedule kills at one operation: an open, a write (half of it is written), an fsync, a rename or a removal. Schedules
 are spread evenly over all operations of a run with its saves and prunings, of a compaction, and of `ckpt prune`. With
-`--steps`, a run of so many steps shows that its disk is bounded as `saves_at_once` says.
+`--steps`, so many steps of a small table without a model show that the disk is bounded as `saves_at_once` says.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from embershard.distributed.checkpoint.compact import compact
 from embershard.distributed.checkpoint.folder import folder_bytes, saves_at_once
 from embershard.distributed.checkpoint.load import BoxReader, verify_alone
 from embershard.training.checkpoint.resume import resume_run
-from embershard.training.checkpoint.save_chain import MOST_CHANGED
 from embershard.training.config import RunConfig
 from embershard.training.reports import SaveReport
 from embershard.training.trainer import Trainer
@@ -44,7 +43,7 @@ from tests.ranks import resharding
 from tests.ranks.planned import here
 from tests.ranks.resharding import Layout
 from tests.ranks.workers import RankPool
-from tests.unit.distributed.chains import save_chain
+from tests.unit.distributed.chains import Table, save_chain
 
 LAYOUT = Layout("table_wise", ratio=0.3, steps=15)
 ELSEWHERE = Layout("row_wise", ratio=0.6, policy="lru")
@@ -305,32 +304,73 @@ def kill_small_saves(root: Path) -> tuple[int, list[str]]:
     return operations, problems
 
 
-def bounded_disk(root: Path, steps: int) -> str:
-    """Train so many steps; return what is wrong with the disk that its saves took, or nothing."""
+class Disk:
+    """Watches the disk that a run's saves take, beside what `saves_at_once` tells."""
+
+    def __init__(self, checkpoints: Path) -> None:
+        self._checkpoints = checkpoints
+        self._most = saves_at_once(KEEP_LAST, FULL_EVERY)
+        self.problems = list[str]()
+        self._largest = self._num_deltas = self._num_saves = self._of_whole = self._of_delta = 0
+
+    def look(self) -> None:
+        """A save was written."""
+        there = complete_checkpoints(self._checkpoints)
+        self._num_saves += 1
+        newest = Manifest.read(there[-1])
+        if newest.parent is None:
+            self._of_whole = max(self._of_whole, folder_bytes(there[-1]))
+        else:
+            self._num_deltas += 1
+            self._of_delta = max(self._of_delta, folder_bytes(there[-1]))
+        if len(there) > sum(self._most):
+            self.problems.append(f"{len(there)} saves after {self._num_saves}, needed at most {sum(self._most)}")
+        self._largest = max(self._largest, sum(map(folder_bytes, there)))
+
+    def end(self) -> list[str]:
+        """Return what is wrong."""
+        told = self._most[0] * self._of_whole + self._most[1] * self._of_delta
+        print(
+            f"{self._num_saves} saves, {self._num_deltas} of them deltas: at most {self._largest:,} bytes at once, told "
+            f"{told:,}; the largest whole one {self._of_whole:,}, the largest delta {self._of_delta:,}",
+            flush=True,
+        )
+        if self._largest > told:
+            self.problems.append(f"{self._largest} bytes at once, needed at most {told}")
+        if self._num_deltas < self._num_saves // 2:
+            self.problems.append(f"{self._num_deltas} deltas")
+        return self.problems
+
+
+def bounded_disk(root: Path, steps: int) -> list[str]:
+    """Train so many steps; return what is wrong with the disk that its saves took."""
     samples, checkpoints = root / "samples", root / "checkpoints"
     samples.mkdir()
     resharding.write_samples(samples / "samples.parquet")
-    layout = replace(LAYOUT, steps=steps)
-    config = config_of(layout, samples)
-    every = max(EVERY, steps // 400)
-    config = replace(config, checkpoint=replace(config.checkpoint, every_steps=every))
-    trainer = Trainer(config, here(), checkpoints)
-    whole, deltas = saves_at_once(KEEP_LAST, FULL_EVERY)
-    sizes: dict[str, int] = {}
-    largest = num_saves = 0
+    trainer, disk = Trainer(config_of(replace(LAYOUT, steps=steps), samples), here(), checkpoints), Disk(checkpoints)
     for report in trainer.train():
         if isinstance(report, SaveReport):
-            there = complete_checkpoints(checkpoints)
-            num_saves += 1
-            if len(there) > whole + deltas:
-                return f"step {report.step}: {len(there)} saves, needed at most {whole + deltas}"
-            sizes["whole"] = max([sizes.get("whole", 0), *map(folder_bytes, there)])
-            largest = max(largest, sum(map(folder_bytes, there)))
+            disk.look()
     trainer.close()
-    rest = sum(folder_bytes(path) for path in complete_checkpoints(checkpoints)[-1:])
-    most = sizes["whole"] * whole + deltas * int(MOST_CHANGED * sizes["whole"] + rest)
-    print(f"{steps} steps, {num_saves} saves: at most {largest:,} bytes, told {most:,}; whole: {sizes['whole']:,}")
-    return f"{largest} bytes at once, needed at most {most}" if largest > most else ""
+    return disk.end()
+
+
+def bounded_disk_of_small_saves(root: Path, steps: int) -> list[str]:
+    """Change rows of a small table in so many steps, without a model, and save every ten; then compare the last one."""
+    table, disk, parent, nothing = Table(), Disk(root), None, [torch.empty(0, dtype=torch.int64)] * 2
+    changed = nothing
+    for step in range(1, steps + 1):
+        changed = [torch.cat(pair).unique() for pair in zip(changed, table.train(), strict=True)]
+        if step % 10:
+            continue
+        parent = table.save(root, here(), step, parent if step // 10 % FULL_EVERY else None, changed, KEEP_LAST)
+        changed = nothing
+        disk.look()
+    newest = complete_checkpoints(root)[-1]
+    verify_alone(newest)
+    boxes = BoxReader(newest)
+    wrong = [name for name, tensor in table.named().items() if not torch.equal(boxes.read_whole(name), tensor)]
+    return disk.end() + [f"{name} differs in {newest.name}" for name in wrong]
 
 
 def main() -> int:
@@ -361,7 +401,7 @@ def main() -> int:
     if arguments.steps:
         _be_alone()
         with tempfile.TemporaryDirectory() as folder:
-            problems += filter(None, [bounded_disk(Path(folder), arguments.steps)])
+            problems += bounded_disk_of_small_saves(Path(folder), arguments.steps)
     print(f"{time.perf_counter() - started:.0f} s; wrong: {problems or 'nothing'}")
     return 1 if problems else 0
 

@@ -42,6 +42,6 @@ def test_the_disk_is_bounded(tmp_path: Path) -> None:
     """`python -m tests.faults.save_chains --schedules 0 --steps 20000` trains longer."""
     pool = RankPool(1)
     try:
-        assert pool.run(bounded_disk, tmp_path, 60) == [""]
+        assert pool.run(bounded_disk, tmp_path, 30) == [[]]
     finally:
         pool.close()

@@ -23,6 +23,7 @@ class Table:
     """Rows in two shards of columns, with a state per row and shard, and a dense tensor."""
 
     def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
         self.random = torch.Generator().manual_seed(seed)
         self.weights, self.states = torch.randn(ROWS, DIM, generator=self.random), torch.zeros(2 * ROWS)
         self.dense = torch.zeros(3)
@@ -40,6 +41,22 @@ class Table:
             self.states[keys + ROWS * shard] += 1
             found.append(keys)
         return found
+
+    def named(self) -> dict[str, Tensor]:
+        """All tensors, as a checkpoint names them."""
+        return {NAMES[0]: self.weights, NAMES[1]: self.states, "model.dense": self.dense}
+
+    def save(
+        self, folder: Path, ranks: Ranks, step: int, parent: Parent | None, keys: list[Tensor], keep_last: int = 99
+    ) -> Parent:
+        """Save rows `keys` of each shard as a delta of `parent`, or everything; return what the next one follows."""
+        token, tensors = f"{self._seed}.{step}", self.tensors()
+        link = NewLink(token)
+        if parent is not None:
+            link = NewLink(token, parent, tuple(self.changed(shard, keys[shard]) for shard in range(2)))
+            tensors = {"model": {"dense": self.dense}}
+        save_checkpoint(folder, step, tensors, {}, ranks, keep_last=keep_last, run_id="run", link=link)
+        return Parent(step, token)
 
     def changed(self, shard: int, keys: Tensor) -> ChangedShard:
         """Rows of a shard, as they are now."""
@@ -59,17 +76,10 @@ def save_chain(
     table, parent, saved = Table(seed), None, {}
     for step in range(1, steps + 1):
         keys = table.train()
-        token = f"{seed}.{step}"
-        link = NewLink(token)
-        tensors = table.tensors()
-        if parent is not None and (step - 1) % full_every:
-            link = NewLink(token, parent, tuple(table.changed(shard, keys[shard]) for shard in range(2)))
-            tensors = {"model": {"dense": table.dense}}
         if ranks is not None:
-            save_checkpoint(folder, step, tensors, {}, ranks, keep_last=keep_last, run_id="run", link=link)
-        parent = Parent(step, token)
-        now = {"model.t.weight": table.weights, "states.t.momentum": table.states, "model.dense": table.dense}
-        saved[step] = {name: tensor.clone() for name, tensor in now.items()}
+            follows = parent if (step - 1) % full_every else None
+            parent = table.save(folder, ranks, step, follows, keys, keep_last)
+        saved[step] = {name: tensor.clone() for name, tensor in table.named().items()}
     return saved
 
 
