@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,7 @@ class ScoreJob(Job):
         else:
             name = "" if self.stdout_is_taken else str(output)
             _write(ScoresFile(output, scorer.target, kept) if ranks.is_first else None, scorer, console, name)
+        say(console, *beyond_tables(source, ranks))
         return 0
 
     def _show(self, found: Evaluation, step: int, console: Console) -> None:
@@ -239,6 +241,8 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
         overrides.append(text_override("data.path", arguments.data))
     none = ("train.eval_every", "train.early_stopping", "train.metric", "checkpoint.keep_best")
     overrides = [*(f"{key}=none" for key in none), *overrides]
+    if any(override.startswith("train.batch_size=") for override in overrides):
+        overrides.append("train.global_batch_size=none")  # the run has one of the two
     config = load_config(RunConfig, file, overrides, trust_code=arguments.trust_code, run_dir=arguments.run_dir)
     if arguments.data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_path=None, eval_fraction=1.0))
@@ -263,6 +267,20 @@ def kept_columns(source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
         if name.partition("/")[0] in ("logit", "score", "label") or (name == "weight" and has_weights):
             raise ConfigError(f"--keep {name}: scores have a column of that name. Leave it out, or rename it.")
     return source.held_out_columns(list(names))
+
+
+def beyond_tables(source: Source, ranks: Ranks) -> list[str]:
+    """Return sentences on the columns some of whose scored ids are beyond their table. Collective."""
+    from embershard.data.sources.table.source import TableSource
+
+    counts = Counter[str]()
+    for each in ranks.all_gather_objects(source.beyond_tables() if isinstance(source, TableSource) else Counter()):
+        counts.update(each)
+    return [
+        f'{column}: {count:,} ids are beyond its table, and were scored by rows of other ids (mapping "modulo"). If '
+        'the run did not train with such ids, their scores mean nothing. The mapping "hash" takes any id.'
+        for column, count in counts.items()
+    ]
 
 
 def _write(file: ScoresFile | None, scorer: Scorer, console: Console, name: str) -> None:

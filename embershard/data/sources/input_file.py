@@ -41,6 +41,7 @@ class InputFile:
         sha256: of blocks of it, as `FileIdentity` has it: with another time of modification, a file of the same size
             and bytes is still the same. "": it is not known, and the time counts.
         folders: between the folder of the data and the file, as "day=2026-01-01".
+        above: folders of that kind that are, or hold, the folder of the data; they tell no file from another one.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class InputFile:
     modified_ns: int
     sha256: str = ""
     folders: tuple[str, ...] = ()
+    above: tuple[str, ...] = ()
 
     @staticmethod
     def at(path: Path, *, sums: bool = False) -> InputFile:
@@ -75,7 +77,7 @@ class InputFile:
         >>> InputFile(Path("a.csv"), 1, 0, folders=("day=2026-01-01", "place=__HIVE_DEFAULT_PARTITION__")).partitions
         {'day': '2026-01-01', 'place': None}
         """
-        pairs = ((unquote(each) for each in folder.split("=", 1)) for folder in self.folders)
+        pairs = ((unquote(each) for each in folder.split("=", 1)) for folder in (*self.above, *self.folders))
         return {name: None if value == _NO_PARTITION else value for name, value in pairs}
 
     def identity(self) -> FileIdentity:
@@ -204,7 +206,7 @@ def files_at(
 ) -> list[InputFile]:
     """Return the file at `path`, or the folder's files that match a pattern, by name; files that come `in_turn`, in
     natural order, without those that are being written. `sums`: with checksums. Of kinds with named columns, folders
-    that are called NAME=VALUE belong to the folder."""
+    that are called NAME=VALUE belong to the folder, and a `path` in one of them is a part, with its columns."""
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path{near_file(root)}")
@@ -225,7 +227,8 @@ def files_at(
         if skipped:
             _log.info("%s: not read, as no pattern of data.%s.files matches: %s", root, kind, ", ".join(skipped))
     found = [InputFile.at(file, sums=sums) for file in files]
-    return [replace(file, folders=_folders(file.path, root)) for file in found]
+    above = _above(root) if kind in ("table", "parquet") else ()
+    return [replace(file, folders=_folders(file.path, root), above=above) for file in found]
 
 
 def _files_below(folder: Path, *, parted: bool) -> Iterator[Path]:
@@ -240,6 +243,16 @@ def _files_below(folder: Path, *, parted: bool) -> Iterator[Path]:
 
 def _folders(path: Path, root: Path) -> tuple[str, ...]:
     return path.relative_to(root).parts[:-1] if path != root else ()
+
+
+def _above(root: Path) -> tuple[str, ...]:
+    """Return the folders NAME=VALUE that a path is in, or is one of, from the outermost one on."""
+    found = list[str]()
+    for folder in [root.absolute(), *root.absolute().parents][0 if root.is_dir() else 1 :]:
+        if "=" not in folder.name[1:]:
+            break
+        found.insert(0, folder.name)
+    return tuple(found)
 
 
 def _said_of_folders(root: Path) -> str:

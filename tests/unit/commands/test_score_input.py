@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.commands import cli
+from embershard.commands import cli, score
+from embershard.data import DataConfig, TableConfig, TableFeature, open_source
 from embershard.launch import launcher
 from embershard.settings.decoding import to_toml
 from tests.unit.commands.conftest import clicks, config_of_clicks
@@ -74,3 +76,20 @@ def test_right_input_starts_a_rank(words, started):
     command, *rest = words
     assert cli.main([command, "run", *rest]) == 0
     assert started == [1]
+
+
+class TwoRanks:
+    """Each has read other chunks."""
+
+    def all_gather_objects(self, value: Counter[str]) -> list[Counter[str]]:
+        return [value, Counter(user=1000)]
+
+
+def test_ids_that_no_row_is_for_are_told(tmp_path):
+    pq.write_table(pa.table({"click": [0, 1], "user": [3, 99]}), tmp_path / "a.parquet")
+    features = {"user": TableFeature("sparse", num_rows=11, mapping="modulo")}
+    table = TableConfig(features, label="click")
+    source = open_source(DataConfig("table", str(tmp_path / "a.parquet"), eval_fraction=0, table=table))
+    source.parse(0)
+    (said,) = score.beyond_tables(source, TwoRanks())
+    assert said.startswith("user: 1,001 ids are beyond its table, and were scored by rows of other ids")

@@ -552,3 +552,19 @@ def test_a_stream_goes_on_at_the_row(tmp_path, name):
     halves = [numbers(5, rank, 2) for rank in range(2)]
     assert [a + b for a, b in zip(*halves, strict=True)] == alone
     assert numbers(10, 0, 1, states[0]) == alone[5:]
+
+
+def test_ids_beyond_a_table_are_counted(tmp_path):
+    feature = TableFeature("sparse", num_rows=11, mapping="modulo")
+    pq.write_table(pa.table({"click": [0, 1] * 4, "user": [0, 9, 10, None, -1, 99, 5, 10]}), tmp_path / "a.parquet")
+    config = DataConfig("table", str(tmp_path / "a.parquet"), eval_fraction=0, table=TableConfig({"user": feature}))
+    config = replace(config, table=replace(config.table, label="click"))
+    source = open_source(config)
+    assert source.beyond_tables() == {}
+    for _ in range(2):  # a chunk that is read again counts once
+        source.parse(0)
+    assert source.beyond_tables() == {"user": 4}
+    pq.write_table(pa.table({"click": [0, 1], "user": [0, 9]}), tmp_path / "a.parquet")
+    source = open_source(config)
+    source.parse(0)
+    assert source.beyond_tables() == {}

@@ -67,11 +67,14 @@ class ChunkDecoder:
     Attributes:
         bad: the rows that are no samples, by their number in the chunk; the first problem of each.
         is_sample: bool [n], whether the row is none of these.
+        beyond: of features with the mapping "modulo", by column, how many ids their tables have no row for; they share
+            one with another id.
     """
 
     def __init__(self, chunk: RawChunk, settings: TableConfig) -> None:
         self._chunk, self._settings, self.bad = chunk, settings, dict(chunk.bad)
         self.is_sample = np.ones(chunk.table.num_rows, np.bool_)
+        self.beyond: dict[str, int] = {}
         self._seconds_of: dict[str, NDArray[np.float64]] = {}
 
     def _column(self, name: str) -> pa.Array:
@@ -182,6 +185,8 @@ class ChunkDecoder:
                 lambda row, at: self._note_row(row, name, f"{name}={raw[at]}: {needed}", IdOutOfRangeError),
             )
             return np.asarray(raw.astype(np.int64))
+        if feature.mapping == "modulo" and (count := int(((raw < 0) | (raw > num_rows - 2)).sum())):
+            self.beyond[name] = count
         rows = map_ids(raw, num_rows, feature.mapping)
         rows[values.is_null().to_numpy(zero_copy_only=False)] = 0
         return rows

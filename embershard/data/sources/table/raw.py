@@ -93,9 +93,17 @@ class PartColumns:
 
     @staticmethod
     def of_files(
-        files: Sequence[InputFile], names: Sequence[list[str]], settings: TableConfig, *, needs_labels: bool
+        files: Sequence[InputFile],
+        names: Sequence[list[str]],
+        settings: TableConfig,
+        *,
+        needs_labels: bool,
+        may_lack: bool = False,
     ) -> list[PartColumns]:
         """Return the columns of files whose own columns are `names`.
+
+        Args:
+            may_lack: a column may be in no file, and is missing then; most are in each.
 
         Raises:
             DataError: a column is in no file; or labels, or most columns, are not in one; with the name that comes
@@ -106,7 +114,8 @@ class PartColumns:
         anywhere = list(dict.fromkeys(name for each in has_names for name in each))
         for file, own, has in zip(files, names, has_names, strict=True):
             is_other = 2 * sum(name in has for name in features) < len(features)
-            need_columns(file.path, has if is_other else anywhere, features)
+            if is_other or not may_lack:
+                need_columns(file.path, has if is_other else anywhere, features)
             of_labels = [name for name in judging if needs_labels or name in has]
             need_columns(file.path, has, of_labels)
             parts.append(PartColumns(file.path, own, file.partitions, list(dict.fromkeys([*features, *of_labels]))))

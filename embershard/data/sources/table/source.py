@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ class TableSource(FileSource):
             by_column = partial(in_windows, config, self._files, chunks, newest)
         held_out = hold_out(config, int(chunk_rows.sum()), share, by_column)
         split = SplitChunks(self._files.chunk_file, chunk_rows, ends, held_out)
+        self._beyond: dict[int, dict[str, int]] = {}
         super().__init__(schema, split, num_kept=2 + config.num_workers, tolerates_bad_rows=config.bad_rows != "stop")
 
     @property
@@ -70,6 +72,14 @@ class TableSource(FileSource):
             for name, feature in sparse.items()
         )
         return Schema(dense, features, settings.target)
+
+    def beyond_tables(self) -> Counter[str]:
+        """Return, by column, how many ids of the chunks that were read so far are beyond their table, whose mapping is
+        "modulo": each shares its row with another id. Ids of the other split count, where a chunk has both."""
+        found = Counter[str]()
+        for counts in list(self._beyond.values()):
+            found.update(counts)
+        return found
 
     def held_out_columns(self, names: list[str]) -> Iterator[pa.Table]:
         return self.columns("eval", range(len(self.chunks("eval").rows)), names)
@@ -123,6 +133,8 @@ class TableSource(FileSource):
         for column, feature in zip(dense.T, self._dense.values(), strict=False):  # none: the constant
             column[:] = decoder.dense(feature)
         bags = [decoder.bags(feature, self._most) for feature in self._sparse.values()]
+        if decoder.beyond:
+            self._beyond[number] = decoder.beyond
         values, lengths = zip(*bags, strict=True)
         sizes: Lengths = np.stack(lengths) if self._has_bags else (1,) * len(values)
         block = Block(dense, labels, values, sizes, weights)

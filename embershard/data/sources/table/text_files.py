@@ -184,7 +184,8 @@ def are_json(files: Sequence[InputFile], settings: TableConfig) -> bool:
 def columns_of(
     files: Sequence[InputFile], headers: Sequence[bytes], settings: TableConfig, *, is_json: bool, needs_labels: bool
 ) -> tuple[list[PartColumns], list[TextColumns | JsonColumns]]:
-    """Return the columns of text files whose first lines are `headers`, and how the needed ones are read.
+    """Return the columns of text files whose first lines are `headers`, and how the needed ones are read. JSON lines
+    without labels, which are not for training, may lack keys.
 
     Raises:
         DataError: a header has a name twice, or a column that is needed is missing.
@@ -195,9 +196,10 @@ def columns_of(
         if is_json:
             found.append(JsonColumns.of(file, settings, wanted))
         else:
-            names = column_names(file.path, header, settings)
-            found.append(TextColumns(settings, names, names))
-    parts = PartColumns.of_files(files, [each.names for each in found], settings, needs_labels=needs_labels)
+            own = column_names(file.path, header, settings)
+            found.append(TextColumns(settings, own, own))
+    names, may_lack = [each.names for each in found], is_json and not needs_labels
+    parts = PartColumns.of_files(files, names, settings, needs_labels=needs_labels, may_lack=may_lack)
     return parts, [replace(each, to_read=part.own()) for each, part in zip(found, parts, strict=True)]
 
 

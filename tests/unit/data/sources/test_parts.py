@@ -107,6 +107,37 @@ def test_folders_name_a_column(data, write: Write, ending):
         samples(config_of(data, features={"user": TableFeature("sparse", "dax", **SPARSE)}))
 
 
+@pytest.mark.parametrize("of", ["folder", "file"])
+@pytest.mark.parametrize(("write", "ending"), FORMATS)
+def test_a_part_has_the_columns_of_the_folders_that_it_is_in(data, write: Write, ending, of):
+    """As the data of `predict`: its samples are those of the whole, and its own column wins over a folder's name."""
+    for day in ("01", "02"):
+        (data / f"user=u{day}" / f"day=2026-01-{day}").mkdir(parents=True)
+        write(data / f"user=u{day}" / f"day=2026-01-{day}" / f"a.{ending}", ROWS[int(day) :: 2], ALL)
+    features = {"price": PRICE, "user": USER, "day": TableFeature("sparse", "day", mapping="weekday")}
+    whole = samples(config_of(data, features=features))
+    part = data / "user=u02" / "day=2026-01-02"
+    found = samples(config_of(part / f"a.{ending}" if of == "file" else part, features=features))
+    assert_same(found, whole.take(np.arange(len(ROWS[1::2]), whole.num_samples)))
+    assert len(set(found.values[0].tolist())) == 7, "the file's users, and not u02 of its folder"
+    assert [each.name for each in identify_files(config_of(part))["files"]] == [f"a.{ending}"]
+
+
+def test_json_lines_to_score_may_lack_a_key(data):
+    """A key that no line has is missing; but not for training, where it may be a name that is written wrongly."""
+    write_json(data / "a.jsonl", [{"click": 1, "user": "u1"}, {"click": 0, "user": "u2"}], ALL)
+    config = config_of(data / "a.jsonl")
+    with pytest.raises(DataError, match="no column 'price'"):
+        check_data(config)
+    check_data(config, needs_labels=False)
+    source = open_source(config, needs_labels=False)
+    assert source.read("train", 0, np.arange(2)).dense.tolist() == [[0], [0]]
+    assert "1 of 1 files have no column 'price': it is missing in their rows." in source.notes
+    write_json(data / "a.jsonl", [{"other": 1}], ["other"])
+    with pytest.raises(DataError, match="no column"):
+        check_data(config_of(data / "a.jsonl"), needs_labels=False)
+
+
 def test_other_folders_are_named(tmp_path):
     (tmp_path / "january").mkdir()
     with pytest.raises(DataError, match="only those called NAME=VALUE are read, and not january"):
