@@ -46,7 +46,8 @@ _EVENTS_HELP = """Make samples of a log of events: a window of a user's history,
 or one of a random event (label 0). Each user's last event is held out.
 
 FILE is CSV without a header: user,item,category,behaviour,time (Alibaba's UserBehavior.csv), times in seconds since
-1970, or in milliseconds. Written are train.parquet, eval.parquet and run.toml, which trains a DIN on them.
+1970, or in milliseconds; or JSON lines or Parquet with columns of these names. Written are train.parquet, eval.parquet
+and run.toml, which trains a DIN on them.
 
   embershard data events UserBehavior.csv -o windows
   embershard train --config windows/run.toml

@@ -1,7 +1,8 @@
 """Logs of users' events as samples: a window of a user's history, and the item that came next or one that did not.
 
 The log is a CSV file without a header, in the layout of Alibaba's UserBehavior data set: user, item, category,
-behaviour ("pv", "buy", "cart" or "fav") and time, in seconds since 1970, or in milliseconds or less.
+behaviour ("pv", "buy", "cart" or "fav") and time, in seconds since 1970, or in milliseconds or less. Or JSON lines or
+Parquet with columns of these names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from embershard.data.block import short
+from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids, make_key, mix64, random_words, unit_floats
+from embershard.data.sources.input_file import InputFile
+from embershard.data.sources.table.json_lines import has_json_lines
+from embershard.data.sources.table.parquet_files import is_parquet, parquet_schema
+from embershard.data.sources.table.text_forms import Given
+from embershard.data.sources.table.whole_columns import WholeColumns
 from embershard.errors import ConfigError, DataError, naming_file
 
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
@@ -33,6 +41,7 @@ _USER, _ITEM, _CATEGORY, _BEHAVIOUR, _TIME = range(5)
 _NEGATIVE = 1
 #: Bytes of the log whose users are in memory at a time, with about twice as much for sorting.
 _PART_BYTES = 256 << 20
+_EVENT_BYTES = 36  # in CSV
 _WINDOWS_AT_ONCE = 2048
 _COUNTED_AT_ONCE = 2_000_000  # events
 _SECONDS_PER_HOUR = 3600.0
@@ -161,7 +170,10 @@ _SCHEMA = pa.schema(
 
 
 def _size(log: Path) -> int:
+    """Return about the bytes that the log has as CSV."""
     with naming_file(log):
+        if is_parquet(InputFile.at(log)):
+            return _EVENT_BYTES * parquet_schema(log)[1].num_rows
         return log.stat().st_size * (8 if log.suffix == ".gz" else 1)
 
 
@@ -195,6 +207,10 @@ def _added_up(parts: list[Events]) -> Events:
 
 def _read(log: Path) -> Iterator[Events]:
     """Yield the events [n, 5] of the log, some at a time, behaviours as their numbers from 1 on."""
+    file = InputFile.at(log)
+    if is_parquet(file) or has_json_lines(file, TableConfig()):
+        yield from _read_named(WholeColumns.at(log, Given()))
+        return
     types = {name: pa.string() if name == "behaviour" else pa.int64() for name in _COLUMNS}
     first = 0
     try:
@@ -208,10 +224,33 @@ def _read(log: Path) -> Iterator[Events]:
                 first += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         what = " ".join(str(error).split())
+        what = "its bytes are no text" if "\ufffd" in what else short(what)
         raise DataError(
             f"{log}: cannot be read as a log of events ({what}); needed lines without a header: "
-            "user,item,category,behaviour,time."
+            "user,item,category,behaviour,time; or JSON lines or Parquet with columns of these names."
         ) from None
+
+
+def _read_named(log: WholeColumns) -> Iterator[Events]:
+    """As `_read`, of a file whose columns have names."""
+    path, names, first = log.file.path, log.schema.names, 0
+    if lacking := [name for name in _COLUMNS if name not in names]:
+        raise DataError(
+            f"{path}: no column {lacking[0]!r}; a log of events needs {', '.join(_COLUMNS)}, and this one has "
+            f"{', '.join(names[:20])}. Rename its columns."
+        )
+    for batch in log.batches():
+        columns = dict(zip(names, batch.columns, strict=True))
+        try:
+            cast = [columns[name].cast(pa.string() if name == "behaviour" else pa.int64()) for name in _COLUMNS]
+        except pa.ArrowException as error:
+            what = short(" ".join(str(error).split()))
+            raise DataError(f"{path}: needed whole numbers, and a behaviour that is a text ({what})") from None
+        if without := next((name for name, each in zip(_COLUMNS, cast, strict=True) if each.null_count), ""):
+            row = first + int(np.argmax(columns[without].is_null())) + 1
+            raise DataError(f"{path}: event {row:,} has no {without}; needed {', '.join(_COLUMNS)} in each.")
+        yield _events(path, first, pa.RecordBatch.from_arrays(cast, names=list(_COLUMNS)))
+        first += batch.num_rows
 
 
 def _events(log: Path, first: int, batch: Any) -> Events:

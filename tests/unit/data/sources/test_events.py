@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given, settings
@@ -179,7 +182,7 @@ def test_a_log_in_gzip_is_read(tmp_path):
         ("user,item,category,behaviour,time\n1,2,3,pv,4\n", "cannot be read as a log of events"),
         ("1,2,3,view,4\n", "event 1 is 1,2,3,view,4; needed .*pv, buy, cart, fav"),
         ("1,2,3,pv,4\n1,-2,3,pv,5\n", "event 2 is 1,-2,3,pv,5"),
-        ("", "cannot be read as a log of events"),
+        ("", "the file is empty"),
     ],
 )
 def test_a_line_that_is_no_event_is_named(text, said, tmp_path):
@@ -228,3 +231,46 @@ def test_sessions_are_a_log_of_a_seed(tmp_path):
 def test_options_of_sessions_are_checked(options):
     with pytest.raises(ConfigError, match="got"):
         SessionOptions(**options)
+
+
+def named_columns(log: list[Event], **names: str) -> pa.Table:
+    columns = {"time": [each[3] for each in log], "behaviour": [each[2] for each in log]}
+    columns |= {"category": [category(each[1]) for each in log], "item": [each[1] for each in log]}
+    columns |= {"user": [each[0] for each in log], "other": ["x"] * len(log)}
+    return pa.table({names.get(name, name): values for name, values in columns.items()})
+
+
+def test_columns_of_json_lines_and_of_parquet_are_told_by_their_names(tmp_path):
+    log = [(n % 5, n % 7, BEHAVIOURS[n % 4], 1_700_000_000 + n) for n in range(60)]
+    table, found = named_columns(log), {}
+    pq.write_table(table, tmp_path / "log.parquet", row_group_size=7)
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    write_log(tmp_path / "log.csv", log)
+    for ending in ("csv", "jsonl", "parquet"):
+        (tmp_path / ending).mkdir()
+        write_windows(tmp_path / f"log.{ending}", tmp_path / ending, WindowOptions(history=3))
+        found[ending] = read(tmp_path / ending)
+    assert found["csv"] == found["jsonl"] == found["parquet"]
+    assert len(found["csv"]["train"]) > 50
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (named_columns([(1, 2, "pv", 3)], user="user_id"), "no column 'user'; a log of events needs user, item"),
+        (named_columns([(1, 2, "pv", 3)], time="when"), "this one has when, behaviour, category, item, user, other"),
+        (named_columns([(1, 2, "pv", None)]), "event 1 has no time; needed user, item, category"),
+        (named_columns([("ann", 2, "pv", 3)]), "needed whole numbers, and a behaviour that is a text"),
+        (named_columns([(1, 2, "click", 3)]), "event 1 is 1,2,3,click,3; needed ids and a time"),
+    ],
+)
+def test_other_columns_are_refused_by_name(tmp_path, table, said):
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(DataError, match=re.escape(said)):
+        write_windows(tmp_path / "log.parquet", tmp_path, WindowOptions())
+
+
+def test_bytes_that_are_no_text_are_not_shown(tmp_path):
+    (tmp_path / "log.csv").write_bytes(np.random.default_rng(0).integers(128, 256, 2000).astype(np.uint8).tobytes())
+    with pytest.raises(DataError, match="its bytes are no text"):
+        write_windows(tmp_path / "log.csv", tmp_path, WindowOptions())
