@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from embershard.data import BatchStream
@@ -15,6 +16,7 @@ from embershard.errors import DataError
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import BadRowsReport
 
+_MOST_KNOWN = 100_000
 _NAMES: dict[Split, str] = {"train": "training", "eval": "held-out"}
 
 
@@ -24,13 +26,15 @@ class BadRows(Part):
     is more, so a few bad rows at the start of the data do not stop it.
 
     Attributes:
-        num_bad: bad rows that were read; a row counts each time.
+        num_bad: bad rows that were met. A row counts once, in whatever many epochs; each time beyond the first
+            100,000, and where very many are met between two reports.
     """
 
     def __init__(self, run: Training) -> None:
         super().__init__(run)
         self.num_bad = 0
         self._new: list[tuple[Split, int, BadRowTally]] = []
+        self._known: set[tuple[Path, int]] = set()
         self._bad: Counter[Split] = Counter()
         self._read: Counter[Split] = Counter()
         self._of_epoch: Counter[Split] = Counter()
@@ -60,16 +64,25 @@ class BadRows(Part):
         self._add(self.run.stream, "train")
         new, self._new = self._new, []
         rows: list[BadRow] = []
+        num_new = 0
         for split, epoch_samples, tally in chain.from_iterable(self.run.ranks.all_gather_objects(new)):
             self._of_epoch[split] = epoch_samples
             self._read[split] += tally.num_samples
             self._bad[split] += tally.num_bad
-            rows += tally.rows
-        before, self.num_bad = self.num_bad, self._bad.total()
-        if self.num_bad > before:
+            fresh = self._not_known(tally.rows)
+            num_new += tally.num_bad - len(tally.rows) + len(fresh)
+            rows += fresh
+        if num_new:
+            self.num_bad += num_new
             yield BadRowsReport(self.run.steps, self.num_bad, tuple(rows))
         with self.run.input_failure.noting():
             self._check()
+
+    def _not_known(self, rows: Sequence[BadRow]) -> list[BadRow]:
+        """Return those of the rows that were not met before, and know them from now on."""
+        fresh = {(row.path, row.row): row for row in rows if (row.path, row.row) not in self._known}
+        self._known.update(islice(fresh, max(0, _MOST_KNOWN - len(self._known))))
+        return list(fresh.values())
 
     def _check(self) -> None:
         allowed = self.run.config.data.bad_rows
