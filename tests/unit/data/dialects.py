@@ -1,13 +1,14 @@
 """Files as people's programs write them: one table in dialects that a number decides; and what must become of each.
 
-`python -m tests.unit.data.dialects 500` tries so many, and says which were refused and which read wrongly.
+`python -m tests.unit.data.dialects 500` tries so many, and says which were refused and which read wrongly. With
+`--train` it trains ten steps on each, too, with the losses of the clean file.
 """
 
 from __future__ import annotations
 
+import argparse
 import bz2
 import contextlib
-import csv
 import gzip
 import io
 import json
@@ -28,9 +29,13 @@ from embershard.data import DataConfig, open_source
 from embershard.data.block import Block
 from embershard.data.sources.source import FileSource
 from embershard.data.text_form import TextForm
+from embershard.distributed import Ranks, process_group
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
+from embershard.training.reports import TrainReport
+from embershard.training.trainer import Trainer
 
+STEPS = 10
 NAMES = ("click", "user_id", "age", "price", "city", "seen", "tags")
 _CITIES = {"utf-8": "Köln Praha 北京 Łódź Paris", "latin-1": "Köln Málaga Paris", "gb18030": "北京 上海 Paris"}
 _TIMES = ("2026-01-{:02} 10:00:00", "2026-01-{:02}T10:00:00", "2026-01-{:02}", "17672{:02}000")
@@ -194,36 +199,59 @@ def clean_config(config: DataConfig, path: Path) -> DataConfig:
     return replace(config, path=str(path), table=replace(config.table, **plain))
 
 
-def tried(seed: int, folder: Path) -> str:
-    """Return "" where the samples of a dialect are those of the clean file; else what went wrong."""
+def losses(path: Path, config: DataConfig, ranks: Ranks) -> list[float]:
+    """Train a run of the settings that `inspect` wrote, but for `config`, for `STEPS` steps; return their losses."""
+    steps = [f"train.max_steps={STEPS}", "train.log_every=1", "train.early_stopping=none"]
+    saves = ["checkpoint.at_end=false", "checkpoint.keep_best=none"]
+    run = load_config(RunConfig, path.parent / f"{path.name}.toml", [*steps, *saves])
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(replace(run, data=replace(config, num_workers=0)), ranks, Path(folder))
+        found = [report.loss for report in trainer.train() if isinstance(report, TrainReport)]
+        trainer.close()
+    return found
+
+
+def tried(seed: int, folder: Path, ranks: Ranks | None = None) -> str:
+    """Return "" where the samples of a dialect and, with `ranks`, the losses of a training on them are those of the
+    clean file; else what went wrong."""
     dialect = Dialect.of(seed)
     rows = rows_of(dialect)
     path = write(folder, dialect, rows)
-    with (folder / "clean.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([list(NAMES), *rows])
+    clean_path = write(folder, replace(CLEAN, parts=dialect.parts), rows, "clean")
     code, said, config = inspected(path, *dialect.told)
     if config is None:
         return f"refused ({code}): {said.strip()}"
-    clean = clean_config(config, folder / "clean.csv")
+    clean = clean_config(config, clean_path)
     clean = replace(clean, table=replace(clean.table, line_breaks=dialect.breaks))
     found, expected = samples(config), samples(clean)
     if found.num_samples != len(rows):
         return f"{found.num_samples} of {len(rows)} rows"
-    return "" if same(found, expected) else "other samples"
+    if not same(found, expected):
+        return "other samples"
+    if ranks is None:
+        return ""
+    trained = losses(path, config, ranks)
+    return "" if len(trained) == STEPS and trained == losses(path, clean, ranks) else f"other losses: {trained}"
 
 
-def main(count: int) -> int:
+def main(count: int, *, train: bool) -> int:
     """Try so many dialects; return how many went wrong."""
     wrong = 0
-    for seed in range(count):
-        with tempfile.TemporaryDirectory() as name:
-            os.environ["EMBERSHARD_COPIES"] = f"{name}/copies"
-            if problem := tried(seed, Path(name)):
-                wrong += 1
-                print(seed, problem, Dialect.of(seed), sep="\n    ", flush=True)
-    print(f"{count - wrong} of {count} dialects give the samples of the clean file")
+    with process_group("cpu") if train else contextlib.nullcontext() as ranks:
+        for seed in range(count):
+            with tempfile.TemporaryDirectory() as name:
+                os.environ["EMBERSHARD_COPIES"] = f"{name}/copies"
+                if problem := tried(seed, Path(name), ranks):
+                    wrong += 1
+                    print(seed, problem, Dialect.of(seed), sep="\n    ", flush=True)
+    what = "samples and losses" if train else "samples"
+    print(f"{count - wrong} of {count} dialects give the {what} of the clean file")
     return wrong
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(int(sys.argv[1]))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--train", action="store_true")
+    arguments = parser.parse_args()
+    sys.exit(bool(main(arguments.count, train=arguments.train)))

@@ -15,6 +15,13 @@ def test_samples_are_those_of_the_clean_file(tmp_path, seed):
     assert dialects.tried(seed, tmp_path) == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_training_on_a_dialect_is_training_on_the_clean_file(tmp_path, ranks, seed, monkeypatch):
+    monkeypatch.setenv("EMBERSHARD_COPIES", str(tmp_path / "copies"))
+    assert dialects.tried(seed, tmp_path, ranks) == ""
+
+
 def test_a_wrong_separator_in_the_settings_is_seen(tmp_path):
     """The negative control: lists that are cut into columns, or not cut, give other samples, or bad rows."""
     dialect = replace(Dialect(), separator=";", list_separator="|")
