@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field, fields
+from math import inf
 from typing import Any, Literal, get_args
 
 from embershard.errors import ConfigError
@@ -89,6 +90,10 @@ class ModelConfig:
     embedding_dim: OfModel[int] = 16
     """Numbers per embedding row, the same for all tables. A multiple of 4. With "fm", "deepfm" and "wide_deep", the
     last one is an id's first-order weight; of several labels or classes, as many as there are."""
+
+    init_range: OfTraining[float | None] = None
+    """Embedding rows begin uniform in +-init_range. Default: 1 / sqrt(rows of their table), so that the rows of small
+    tables begin large."""
 
     dense_arch_layer_sizes: OfModel[tuple[int, ...]] = (64, 16)
     """Layer widths of the MLP over the dense features: hidden layers, and the last one, which must be `embedding_dim`.
@@ -190,6 +195,8 @@ class ModelConfig:
             raise ConfigError(
                 f"model.embedding_dim: got {dim}, needed a multiple of {_DIM_MULTIPLE}. The next one is {needed}."
             )
+        if self.init_range is not None and not 0 < self.init_range < inf:
+            raise ConfigError(f"model.init_range: got {self.init_range}, needed a number above 0.")
         if self.arch not in FACTORIZED:
             _check_layers("dense_arch_layer_sizes", self.dense_arch_layer_sizes, self.embedding_dim, "embedding_dim")
         _check_layers("over_arch_layer_sizes", self.over_arch_layer_sizes, 1, "one logit per sample")

@@ -64,4 +64,6 @@ def _arguments(table: ModelTable) -> dict[str, Any]:
         "embedding_dim": table.dim,
         "feature_names": list(table.features),
         "data_type": DataType.FP16 if table.dtype == "fp16" else DataType.FP32,
+        "weight_init_min": None if table.init_range is None else -table.init_range,
+        "weight_init_max": table.init_range,
     }

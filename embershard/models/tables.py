@@ -4,7 +4,7 @@ are known without TorchRec, which takes seconds to import."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from embershard.errors import ConfigError
@@ -24,6 +24,7 @@ class ModelTable:
         features: names of the sparse features whose ids it looks up.
         module: path of its collection in the model.
         pooling: of its collection's bags, "sum" or "mean"; "" for sequences.
+        init_range: its rows begin uniform in +- this; None: in +-1 / sqrt(rows). Not read from a module.
 
     >>> table = ModelTable("t_item", 100, 16, "fp32", ("item", "clicked"), "model.sequences", "")
     >>> table.is_sequence, table.tensor
@@ -37,6 +38,7 @@ class ModelTable:
     features: tuple[str, ...]
     module: str
     pooling: str
+    init_range: float | None = field(default=None, compare=False)
 
     @property
     def is_sequence(self) -> bool:
@@ -81,7 +83,8 @@ def _bags(config: ModelConfig, features: Sequence[SparseFeatureLike], module: st
 def _table(
     config: ModelConfig, name: str, num_rows: int, features: tuple[str, ...], module: str, pooling: str
 ) -> ModelTable:
-    return ModelTable(table_name(name), num_rows, config.embedding_dim, config.table_dtype, features, module, pooling)
+    sizes = table_name(name), num_rows, config.embedding_dim, config.table_dtype
+    return ModelTable(*sizes, features, module, pooling, config.init_range)
 
 
 def _check_events(config: ModelConfig, schema: SchemaLike, rows: Mapping[str, int]) -> None:

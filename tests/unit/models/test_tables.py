@@ -14,7 +14,8 @@ from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model, model_tables, num_parameters
 from embershard.models.config import FACTORIZED, WITH_HISTORY, WITH_TOWERS, Arch
 from embershard.models.hstu_config import HstuConfig
-from embershard.models.table_modules import tables_in
+from embershard.models.table_modules import collections_of, tables_in
+from embershard.sharding.torchrec.counter_init import CounterInit
 
 PLAIN = (
     SparseFeature("seen", 30, table="liked", pooling="mean"),
@@ -52,6 +53,18 @@ def test_tables_are_those_of_the_built_model(arch, changes):
     assert tables == tuple(built)
     assert {feature for table in tables for feature in table.features} == {each.name for each in schema.sparse}
     assert {table.is_sequence for table in tables} == ({True, False} if arch in WITH_HISTORY else {False})
+
+
+@pytest.mark.parametrize("init_range", [None, 0.01])
+@pytest.mark.parametrize("arch", ["deepfm", "din"])
+def test_rows_begin_in_the_range_of_the_settings(arch, init_range):
+    """The tables have it, so TorchRec's own init knows it, too."""
+    config, schema = settings_of(arch, init_range=init_range), schema_of(arch)
+    rows = {table.name: table.num_rows for table in model_tables(config, schema)}
+    model = build_model(config, schema, torch.device("cpu"))
+    for _, collection in collections_of(model):
+        for name, (least, most) in CounterInit.of_module(collection, seed=0).ranges.items():
+            assert (-least, most) == pytest.approx((init_range or rows[name] ** -0.5,) * 2)
 
 
 @pytest.mark.parametrize("target", [None, TWO_LABELS, LEARNED], ids=["least", "two", "learned"])
