@@ -125,7 +125,8 @@ class TrainConfig:
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ConfigError(
                 f"train.batch_size={self.batch_size} and train.global_batch_size={self.global_batch_size} are both "
-                "set, and one of them decides. Remove the other (--set train.batch_size=none)."
+                "set, and one of them decides. Remove the other: --set train.global_batch_size=none, or "
+                "--set train.batch_size=none."
             )
         if self.init not in ("counter", "torchrec"):
             raise ConfigError(f"train.init: got {self.init!r}, needed 'counter' or 'torchrec'.")

@@ -45,12 +45,16 @@ _LEAST_RATIO = 0.05  # the default of cache.ratio
 _LEAST_BATCH, _STEPS_OF_AN_EPOCH = 16, 64
 #: Rows, and the largest batch that so many train with.
 _BATCHES = ((1_000_000, 256), (20_000_000, 1024), (None, 4096))
-_FEW_ROWS = 5_000_000  # below, several epochs train
-#: With few rows, and so many categories to a number. More numbers want layers of their own, which "dlrm" has.
-_DENSE_OF_SPARSE = 4
-_DEEPFM = 'arch = "deepfm"    # few rows, hardly any numbers: better than "dlrm" there; docs/models.md'
+#: Up to so many rows, what is learned depends on the batch: it is that of all ranks together.
+_MOST_OF_ONE_BATCH = _BATCHES[0][0]
+_FEW_ROWS, _EPOCHS = 5_000_000, 40  # below, several epochs train
+#: Of fewer, in the order of users, a batch has few users.
+_MIXED = "chunk_rows = 100000    # are mixed with each other: files may be in the order of users"
+#: With few rows, and no more numbers than categories. More numbers may want layers of their own, which "dlrm" has.
+_DEEPFM = 'arch = "deepfm"    # few rows: better than "dlrm" there; docs/models.md'
 _LIKELIEST = 3
 _IN_ORDER = 0.99  # of the steps from a time to the next one go forward
+_MOST_OF_LATEST = 0.3  # of the rows, that have the latest time: more would be too many to hold out
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -83,6 +87,8 @@ class Inspected:
         label: None where none was found, and none was needed.
         suggested: how to use each of the others.
         bad: lines that are no rows.
+        num_files: at `data`.
+        is_parquet: of which a row group is mixed, and `data.chunk_rows` has no effect.
     """
 
     data: Path
@@ -91,6 +97,8 @@ class Inspected:
     label: LabelSuggestion | None
     suggested: Sequence[Suggestion]
     bad: Sequence[BadRow]
+    num_files: int
+    is_parquet: bool
 
     @staticmethod
     def of(arguments: argparse.Namespace, *, needs_label: bool) -> Inspected:
@@ -132,7 +140,8 @@ class Inspected:
             suggested.append(suggest_features(each, judgement, taken, chosen.get(each.name)))
             taken.update(suggested[-1].features)
         form = files[0].form if files[0].is_text or not files[0].form.is_utf8 else None
-        return Inspected(arguments.data, form, columns, label, suggested, bad)
+        of_files = len(files), files[0].kind == "parquet"
+        return Inspected(arguments.data, form, columns, label, suggested, bad, *of_files)
 
     @property
     def num_rows(self) -> int:
@@ -216,7 +225,8 @@ class Inspected:
             'kind = "table"',
             f"path = {toml(str(self.data.absolute()))}",
             f"eval_fraction = {_HELD_OUT:g}    # of the samples is held out, to find the best epoch and to measure",
-            self._split(),
+            *self._split(),
+            *([] if self.is_parquet or self.num_rows > _MOST_OF_ONE_BATCH else [_MIXED]),
             *([] if not num_bad else [_bad_rows(num_bad, self.num_rows)]),
             "",
             "[data.table]",
@@ -238,13 +248,19 @@ class Inspected:
             lines += [f"{sign}{toml_key(name)} = {toml(settings)}" for name, settings in each.features.items()]
         return "\n".join([*lines, *model_lines(used, self.num_rows)])
 
-    def _split(self) -> str:
-        """Return which tenth is held out: the latest rows where the file is in the order of a time, else any."""
+    def _split(self) -> list[str]:
+        """Return which tenth is held out: the latest rows where files are in the order of a time, as those of folders
+        `day=2026-01-31` are; else any."""
         for each in self.used:
             times = self.columns[each.column].numbers.sample
             if each.judgement.kind == "time" and len(times) > 1 and (np.diff(times) >= 0).mean() >= _IN_ORDER:
-                return f'split = "tail"    # rows are in the order of {each.column}: the latest ones of every file'
-        return 'split = "random"    # no column says that rows are in the order of time'
+                why = f"rows are in the order of {each.column}: the latest ones"
+                if self.num_files == 1:
+                    return [f'split = "tail"    # {why}']
+                if (times == times.max()).mean() > _MOST_OF_LATEST:
+                    continue
+                return [f'split = "time"    # {why} of all files', f"split_time = {toml(each.column)}"]
+        return ['split = "random"    # no column says that rows are in the order of time']
 
     def _of_label(self) -> Suggestion:
         assert self.label is not None
@@ -315,8 +331,8 @@ def model_lines(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
     ratio = min(1.0, max(_LEAST_RATIO, ceil(100 * in_flight / table_rows) / 100))
     is_small, num_dense = num_rows < _FEW_ROWS, sum(settings["kind"] == "dense" for settings in features)
     epochs = [
-        "epochs = 10    # at most: few samples want several; the best epoch is kept",
-        "early_stopping = 2    # ends the run after two epochs that were no better",
+        f"epochs = {_EPOCHS}    # at most: few samples want several; the best epoch is kept",
+        "early_stopping = 3    # ends the run after three epochs that were no better",
     ]
     if not is_small:
         every = max(1, round(0.1 * (1 - _HELD_OUT) * num_rows / batch))
@@ -327,7 +343,8 @@ def model_lines(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
     return [
         "",
         "[model]",
-        *([_DEEPFM] if is_small and num_dense * _DENSE_OF_SPARSE <= len(features) - num_dense else []),
+        *([_DEEPFM] if is_small and 2 * num_dense <= len(features) else []),
+        "init_range = 0.01    # of the rows at first: larger ones are noise where values are rare",
         "embedding_dim = 16    # of rare and of frequent values; 8 lost where users and items are all there is",
         "",
         "[cache]",
@@ -342,7 +359,13 @@ def model_lines(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
         "lr = 0.001",
         "",
         "[train]",
-        f"batch_size = {batch}    # per rank: small where samples are few, since each step learns alike much",
+        _batch_line(batch, num_rows),
         *epochs,
         "",
     ]
+
+
+def _batch_line(batch: int, num_rows: int) -> str:
+    if num_rows > _MOST_OF_ONE_BATCH:
+        return f"batch_size = {batch}    # per rank"
+    return f"global_batch_size = {batch}    # of all ranks: small where samples are few, each step learns alike much"

@@ -163,7 +163,8 @@ def main(argv: Sequence[str]) -> int:
     if is_rank():
         return run_rank(lambda: rank_job(argv), stops_in_order=TrainJob.stops_in_order)
     arguments = _parser(starts_ranks=True).parse_intermixed_args(argv)
-    if is_data(arguments.config):
+    is_of_data = is_data(arguments.config)
+    if is_of_data:
         arguments = with_settings(arguments)
     job = TrainJob.of(arguments)
     config = job.config
@@ -177,7 +178,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         _print_settings(job)
         return 0
-    num_ranks = num_ranks or default_ranks(config)
+    is_small = is_of_data and config.train.global_batch_size is not None
+    num_ranks = num_ranks or (1 if is_small else default_ranks(config))  # small batches gain nothing from more
     warn_of_cores(config, num_ranks)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     job = dataclasses.replace(job, run_dir=run_dir)
@@ -231,7 +233,12 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
     if not starts_ranks:
         return parser
-    parser.add_argument("--nproc", type=positive, metavar="N", help="number of ranks (default: GPUs, or 2)")
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="number of ranks (default: GPUs, or 2; of few samples, where CONFIG is data, 1)",
+    )
     text = "start ranks that failed again, at most N times, from the newest valid checkpoint (default: 0)"
     parser.add_argument("--max-restarts", type=whole, default=0, metavar="N", help=text)
     launcher.add_hang_seconds(parser)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.commands import cli
+from embershard.data import open_source
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
@@ -146,3 +147,25 @@ def test_a_second_label_is_refused(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "got --label click and --label buy; give one" in said
     assert "leave buy out of its features" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "split"),
+    [
+        ("day", [f"2026-01-{n:02}" for n in range(1, 13)], ("time", "day")),
+        ("dt", [f"202601{n:02}" for n in range(1, 13)], ("time", "dt")),
+        ("day", ["2026-01-01", "2026-01-02"], ("random", None)),  # half of the rows are of the latest day
+        ("part", ["a", "b", "c", "d"], ("random", None)),
+    ],
+)
+def test_folders_by_day_hold_the_latest_days_out(name, values, split):
+    for value in values:
+        Path("data", f"{name}={value}").mkdir(parents=True)
+        rows = "".join(f"{n % 2},u{n % 7}\n" for n in range(ROWS))
+        Path("data", f"{name}={value}", "part-0.csv").write_text(f"click,user\n{rows}")
+    assert cli.main(["data", "inspect", "data", "-o", "run.toml"]) == 0
+    data = load_config(RunConfig, Path("run.toml")).data
+    assert (data.split, data.split_time) == split
+    assert data.chunk_rows == 100_000, "rows in the order of users are mixed"
+    held_out = open_source(data).held_out
+    assert split[0] == "random" or held_out.how.startswith("from 2026-01-12")

@@ -22,10 +22,11 @@ def features(num_sparse: int, num_dense: int) -> list[Suggestion]:
 @pytest.mark.parametrize(
     ("num_rows", "num_dense", "arch", "batch", "epochs", "eval_every"),
     [
-        (500, 0, "deepfm", 16, 10, None),
-        (100_000, 2, "deepfm", 256, 10, None),
-        (100_000, 3, "dlrm", 256, 10, None),
-        (1_000_001, 0, "deepfm", 1024, 10, None),
+        (500, 0, "deepfm", 16, 40, None),
+        (100_000, 2, "deepfm", 256, 40, None),
+        (100_000, 9, "deepfm", 256, 40, None),
+        (100_000, 10, "dlrm", 256, 40, None),
+        (1_000_001, 0, "deepfm", 1024, 40, None),
         (5_000_000, 0, "dlrm", 1024, 1, 439),
         (50_000_000, 0, "dlrm", 4096, 1, 1099),
     ],
@@ -34,6 +35,8 @@ def test_the_model_fits_the_data(num_rows, num_dense, arch, batch, epochs, eval_
     text = "\n".join(model_lines(features(9, num_dense), num_rows))
     config = decode(RunConfig, tomllib.loads(text))
     assert (config.model.arch, config.model.embedding_dim) == (arch, 16)
-    assert (config.train.batch_size, config.train.epochs, config.train.eval_every) == (batch, epochs, eval_every)
+    of_all, per_rank = config.train.global_batch_size, config.train.batch_size
+    assert (of_all, per_rank) == ((batch, None) if num_rows <= 1_000_000 else (None, batch))
+    assert (config.train.epochs, config.train.eval_every) == (epochs, eval_every)
     assert config.keeps_best == (epochs > 1)
     assert all("    # " in line for line in text.splitlines() if line.startswith(("arch", "batch", "epochs", "early")))
