@@ -204,7 +204,7 @@ def test_a_run_reads_back_with_every_section_changed(load):
         (["train.global_batch_size=0"], "train.global_batch_size: got 0"),
         (
             ["train.batch_size=8", "train.global_batch_size=16"],
-            "both set.*Remove the other .--set train.batch_size=none",
+            "both set.*Remove the other: --set train.global_batch_size=none, or --set train.batch_size=none",
         ),
         (["train.init=zeros"], "train.init"),
         (["checkpoint.keep_last=0"], "checkpoint.keep_last: got 0"),
