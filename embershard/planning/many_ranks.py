@@ -8,6 +8,7 @@ all. Tables by rows of all ranks are on the nodes that are looked at with the sh
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,14 +19,19 @@ from embershard.planning.budget import placed
 from embershard.planning.cost.rates import step_parts
 from embershard.planning.cost_arrays import CostArrays, Option, cost_arrays
 from embershard.planning.local_search import local_search
-from embershard.planning.make_plan import Candidate, sized
+from embershard.planning.make_plan import Candidate, best_candidate, complete, sized
 from embershard.planning.predict import resident_report, shard_work
 from embershard.planning.request import PlanRequest, column_block
 from embershard.planning.shard_costs import cached
 from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType
+from embershard.sharding.plan import Plan
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
 
+#: Plans for more ranks are searched on the nodes that could be busy: on all of them that takes minutes.
+MOST_SEARCHED_RANKS = 32
+#: Plans that somebody may train by are searched on all ranks, too, up to here.
+_MOST_FOR_BOTH = 128
 #: More nodes are not looked at, however many tables there are.
 _MOST_NODES = 128
 _ITERATIONS, _MOST_FOUND = 60, 2
@@ -38,6 +44,44 @@ _FIRST_TYPES = [
 ]
 #: More shards than this take minutes: tables are not cut by rows over so many ranks.
 _MOST_SHARDS = 30_000
+
+
+def plan_quickly(request: PlanRequest) -> Plan:
+    """Return a good plan for any number of ranks, in seconds.
+
+    Raises:
+        ShardingError: as `make_plan`.
+    """
+    return complete(request, fastest_candidate(request))
+
+
+def plan_with_care(request: PlanRequest, progress: Callable[[int, int], None] | None = None) -> Plan:
+    """Return the best plan found for any number of ranks: on many, what both searches find.
+
+    Raises:
+        ShardingError: as `make_plan`.
+    """
+    world_size = request.workload.shape.world_size
+    if world_size <= MOST_SEARCHED_RANKS:
+        return complete(request, best_candidate(request), progress)
+    try:
+        best = wide_candidate(request)
+    except ShardingError:  # the other search finds one, or says what is missing
+        return complete(request, best_candidate(request), progress)
+    if world_size <= _MOST_FOR_BOTH:
+        on_all = best_candidate(request)
+        best = on_all if on_all.step_seconds <= best.step_seconds else replace(best, bound=on_all.bound)
+    return complete(request, best, progress)
+
+
+def fastest_candidate(request: PlanRequest) -> Candidate:
+    """Return the fastest placement, by counts alone, of the search that takes seconds on so many ranks.
+
+    Raises:
+        ShardingError: none fits.
+    """
+    is_searched = request.workload.shape.world_size <= MOST_SEARCHED_RANKS
+    return best_candidate(request) if is_searched else wide_candidate(request)
 
 
 def wide_candidate(request: PlanRequest) -> Candidate:

@@ -11,15 +11,11 @@ from dataclasses import dataclass
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.topology import Topology
-from embershard.planning.make_plan import best_candidate
-from embershard.planning.many_ranks import wide_candidate
+from embershard.planning.many_ranks import MOST_SEARCHED_RANKS, fastest_candidate
 from embershard.planning.request import PlanRequest
 from embershard.planning.simulate.step_replay import STRAGGLERS, Pipeline, StepReplay, replay_steps
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction
-
-#: Plans for more ranks are searched on the nodes that could be busy: on all of them that takes minutes.
-MOST_SEARCHED_RANKS = 32
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def simulate_run(request: PlanRequest, topology: Topology) -> SimulatedRun:
     num_ranks, samples = shape.world_size, shape.global_batch_size
     is_searched = num_ranks <= MOST_SEARCHED_RANKS
     try:
-        candidate = best_candidate(request) if is_searched else wide_candidate(request)
+        candidate = fastest_candidate(request)
     except ShardingError as error:
         return SimulatedRun(num_ranks, samples, is_searched=is_searched, problem=str(error))
     replayed = _replay(candidate.quick, topology, num_ranks, Pipeline.of_run(shape))

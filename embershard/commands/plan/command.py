@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,11 +31,14 @@ _HELP = """Place tables and size caches; predict memory, hit rates and step time
 
   embershard plan run.toml --profile p.npz --topology h100x8 -o a.json
   embershard plan --tables tables.toml --ranks 1,2,4,8 --topology h200x8
+  embershard plan --tables tables.toml --target 5M/s --topology h200x8,a100-80x8 --price 3.5,1.8
   embershard plan run.toml --profile p.npz --ranks 1..4096 --simulate
   embershard plan --calibrate -o machine.toml --ranks 1,2,4
   embershard plan diff a.json b.json
 """
 _MOST_EFFORT, _MOST_BYTES = 1000, 2**60
+_SPEED = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMG]?)(?:/s)?", re.IGNORECASE)
+_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +67,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise where what a plan needs is missing; say how a profile of these settings is made."""
+    """Raise where what a plan needs is missing, or an option has no effect; say how a profile of these settings is
+    made."""
+    if arguments.simulate and (arguments.price or arguments.target or len(arguments.topology) > 1):
+        raise ConfigError("--simulate takes one --topology, and neither --price nor --target: it compares no machines.")
     if arguments.tables is not None and arguments.profile is not None:
         raise ConfigError("--tables is for a plan without data: it takes no --profile.")
     if arguments.tables is None and arguments.config is None:
@@ -102,8 +109,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-per-node", type=positive, metavar="N", help="(default: the topology's)")
     parser.add_argument("--device-memory", type=_memory, metavar="SIZE", help="of one rank, a hard limit: 72GiB")
     parser.add_argument("--host-memory", type=_memory, metavar="SIZE", help="of one node: 512GiB")
-    text = "a machine: h200x8, h100x8x4, cpu, or a TOML file"
-    parser.add_argument("--topology", default="cpu", metavar="NAME", help=text)
+    text = "a machine: h200x8, h100x8x4, cpu, or a TOML file; several are compared"
+    parser.add_argument("--topology", type=_names, default=["cpu"], metavar="NAME[,...]", help=text)
+    text = "of a rank for an hour, in any currency; one, or one for each topology"
+    parser.add_argument("--price", type=_numbers(float), metavar="P[,P...]", help=text)
+    text = "samples a second (5M/s): find the cheapest machines that reach it"
+    parser.add_argument("--target", type=_target, metavar="N", help=text)
     parser.add_argument("--types", type=_sharding_types, metavar="T[,T...]", help="sharding types that may be used")
     text = "replicate tables of up to N rows"
     parser.add_argument("--replicate-rows", type=whole, default=0, metavar="N", help=text)
@@ -125,6 +136,21 @@ def _effort(text: str) -> float:
         value = 0.0
     if not 0 < value <= _MOST_EFFORT:
         raise argparse.ArgumentTypeError(f"got {text!r}; needed a number above 0, at most {_MOST_EFFORT}")
+    return value
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed names of machines with commas between them, each once")
+    return names
+
+
+def _target(text: str) -> float:
+    match = _SPEED.fullmatch(text)
+    value = 0.0 if match is None else float(match[1]) * _FACTORS[(match[2] or "").upper()]
+    if not 0 < value < _MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed samples a second, for instance 5M/s, 750K/s or 2e6")
     return value
 
 

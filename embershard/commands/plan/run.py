@@ -12,16 +12,18 @@ from typing import Any
 
 from rich.console import Console
 
-from embershard.commands.plan import view
+from embershard.commands.plan import view, what_if
 from embershard.commands.plan.inputs import budget, check_tables, make_workload, read_lookups, read_tables
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics, FrequencyProfile
 from embershard.launch.arguments import set_words
 from embershard.launch.screen import progress_bar, save_figure, say, wide_console
 from embershard.planning.cost.topology import Topology, load_topology
-from embershard.planning.make_plan import make_plan
+from embershard.planning.many_ranks import plan_with_care
 from embershard.planning.request import PlanRequest
 from embershard.planning.simulate_scaling import simulate_scaling
+from embershard.planning.what_if.cases import PlannedCase, cases_to, planned_case
+from embershard.planning.what_if.uncertainty import uncertainty
 from embershard.settings.files import load_config
 from embershard.sharding.sizes import ModelSize
 from embershard.training.config import RunConfig
@@ -46,6 +48,15 @@ class _Setup:
     command: str
     model: ModelSize | None = None
     note: str | None = None
+    price: float | None = None
+    """Of a rank for an hour."""
+    machine: str = ""
+    """The kind of it, where several are compared."""
+
+    def case(self, num_ranks: int, ratio: float | None = None) -> PlannedCase:
+        """Plan a number of ranks."""
+        request, topology = self.request(num_ranks, ratio), self.shaped(num_ranks)
+        return planned_case(request, topology, ratio, self.price, self.machine)
 
     def request(self, num_ranks: int, ratio: float | None = None) -> PlanRequest:
         """Return the request for so many ranks; `ratio` overrides the config's share of rows on the device."""
@@ -105,7 +116,8 @@ def plan(arguments: argparse.Namespace, command: str) -> int:
     """Run `embershard plan`, which this `command` asked for; return the exit code."""
     console = wide_console()
     with console.status("reading settings and profile"):
-        setup = _read(arguments, command)
+        setups = _read(arguments, command)
+    setup = setups[0]
     ranks, ratios = arguments.ranks or [setup.topology.world_size], arguments.ratios or [None]
     if max(ranks) > _MOST_RANKS:
         raise ConfigError(f"--ranks {max(ranks)}: needed at most {_MOST_RANKS}.")
@@ -113,22 +125,29 @@ def plan(arguments: argparse.Namespace, command: str) -> int:
         raise ConfigError(f"--ratios {max(arguments.ratios):g}: needed shares of the rows, in (0, 1].")
     if arguments.simulate:
         return _simulate(setup, ranks, ratios, console)
-    if len(ranks) > 1 or len(ratios) > 1:
-        return _what_if(setup, ranks, ratios, console)
-    request = setup.request(ranks[0], ratios[0])
+    if len(ranks) > 1 or len(ratios) > 1 or len(setups) > 1 or arguments.target is not None:
+        return _what_if(setups, ranks, ratios, console)
+    return _one_plan(setup, ranks[0], ratios[0], console)
+
+
+def _one_plan(setup: _Setup, num_ranks: int, ratio: float | None, console: Console) -> int:
+    arguments, request = setup.arguments, setup.request(num_ranks, ratio)
     with progress_bar(console, "pools replayed") as on_progress:
-        made = make_plan(request, on_progress)
+        made = plan_with_care(request, on_progress)
+    assert made.prediction is not None, "a new plan has one"
+    certainty = uncertainty(request.workload, made.prediction, setup.shaped(num_ranks))
+    case = PlannedCase(num_ranks, ratio, made, price=setup.price, certainty=certainty)
     if arguments.explain:
         view.show_explanations(request, made, arguments.explain, console)
     else:
         view.show(made, console, top=arguments.top)
-    case = view.PlannedCase(ranks[0], ratios[0], made)
+        what_if.show_certainty(case, console)
     _draw(arguments.png, lambda picture: picture.plan_figure(case, setup.topology), console)
     if arguments.output is not None:
         made.save(arguments.output)
         kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in _OF_PLANNING]
         words = ["--config", str(arguments.config), *set_words(kept)]
-        words += ["--plan", str(arguments.output), "--nproc", str(ranks[0])]
+        words += ["--plan", str(arguments.output), "--nproc", str(num_ranks)]
         train = "" if setup.model is not None else f" Train with it:  embershard train {shlex.join(words)}"
         say(console, f"Written to {arguments.output}.{train}")
     return 0
@@ -143,15 +162,30 @@ def _draw(path: Path | None, make: Callable[[ModuleType], Any], console: Console
         say(console, f"Drawn to {path}.")
 
 
-def _what_if(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
-    arguments = setup.arguments
+def _what_if(
+    setups: Sequence[_Setup], ranks: Sequence[int], ratios: Sequence[float | None], console: Console
+) -> int:
+    arguments, outcomes = setups[0].arguments, list[PlannedCase]()
     if arguments.output is not None or arguments.explain:
         raise ConfigError("-o and --explain are for one plan; give one number of --ranks and at most one of --ratios.")
-    outcomes = view.try_all([(each, ratio) for ratio in ratios for each in ranks], setup.request, console)
+    for setup in setups:
+        if arguments.target is not None and arguments.ranks is None:
+            tell = what_if.Teller(setup.case, console)
+            per_node = setup.arguments.ranks_per_node or setup.topology.ranks_per_node
+            for ratio in ratios:
+                outcomes += cases_to(arguments.target, per_node, _MOST_RANKS, lambda n: tell(n, ratio))  # noqa: B023
+        else:
+            outcomes += what_if.try_all([(each, ratio) for ratio in ratios for each in ranks], setup.case, console)
     console.print()
-    view.show_what_if(outcomes, console)
-    _draw(arguments.png, lambda picture: picture.what_if_figure(outcomes, setup.topology), console)
-    return 0 if any(outcome.plan is not None for outcome in outcomes) else 2
+    what_if.show_what_if(outcomes, console)
+    planned = [each for each in outcomes if each.plan is not None]
+    if arguments.target is not None:
+        found = what_if.show_target(outcomes, arguments.target, console)
+        planned = planned if found is None else [found]
+    if planned:
+        what_if.show_certainty(planned[-1], console)
+    _draw(arguments.png, lambda picture: picture.what_if_figure(outcomes, setups[0].topology), console)
+    return 0 if planned else 2
 
 
 def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
@@ -175,14 +209,39 @@ def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None
     return 0
 
 
-def _read(arguments: argparse.Namespace, command: str) -> _Setup:
+def _read(arguments: argparse.Namespace, command: str) -> list[_Setup]:
+    """Return what was asked for, once for each machine."""
+    config, data, model, note = _read_data(arguments)
+    names, prices = arguments.topology, arguments.price or [None]
+    if len(prices) not in (1, len(names)):
+        raise ConfigError(f"--price: got {len(prices)} prices for {len(names)} machines, needed one for each, or one.")
+    prices = prices * len(names) if len(prices) == 1 else prices
+    several = len(names) > 1
+    return [
+        _Setup(
+            config,
+            data,
+            _topology(config, name),
+            argparse.Namespace(**{**vars(arguments), "topology": name}),
+            command,
+            model,
+            note,
+            price,
+            name if several else "",
+        )
+        for name, price in zip(names, prices, strict=True)
+    ]
+
+
+def _read_data(arguments: argparse.Namespace) -> tuple[RunConfig, DataStatistics, ModelSize | None, str | None]:
+    """Return the settings, the frequencies, and where they are assumed the model and the sentence on that."""
     if arguments.config is None:
         own, statistics, model = read_tables(arguments.tables, arguments.overrides, arguments.trust_code)
-        return _Setup(own, statistics, _topology(own, arguments), arguments, command, model, own.note)
+        return own, statistics, model, own.note
     config = load_config(RunConfig, arguments.config, arguments.overrides, trust_code=arguments.trust_code)
     if arguments.tables is not None:
         tables, statistics, model = read_lookups(arguments.tables, config)
-        return _Setup(config, statistics, _topology(config, arguments), arguments, command, model, tables.note)
+        return config, statistics, model, tables.note
     found = FrequencyProfile.load(arguments.profile).statistics
     if found is None:
         raise ConfigError(
@@ -190,11 +249,11 @@ def _read(arguments: argparse.Namespace, command: str) -> _Setup:
             "planning needs."
         )
     check_tables(config, found)
-    return _Setup(config, found, _topology(config, arguments), arguments, command)
+    return config, found, None, None
 
 
-def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:
-    topology = load_topology(arguments.topology)
+def _topology(config: RunConfig, name: str) -> Topology:
+    topology = load_topology(name)
     if config.train.device not in ("auto", topology.device):
         raise ConfigError(
             f"train.device is {config.train.device!r}, and topology {topology.name} is of kind {topology.device!r}; "
@@ -202,7 +261,7 @@ def _topology(config: RunConfig, arguments: argparse.Namespace) -> Topology:
         )
     if topology.device == "cuda" and config.data.has_ids:
         raise ConfigError(
-            f"--topology {topology.name}: got a machine with GPUs, and tables of this run take any id, which are on a "
+            f"--topology {name}: got a machine with GPUs, and tables of this run take any id, which are on a "
             "CPU only so far. Plan for --topology cpu, or let ids share rows (docs/ids.md)."
         )
     return topology.at(config.train.precision)

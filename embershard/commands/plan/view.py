@@ -1,25 +1,25 @@
-"""Plans on the screen, one or several at once; simulated scaling, also as JSON."""
+"""A plan on the screen; simulated scaling, also as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from embershard.errors import ConfigError, ShardingError, naming_file
+from embershard.errors import ConfigError, naming_file
 from embershard.launch.screen import make_table, say
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.topology import Topology
 from embershard.planning.exchange import exchange_reason
-from embershard.planning.make_plan import alternatives, make_plan, sentences
+from embershard.planning.make_plan import alternatives, sentences
+from embershard.planning.many_ranks import MOST_SEARCHED_RANKS
 from embershard.planning.request import PlanRequest
-from embershard.planning.simulate_scaling import MOST_SEARCHED_RANKS, SimulatedRun
+from embershard.planning.simulate_scaling import SimulatedRun
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
 from embershard.sharding.shards import shards_of
@@ -28,8 +28,8 @@ from embershard.units import size
 _MOST_RANKS = 16
 _MOST_PARTS = 4
 _LEAST_LOSS = 0.01  # of a simulated step, that is shown
-_HITS = ("hits", "first\ntouches", "long run")
-_HITS_LEGEND = (
+HITS = ("hits", "first\ntouches", "long run")
+HITS_LEGEND = (
     "hits: lookups whose row is on the device, over the predicted steps. first touches: share of the misses that are "
     "of rows which the cache never had before; no size avoids them, and a longer run has fewer. long run: hits on new "
     "data after a long training, estimated (docs/planning.md)."
@@ -50,7 +50,7 @@ def show(plan: Plan, console: Console, top: int) -> None:
         _tables_table(plan, prediction, top),
     ):
         console.print(table)
-    say(console, _HITS_LEGEND, *_state(plan, prediction), *_bound(plan), *(f"Note: {note}" for note in plan.notes))
+    say(console, HITS_LEGEND, *_state(plan, prediction), *_bound(plan), *(f"Note: {note}" for note in plan.notes))
 
 
 def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
@@ -94,108 +94,9 @@ def table_called(name: str, tables: Sequence[str]) -> str:
     return found
 
 
-@dataclass(frozen=True)
-class PlannedCase:
-    """One case: its plan, or the reason why there is none."""
-
-    num_ranks: int
-    ratio: float | None
-    plan: Plan | None
-    problem: str = ""
-
-    @property
-    def name(self) -> str:
-        """The case in words: `2 ranks, ratio 0.05`."""
-        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
-        return ranks if self.ratio is None else f"{ranks}, ratio {self.ratio:g}"
-
-    @property
-    def sentence(self) -> str:
-        """The case, and its speed."""
-        if self.prediction is None:
-            return f"{self.name}: does not fit"
-        speed = f"{self.prediction.samples_per_second:,.0f} samples/s"
-        return f"{self.name}: {self.prediction.step_seconds * 1e3:.2f} ms a step, {speed}"
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """The plan's prediction; None without a plan."""
-        return None if self.plan is None else self.plan.prediction
-
-
-def try_all(
-    cases: Sequence[tuple[int, float | None]],
-    make_request: Callable[[int, float | None], PlanRequest],
-    console: Console,
-) -> list[PlannedCase]:
-    """Make a plan for every case: a number of ranks, and a share of the rows on the device. Each is told when it is
-    done."""
-    found = []
-    for number, (num_ranks, ratio) in enumerate(cases, start=1):
-        what = f"{num_ranks} ranks" + ("" if ratio is None else f", {ratio:g} of the rows on the device")
-        with console.status(f"{number} of {len(cases)}: {what}"):
-            try:
-                found.append(PlannedCase(num_ranks, ratio, make_plan(make_request(num_ranks, ratio))))
-            except ShardingError as error:
-                found.append(PlannedCase(num_ranks, ratio, None, str(error)))
-        console.print(f"Planned {number} of {len(cases)}: {found[-1].sentence}", soft_wrap=True)
-        console.file.flush()
-    return found
-
-
-def efficiency(outcome: PlannedCase, outcomes: Sequence[PlannedCase]) -> float | None:
-    """Return the samples per second and rank, relative to those of the smallest number of ranks with the same ratio
-    that has a plan; None without a plan."""
-    per_rank = {
-        each.num_ranks: each.prediction.samples_per_second / each.num_ranks
-        for each in outcomes
-        if each.ratio == outcome.ratio and each.prediction is not None
-    }
-    own = None if outcome.prediction is None else per_rank.get(outcome.num_ranks)
-    return None if own is None else own / per_rank[min(per_rank)]
-
-
-def show_what_if(outcomes: Sequence[PlannedCase], console: Console) -> None:
-    """Print one line per case."""
-    speed = ("samples/s", "efficiency", "step", "waits for")
-    memory = ("caches/rank", "device/rank", "host/node", "fills/step")
-    table = make_table("What if", (), ("ranks", "ratio", *speed, *_HITS, *memory))
-    names: dict[str, list[str]] = {}  # of the cases that a note is of
-    for outcome in outcomes:
-        case = (str(outcome.num_ranks), "" if outcome.ratio is None else f"{outcome.ratio:g}")
-        prediction, share = outcome.prediction, efficiency(outcome, outcomes)
-        if outcome.plan is None or prediction is None:
-            table.add_row(*case, "does not fit")
-            continue
-        table.add_row(
-            *case,
-            f"{prediction.samples_per_second:,.0f}",
-            "" if share is None else f"{share:.0%}",
-            f"{prediction.step_seconds * 1e3:.2f} ms",
-            prediction.bottleneck,
-            *_hits_cells(prediction.tables),
-            size(max(rank.cache_device_bytes for rank in prediction.ranks)),
-            size(prediction.most_device_bytes),
-            size(prediction.most_host_bytes(outcome.plan.ranks_per_node)),
-            f"{sum(table.fills for table in prediction.tables):,.0f}",
-        )
-        for note in outcome.plan.notes:
-            names.setdefault(note, []).append(outcome.name)
-    console.print(table)
-    legend = (
-        "efficiency: samples/s per rank, over that of the fewest ranks. caches, device: memory of the fullest rank, "
-        "its caches (slots and maps), and all of it (dense layers, activations, buffers, a reserve)."
-    )
-    problems = [f"{each.name}: {each.problem}" for each in outcomes if each.problem]
-    num_planned = sum(each.plan is not None for each in outcomes)
-    where = {note: "" if len(of) == num_planned else f" on {'; '.join(of)}" for note, of in names.items()}
-    notes = [f"Note{of}: {note}" for note, of in where.items()]
-    say(console, _HITS_LEGEND, legend, *problems, *notes)
-
-
 def _headline(plan: Plan, prediction: Prediction) -> str:
     source = "a replay of the profile's trace" if prediction.method == "replay" else "row counts"
-    hits, first_touches, long_run = _hits_cells(prediction.tables)
+    hits, first_touches, long_run = hits_cells(prediction.tables)
     return (
         f"{len(plan.tables)} tables with {sum(t.rows for t in plan.tables):,} rows on {plan.world_size} ranks: "
         f"{prediction.step_seconds * 1e3:.2f} ms a step, {prediction.samples_per_second:,.0f} samples/s; a step waits "
@@ -206,13 +107,13 @@ def _headline(plan: Plan, prediction: Prediction) -> str:
 
 
 def _ranks_table(plan: Plan, prediction: Prediction, shown: Sequence[RankPrediction]) -> Table:
-    names = ("rank", "slots", *_HITS, "fills", "to device", "to host", "all-to-all")
+    names = ("rank", "slots", *HITS, "fills", "to device", "to host", "all-to-all")
     table = make_table("Ranks: what moves in a step", (), names)
     for rank in shown:
         table.add_row(
             str(rank.rank),
             f"{sum(pool.slots for pool in plan.pools if pool.rank == rank.rank):,}",
-            *_hits_cells([table for table in prediction.tables if table.rank == rank.rank]),
+            *hits_cells([table for table in prediction.tables if table.rank == rank.rank]),
             f"{rank.work['fills']:,.0f}",
             *(size(rank.work[name]) for name in ("bytes_to_device", "bytes_to_host")),
             size(decode(StepWork, rank.work).all_to_all_bytes),
@@ -278,7 +179,7 @@ def _seconds_table(shown: Sequence[RankPrediction]) -> Table:
 def _tables_table(plan: Plan, prediction: Prediction, top: int) -> Table:
     table = Table(title="Tables", title_justify="left", pad_edge=False)
     texts = ("sharding", "kernel", "exchange", "ranks")
-    for name in ("table", "rows", *texts, "lookups/step", "unique/step", *_HITS, "unique hits"):
+    for name in ("table", "rows", *texts, "lookups/step", "unique/step", *HITS, "unique hits"):
         table.add_column(name, justify="left" if name in ("table", *texts) else "right")
     for placed in sorted(plan.tables, key=lambda each: -each.rows)[:top]:
         parts = [each for each in prediction.tables if each.table == placed.table]
@@ -294,7 +195,7 @@ def _tables_table(plan: Plan, prediction: Prediction, top: int) -> Table:
             ranks or "all",
             f"{sum(part.lookups for part in parts):,.0f}",
             f"{unique_ids:,.0f}",
-            *_hits_cells(parts),
+            *hits_cells(parts),
             f"{unique_hits / unique_ids:.2%}" if unique_ids else "",
         )
     if len(plan.tables) > top:
@@ -302,8 +203,8 @@ def _tables_table(plan: Plan, prediction: Prediction, top: int) -> Table:
     return table
 
 
-def _hits_cells(tables: Sequence[TablePrediction]) -> tuple[str, str, str]:
-    """Return the cells of `_HITS` over all of these: share of lookups that hit, share of first touches among the
+def hits_cells(tables: Sequence[TablePrediction]) -> tuple[str, str, str]:
+    """Return the cells of `HITS` over all of these: share of lookups that hit, share of first touches among the
     misses, and hits in the long run. Empty where there are no lookups, no misses, or no estimate."""
     lookups, misses = sum(table.lookups for table in tables), sum(table.misses for table in tables)
     if not lookups:

@@ -13,13 +13,14 @@ import torch
 from matplotlib.axes import Axes
 
 from embershard.commands import cli
-from embershard.commands.plan import picture, view
+from embershard.commands.plan import picture, what_if
 from embershard.errors import DataError
 from embershard.frequency import FrequencyProfile
 from embershard.launch.screen import save_figure
 from embershard.models import table_name
 from embershard.planning.cost.topology import load_topology, save_topology
 from embershard.planning.simulate_scaling import SimulatedRun
+from embershard.planning.what_if import cases
 from embershard.sharding.plan import Plan
 from tests.unit.planning.traces import profile_of, skewed
 from tests.unit.sharding.plans import small_plan
@@ -146,8 +147,8 @@ def test_several_ranks_are_compared_and_drawn(files, tmp_path, capsys):
 
 def test_a_compared_case_is_told_when_it_is_done(files, capsys, monkeypatch):
     """Also to a pipe: before the next one is planned."""
-    seen, make = [], view.make_plan
-    monkeypatch.setattr(view, "make_plan", lambda request: (seen.append(capsys.readouterr().out), make(request))[1])
+    seen, make = [], cases.plan_quickly
+    monkeypatch.setattr(cases, "plan_quickly", lambda request: (seen.append(capsys.readouterr().out), make(request))[1])
     assert main(given(files, "--ranks", "1,2,4")) == 0
     assert [out.startswith(f"Planned {n} of 3: ") for n, out in enumerate(seen)] == [False, True, True]
     assert " ms a step, " in seen[1]
@@ -203,7 +204,7 @@ def labels(axes: Axes) -> list[str]:
 
 
 def test_pictures_of_plans_say_what_they_show(files):
-    outcomes = [view.PlannedCase(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
+    outcomes = [cases.PlannedCase(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
     figure = picture.what_if_figure(outcomes, load_topology("h100x8"))
     title, *errors = figure.get_suptitle().split("\n")
     assert title == "Estimate: plans for h100x8. Nothing here was measured."
@@ -235,7 +236,7 @@ def test_one_plan_is_drawn_by_rank(files, tmp_path, capsys):
     assert main(given(files, "--ranks", "2", "--png", str(file))) == 0
     assert file.read_bytes()[:4] == b"\x89PNG"
     assert f"Drawn to {file}." in capsys.readouterr().out
-    times, memory = picture.plan_figure(view.PlannedCase(2, None, small_plan()), load_topology("cpu")).axes
+    times, memory = picture.plan_figure(cases.PlannedCase(2, None, small_plan()), load_topology("cpu")).axes
     assert times.get_ylabel() == "ms of a step"
     assert memory.get_ylabel() == "device memory of a rank, MiB"
     with pytest.raises(DataError, match=r"x.nonsense: cannot be drawn .* ends in .png"):

@@ -1,0 +1,1 @@
+"""What a model would need before machines are rented: how certain a step time is, and which machines reach a target."""

@@ -1,0 +1,118 @@
+"""How certain a predicted step time is: the uncertainty of a machine's constants, carried through the replay.
+
+Constants are taken to be independent of each other. Placement and cache sizes stay those of the plan: what is asked is
+how fast that plan may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from embershard.planning.cost.back_test import CALIBRATED_LARGEST
+from embershard.planning.cost.constants import CONSTANTS, Constant
+from embershard.planning.cost.rates import StepWork
+from embershard.planning.cost.topology import Topology
+from embershard.planning.predict import layers_work
+from embershard.planning.request import Workload
+from embershard.planning.simulate.step_replay import Pipeline, replay_steps
+from embershard.settings.decoding import decode
+from embershard.sharding.plan import Prediction
+
+_DRAWS = 200
+#: Of the draws, that lie between the ends of the interval.
+_WITHIN = 0.9
+_ALIKE = 1e-3  # of a step: what changes it by less does not matter
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one constant does to a step's time, all others as assumed.
+
+    Attributes:
+        low, high: values of the constant.
+        low_seconds, high_seconds: of a step with each.
+    """
+
+    constant: Constant
+    low: float
+    high: float
+    low_seconds: float
+    high_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """By how much the step's time differs between the two."""
+        return abs(self.high_seconds - self.low_seconds)
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """How certain a step time is, as far as the constants decide; the model itself may be wrong, too.
+
+    Attributes:
+        low_seconds, high_seconds: nine in ten draws of all constants lie between them.
+        effects: of the constants that matter, the largest first: a tornado. None of a calibrated machine.
+    """
+
+    low_seconds: float
+    high_seconds: float
+    effects: tuple[Effect, ...] = ()
+
+
+def uncertainty(workload: Workload, prediction: Prediction, topology: Topology) -> Uncertainty:
+    """Return how certain the step time of a prediction is. Deterministic.
+
+    Each constant is drawn between its ends, evenly on a logarithmic scale, as strata of a Latin hypercube (McKay,
+    Beckman and Conover 1979); the interval is from the 5th to the 95th of a hundred. Of a calibrated machine, whose
+    rates are measured, it is as wide as the largest error of the back-test on either side.
+
+    Args:
+        workload: of the plan.
+        prediction: its step is replayed.
+        topology: shaped to the plan's ranks and nodes.
+    """
+    if topology.rates:
+        seconds = prediction.step_seconds
+        return Uncertainty(seconds / (1 + CALIBRATED_LARGEST), seconds / (1 - CALIBRATED_LARGEST))
+    steps = _Steps(workload, prediction)
+    ranges = {name: each.range(topology.assumptions) for name, each in CONSTANTS.items()}
+    effects = [
+        Effect(each, *ends, *(steps.seconds(each.set_to(topology, end)) for end in ends))
+        for each, ends in zip(CONSTANTS.values(), ranges.values(), strict=True)
+    ]
+    matter = [each for each in effects if each.seconds > _ALIKE * prediction.step_seconds]
+    drawn = [steps.seconds(topology)]
+    for values in _hypercube([(each.low, each.high) for each in matter]) if matter else ():
+        machine = topology
+        for effect, value in zip(matter, values, strict=True):
+            machine = effect.constant.set_to(machine, float(value))
+        drawn.append(steps.seconds(machine))
+    low, high = np.quantile(drawn, [(1 - _WITHIN) / 2, (1 + _WITHIN) / 2])
+    return Uncertainty(float(low), float(high), tuple(sorted(matter, key=lambda each: -each.seconds)))
+
+
+class _Steps:
+    """The step of a plan on other machines of its kind. Of the ranks' work, only that of the dense layers depends on a
+    machine's constants: what limits each layer."""
+
+    def __init__(self, workload: Workload, prediction: Prediction) -> None:
+        self._workload, self._pipeline = workload, Pipeline.of_run(workload.shape)
+        self._works = [decode(StepWork, rank.work) for rank in prediction.ranks]
+
+    def seconds(self, topology: Topology) -> float:
+        """Return the seconds of a step there."""
+        rates = topology.rates_for(self._workload.shape.world_size)
+        layers = layers_work(self._workload, rates)
+        dense = {name: getattr(layers, name) for name in ("dense_flops", "activation_bytes", "launches")}
+        return replay_steps([replace(work, **dense) for work in self._works], rates, self._pipeline).step_seconds
+
+
+def _hypercube(ranges: Sequence[tuple[float, float]]) -> np.ndarray:
+    """Return draws [N, constants]: of each constant, one in each N-th of its range's logarithm."""
+    random = np.random.default_rng(0)
+    low, high = np.log(np.maximum(ranges, 1e-12)).T
+    strata = np.stack([random.permutation(_DRAWS) for _ in ranges], axis=-1)
+    return np.exp(low + (high - low) * (strata + random.random(strata.shape)) / _DRAWS)
