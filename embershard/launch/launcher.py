@@ -158,7 +158,7 @@ def planned_ranks(config: RunConfig, nproc: int | None, *, is_started: bool = Tr
         ConfigError: a command for one machine may not start so many; a setting needs a plan.
         ShardingError: the plan is for another number.
     """
-    config.check_exchange()
+    config.check_planned()
     if config.sharding.plan is None:
         return nproc
     plan = Plan.load(config.sharding.plan)

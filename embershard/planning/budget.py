@@ -17,6 +17,7 @@ from embershard.planning.request import Budget, PlanRequest, Workload
 from embershard.planning.shard_costs import ROOM, ShardCosts, cached
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
+from embershard.sharding.pins import TablePin
 from embershard.sharding.shards import PoolKey, PoolPlacement, TablePlacement, largest_pool_problem, no_rows_problem
 from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, names_in_pool, place_shards
 from embershard.units import size
@@ -163,7 +164,7 @@ def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
     `by_rows`: look only at the placement that cuts every table by rows, where that is allowed.
     """
     found = _small_placements(request, by_rows) if request.sharded else [[]]
-    needs = [need_of(request.workload, placed(request, each)) for each in found]
+    needs = [need_of(request, placed(request, each)) for each in found]
     return min(needs, key=lambda need: (need.excess_rows, need.asked(request.budget), need.host_bytes))
 
 
@@ -180,9 +181,9 @@ def least_need_without_caches(request: PlanRequest) -> LeastNeed | None:
         if all("table_wise" in types for types in request.allowed.values()):  # with one way, vectors have one buffer
             whole = replace(request, only={table: ["table_wise"] for table in request.allowed})
             found.append(_least_memory(whole, resident=True))
-    tried = [tuple(table.without_cache for table in placed(request, each)) for each in found if each is not None]
+    tried = [without_caches(request, placed(request, each)) for each in found if each is not None]
     ranks_per_node = min(shape.ranks_per_node, shape.world_size)
-    needs = [need_of(request.workload, tables) for tables in tried if not no_rows_problem(tables, ranks_per_node)]
+    needs = [need_of(request, tables) for tables in tried if not no_rows_problem(tables, ranks_per_node)]
     return min(needs, key=lambda need: need.asked(request.budget), default=None)
 
 
@@ -199,12 +200,14 @@ def least_need_of_some_caches(request: PlanRequest, need: LeastNeed) -> LeastNee
     for table in need.tables:
         pools = by_pool(shards_of[table.table]).values()
         in_caches = sum(
-            memory_model.pool_memory(own, workload.shape).device_bytes(least_slots(workload, own)) for own in pools
+            memory_model.pool_memory(own, workload.shape).device_bytes(least_slots(workload, own, request.pins))
+            for own in pools
         )
         whole = sum(shard.rows * shard.row_bytes for own in pools for shard in own)
         tables.append(table.without_cache if table.kernel == "cached" and whole <= in_caches else table)
+    tables = list(request.pinned(tables))
     is_trained = not no_rows_problem(tables, need.ranks_per_node)
-    return need_of(workload, tuple(tables)) if is_trained else None
+    return need_of(request, tuple(tables)) if is_trained else None
 
 
 def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence[TablePlacement]]:
@@ -269,27 +272,35 @@ def _least_memory(
 
 
 def placed(request: PlanRequest, placements: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
-    """Return the placements of all tables of the model, in its order: these, and the replicated ones."""
+    """Return the placements of all tables of the model, in its order: these, and the replicated ones; with what is
+    pinned."""
     found = {placement.table: placement for placement in (*request.replicated, *placements)}
-    return tuple(found[size.table] for size in request.workload.model.tables)
+    return request.pinned([found[size.table] for size in request.workload.model.tables])
 
 
-def need_of(workload: Workload, tables: tuple[TablePlacement, ...]) -> LeastNeed:
+def without_caches(request: PlanRequest, tables: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
+    """Return the same places with all rows on the devices, but for tables that are pinned to caches."""
+    return request.pinned([table.without_cache for table in tables])
+
+
+def need_of(request: PlanRequest, tables: Sequence[TablePlacement]) -> LeastNeed:
     """Return the least bytes of every rank with this placement."""
-    tables = tuple(with_exchange(workload, table) for table in tables)
+    workload = request.workload
+    tables = tuple(with_exchange(workload, table) for table in request.pinned(tables))
     shards = place_shards(workload.model, tables, workload.shape)
     here = by_rank(shards, workload.shape.world_size)
-    ranks = tuple(_rank_need(workload, rank, own) for rank, own in enumerate(here))
+    ranks = tuple(_rank_need(request, rank, own) for rank, own in enumerate(here))
     return LeastNeed(tables, ranks, min(workload.shape.ranks_per_node, workload.shape.world_size))
 
 
-def _rank_need(workload: Workload, rank: int, here: Sequence[PlacedShard]) -> RankNeed:
+def _rank_need(request: PlanRequest, rank: int, here: Sequence[PlacedShard]) -> RankNeed:
+    workload = request.workload
     device: Counter[str] = Counter()
     pool_rows = 0
     for members in by_pool(here).values():
         memory = memory_model.pool_memory(members, workload.shape)
         pool_rows = max(pool_rows, memory.rows)
-        total = memory.device_bytes(least_slots(workload, members))
+        total = memory.device_bytes(least_slots(workload, members, request.pins))
         parts = apportion(total, [shard.rows for shard in members])
         for shard, part in zip(members, parts, strict=True):
             device[shard.table.table] += part
@@ -352,10 +363,10 @@ def _fits_by_rows(request: PlanRequest) -> bool:
     is_host_enough = budget.host_bytes is None or need.host_bytes <= budget.host_bytes
     if not need.excess_rows and need.fits_device(budget) and is_host_enough:
         return True
-    whole = tuple(table.without_cache for table in need.tables)
+    whole = without_caches(request, need.tables)
     if not request.may_mix or no_rows_problem(whole, ranks_per_node):
         return False
-    return need_of(request.workload, whole).fits_device(budget)
+    return need_of(request, whole).fits_device(budget)
 
 
 def _bytes(count: int) -> str:
@@ -363,9 +374,19 @@ def _bytes(count: int) -> str:
     return f"{size(count)} ({count} bytes)" if count >= 1024 else f"{count} bytes"
 
 
-def least_slots(workload: Workload, shards: Sequence[PlacedShard]) -> int:
+def pinned_slots(shards: Sequence[PlacedShard], pins: Mapping[str, TablePin]) -> int | None:
+    """Return the slots that are decided of the cache of these shards; None: the planner decides."""
+    of_shards = [pins[shard.table.table] for shard in shards if shard.table.table in pins]
+    given = [pin.slots for pin in of_shards if pin.slots is not None]
+    return memory_model.slots_for(sum(shard.rows for shard in shards), max(given)) if given else None
+
+
+def least_slots(workload: Workload, shards: Sequence[PlacedShard], pins: Mapping[str, TablePin] | None = None) -> int:
     """Return the slots without which a batch may not fit: the most distinct rows of a batch where the trace has them,
-    else the expected ones and a tenth more. Pinned tables take up to a tenth of the slots (`pinned_tables`)."""
+    else the expected ones and a tenth more. Tables that stay take up to a tenth of the slots (`pinned_tables`). Of a
+    cache whose slots are decided (`pins`), those."""
+    if (decided := pinned_slots(shards, pins or {})) is not None:
+        return decided
     rows = sum(shard.rows for shard in shards)
     unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
     return memory_model.slots_for(rows, math.ceil(needed_slots(unique_ids, workload.most_unique_ids(shards))))
@@ -381,13 +402,15 @@ def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
     return sum(workload.memory(shards, slots={}).device.values())
 
 
-def split_slots(workload: Workload, shards: Sequence[PlacedShard], budget: Budget) -> list[PoolPlacement] | None:
-    """Return the pools of all ranks with as many slots as the budget allows; None where it is too small for a rank, or
-    a pool has more rows than a cache can number."""
+def split_slots(
+    workload: Workload, shards: Sequence[PlacedShard], budget: Budget, pins: Mapping[str, TablePin] | None = None
+) -> list[PoolPlacement] | None:
+    """Return the pools of all ranks with as many slots as the budget allows, or as are decided (`pins`); None where it
+    is too small for a rank, or a pool has more rows than a cache can number."""
     found: list[PoolPlacement] = []
     for rank, here in enumerate(by_rank(shards, workload.shape.world_size)):
         members_of = by_pool(here)
-        slots = _rank_slots(workload, here, members_of, budget)
+        slots = _rank_slots(workload, here, members_of, budget, pins or {})
         if slots is None:
             return None
         for key, members in members_of.items():
@@ -399,7 +422,11 @@ _Members = Mapping[PoolKey, Sequence[PlacedShard]]
 
 
 def _rank_slots(
-    workload: Workload, here: Sequence[PlacedShard], members_of: _Members, budget: Budget
+    workload: Workload,
+    here: Sequence[PlacedShard],
+    members_of: _Members,
+    budget: Budget,
+    pins: Mapping[str, TablePin],
 ) -> dict[PoolKey, int] | None:
     memories = {key: memory_model.pool_memory(shards, workload.shape) for key, shards in members_of.items()}
     if any(memory.rows > MOST_POOL_ROWS for memory in memories.values()):
@@ -407,23 +434,28 @@ def _rank_slots(
     is_resident = any(shard.kernel == "device" for shard in here)  # only a budget for everything covers such tables
     if budget.ratio is not None:
         slots = {
-            key: memory_model.slots_for(memory.rows, budget.ratio * memory.rows) for key, memory in memories.items()
+            key: pinned_slots(members_of[key], pins) or memory_model.slots_for(memory.rows, budget.ratio * memory.rows)
+            for key, memory in memories.items()
         }
         needed = fixed_bytes(workload, here) + sum(memories[key].device_bytes(count) for key, count in slots.items())
         fits = budget.device_bytes is None or needed <= budget.device_bytes
         return slots if fits and not is_resident else None
     if budget.cache_bytes is not None:
-        return None if is_resident else _divided(workload, members_of, memories, budget.cache_bytes)
+        return None if is_resident else _divided(workload, members_of, memories, budget.cache_bytes, pins)
     assert budget.device_bytes is not None
-    return _divided(workload, members_of, memories, budget.device_bytes - fixed_bytes(workload, here))
+    return _divided(workload, members_of, memories, budget.device_bytes - fixed_bytes(workload, here), pins)
 
 
 def _divided(
-    workload: Workload, members_of: _Members, memories: Mapping[PoolKey, PoolMemory], left: int
+    workload: Workload,
+    members_of: _Members,
+    memories: Mapping[PoolKey, PoolMemory],
+    left: int,
+    pins: Mapping[str, TablePin],
 ) -> dict[PoolKey, int] | None:
     """Give each pool the need of one batch, and divide the rest as the rows would in one cache for all pools: so rows
     compete by frequency across pools, too."""
-    least = {key: least_slots(workload, members) for key, members in members_of.items()}
+    least = {key: least_slots(workload, members, pins) for key, members in members_of.items()}
     left -= sum(memories[key].device_bytes(count) for key, count in least.items())
     if left < 0:
         return None
@@ -434,7 +466,10 @@ def _divided(
         reports = iter(counted_reports(workload, everything, max(1, int(left / mean_bytes))))
         for key, members in members_of.items():
             weights[key] = memories[key].slot_bytes * sum(next(reports).held_rows for _ in members)
-    room = {key: max(0, memories[key].rows - count) for key, count in least.items()}
+    room = {
+        key: 0 if pinned_slots(members_of[key], pins) else max(0, memories[key].rows - count)
+        for key, count in least.items()
+    }
     extra = _fill(left, weights, room, {key: memory.slot_bytes for key, memory in memories.items()})
     return {key: count + extra[key] for key, count in least.items()}
 

@@ -97,6 +97,7 @@ class CostArrays:
         device_limit: bytes of a rank; None: not limited.
         host_limit: bytes of a node.
         formula: of the seconds of a step.
+        ranks: of the tables, where they are decided.
     """
 
     tables: tuple[TableSize, ...]
@@ -109,6 +110,7 @@ class CostArrays:
     device_limit: float | None
     host_limit: float | None
     formula: StepFormula
+    ranks: tuple[tuple[int, ...] | None, ...] = ()
 
     @cached_property
     def floor_seconds(self) -> float:
@@ -313,13 +315,15 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
         )
     maker = _Options(request, base_memory, window, at_best)
     options: list[list[Option]] = [[] for _ in sized]
-    levels = [maker.reports(sized, slots) for slots in (maker.slots(sized) if cached else [1])]
+    kernels = [request.kernels(table.table, resident=resident, cached=cached) for table in sized]
+    has_caches = any("cached" in each for each in kernels)
+    levels = [maker.reports(sized, slots) for slots in (maker.slots(sized) if has_caches else [1])]
     for number, reports in enumerate(levels):
         better = levels[number + 1] if at_best and number + 1 < len(levels) else reports
-        for own, table, report, best in zip(options, sized, reports, better, strict=True):
-            if resident and not number:
+        for own, kinds, table, report, best in zip(options, kernels, sized, reports, better, strict=True):
+            if "device" in kinds and not number:
                 own += maker.of(table, report, report, "device")
-            if cached:
+            if "cached" in kinds:
                 own += maker.of(table, report, best, "cached")
     return CostArrays(
         tables=tuple(sized),
@@ -332,6 +336,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
         device_limit=None if limit is None else float(limit),
         host_limit=None if request.budget.host_bytes is None else float(request.budget.host_bytes),
         formula=_formula(request, stages, base.update_bytes),
+        ranks=tuple(None if (pin := request.pins.get(table.table)) is None else pin.ranks for table in sized),
     )
 
 
@@ -414,6 +419,10 @@ class _Options:
         """Return the numbers of columns that the shards of a table may have."""
         if not SHARDING_TYPES[sharding].cuts_columns:
             return [table.dim]
+        pin = self._request.pins.get(table.table)
+        if pin is not None and pin.ranks is not None:
+            _, count = SHARDING_TYPES[sharding].blocks(len(pin.ranks), min(self._shape.ranks_per_node, len(pin.ranks)))
+            return [table.dim // count]
         kind, most, local = SHARDING_TYPES[sharding], self._shape.world_size, self._shape.ranks_per_node
         if not self._at_best:  # the bound has more shards on a rank, or node, than one, too
             most = min(local, most) if kind.on_one_node else -(-most // local) if kind.rows_over == "node" else most

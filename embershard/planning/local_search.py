@@ -226,6 +226,9 @@ class _SearchState:
     def insert(self, table: int, types: Container[str] | None = None, rng: np.random.Generator | None = None) -> None:
         """Put a table to where the step becomes shortest, with one of these sharding types; with `rng`, some options
         are overlooked by chance."""
+        if self._costs.ranks and self._costs.ranks[table] is not None:
+            self._insert_on(table, self._costs.ranks[table] or ())
+            return
         best, found = math.inf, Choice(0, ())
         for way in self._ways[table]:
             groups = np.array([len(self._groups) + (group not in self._groups) for group in way.groups], float)
@@ -241,6 +244,16 @@ class _SearchState:
             self.insert(table)
         else:
             self.put(table, found)
+
+    def _insert_on(self, table: int, ranks: tuple[int, ...]) -> None:
+        """Put a table on ranks that are decided, with the option that makes the step shortest there."""
+        values = {}
+        for number, option in enumerate(self._costs.options[table]):
+            if option.num_shards == len(ranks):
+                self.put(table, Choice(number, ranks))
+                values[number] = self.value()
+                self.take(table)
+        self.put(table, Choice(min(values, key=values.__getitem__), ranks))
 
     def _block_by_block(self, way: _Way, totals: Floats, groups: Floats) -> tuple[Floats, list[list[int]]]:
         """Place the blocks of a table's columns one after the other, each on all ranks of a node of its own, or on all

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from embershard.errors import ShardingError
+from embershard.errors import ConfigError, ShardingError
 from embershard.planning.budget import (
     LeastNeed,
     least_need,
@@ -23,6 +23,7 @@ from embershard.planning.budget import (
     need_of,
     placed,
     split_slots,
+    without_caches,
 )
 from embershard.planning.cost_arrays import CostArrays, cost_arrays
 from embershard.planning.exchange import exchange_notes, with_exchange
@@ -139,13 +140,13 @@ def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
     least = replace(request, budget=request.budget.of_rank(need.asked(request.budget)))
     costs = cost_arrays(least, resident=request.may_mix, cached=True)
     by_memory = local_search(costs.by_memory, _iterations(request, costs))[:_MOST_FOUND]
-    found = [need_of(request.workload, placed(request, each.tables)) for each in by_memory]
+    found = [need_of(request, placed(request, each.tables)) for each in by_memory]
     need = min([need, *(n for n in found if not n.excess_rows)], key=lambda each: each.asked(request.budget))
     for _ in range(_MOST_SHRUNK):
         fitting = _searched(replace(request, budget=request.budget.of_rank(need.asked(request.budget) - 1)))
         if not fitting:
             break
-        less = [need_of(request.workload, each.tables) for each in fitting]
+        less = [need_of(request, each.tables) for each in fitting]
         need = min(less, key=lambda each: each.asked(request.budget))
     return need
 
@@ -172,6 +173,7 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
         from embershard.planning.bound import certificate
 
         bound = certificate(candidate.quick, candidate.bound, request.rates, shape)
+    _check_pins(request, candidate)
     exact = predict(request.workload, candidate.tables, candidate.pools, request.rates, progress=progress)
     return Plan(
         world_size=shape.world_size,
@@ -190,15 +192,26 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
     )
 
 
+def _check_pins(request: PlanRequest, candidate: Candidate) -> None:
+    """Raise `ConfigError` where two tables of one cache are pinned to other numbers of slots."""
+    for pool in candidate.pools:
+        wanted = {name: pin.slots for name in pool.tables if (pin := request.pins.get(name)) and pin.slots is not None}
+        if len(set(wanted.values())) > 1:
+            raise ConfigError(
+                f"sharding.pin: {wanted} slots are asked of one cache, of {pool.sharding} tables with {pool.dim} "
+                f"columns on rank {pool.rank}. Give them one number, or other ranks or types."
+            )
+
+
 def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate | None:
     """Size the caches of a placement as the budget allows; None where it allows too little, or where a cache cannot
     number its rows."""
     workload, limit = request.workload, request.budget.host_bytes
     if not request.may_mix and any(table.kernel == "device" for table in tables):
         return None
-    tables = [with_exchange(workload, table) for table in tables]
+    tables = [with_exchange(workload, table) for table in request.pinned(tables)]
     shards = place_shards(workload.model, tables, workload.shape)
-    pools = split_slots(workload, shards, request.budget)
+    pools = split_slots(workload, shards, request.budget, request.pins)
     if pools is None:
         return None
     quick = predict(workload, tables, pools, request.rates, from_counts=True)
@@ -287,7 +300,7 @@ def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacem
             )
             if placements is not None:
                 tables = placed(request, placements)
-                found.append(_without_caches(tables) if resident else tables)
+                found.append(without_caches(request, tables) if resident else tables)
     return found
 
 
@@ -353,12 +366,8 @@ def _plain(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
     for ranks in ([number % world_size for number in range(len(sizes))], greedy):
         pairs = zip(sizes, ranks, strict=True)
         tables = placed(request, [cached(each, "table_wise", [rank]) for each, rank in pairs])
-        found += [_without_caches(tables), tables]
+        found += [without_caches(request, tables), tables]
     return found
-
-
-def _without_caches(tables: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
-    return tuple(table.without_cache for table in tables)
 
 
 def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:
@@ -417,67 +426,3 @@ def _skewed_blocks(request: PlanRequest, candidate: Candidate) -> dict[str, floa
             times = request.workload.share_of_lookups(shard) / part
             worst[shard.table.table] = max(times, worst.get(shard.table.table, 0.0))
     return {table: times for table, times in worst.items() if times > _SKEWED}
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """The best plan with one table sharded in a given way, all other tables placed anew.
-
-    Attributes:
-        sharding, ranks: of the table in that plan.
-        step_seconds: from counts alone; None where no such plan fits.
-        most_device_bytes: device memory of the fullest rank.
-        bottleneck: the part that a step waits for.
-        problem: the reason why no such plan fits.
-    """
-
-    sharding: str
-    ranks: tuple[int, ...] = ()
-    step_seconds: float | None = None
-    most_device_bytes: int = 0
-    bottleneck: str = ""
-    problem: str = ""
-
-
-def alternatives(request: PlanRequest, table: str, chosen: TablePlacement) -> list[Alternative]:
-    """Return every allowed way of sharding `table`, the fastest first; the chosen one is among them.
-
-    Raises:
-        ShardingError: the model has no such table.
-    """
-    if table not in request.allowed:
-        names = [t.table for t in request.workload.model.tables]
-        raise ShardingError(f"no table {table!r} is sharded in this plan; tables are {', '.join(names[:8])}...")
-    found = [_with(request, table, sharding) for sharding in request.allowed[table]]
-    return sorted(
-        found, key=lambda each: (each.step_seconds is None, each.step_seconds, each.sharding != chosen.sharding)
-    )
-
-
-def _with(request: PlanRequest, table: str, sharding: str) -> Alternative:
-    try:
-        best = best_candidate(replace(request, only={**request.only, table: [sharding]}))
-    except ShardingError as error:
-        return Alternative(sharding, problem=str(error))
-    ranks = next(placed.ranks for placed in best.tables if placed.table == table)
-    return Alternative(sharding, ranks, best.step_seconds, best.quick.most_device_bytes, best.quick.bottleneck)
-
-
-def sentences(chosen: TablePlacement, found: Sequence[Alternative]) -> list[str]:
-    """Explain the chosen placement beside the alternatives, one sentence each."""
-    own = next((each for each in found if each.sharding == chosen.sharding and each.step_seconds is not None), None)
-    ranks = ", ".join(map(str, chosen.ranks[:8])) + (", ..." if len(chosen.ranks) > 8 else "")
-    lines = [f"{chosen.table} ({chosen.rows:,} rows) is {chosen.sharding} on rank {ranks}, {chosen.kernel}."]
-    for each in found:
-        if each is own:
-            continue
-        if each.step_seconds is None or own is None or own.step_seconds is None:
-            lines.append(f"{each.sharding}: {each.problem or 'not chosen'}")
-            continue
-        more = each.step_seconds - own.step_seconds
-        change = "as much as" if abs(more) < 5e-7 else f"{abs(more) * 1e3:.3f} ms {'more' if more > 0 else 'less'} than"
-        lines.append(
-            f"{each.sharding}: {each.step_seconds * 1e3:.3f} ms a step, {change} {chosen.sharding}; then "
-            f"a step waits for {each.bottleneck}, and the fullest rank needs {size(each.most_device_bytes)}"
-        )
-    return lines

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.errors import ShardingError
-from embershard.planning.budget import placed
+from embershard.planning.budget import placed, without_caches
 from embershard.planning.cost.rates import step_parts
 from embershard.planning.cost_arrays import CostArrays, Option, cost_arrays
 from embershard.planning.local_search import local_search
@@ -23,8 +23,8 @@ from embershard.planning.make_plan import Candidate, best_candidate, complete, s
 from embershard.planning.predict import resident_report, shard_work
 from embershard.planning.request import PlanRequest, column_block
 from embershard.planning.shard_costs import cached
-from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType
 from embershard.sharding.plan import Plan
+from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
 
@@ -121,7 +121,10 @@ def _busy_nodes(costs: CostArrays) -> int:
         max((each.num_shards for each in own if SHARDING_TYPES[each.sharding].rows_over == "node"), default=1)
         for own in costs.options
     ]
-    return min(_MOST_NODES, 1 + sum(-(-count // costs.ranks_per_node) for count in blocks))
+    over_all = tuple(range(costs.world_size))
+    some = [max(ranks) for ranks in costs.ranks if ranks and ranks != over_all]
+    decided = 1 + max(some) // costs.ranks_per_node if some else 0
+    return max(decided, min(_MOST_NODES, 1 + sum(-(-count // costs.ranks_per_node) for count in blocks)))
 
 
 def on_first_ranks(costs: CostArrays, num_nodes: int) -> CostArrays:
@@ -142,8 +145,10 @@ def on_first_ranks(costs: CostArrays, num_nodes: int) -> CostArrays:
     def has_room(option: Option) -> bool:
         return SHARDING_TYPES[option.sharding].rows_over == "all" or option.num_shards <= num_ranks
 
+    over_all = tuple(range(costs.world_size))
+    ranks = tuple(tuple(range(num_ranks)) if each == over_all else each for each in costs.ranks)
     options = tuple(tuple(kept(each) for each in own if has_room(each)) for own in costs.options)
-    return replace(costs, options=options, world_size=num_ranks)
+    return replace(costs, options=options, world_size=num_ranks, ranks=ranks)
 
 
 def plain_candidate(request: PlanRequest) -> Candidate:
@@ -157,7 +162,7 @@ def plain_candidate(request: PlanRequest) -> Candidate:
     for kind in SHARDING_TYPES.values():
         tables = _alike(request, kind) if kind.is_plain else None
         if tables is not None:
-            resident = sized(request, tuple(table.without_cache for table in tables))
+            resident = sized(request, without_caches(request, tables))
             found.append(sized(request, tables) if resident is None else resident)
     fitting = [candidate for candidate in found if candidate is not None]
     if not fitting:

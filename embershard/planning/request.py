@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,9 +18,10 @@ from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import Topology
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.sharding.memory_model import RankMemory, rank_memory
+from embershard.sharding.pins import TablePin
 from embershard.sharding.run_shape import RunShape
 from embershard.sharding.sharding_types import SHARDING_TYPES, sharding_type
-from embershard.sharding.shards import PoolKey, TablePlacement
+from embershard.sharding.shards import Kernel, PoolKey, TablePlacement
 from embershard.sharding.sizes import ModelSize, PlacedShard, TableSize
 
 #: Of sequences, where none of the types that were asked for can shard them.
@@ -233,6 +235,7 @@ class PlanRequest:
         budget: bytes per rank and node.
         types: sharding types that may be used; None: all that make sense on so many nodes.
         only: sharding types of single tables; overrides `types`.
+        pins: what is decided of single tables' places.
         replicate_rows: tables with at most so many rows are replicated.
         most_ranks_per_node: devices of a node; None: not limited.
         settings, made_from, notes: for the plan's file.
@@ -247,6 +250,7 @@ class PlanRequest:
     budget: Budget
     types: Sequence[str] | None = None
     only: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    pins: Mapping[str, TablePin] = field(default_factory=dict)
     replicate_rows: int = 0
     most_ranks_per_node: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -255,6 +259,20 @@ class PlanRequest:
     topology: Topology | None = None
     effort: float = 1.0
     on_ranks: Callable[[int], PlanRequest] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for pins that no plan can have."""
+        tables = {table.table: table for table in self.workload.model.tables}
+        for name, pin in self.pins.items():
+            if name not in tables:
+                near = difflib.get_close_matches(name, tables, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"Tables are {', '.join(list(tables)[:5])}, ..."
+                raise ConfigError(f"sharding.pin.{name}: the model has no such table. {hint}")
+            if pin.kind == "device" and not self.may_mix:
+                raise ConfigError(
+                    f'sharding.pin.{name}: kernel "device" needs a limit on all of a device\'s memory '
+                    "(--device-memory), no size of caches, and tables that take no id of any kind."
+                )
 
     def for_ranks(self, num_ranks: int) -> PlanRequest:
         """Return the request for another number of ranks.
@@ -276,7 +294,8 @@ class PlanRequest:
         return [table for table in self.workload.model.tables if not self._is_replicated(table)]
 
     def _is_replicated(self, table: TableSize) -> bool:
-        return table.rows <= self.replicate_rows and not table.is_sequence and not table.buckets
+        is_small = table.rows <= self.replicate_rows and table.table not in self.pins
+        return is_small and not table.is_sequence and not table.buckets
 
     @property
     def may_mix(self) -> bool:
@@ -302,8 +321,29 @@ class PlanRequest:
                 own = [each for each in own if each in fit] or fit
             if shape.exchange == "rows" and self.types is None:
                 own = [each for each in own if each.exchanges_rows]
-            found[table.table] = list(self.only.get(table.table, [each.name for each in own or types]))
+            names = list(self.only.get(table.table, [each.name for each in own or types]))
+            if (pin := self.pins.get(table.table)) is not None:
+                names = self._pinned_types(table.table, pin, names)
+            found[table.table] = names
         return found
+
+    def _pinned_types(self, table: str, pin: TablePin, names: Sequence[str]) -> list[str]:
+        try:
+            return pin.types(names, self.workload.shape.world_size, self.workload.shape.ranks_per_node)
+        except ConfigError as error:
+            raise ConfigError(f"sharding.pin.{table}.{error}") from error
+
+    def pinned(self, tables: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
+        """Return the placements with what is pinned of them."""
+        return tuple(self.pins[each.table].placed(each) if each.table in self.pins else each for each in tables)
+
+    def kernels(self, table: str, *, resident: bool, cached: bool) -> list[Kernel]:
+        """Return the kernels that a table may have: the pinned one, or those of the asked."""
+        pin = self.pins.get(table)
+        if pin is not None and pin.kind is not None:
+            return [pin.kind]
+        asked: list[tuple[Kernel, bool]] = [("device", resident), ("cached", cached)]
+        return [kernel for kernel, is_asked in asked if is_asked]
 
     @property
     def replicated(self) -> list[TablePlacement]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from embershard.cache.config import CacheConfig
 from embershard.errors import ConfigError
 from embershard.settings.resume_rules import AsOrder, Free, OfTraining
+from embershard.sharding.pins import TablePin
 
 if TYPE_CHECKING:
     from embershard.sharding.sizes import ModeMemory
@@ -50,6 +51,10 @@ class ShardingConfig:
     """Device memory of each rank for hot rows and their optimizer states, in bytes. "hot_cold" needs it; other modes
     refuse it."""
 
+    pin: Free[dict[str, TablePin]] = field(default_factory=dict, hash=False)
+    """What you decide of single tables' places, by table; for planning, which decides the rest. `[sharding.pin.t_C3]`
+    with `type`, `ranks`, `kernel` ("cached", or whole on the "device") or `slots` of each cache that has rows of it."""
+
     def __post_init__(self) -> None:
         choices = {"exchange": ExchangeChoice, "forward_dtype": CommDtype, "backward_dtype": CommDtype, "mode": Mode}
         for name, choice in choices.items():
@@ -62,6 +67,7 @@ class ShardingConfig:
                 "hot_bytes, or neither."
             )
         defaults = {"plan": None, "exchange": "pooled", "forward_dtype": "fp32", "backward_dtype": "fp32"}
+        defaults["pin"] = {}  # type: ignore[assignment]
         for name, default in defaults.items() if self.mode == "data_parallel" else ():
             if getattr(self, name) != default:
                 raise ConfigError(

@@ -80,13 +80,18 @@ def find_plan(config: RunConfig, ranks: Ranks) -> Plan | None:
         ShardingError: the file is no plan, or one for other ranks.
         ConfigError: the optimizers cannot train its replicated tables; or a setting needs a plan.
     """
-    config.check_exchange()
+    config.check_planned()
     path = config.sharding.plan
     if path is None:
         return None
     plan = ranks.from_first(lambda: Plan.load(path))  # read once: files may differ between machines
     for ranks_per_node in sorted(set(ranks.all_gather_objects(ranks.local_world_size))):
         plan.check_ranks(ranks.world_size, ranks_per_node)
+    placed = {table.table: table for table in plan.tables}
+    for name, pin in config.sharding.pin.items():
+        problem = pin.problem(placed[name]) if name in placed else "the plan has no such table"
+        if problem:
+            raise ConfigError(f"sharding.pin.{name}: {path} was made otherwise: {problem}. Plan again.")
     replicated = [table.table for table in plan.tables if table.kernel == "replicated"]
     if replicated and not config.cache.enabled:  # the dense optimizer must do what the embeddings' would
         embedding, dense = config.embedding_optimizer, config.dense_optimizer

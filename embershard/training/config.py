@@ -348,8 +348,14 @@ class RunConfig:
                     "seconds. (They look up no table, so that takes no memory.)"
                 )
 
-    def check_exchange(self) -> None:
-        """Raise `ConfigError` if training has no plan that says what `sharding.exchange="auto"` comes to."""
+    def check_planned(self) -> None:
+        """Raise `ConfigError` if training has no plan, which says what `sharding.exchange="auto"` comes to, and obeys
+        `sharding.pin`."""
+        if self.sharding.pin and self.sharding.plan is None:
+            raise ConfigError(
+                f"sharding.pin.{next(iter(self.sharding.pin))} has no effect without a plan. Make one with these "
+                "settings (embershard plan), and train with it (--plan FILE)."
+            )
         if self.sharding.exchange == "auto" and self.sharding.plan is None and self.cache.enabled:
             raise ConfigError(
                 'sharding.exchange: got "auto" without a plan, needed "pooled" or "rows". To choose per table, make a '

@@ -88,6 +88,7 @@ class _Setup:
             rates=topology.rates_for(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio),
             types=arguments.types,
+            pins=config.sharding.pin,
             replicate_rows=arguments.replicate_rows,
             most_ranks_per_node=arguments.ranks_per_node or most_ranks,
             settings=config.predicted_from(topology.device, num_ranks),
@@ -162,9 +163,7 @@ def _draw(path: Path | None, make: Callable[[ModuleType], Any], console: Console
         say(console, f"Drawn to {path}.")
 
 
-def _what_if(
-    setups: Sequence[_Setup], ranks: Sequence[int], ratios: Sequence[float | None], console: Console
-) -> int:
+def _what_if(setups: Sequence[_Setup], ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
     arguments, outcomes = setups[0].arguments, list[PlannedCase]()
     if arguments.output is not None or arguments.explain:
         raise ConfigError("-o and --explain are for one plan; give one number of --ranks and at most one of --ratios.")

@@ -16,7 +16,15 @@ from embershard.launch.screen import make_table, say
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.topology import Topology
 from embershard.planning.exchange import exchange_reason
-from embershard.planning.make_plan import alternatives, sentences
+from embershard.planning.explain import (
+    alternatives,
+    beside,
+    change_sentences,
+    moved,
+    other_kernels,
+    own_time,
+    sentences,
+)
 from embershard.planning.many_ranks import MOST_SEARCHED_RANKS
 from embershard.planning.request import PlanRequest
 from embershard.planning.simulate_scaling import SimulatedRun
@@ -55,7 +63,11 @@ def show(plan: Plan, console: Console, top: int) -> None:
 
 def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
     """Print why each of these tables is where it is."""
-    workload = request.workload
+    workload, host_seconds = request.workload, request.rates.step_overhead_seconds
+    if workload.shape.device == "cuda" and host_seconds:
+        host = f"{host_seconds * 1e3:.2f} ms"
+        say(console, f"Times here are of the GPUs alone; a step takes at least the {host} of the host's thread.")
+    request = own_time(request)
     placements = {placed.table: placed for placed in plan.tables}
     for called in tables:
         name = table_called(called, list(placements))
@@ -70,7 +82,10 @@ def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], c
                 "go to all ranks. With a smaller number it is sharded like the others.",
             )
             continue
-        say(console, *sentences(chosen, alternatives(request, name, chosen)))
+        kernels = other_kernels(request, name, chosen)
+        say(console, *sentences(chosen, alternatives(request, name, chosen), kernels))
+        changes = moved(request, plan.tables, name), beside(request, plan.tables, name)
+        say(console, *change_sentences(*changes))
         if workload.shape.world_size > 1 and chosen.sharding != "data_parallel":
             say(console, f"Between ranks, bytes of all ranks in a step: {exchange_reason(workload, chosen)}.")
 

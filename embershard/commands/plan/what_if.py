@@ -161,7 +161,7 @@ def show_certainty(case: PlannedCase, console: Console) -> None:
     price = "" if money is None else f", {count(money)} samples for 1 of the price's currency"
     say(
         console,
-        f"{case.name}: {prediction.step_seconds * 1e3:.2f} ms a step (from {certainty.low_seconds * 1e3:.2f} to "
+        f"A step of {case.name}: {prediction.step_seconds * 1e3:.2f} ms (from {certainty.low_seconds * 1e3:.2f} to "
         f"{certainty.high_seconds * 1e3:.2f}), {case.samples_per_second:,.0f} samples/s (from {low:,.0f} to "
         f"{high:,.0f}), {case.samples_per_second / case.num_ranks:,.0f} per rank{price}. {_interval(certainty)}",
     )

@@ -57,7 +57,7 @@ CONSTANTS: dict[str, Constant] = {
         Constant("collective_seconds", 0.5, 2.0, _UNKNOWN),
         Constant("network_collective_seconds", 0.5, 2.0, _UNKNOWN),
         Constant("message_seconds", 0.2, 2.0, "none; from messages sent at once to one after the other"),
-        Constant("launch_seconds", 0.65, 1.5, "CUDA Graphs' 2.9 to 3.8 us, for 80 to 150 small kernels in place of 110"),
+        Constant("launch_seconds", 0.65, 1.5, "CUDA Graphs' 2.9 to 3.8 us; 80 to 150 small kernels, not 110"),
         Constant("ranks_per_host_link", 0.5, 1.0, "one or two GPUs behind a PCIe switch, by the node"),
         Constant("step_overhead_seconds", 0.7, 1.5, _OF_CLOCKS),
         Constant("input_threads", 0.5, 2.0, "a setting of the run"),

@@ -149,7 +149,7 @@ def cases_to(
             fastest = max(fastest, case.samples_per_second)
         num_ranks = min(2 * num_ranks, ranks_per_node) if num_ranks < ranks_per_node else 2 * num_ranks
     for surely in (False, True):
-        _between(found, ranks_per_node, make, lambda case, surely=surely: _speed(case, surely) >= target)
+        _between(found, ranks_per_node, make, target, surely)
     return [found[each] for each in sorted(found)]
 
 
@@ -157,10 +157,11 @@ def _between(
     found: dict[int, PlannedCase],
     ranks_per_node: int,
     make: Callable[[int], PlannedCase],
-    reaches: Callable[[PlannedCase], bool],
+    target: float,
+    surely: bool,
 ) -> None:
     """Halve the gap between the fewest ranks that reach the target and the most that do not."""
-    high = min((each for each, case in found.items() if reaches(case)), default=None)
+    high = min((each for each, case in found.items() if _speed(case, surely) >= target), default=None)
     if high is None:
         return
     low = max((each for each in found if each < high), default=0)
@@ -169,4 +170,4 @@ def _between(
         middle = low + (high - low) // unit // 2 * unit
         if middle not in found:
             found[middle] = make(middle)
-        low, high = (low, middle) if reaches(found[middle]) else (middle, high)
+        low, high = (low, middle) if _speed(found[middle], surely) >= target else (middle, high)

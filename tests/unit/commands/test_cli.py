@@ -192,6 +192,12 @@ _GLOBAL_BATCH = ("--set", "train.batch_size=none", "--set", "train.global_batch_
             ["--config", QUICK, "--set", "sharding.exchange=auto"],
             'sharding.exchange: got "auto" without a plan, needed "pooled" or "rows". To choose per table, make a plan',
         ),
+        (
+            ["--config", QUICK, "--set", "sharding.pin.t_C3.ranks=[0]"],
+            "sharding.pin.t_C3 has no effect without a plan. Make one with these settings",
+        ),
+        (["--config", QUICK, "--set", "sharding.pin.t_C3.kernel=uvm"], "sharding.pin.t_C3.kernel: got 'uvm', needed"),
+        (["--config", QUICK, "--set", "sharding.pin.t_C3.slots=0"], "sharding.pin: slots: got 0"),
         (["--config", QUICK, "--resume"], "--resume needs --run-dir"),
         (["--config", QUICK, "--allow-change", "data.seed"], "--allow-change has no effect without --resume"),
         (["--config", QUICK, "--run-dir", "x", "--resume", "--allow-change", "data.sed"], "Did you mean data.seed?"),

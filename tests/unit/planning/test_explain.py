@@ -7,10 +7,21 @@ from dataclasses import replace
 import pytest
 
 from embershard.errors import ShardingError
-from embershard.planning.make_plan import Alternative, alternatives, best_candidate, make_plan, sentences
+from embershard.planning.explain import (
+    Alternative,
+    alternatives,
+    beside,
+    change_sentences,
+    moved,
+    other_kernels,
+    own_time,
+    sentences,
+)
+from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget
+from embershard.sharding.pins import TablePin
 from embershard.sharding.plan import TablePlacement
-from tests.unit.planning.requests import make_request
+from tests.unit.planning.requests import data_of, make_request, round_robin
 
 pytestmark = pytest.mark.slow
 
@@ -91,3 +102,56 @@ def test_sentences_compare_with_the_chosen_one():
     ]
     many = replace(chosen, ranks=tuple(range(12)))
     assert "on rank 0, 1, 2, 3, 4, 5, 6, 7, ..., cached" in sentences(many, found)[0]
+
+
+@pytest.mark.parametrize("table", ["t0", "t1", "t3"])
+def test_a_move_is_the_plan_with_the_table_there(table):
+    """And none is faster: else the search would have found it."""
+    request = make_request(Budget(device_bytes=40_000_000), rows=(20_000, 9000, 3000, 300), world_size=4)
+    request = replace(request, only={name: ["table_wise"] for name in ("t0", "t1", "t2", "t3")})
+    best = best_candidate(own_time(request))
+    found = moved(request, best.tables, table)
+    (here,) = next(each.ranks for each in best.tables if each.table == table)
+    assert sorted(each.what for each in found) == [f"rank {rank}" for rank in range(4) if rank != here]
+    for each in found:
+        place = (int(each.what.removeprefix("rank ")),)
+        there = [replace(own, ranks=place) if own.table == table else own for own in best.tables]
+        alone = sized(own_time(request), there)
+        assert each.step_seconds == alone.step_seconds
+        assert each.more_seconds == alone.step_seconds - best.step_seconds >= -1e-9
+
+
+def test_what_is_beside_a_table_is_what_its_absence_saves():
+    """The heavy neighbour is named, those on other ranks are not."""
+    shape = {"dims": (64, 128, 64, 64), "world_size": 2, "batch_size": 4096}
+    data = replace(data_of((20_000, 90_000, 3000, 300)), read_seconds_per_sample=None)  # nothing else is slower
+    request = make_request(Budget(device_bytes=10**9), rows=(20_000, 90_000, 3000, 300), data=data, **shape)
+    ranks = {"t0": 0, "t1": 0, "t2": 0, "t3": 1}
+    tables = [replace(each, ranks=(ranks[each.table],), kernel="device") for each in round_robin(request)]
+    found = beside(request, tables, "t0")
+    assert [each.what for each in found] == ["t1", "t2"]
+    model = request.workload.model
+    without = replace(model, tables=tuple(table for table in model.tables if table.table != "t1"))
+    alone = replace(own_time(request), workload=replace(request.workload, model=without))
+    kept = [each for each in tables if each.table != "t1"]
+    assert found[0].step_seconds == sized(alone, kept).step_seconds
+    assert found[0].more_seconds < found[1].more_seconds <= 0
+    said = change_sentences([], found)
+    assert said[0].startswith("Of 2 tables beside it, these matter most: ")
+    assert "ms less without t1; " in said[0]
+
+
+def test_the_other_kernel_is_planned_too():
+    request = make_request(Budget(device_bytes=40_000_000), **REQUEST)
+    plan = make_plan(request)
+    chosen = plan.tables[0]
+    assert chosen.kernel == "device"
+    (other,) = other_kernels(request, "t0", chosen)
+    forced = best_candidate(replace(request, pins={"t0": TablePin(kernel="cached")}))
+    assert forced.tables[0].kernel == other.sharding == "cached"
+    assert other.step_seconds == forced.step_seconds
+    said = sentences(chosen, alternatives(request, "t0", chosen), [other])[-1]
+    assert said.startswith("cached: ")
+    assert " device; then a step waits for " in said
+    with_caches = make_request(Budget(ratio=0.1), **REQUEST)
+    assert other_kernels(with_caches, "t0", make_plan(with_caches).tables[0]) == [], "a budget of caches"

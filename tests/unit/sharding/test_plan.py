@@ -18,6 +18,7 @@ from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
+from embershard.sharding.pins import TablePin
 from embershard.sharding.plan import Plan, PlanBound, TablePlacement
 from embershard.sharding.plan_diff import diff_lines
 from embershard.training.build import find_plan
@@ -409,6 +410,23 @@ def test_replicated_tables_need_one_optimizer_without_a_cache(ranks: Ranks, tmp_
             planned(embedding, dense)
         assert planned(embedding, dense, cached=True) == make_plan(tables, 1, 1)
     assert planned(sgd, DenseOptimizerConfig(), ShardingConfig()) is None
+
+
+def test_a_plan_that_differs_from_a_pin_is_refused(ranks: Ranks, tmp_path):
+    plan = make_plan([TablePlacement("t0", 10, 16, "fp32", "table_wise", "cached", (0,))], 1, 1)
+    plan.save(tmp_path / "p.json")
+
+    def found(**pins: TablePin) -> Plan | None:
+        return find_plan(RunConfig(sharding=ShardingConfig(plan=str(tmp_path / "p.json"), pin=pins)), ranks)
+
+    assert found(t0=TablePin(type="table_wise", ranks=(0,), kernel="cached", slots=3)) == plan
+    for name, pin, said in (
+        ("t0", TablePin(kernel="device"), "its kernel is 'cached' and pinned to 'device'. Plan again."),
+        ("t0", TablePin(type="row_wise"), "its type is 'table_wise' and pinned to 'row_wise'. Plan again."),
+        ("t1", TablePin(ranks=(0,)), "the plan has no such table. Plan again."),
+    ):
+        with pytest.raises(ConfigError, match=f"sharding.pin.{name}: .* was made otherwise: {said}"):
+            found(**{name: pin})
 
 
 def test_the_command_takes_a_plan_and_refuses_it_before_it_starts(tmp_path, capsys):

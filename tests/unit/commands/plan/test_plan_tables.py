@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,38 @@ def test_less_memory_takes_caches(file, capsys):
 def test_several_ranks_are_compared(file, capsys):
     assert plan(file, "--ranks", "1,2,4") == 0
     assert "ranks" in capsys.readouterr().out
+
+
+def test_machines_for_a_target_are_named_with_what_they_cost(file, capsys):
+    machines = ("--topology", "h200x8,a10x4", "--price", "3.5,1.25")
+    assert cli.main(["plan", "--tables", str(file), "--target", "0.3M/s", *machines]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"300,000 samples/s take (\d+) ranks? of (\S+) .*?([\d.]+) an hour, ([\d,]+) samples/s", said)
+    assert found is not None, said
+    ranks, machine, cost, speed = int(found[1]), found[2], float(found[3]), int(found[4].replace(",", ""))
+    assert cost == ranks * {"h200x8": 3.5, "a10x4": 1.25}[machine]
+    assert speed >= 300_000
+    assert f"What the step of {ranks} rank" in said
+    assert "step_overhead_seconds" in said, "the host's thread limits a step of so small a model"
+    assert cli.main(["plan", "--tables", str(file), "--target", "900G/s", *machines, "--ranks", "1,2"]) == 0
+    assert "None of these reaches 900,000,000,000 samples/s. The fastest is 2 ranks of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--price", "1,2"), "--price: got 2 prices for 1 machines, needed one for each, or one."),
+        (("--price", "0"), "needed numbers above 0"),
+        (("--target", "fast"), "got 'fast'; needed samples a second, for instance 5M/s"),
+        (("--target", "0"), "needed samples a second"),
+        (("--topology", "h200x8,h200x8"), "needed names of machines with commas between them, each once"),
+        (("--simulate", "--price", "2"), "--simulate takes one --topology, and neither --price nor --target"),
+    ],
+)
+def test_options_of_machines_that_make_no_sense_are_refused(file, capsys, options, said):
+    with contextlib.suppress(SystemExit):
+        assert plan(file, *options) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_frequencies_are_those_of_the_numbers(file):
