@@ -14,7 +14,9 @@ The solver is HiGHS, by scipy (Huangfu and Hall 2018).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +36,8 @@ Floats = NDArray[np.float64]
 
 #: Stages that need a core, on a CPU; the others need the link.
 _NEEDS_CORE = {STAGES.index(name) for name in ("plan", "copies", "lookup", "update")}
+#: So near a plan, the bound is not tightened; else with so many linear programs at most, of 10 to 200 ms each.
+_NEAR, _MOST_PROGRAMS = 0.01, 24
 #: Of the solver, relative to the bound: it is given away.
 _TOLERANCE = 1e-6
 
@@ -57,6 +61,35 @@ class Bound:
     def gap(self, step_seconds: float) -> float:
         """Return how much longer a step takes, relative to the bound. Below 0 the bound is none."""
         return step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
+
+
+def tightened(costs: CostArrays, bound: Bound, step_seconds: float) -> Bound:
+    """Return a higher bound where a plan's step is far above it: the least over the sharding types and kernels of the
+    tables with most work, each with one linear program (branch and bound, Land and Doig 1960). A table that is
+    fractions of several types is what relaxes the bound most where one table is most of the work.
+
+    Args:
+        costs: of the bound.
+        step_seconds: of the plan; the bound need not come closer than `_NEAR` to it.
+    """
+    work = [min(float(option.seconds.sum()) for option in options) for options in costs.options]
+    order = sorted(range(len(work)), key=lambda table: -work[table])
+    open_ones = [(bound.step_seconds, 0, 0, costs)]  # seconds, a number that tells equal ones apart, depth
+    programs = 0
+    while programs < _MOST_PROGRAMS and open_ones[0][0] * (1 + _NEAR) < step_seconds and open_ones[0][2] < len(order):
+        seconds, _, depth, parent = heapq.heappop(open_ones)
+        table = order[depth]
+        for kind in dict.fromkeys((option.sharding, option.kernel) for option in parent.options[table]):
+            options = list(parent.options)
+            options[table] = tuple(each for each in options[table] if (each.sharding, each.kernel) == kind)
+            child = replace(parent, options=tuple(options))
+            programs += 1
+            with suppress(ShardingError):  # it does not fit: no plan is so
+                found = max(seconds, lower_bound(child).step_seconds)
+                heapq.heappush(open_ones, (found, programs, depth + 1, child))
+        if not open_ones:  # no plan fits: then there is none to be compared with
+            return bound
+    return replace(bound, step_seconds=open_ones[0][0])
 
 
 class _Program:
@@ -216,18 +249,24 @@ def _add_step(
         at_least(fixed, 2 * out + back + sent, (first, 1.0), of("embeddings", "gradients", "update", "ids"))
         return step
     looked_up, updated = program.variables(1), program.variables(1)
+    program.at_most(-last_bucket, (updated, -1.0))
+    _slowest(program, costs, shares, updated, [STAGES.index("update")], base["update"])
+    at_least(max(formula.input, formula.overhead), 0.0)
+    if not formula.pipeline.lookahead:  # nothing is brought in beside a step
+        columns = [STAGES.index(name) for name in ("plan", "copies", "lookup")]
+        _slowest(program, costs, shares, looked_up, columns, sum(base[name] for name in ("plan", "copies", "lookup")))
+        between = of("embeddings", "gradients", "ids")
+        at_least(dense + late, out + back + sent, (looked_up, 1.0), (updated, 1.0), between)
+        return step
     both = [STAGES.index(name) for name in ("lookup", "update")]
     _slowest(program, costs, shares, looked_up, both, base["lookup"] + base["update"])
     _slowest(program, costs, shares, looked_up, both[:1], base["lookup"] + last_bucket)
-    _slowest(program, costs, shares, updated, both[1:], base["update"])
-    program.at_most(-last_bucket, (updated, -1.0))
     exchanged = of("embeddings", "gradients")
     at_least(dense + late, out + back, (looked_up, 1.0), exchanged)
     at_least(dense + late, out + back + sent, (updated, 1.0), of("ids"), exchanged)
     at_least(formula.all_reduce, 2 * out + back + sent, of("ids"), exchanged)
     at_least(0.0, 0.0, of("copies"))
     at_least(0.0, 0.0, of("plan"))
-    at_least(max(formula.input, formula.overhead), 0.0)
     return step
 
 

@@ -207,7 +207,8 @@ class StepFormula:
     """Seconds of a step from the ranks' totals, as `replay_steps` has them once steps repeat.
 
     On a GPU: the training stream waits for the slowest rank at each collective; planning, copies and the host's work
-    are hidden up to the step; so are all collectives together, on their own stream. On a CPU, stages follow each other,
+    are hidden up to the step; so are all collectives together, on their own stream. Without look-ahead, ids are sent,
+    planned and filled between the steps. On a CPU, stages follow each other,
     and the slowest rank decides in each segment between two collectives. Where L ranks take turns on C cores, each has
     C/L of one, and a whole one once C ranks are left. A node is then done after the work of its slowest rank, and 1/C
     of that of the L - C ranks with the least, in seconds of a whole core.
@@ -249,9 +250,10 @@ class StepFormula:
     def columns(self, totals: Floats) -> Floats:
         """Return what the seconds are maxima of, [..., columns], from totals [..., stages]."""
         plan, copies, lookup, embeddings, gradients, update, ids = np.moveaxis(totals, -1, 0)
-        if self.pipeline.device == "cpu":
+        if self.pipeline.device == "cpu" or not self.pipeline.lookahead:
             first, last = plan + copies + lookup, update
             return np.stack([first, embeddings, gradients, last, ids, first + last], axis=-1)
+        lookup = lookup if self.pipeline.prefetch else plan + copies + lookup
         return np.stack([lookup + update, embeddings, gradients, update, ids, copies, plan, lookup], axis=-1)
 
     def slowest(self, totals: Floats) -> Floats:
@@ -281,12 +283,18 @@ class StepFormula:
             first, embeddings, gradients, last, ids, _ = np.moveaxis(maxima, -1, 0)
             fixed = self.input + self.overhead + self.forward + self.backward + all_reduce + self.optimizer
             return fixed + first + embeddings + out + gradients + back + last + ids + sent
+        at_least = max(self.input, self.overhead)
+        if not self.pipeline.lookahead:
+            first, embeddings, gradients, update, ids, _ = np.moveaxis(maxima, -1, 0)
+            train = first + embeddings + out + self.forward + self.backward + late + gradients + back
+            train = train + np.maximum(update, last_bucket) + self.optimizer + ids + sent
+            return np.maximum(train, at_least)
         both, embeddings, gradients, update, ids, copies, plan, lookup = np.moveaxis(maxima, -1, 0)
         looked_up, updated = np.maximum(both, last_bucket + lookup), np.maximum(update, last_bucket)
         train = np.maximum(looked_up, updated + ids + sent) + self.optimizer
         train = train + embeddings + out + self.forward + self.backward + late + gradients + back
         link = embeddings + out + gradients + back + ids + sent + all_reduce
-        return np.maximum.reduce([train, link, copies, plan, np.full_like(train, max(self.input, self.overhead))])
+        return np.maximum.reduce([train, link, copies, plan, np.full_like(train, at_least)])
 
 
 def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: bool = False) -> CostArrays:

@@ -53,6 +53,7 @@ _MOSTLY = 0.5  # of the misses: with more first touches, hit rates say little of
 _AS_FAST = 1e-9
 #: So close to the bound a plan is good enough; else TorchRec's planner is asked, too.
 _CLOSE = 0.005
+_FAR = 0.01  # from it: a tighter bound is looked for
 _MOST_FOR_TORCHREC = 2500  # tables times ranks: about 20 seconds of the processor
 _MOST_BEGINNINGS = 3  # of the fastest placements of all
 _MOST_SHRUNK = 3  # searches for a need that is a byte less, before a refusal
@@ -113,7 +114,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
         limit = min(candidate.step_seconds for candidate in found) * (1.0 + _AS_FAST)
         as_fast = [candidate for candidate in found if candidate.step_seconds <= limit]
         best = min(as_fast, key=lambda each: (bool(each.pools), each.quick.most_device_bytes, each.step_seconds))
-        return replace(best, bound=bound)
+        return replace(best, bound=bound and tighter_bound(request, bound, best.step_seconds))
     need = needs[0]
     if not need.excess_rows:
         least = _least_found(request, needs)
@@ -333,6 +334,20 @@ def best_bound(request: PlanRequest) -> Bound | None:
         return None
     from embershard.planning.bound import lower_bound  # loads scipy's solvers
 
+    try:
+        return lower_bound(_costs_at_best(request))
+    except ShardingError:
+        return None
+
+
+def tighter_bound(request: PlanRequest, bound: Bound, step_seconds: float) -> Bound:
+    """Return the bound, higher where a plan with a step of so many seconds is far above it."""
+    from embershard.planning.bound import tightened
+
+    return tightened(_costs_at_best(request), bound, step_seconds) if bound.gap(step_seconds) > _FAR else bound
+
+
+def _costs_at_best(request: PlanRequest) -> CostArrays:
     costs = cost_arrays(request, resident=request.may_mix, cached=not request.may_mix, at_best=True)
     fits = False
     if costs.device_limit is not None and request.may_mix:
@@ -345,10 +360,7 @@ def best_bound(request: PlanRequest) -> Bound | None:
         costs = replace(costs, device_limit=None)
     elif request.may_mix:
         costs = cost_arrays(request, resident=True, cached=True, at_best=True)
-    try:
-        return lower_bound(costs)
-    except ShardingError:
-        return None
+    return costs
 
 
 def _plain(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:

@@ -22,12 +22,13 @@ from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import best_bound, best_candidate, sized
 from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest
 from embershard.sharding.run_shape import ReplaySettings
+from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import COLUMN_MULTIPLE, TablePlacement, no_rows_problem
 from embershard.sharding.sizes import TableSize
 from tests.unit.planning.requests import LFU, data_of, make_request
 
 #: Numbers of tasks of each kind.
-ON_TWO_RANKS, ON_SHARED_CORES = 200, 100
+ON_TWO_RANKS, ON_SHARED_CORES, ON_TWO_NODES = 200, 100, 200
 _CORES = 2
 
 
@@ -83,15 +84,38 @@ def on_shared_cores(seed: int) -> PlanRequest:
     )
 
 
+def on_two_nodes(seed: int) -> PlanRequest:
+    """Two tables on two nodes of two GPUs, where rows may be cut over a node and columns over both."""
+    rng = np.random.default_rng(seed)
+    rows = tuple(int(count) for count in 10 ** rng.uniform(2, 5, 2))
+    dims = tuple(int(dim) for dim in rng.choice([16, 64], 2))
+    taken = sum(count * (4 * dim + 4) for count, dim in zip(rows, dims, strict=True))
+    budgets = (Budget(device_bytes=10**9), Budget(device_bytes=8_000_000 + taken // 4), Budget(ratio=0.2))
+    data = replace(data_of(rows, bag_size=int(rng.choice([1, 5]))), read_seconds_per_sample=None)
+    return make_request(
+        budgets[seed % len(budgets)],
+        rows=rows,
+        dims=dims,
+        data=data,
+        world_size=4,
+        ranks_per_node=2,
+        batch_size=int(rng.choice([256, 4096])),
+        rates=replace(load_topology("h100x2x2").rates_for(4), step_overhead_seconds=0.0),
+    )
+
+
 def every_plan(request: PlanRequest) -> Iterator[float]:
-    """Yield the seconds of a step of all placements that fit: all sharding types, widths and ranks of one node, with
-    caches and without. Where blocks of rows are alike, ranks are, too: then each is counted under one numbering."""
+    """Yield the seconds of a step of all placements that fit: all sharding types, widths and ranks, with caches and
+    without. Where blocks of rows are alike, ranks are, too: then each is counted under one numbering."""
     world_size, is_alike = request.workload.shape.world_size, request.workload.data.trace is None
     own = [list(_placements(request, table)) for table in request.sharded]
     for tables in itertools.product(*own):
         if is_alike and not _is_in_order(tables):
             continue
-        if not no_rows_problem(tables, world_size) and (found := sized(request, placed(request, tables))) is not None:
+        if (
+            not no_rows_problem(tables, request.workload.shape.ranks_per_node)
+            and (found := sized(request, placed(request, tables))) is not None
+        ):
             yield found.step_seconds
 
 
@@ -102,8 +126,15 @@ def _placements(request: PlanRequest, table: TableSize) -> Iterator[TablePlaceme
         if name == "column_wise":
             counts = range(2, len(ranks) + 1)
             counts = [n for n in counts if table.dim % (n * COLUMN_MULTIPLE) == 0 and table.dim // n >= LEAST_COLUMNS]
-        for count, kernel in itertools.product(counts, ("cached", "device")):
-            for chosen in itertools.combinations(ranks, count):
+        places = [chosen for count in counts for chosen in itertools.combinations(ranks, count)]
+        if SHARDING_TYPES[name].rows_over == "node":
+            local = request.workload.shape.ranks_per_node
+            nodes = [tuple(ranks[first : first + local]) for first in range(0, len(ranks), local)]
+            wide = SHARDING_TYPES[name].cuts_columns
+            cut = wide and table.dim % (len(nodes) * COLUMN_MULTIPLE) == 0 and table.dim // len(nodes) >= LEAST_COLUMNS
+            places = [tuple(ranks)] if cut else [] if wide else nodes
+        for kernel in ("cached", "device"):
+            for chosen in places:
                 yield TablePlacement(table.table, table.rows, table.dim, table.dtype, name, kernel, chosen)  # type: ignore[arg-type]
 
 
@@ -143,7 +174,8 @@ def tried(request: PlanRequest) -> Tried:
     """Try every plan of a task."""
     seconds, bound = list(every_plan(request)), best_bound(request)
     try:
-        found = best_candidate(request).step_seconds
+        candidate = best_candidate(request)
+        found, bound = candidate.step_seconds, candidate.bound
     except ShardingError:
         found = None
     return Tried(len(seconds), min(seconds, default=None), found, None if bound is None else bound.step_seconds)
@@ -154,7 +186,11 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=ON_TWO_RANKS, help="of each kind, at most (default: all)")
     options = parser.parse_args()
     num_wrong = 0
-    for make, most in ((on_two_ranks, ON_TWO_RANKS), (on_shared_cores, ON_SHARED_CORES)):
+    for make, most in (
+        (on_two_ranks, ON_TWO_RANKS),
+        (on_shared_cores, ON_SHARED_CORES),
+        (on_two_nodes, ON_TWO_NODES),
+    ):
         of_kind = []
         for seed in range(min(most, options.tasks)):
             of_kind.append(tried(make(seed)))

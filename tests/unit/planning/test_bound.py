@@ -11,20 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
-from embershard.planning.bound import Bound, lower_bound
+from embershard.planning import make_plan as make_plan_module
+from embershard.planning.bound import Bound, lower_bound, tightened
 from embershard.planning.budget import placed
 from embershard.planning.cost.rates import Rates, StepWork
 from embershard.planning.cost_arrays import STAGES, StepFormula, cost_arrays
 from embershard.planning.local_search import local_search
-from embershard.planning.make_plan import best_candidate, make_plan, sized
+from embershard.planning.make_plan import best_bound, best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.sharding.plan import Plan
 from embershard.sharding.plan_diff import diff_lines
+from embershard.sharding.run_shape import ReplaySettings
 from tests.covering import keep
-from tests.unit.planning.exhaustive import ON_TWO_RANKS, on_shared_cores, on_two_ranks, tried
-from tests.unit.planning.requests import make_request
+from tests.unit.planning.exhaustive import (
+    ON_TWO_NODES,
+    ON_TWO_RANKS,
+    every_plan,
+    on_shared_cores,
+    on_two_nodes,
+    on_two_ranks,
+    tried,
+)
+from tests.unit.planning.requests import data_of, make_request
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +131,64 @@ def test_the_formula_of_a_step_is_its_replay(device, cores_per_node, world_size)
     for found in local_search(costs, 20):
         candidate = sized(request, placed(request, found.tables))
         assert found.step_seconds == pytest.approx(candidate.step_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("budget", [Budget(device_bytes=10**9), Budget(ratio=0.1)], ids=["resident", "cached"])
+@pytest.mark.parametrize(("lookahead", "prefetch"), [(0, 2), (3, 1)])
+def test_the_formula_is_the_replay_where_nothing_else_is_slower(budget, lookahead, prefetch):
+    """Without samples to read and without a host: what is sent, planned and filled between steps counts. Caches'
+    sizes are taken from all ranks together, so their fills are nearly those."""
+    rows = (9000, 4000, 700, 300)
+    data = replace(data_of(rows), read_seconds_per_sample=None)
+    replayed = ReplaySettings(CachePolicy("lfu"), lookahead, prefetch)
+    types = ["table_wise", "column_wise"]
+    request = make_request(budget, rows=rows, data=data, cache=replayed, batch_size=2048, types=types)
+    request = replace(request, rates=replace(request.rates, step_overhead_seconds=0.0))
+    is_cached = budget.ratio is not None
+    costs = cost_arrays(request, resident=not is_cached, cached=is_cached)
+    for found in local_search(costs, 20):
+        candidate = sized(request, placed(request, found.tables))
+        assert found.step_seconds == pytest.approx(candidate.step_seconds, rel=0.02 if is_cached else 1e-9)
+    bound = best_bound(request)
+    assert bound.step_seconds <= best_candidate(request).step_seconds * (1 + 1e-9)
+
+
+def test_what_cannot_run_beside_a_step_makes_it_longer():
+    """The control: with look-ahead, the same work takes less."""
+    work = StepWork(sent_id_bytes=1.0, planned_ids=1.0, fills=1.0, row_ids=1.0, dense_flops=1.0)
+    rates = Rates(
+        **{f"seconds_per_{name}": 1.0 for name in ("all_to_all_byte", "planned_id", "fill", "row_id", "flop")}
+    )
+    steps = [
+        replay_steps([work] * 2, rates, Pipeline("cuda", 2, None, *ahead)).step_seconds for ahead in ((0, 2), (4, 1))
+    ]
+    assert steps == pytest.approx([5.0, 2.0])
+
+
+def test_a_tighter_bound_is_between_the_bound_and_the_plan():
+    """One large table, of which the bound takes fractions of several types."""
+    rows = (200_000, 9000, 4000, 700)
+    data = replace(data_of(rows, bag_size=3), read_seconds_per_sample=None)
+    shape = {"dims": (128, 64, 64, 64), "world_size": 4, "batch_size": 1024}
+    request = make_request(Budget(device_bytes=30_000_000), rows=rows, data=data, **shape)
+    request = replace(request, rates=replace(request.rates, step_overhead_seconds=0.0))
+    loose, best = best_bound(request), best_candidate(request)
+    tight = tightened(make_plan_module._costs_at_best(request), loose, 2 * best.step_seconds)
+    assert loose.step_seconds * (1 + 1e-3) < tight.step_seconds <= best.step_seconds
+    assert tight.fixed_seconds == loose.fixed_seconds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tighter_bound_is_below_every_plan(seed):
+    request = on_two_nodes(seed)
+    loose = best_bound(request)
+    tight = tightened(make_plan_module._costs_at_best(request), loose, 2 * loose.step_seconds)
+    assert loose.step_seconds <= tight.step_seconds <= min(every_plan(request)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", keep((0, 3), range(ON_TWO_NODES)))
+def test_no_plan_is_faster_than_the_bound_on_two_nodes(seed):
+    check(on_two_nodes(seed))
 
 
 def test_a_bound_of_what_cannot_fit_is_refused():
