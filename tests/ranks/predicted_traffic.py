@@ -74,28 +74,29 @@ def profile_of(data: DataConfig) -> FrequencyProfile:
     return profile_data(data, PassOptions())
 
 
-def workload_of(case: Case, world_size: int) -> Workload:
+def workload_of(case: Case, world_size: int, local: int) -> Workload:
     """The run, with what is known of its data."""
     statistics = profile_of(case.data).statistics
     assert statistics is not None
-    return make_workload(case.config(), statistics, world_size, ranks_per_node=world_size, device="cpu")
+    return make_workload(case.config(), statistics, world_size, ranks_per_node=local, device="cpu")
 
 
-def plan_of(case: Case, world_size: int) -> Plan:
+def plan_of(case: Case, world_size: int, ranks_per_node: int | None = None) -> Plan:
     """Every table with this sharding type, in a cache of half its rows or more, and a prediction."""
-    workload = workload_of(case, world_size)
+    local = ranks_per_node or world_size
+    workload = workload_of(case, world_size, local)
     tables = []
     for number, size in enumerate(workload.model.tables):
         has_copies = size.rows <= case.replicate_rows
         sharding, kernel = ("data_parallel", "replicated") if has_copies else (case.sharding, "cached")
-        ranks = ranks_for(sharding, number, world_size, world_size, column_shards=2)
+        ranks = ranks_for(sharding, number, world_size, local, column_shards=2)
         placed = TablePlacement(size.table, size.rows, size.dim, size.dtype, sharding, kernel, ranks)  # type: ignore[arg-type]
         tables.append(with_exchange(workload, placed))
-    pools = tuple(pool.with_slots(max(1, -(-pool.rows // 2))) for pool in pools_of(tables, world_size))
+    pools = tuple(pool.with_slots(max(1, -(-pool.rows // 2))) for pool in pools_of(tables, local))
     rates: Rates = load_topology("cpu").rates_for(world_size)
     prediction = predict(workload, tables, pools, rates)
     return make_plan(
-        tables, world_size, world_size, batch_size=case.batch_size, pools=pools, prediction=prediction, settings={}
+        tables, world_size, local, batch_size=case.batch_size, pools=pools, prediction=prediction, settings={}
     )
 
 

@@ -13,7 +13,7 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, counted_as_other, sent_bytes
 from embershard.planning.verify.compare import Pair
 from tests.covering import matrix
-from tests.ranks import predicted_traffic
+from tests.ranks import node_traffic, predicted_traffic
 from tests.ranks.parity import Case, batches, build, train
 from tests.ranks.predicted_traffic import is_close, plan_of, sent_as_predicted
 from tests.ranks.workers import RankPool
@@ -138,3 +138,20 @@ def test_counted_bytes_are_the_predicted_ones(two_ranks: RankPool, case: predict
     assert not is_close(wrong), "a plan for another exchange predicts something else"
     if case.exchange == "auto":
         assert {table.exchange for table in plan.tables} == {"pooled", "rows"}
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard"])
+def test_bytes_within_nodes_and_between_them_are_the_predicted_ones(four_ranks: RankPool, tmp_path, sharding) -> None:
+    """On two nodes of two ranks, of ids, embeddings and gradients each, within 2 %; as one node they are others."""
+    case = predicted_traffic.Case(sharding, "pooled")
+    plan = plan_of(case, 4, ranks_per_node=2)
+    plan.save(tmp_path / "plan.json")
+    of_ranks = four_ranks.run(node_traffic.train, case, tmp_path / "plan.json")
+    predicted = node_traffic.as_predicted(plan)
+    counted = {key: sum(of_rank[key] for of_rank in of_ranks) / len(of_ranks) for key in predicted}
+    assert counted == pytest.approx(predicted, rel=0.02)
+    assert all(predicted[kind, "between"] for kind in ("ids", "embeddings", "gradients"))
+    if sharding in ("table_row_wise", "grid_shard"):  # a network card sends an embedding to each other node once
+        assert predicted["embeddings", "within"] >= predicted["embeddings", "between"] / 2
+    else:
+        assert node_traffic.as_predicted(plan_of(case, 4))["embeddings", "between"] == 0, "the control: one node"

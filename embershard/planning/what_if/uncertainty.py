@@ -100,14 +100,18 @@ class _Steps:
 
     def __init__(self, workload: Workload, prediction: Prediction) -> None:
         self._workload, self._pipeline = workload, Pipeline.of_run(workload.shape)
-        self._works = [decode(StepWork, rank.work) for rank in prediction.ranks]
+        works = [decode(StepWork, rank.work) for rank in prediction.ranks]
+        self._distinct = list(dict.fromkeys(works))  # of thousands of ranks, most have no table, and are alike
+        number = {work: place for place, work in enumerate(self._distinct)}
+        self._number = [number[work] for work in works]
 
     def seconds(self, topology: Topology) -> float:
         """Return the seconds of a step there."""
         rates = topology.rates_for(self._workload.shape.world_size)
         layers = layers_work(self._workload, rates)
         dense = {name: getattr(layers, name) for name in ("dense_flops", "activation_bytes", "launches")}
-        return replay_steps([replace(work, **dense) for work in self._works], rates, self._pipeline).step_seconds
+        changed = [replace(work, **dense) for work in self._distinct]
+        return replay_steps([changed[each] for each in self._number], rates, self._pipeline).step_seconds
 
 
 def _hypercube(ranges: Sequence[tuple[float, float]]) -> np.ndarray:

@@ -107,7 +107,7 @@ def on_two_nodes(seed: int) -> PlanRequest:
 def every_plan(request: PlanRequest) -> Iterator[float]:
     """Yield the seconds of a step of all placements that fit: all sharding types, widths and ranks, with caches and
     without. Where blocks of rows are alike, ranks are, too: then each is counted under one numbering."""
-    world_size, is_alike = request.workload.shape.world_size, request.workload.data.trace is None
+    is_alike = request.workload.data.trace is None
     own = [list(_placements(request, table)) for table in request.sharded]
     for tables in itertools.product(*own):
         if is_alike and not _is_in_order(tables):
