@@ -331,8 +331,8 @@ class Disk:
         """Return what is wrong."""
         told = self._most[0] * self._of_whole + self._most[1] * self._of_delta
         print(
-            f"{self._num_saves} saves, {self._num_deltas} of them deltas: at most {self._largest:,} bytes at once, told "
-            f"{told:,}; the largest whole one {self._of_whole:,}, the largest delta {self._of_delta:,}",
+            f"{self._num_saves} saves, {self._num_deltas} of them deltas: at most {self._largest:,} bytes at once, "
+            f"told {told:,}; the largest whole one {self._of_whole:,}, the largest delta {self._of_delta:,}",
             flush=True,
         )
         if self._largest > told:

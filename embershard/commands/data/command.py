@@ -148,7 +148,7 @@ def _add_convert(actions: Any) -> None:
     text = "a file to join, with the names of its columns if it has no header; may be repeated"
     action.add_argument("--join", action="append", default=[], metavar="FILE[:NAME,...]", help=text)
     text = "rows of a row group (default: %(default)s)"
-    action.add_argument("--rows", type=positive, default=16_384, metavar="N", help=text)
+    action.add_argument("--rows", type=positive, default=100_000, metavar="N", help=text)
     action.add_argument(
         "--bad-rows",
         type=_stop_or_share,
