@@ -47,7 +47,6 @@ All settings: embershard settings. On several machines: docs/operations.md.
   embershard train quickstart --set train.max_steps=100
   embershard train run.toml --plan plan.json --run-dir runs/a --max-restarts 3
   embershard train run.toml --run-dir runs/mine --resume
-  embershard train today.toml --from runs/yesterday --dry-run
 """
 
 
@@ -233,13 +232,9 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
     if not starts_ranks:
         return parser
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        metavar="N",
-        help="number of ranks (default: GPUs, or 2; of few samples, where CONFIG is data, 1)",
-    )
-    text = "start ranks that failed again, at most N times, from the newest valid checkpoint (default: 0)"
+    text = "number of ranks (default: GPUs, or 2; of a small file, 1)"
+    parser.add_argument("--nproc", type=positive, metavar="N", help=text)
+    text = "start failed ranks again, at most N times (default: 0)"
     parser.add_argument("--max-restarts", type=whole, default=0, metavar="N", help=text)
     launcher.add_hang_seconds(parser)
     text = "check the settings, the columns of the data and one's own model, print all settings, and stop"

@@ -8,27 +8,22 @@ from typing import TYPE_CHECKING, Literal
 
 from embershard.errors import ConfigError
 from embershard.settings.decoding import toml
-from embershard.training.warm.request import OPTIMIZER, WarmStart
+from embershard.training.warm.request import WarmStart
 
 if TYPE_CHECKING:
     from embershard.training.config import RunConfig
 
 
 def add_warm_start(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    group = parser.add_argument_group("begin with a trained model (docs/warm_start.md)")
-    text = "the folder of a run, of a checkpoint, or of an export: take its rows and layers"
-    group.add_argument("--from", dest="source", type=Path, metavar="DIR", help=text)
-    text = "with --from: the checkpoint of this step, or of the best evaluation (default: the newest valid one)"
-    group.add_argument("--step", type=_step, metavar="STEP", help=text)
-    text = "with --from: a feature, table or layer that has another name now; may be repeated"
-    group.add_argument("--map", action="append", type=_renamed, default=[], metavar="OLD=NEW", help=text)
-    text = f"with --from: a feature, table or layer that begins anew, or {OPTIMIZER}: its states do; may be repeated"
-    group.add_argument("--without", action="append", default=[], metavar="NAME", help=text)
-    text = "with --from: the learning rates' schedule goes on where it was"
-    group.add_argument("--keep-steps", action="store_true", help=text)
-    text = "do not train the rows of this table; the same as in the setting model.frozen; may be repeated"
-    group.add_argument("--freeze", action="append", default=[], metavar="TABLE", help=text)
+    """Add the arguments. The help, which fits a screen, names the page that describes them."""
+    text = "begin with a trained model: docs/warm_start.md"
+    parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help=text)
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--step", type=_step, metavar="STEP", help=hidden)
+    parser.add_argument("--map", action="append", type=_renamed, default=[], metavar="OLD=NEW", help=hidden)
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help=hidden)
+    parser.add_argument("--keep-steps", action="store_true", help=hidden)
+    parser.add_argument("--freeze", action="append", default=[], metavar="TABLE", help=hidden)
 
 
 def warm_start_of(arguments: argparse.Namespace) -> WarmStart | None:

@@ -18,6 +18,7 @@ from embershard.distributed.checkpoint.compact import compact
 from embershard.distributed.checkpoint.load import AVERAGE, load_group
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
 from embershard.models.config import PretrainedTable
+from embershard.settings.files import load_config
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
@@ -529,3 +530,20 @@ def test_sources_that_cannot_be_used(ranks, samples, tmp_path):
     piece = next((tmp_path / "checkpoints" / "step_4").glob("*.distcp"))
     piece.write_bytes(piece.read_bytes()[:-1] + b"?")
     refused(InvalidCheckpointError, "No checkpoint in .* is valid", WarmStart(tmp_path))
+
+
+def test_a_model_of_one_s_own_goes_by_names_and_sizes(ranks, tmp_path):
+    """The old one is not built: nothing of a run's folder is imported."""
+    small = ["data.synthetic.num_samples=400", "data.synthetic.scale=0.001", "data.num_workers=0", "cache.ratio=0.5"]
+    small += ["model.options.dim=8", "train.batch_size=50", "train.max_steps=4", "train.device=cpu"]
+    file = Path(__file__).resolve().parents[4] / "examples" / "own_model.toml"
+    config, other = (
+        load_config(RunConfig, file, [*small, f"model.options.hidden={hidden}", f"train.seed={hidden}"])
+        for hidden in (8, 12)
+    )
+    old = train(config, ranks, tmp_path)
+    new, _, trainer = begun(replace(config, train=replace(config.train, seed=3)), ranks, WarmStart(tmp_path))
+    trainer.close()
+    assert [name for name in old if not torch.equal(old[name], new[name])] == []
+    with pytest.raises(ConfigError, match="what its columns stand for is not known"):
+        Trainer(other, ranks, None, start=WarmStart(tmp_path))
