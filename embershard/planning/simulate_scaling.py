@@ -85,20 +85,20 @@ def simulate_plan(plan: Plan, topology: Topology) -> StepReplay:
 def simulate_scaling(
     ranks: Sequence[int],
     make_request: Callable[[int], tuple[PlanRequest, Topology]],
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[SimulatedRun], None] | None = None,
 ) -> list[SimulatedRun]:
     """Plan and simulate training on each of these numbers of ranks. Hit rates are from counts alone.
 
     Args:
         ranks: numbers of ranks.
         make_request: returns the request for so many ranks, and their machine.
-        progress: called with each number of ranks before it is planned.
+        progress: called with each run when it is simulated.
     """
     found = []
     for num_ranks in ranks:
-        if progress is not None:
-            progress(num_ranks)
         found.append(simulate_run(*make_request(num_ranks)))
+        if progress is not None:
+            progress(found[-1])
     return found
 
 

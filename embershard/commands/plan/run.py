@@ -21,7 +21,7 @@ from embershard.launch.screen import progress_bar, save_figure, say, wide_consol
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.many_ranks import plan_with_care
 from embershard.planning.request import PlanRequest
-from embershard.planning.simulate_scaling import simulate_scaling
+from embershard.planning.simulate_scaling import SimulatedRun, simulate_scaling
 from embershard.planning.what_if.cases import PlannedCase, cases_to, planned_case
 from embershard.planning.what_if.uncertainty import uncertainty
 from embershard.settings.files import load_config
@@ -191,11 +191,17 @@ def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None
     arguments = setup.arguments
     if arguments.explain or len(ratios) > 1:
         raise ConfigError("--simulate takes -o FILE.json and --png, and neither --explain nor several --ratios.")
-    with console.status("") as status:
+
+    def tell(run: SimulatedRun) -> None:
+        speed = run.problem or f"{run.step_seconds * 1e3:.2f} ms a step, {run.samples_per_second:,.0f} samples/s"
+        console.print(f"Simulated {run.num_ranks} ranks: {speed}", soft_wrap=True)
+        console.file.flush()
+
+    with console.status("simulating"):
         runs = simulate_scaling(
             sorted(set(ranks)),
             lambda num_ranks: (setup.request(num_ranks, ratios[0]), setup.shaped(num_ranks)),
-            lambda num_ranks: status.update(f"{num_ranks} ranks"),
+            tell,
         )
     topology = setup.shaped(max(ranks))
     view.show_simulation(runs, topology, console)

@@ -10,7 +10,7 @@ from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import best_candidate
-from embershard.planning.many_ranks import plain_candidate, wide_candidate
+from embershard.planning.many_ranks import plain_candidate, plan_quickly, plan_with_care, wide_candidate
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.step_replay import STRAGGLERS
 from embershard.planning.simulate_scaling import simulate_plan, simulate_run, simulate_scaling
@@ -118,6 +118,16 @@ def test_the_search_on_busy_nodes_is_near_that_on_all(num_ranks) -> None:
     found = wide_candidate(asked)
     assert found.step_seconds <= 1.1 * best_candidate(asked).step_seconds
     assert found.tables == wide_candidate(asked).tables
+
+
+def test_a_plan_of_many_ranks_is_the_same_twice_byte_for_byte() -> None:
+    asked, _ = request_on(64, dims=(128,) * len(ROWS))
+    plan = plan_quickly(asked)
+    assert plan.to_text() == plan_quickly(asked).to_text()
+    assert plan.to_text() != plan_quickly(dataclasses.replace(asked, types=["table_wise"])).to_text()
+    with_care = plan_with_care(asked)
+    assert with_care.prediction.step_seconds <= plan.prediction.step_seconds
+    assert with_care.bound is not None
 
 
 def test_4096_ranks_are_placed_where_bytes_are_least() -> None:
