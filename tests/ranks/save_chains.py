@@ -88,7 +88,8 @@ def _saved(trainer: Trainer, num_aside: int) -> Saved:
     trainer.ranks.barrier()
     assert trainer.checkpoints is not None
     manifests = [Manifest.read(path) for path in complete_checkpoints(trainer.checkpoints)]
-    return Saved(evictions, [each.step for each in manifests if each.parent is not None], len(manifests), num_aside)
+    deltas = [each.step for each in manifests if each.parent is not None and sum(part.rows for part in each.shards)]
+    return Saved(evictions, deltas, len(manifests), num_aside)
 
 
 def train_beside(kind: str | Layout, folder: Path) -> Saved:

@@ -87,7 +87,7 @@ class SaveChain:
 
     def __init__(self, model: DistributedModelParallel, ranks: Ranks, full_every: int) -> None:
         self._ranks, self._full_every = ranks, full_every
-        self._pools = list(cached_embeddings(model))
+        self._pools, self._tables = list(cached_embeddings(model)), sorted(model.fused_optimizer.params)
         for pool in self._pools:
             pool.host.track_writes(pool.cache.transfer.key_device)
         self._versions = list[int]()  # of the host tiers, at the last save
@@ -113,7 +113,9 @@ class SaveChain:
             pool.write_back()  # which notices what was loaded
         shards = self._shards(tensors)
         self._changed(shards, self._take_written())
-        names = {name: part.size() for table in tables_in(tensors).values() for name, part in table.items()}
+        names = {
+            name: part.size() for table in tables_in(tensors, self._tables).values() for name, part in table.items()
+        }
         is_same = all(saved.get(name) == size for name, size in names.items())
         self._parent, self._num_deltas, self._open = parent if is_same else None, num_deltas, None
 
@@ -144,7 +146,7 @@ class SaveChain:
         ]
         of_shards = {shard.key: rows for (shard, _), rows in zip(shards, changed, strict=True)}
         self._open = _PreparedLink(NewLink(token, self._parent, tuple(parts)), keys, of_shards)
-        tables = tables_in(tensors)
+        tables = tables_in(tensors, self._tables)
         names = {name for table in self._row_tables or () for name in (*weights_and_ids(table), *tables.get(table, ()))}
         return without(tensors, names), self._open.link
 
@@ -167,7 +169,7 @@ class SaveChain:
 
     def _shards(self, tensors: Mapping[str, Any]) -> list[tuple[TableShard, _Place]]:
         """Return this rank's shards of the tables whose rows deltas have, in the order of their rows in the pools."""
-        tables = tables_in(tensors)
+        tables = tables_in(tensors, self._tables)
         found = [
             (shard, _place_of(shard, [pool.host for pool in self._pools]))
             for table, parts in tables.items()

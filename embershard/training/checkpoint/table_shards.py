@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,19 +56,22 @@ def weights_and_ids(table: str) -> tuple[str, str]:
     return f"{MODEL}.{table}", f"{MODEL}.{table.removesuffix('weight')}ids"
 
 
-def tables_in(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def tables_in(tensors: Mapping[str, Any], tables: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return of every table, by the name of its weights, the tensors that have its rows, by their names in a
     checkpoint; the weights first. A rank may know only the tables of which it has shards.
 
+    Args:
+        tables: names of the weights.
+
     >>> import torch
     >>> weights, state, step = torch.zeros(4, 2), torch.zeros(4), torch.zeros(())
-    >>> {name: list(found) for name, found in tables_in(
-    ...     {"model": {"t.weight": weights}, "embedding_optimizer": {"t.weight": {"t.momentum1": state, "step": step}}}
-    ... ).items()}
-    {'t.weight': ['model.t.weight', 'embedding_optimizer.t.weight.t.momentum1']}
+    >>> tensors = {"model": {"t.weight": weights}, "embedding_optimizer": {"t.weight": {"t.sum": state, "step": step}}}
+    >>> {name: list(found) for name, found in tables_in(tensors, ["t.weight"]).items()}
+    {'t.weight': ['model.t.weight', 'embedding_optimizer.t.weight.t.sum']}
     """
     found = {}
-    for table, states in tensors.get(STATES, {}).items():
+    for table in tables:
+        states = tensors.get(STATES, {}).get(table, {})
         if (weights := tensors[MODEL].get(table)) is not None:
             own, ids = weights_and_ids(table)
             others = {f"{STATES}.{table}.{name}": state for name, state in states.items()}
