@@ -201,8 +201,8 @@ class Schedules:
             problem = self._elsewhere(found[-1])
         if problem:
             return f"{kind} {at}: {problem}"
-        if kind != "save":
-            self._again(kind, folder)
+        if kind != "save":  # the lock of a run's folder is held to the end of a process
+            in_child(folder, lambda: self._again(kind, folder))
         elif at % _GOES_ON_EVERY:
             return ""
         else:
