@@ -76,7 +76,7 @@ def _best(request: PlanRequest, table: str, way: str) -> Alternative:
 
 
 @dataclass(frozen=True)
-class Change:
+class StepChange:
     """A step after one change of a plan, all else as it is.
 
     Attributes:
@@ -90,7 +90,7 @@ class Change:
     more_seconds: float = 0.0
 
 
-def moved(request: PlanRequest, tables: Sequence[TablePlacement], table: str) -> list[Change]:
+def moved(request: PlanRequest, tables: Sequence[TablePlacement], table: str) -> list[StepChange]:
     """Return what a step takes with one table on each other rank, or node, and all others where they are: the fastest
     first. None for a table on all ranks, or of several blocks of columns.
 
@@ -113,7 +113,7 @@ def moved(request: PlanRequest, tables: Sequence[TablePlacement], table: str) ->
     return sorted(found, key=lambda each: (each.step_seconds is None, each.step_seconds))
 
 
-def beside(request: PlanRequest, tables: Sequence[TablePlacement], table: str) -> list[Change]:
+def beside(request: PlanRequest, tables: Sequence[TablePlacement], table: str) -> list[StepChange]:
     """Return what a step takes without each of the tables that share a rank with one: the ones that matter most first.
 
     Args:
@@ -134,15 +134,15 @@ def own_time(request: PlanRequest) -> PlanRequest:
 
 def _changed(
     request: PlanRequest, tables: Sequence[TablePlacement], changed: Sequence[TablePlacement], what: str
-) -> Change:
+) -> StepChange:
     names = {each.table for each in changed}
     model = request.workload.model
     kept = replace(model, tables=tuple(table for table in model.tables if table.table in names))
     other = replace(request, workload=replace(request.workload, model=kept))
     before, after = sized(request, tables), sized(other, changed)
     if before is None or after is None:
-        return Change(what, None)
-    return Change(what, after.step_seconds, after.step_seconds - before.step_seconds)
+        return StepChange(what, None)
+    return StepChange(what, after.step_seconds, after.step_seconds - before.step_seconds)
 
 
 def sentences(chosen: TablePlacement, found: Sequence[Alternative], kernels: Sequence[Alternative] = ()) -> list[str]:
@@ -163,7 +163,7 @@ def sentences(chosen: TablePlacement, found: Sequence[Alternative], kernels: Seq
     return lines
 
 
-def change_sentences(moves: Sequence[Change], neighbours: Sequence[Change]) -> list[str]:
+def change_sentences(moves: Sequence[StepChange], neighbours: Sequence[StepChange]) -> list[str]:
     """Say what a step takes with the table elsewhere, and which of those beside it matter."""
     lines = []
     if moves:
