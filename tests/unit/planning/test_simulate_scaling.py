@@ -43,7 +43,8 @@ def request_on(num_ranks: int, name: str = "h100", **changes) -> tuple[PlanReque
 def test_every_number_of_ranks_is_planned_and_replayed() -> None:
     seen: list[int] = []
     runs = simulate_scaling([1, 2, 8, 64], request_on, seen.append)
-    assert seen == [run.num_ranks for run in runs] == [1, 2, 8, 64]
+    assert seen == runs, "each when it is done"
+    assert [run.num_ranks for run in runs] == [1, 2, 8, 64]
     assert [run.global_batch_size for run in runs] == [64, 128, 512, 4096]
     assert [run.is_searched for run in runs] == [True, True, True, False]
     for run in runs:
