@@ -31,7 +31,7 @@ _COMMANDS = (
     ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
     ("compare", "report.compare", "is one model better than another on the same samples, or is it chance?"),
-    ("ckpt", "ckpt", "list, verify, prune or compare the checkpoints of a run"),
+    ("ckpt", "ckpt", "list, verify, compact, prune or compare the checkpoints of a run"),
     ("doctor", "doctor.command", "check whether this machine can train, and say what to do if not"),
     ("completion", "cli:completion", "print what makes Tab complete commands in bash, zsh or fish"),
 )
@@ -40,7 +40,7 @@ _COMMANDS = (
 #: Those of commands with several, for who leaves out the command.
 _ACTIONS = {
     "data": ("inspect", "convert", "validate", "events", "sessions", "ids"),
-    "ckpt": ("ls", "verify", "prune", "diff"),
+    "ckpt": ("ls", "verify", "compact", "prune", "diff"),
     "publish": ("ls", "verify", "base"),
 }
 

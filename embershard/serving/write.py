@@ -22,10 +22,11 @@ from embershard.data import DataConfig, Target, open_source
 from embershard.data.block import Block
 from embershard.data.order.stream import SampleReader
 from embershard.data.sources.kinds import schema_of, serving_inputs
-from embershard.distributed import process_group
+from embershard.distributed import process_group, tensors_file
 from embershard.distributed.checkpoint.load import saved_rows
 from embershard.distributed.publish import published, published_ids
-from embershard.distributed.publish.published import IDS, safetensors, safetensors_header
+from embershard.distributed.publish.published import IDS
+from embershard.distributed.tensors_file import safetensors, safetensors_header
 from embershard.errors import naming_file
 from embershard.launch.versions import versions
 from embershard.metrics.figures import main_values
@@ -95,6 +96,7 @@ def export_base(config: RunConfig, checkpoint: Path, dtype: TableDtype, folder: 
         _write(request, TrainedRun(config, checkpoint, SavedRun.read(checkpoint)), folder)
     _ship(published, folder / "published.py")
     _ship(published_ids, folder / "published_ids.py")
+    _ship(tensors_file, folder / "tensors_file.py")
     _ship(serving_replica, folder / "replica.py")
 
 
@@ -104,6 +106,7 @@ _SHIPPED = {
     serving_model.__name__: "model",
     published.__name__: "published",
     published_ids.__name__: "published_ids",
+    tensors_file.__name__: "tensors_file",
 }
 
 

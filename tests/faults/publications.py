@@ -36,8 +36,9 @@ from embershard.cache.ids.id_map import IdMap, ResolvedIds, mixed
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed import PublishConfig
 from embershard.distributed.publish import write
-from embershard.distributed.publish.published import PublicationError, safetensors, tensors_in
+from embershard.distributed.publish.published import PublicationError, tensors_in
 from embershard.distributed.publish.published_ids import NO_ID, ChangedRows
+from embershard.distributed.tensors_file import safetensors
 from embershard.serving.serving_model import table_names, weights_of
 from embershard.serving.serving_replica import Replica
 from embershard.serving.write import SavedIds

@@ -25,7 +25,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.distributed.publish import write
-from embershard.distributed.publish.published import Publication, safetensors
+from embershard.distributed.publish.published import Publication
+from embershard.distributed.tensors_file import safetensors
 from embershard.serving import write as export_module
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, without_flushes
 from embershard.training.checkpoint.identity import ORDER

@@ -232,7 +232,7 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
     if not starts_ranks:
         return parser
-    text = "number of ranks (default: GPUs, or 2; of a small file, 1)"
+    text = "ranks (default: GPUs, or 2; of a small file, 1)"
     parser.add_argument("--nproc", type=positive, metavar="N", help=text)
     text = "start failed ranks again, at most N times (default: 0)"
     parser.add_argument("--max-restarts", type=whole, default=0, metavar="N", help=text)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry
 from embershard.distributed.checkpoint.manifest import ShardRows
-from embershard.distributed.publish.published import safetensors_header
+from embershard.distributed.tensors_file import safetensors_header
 from embershard.errors import InvalidCheckpointError
 
 #: Bytes of rows that are read and written at a time.

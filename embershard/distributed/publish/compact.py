@@ -23,11 +23,11 @@ from embershard.distributed.publish.published import (
     published,
     read_files,
     read_publication,
-    safetensors,
     verify,
 )
 from embershard.distributed.publish.published_ids import NO_ID
 from embershard.distributed.publish.write import PARTIAL, finish, sync_files
+from embershard.distributed.tensors_file import safetensors
 
 _TYPES = {"fp32": np.float32, "fp16": np.float16}
 

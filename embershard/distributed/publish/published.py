@@ -12,31 +12,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from embershard.distributed.publish.published_ids import ChangedRows, changed_ids
+from embershard.distributed.tensors_file import TYPES
 
 FORMAT = 2  # 1, where no table has ids
 MANIFEST, DENSE = "manifest.json", "dense.safetensors"
 #: What follows the name of a table of ids, in the name of the file that has them in a base.
 IDS = ".ids.safetensors"
 _NAME = re.compile(r"(base|delta)_(\d+)")
-_TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 ROW_TYPES = {"fp32": torch.float32, "fp16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
-_ALIGNMENT = 64  # the data of a file begin at a multiple of it, so that they can be mapped into memory as numbers
 _READ_BYTES = 1 << 20
 
 
@@ -346,31 +338,8 @@ def check_next(publication: Publication, have: Publication, folder: Path) -> Non
         raise OtherChainError(f"{where}: it follows {publication.parent[:8]}, needed {have.link[:8]}: {last}")
 
 
-def safetensors(tensors: dict[str, Tensor]) -> Iterable[Any]:
-    """Yield the bytes of tensors as a safetensors file (https://github.com/huggingface/safetensors#format).
-
-    >>> found = tensors_in(b"".join(safetensors({"a": torch.tensor([1.5]), "b": torch.tensor(3)})))
-    >>> found["a"], found["b"]
-    (tensor([1.5000]), tensor(3))
-    """
-    yield safetensors_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    for tensor in filter(Tensor.numel, tensors.values()):  # an empty one may have strides of 0, and then no bytes
-        yield tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """Return what a safetensors file begins with, before the values of its tensors, given by type and shape."""
-    entries, end = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    header = json.dumps(entries).encode()
-    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-    return struct.pack("<Q", len(header)) + header
-
-
 def tensors_in(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file's bytes.
+    """Return the tensors of a safetensors file's bytes (`safetensors`).
 
     Raises:
         DamagedError: they are no such file.
@@ -383,7 +352,7 @@ def tensors_in(data: bytes) -> dict[str, Tensor]:
         for name, entry in entries.items():
             start, stop = entry["data_offsets"]
             # A copy where the place does not suit the type.
-            found[name] = memory[start:stop].clone().view(_TYPES[entry["dtype"]]).view(entry["shape"])
+            found[name] = memory[start:stop].clone().view(TYPES[entry["dtype"]]).view(entry["shape"])
         return found
     except (ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
         raise DamagedError(f"no safetensors file: {type(error).__name__}: {error}") from error

@@ -27,10 +27,10 @@ from embershard.distributed.publish.published import (
     published,
     read_files,
     read_publication,
-    safetensors,
 )
 from embershard.distributed.publish.published_ids import ChangedRows
 from embershard.distributed.ranks import Ranks
+from embershard.distributed.tensors_file import safetensors
 from embershard.whole_file import sync_folder
 
 PARTIAL = ".partial"

@@ -207,5 +207,14 @@ def check_disk_for_run(
     if rows_folder is not None and disk_of(Path(rows_folder)) == disk_of(folder):
         mapped_bytes += memory_needs(config, rows, RanksHere.of(ranks), plan).disk_bytes
     checkpoint = config.checkpoint
-    what = (folder, save_bytes, num_saves, checkpoint.keep_last, ranks, mapped_bytes)
-    check_disk(*what, checkpoint.full_every, delta_bytes, config.keeps_best)
+    check_disk(
+        folder,
+        save_bytes,
+        num_saves,
+        checkpoint.keep_last,
+        ranks,
+        mapped_bytes=mapped_bytes,
+        full_every=checkpoint.full_every,
+        delta_bytes=delta_bytes,
+        keeps_best=config.keeps_best,
+    )

@@ -25,7 +25,7 @@ from tests.covering import matrix
 COMMANDS = [name for name, _, _ in cli._COMMANDS]
 SUBCOMMANDS = [
     *("profile show", "profile merge", "profile compare", "plan diff", "data validate"),
-    *("ckpt ls", "ckpt verify", "ckpt prune", "ckpt diff"),
+    *("ckpt ls", "ckpt verify", "ckpt compact", "ckpt prune", "ckpt diff"),
 ]
 #: What these commands do needs no tensor, so nobody waits for torch, or for libraries of tables and pictures.
 LIGHT_COMMANDS = [

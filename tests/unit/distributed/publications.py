@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from embershard.distributed.publish import write
-from embershard.distributed.publish.published import Publication, file_entries, safetensors
+from embershard.distributed.publish.published import Publication, file_entries
 from embershard.distributed.ranks import Ranks
+from embershard.distributed.tensors_file import safetensors
 
 TABLES = {"t_user": (20, 4), "t_item": (30, 4)}
 INPUTS = {

@@ -15,10 +15,10 @@ from embershard.distributed.publish.published import (
     PublicationError,
     published,
     read_publication,
-    safetensors,
     tensors_in,
     verify,
 )
+from embershard.distributed.tensors_file import safetensors
 from embershard.errors import ConfigError
 from embershard.serving.serving_model import read_tensors
 from tests.unit.distributed.publications import TABLES, Run, chain

@@ -129,7 +129,9 @@ def test_a_checkpoint_is_read_as_the_page_shows(trained, tmp_path, monkeypatch, 
     (block,) = (text for text in blocks((project_dir / "docs" / "serving.md").read_text(), "python") if "dcp" in text)
     shown: dict[str, torch.Tensor] = {}
     exec(block, shown)
-    assert torch.equal(shown["table"], load_group(checkpoints / "step_500", "model")[TABLE.format("user")])
+    assert torch.equal(
+        shown["table"], load_group(trained.run_dir / "checkpoints" / "step_12", "model")[TABLE.format("user")]
+    )
 
 
 def test_module_passes_torch_export(trained, exported):

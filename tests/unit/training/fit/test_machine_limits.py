@@ -29,7 +29,7 @@ def test_rows_on_the_disk_of_the_checkpoints(tmp_path: Path, monkeypatch: pytest
     mapped: dict[str, str] = {} if case == "memory" else {"host": "mmap", "host_dir": str(tmp_path / "rows")}
     config = make_config(cache=CacheConfig(ratio=0.3, **mapped), checkpoint=CheckpointConfig(every_steps=5))  # type: ignore[arg-type]
     found = []
-    monkeypatch.setattr(machine_limits, "check_disk", lambda *values: found.append(values[-1]))
+    monkeypatch.setattr(machine_limits, "check_disk", lambda *_, mapped_bytes, **__: found.append(mapped_bytes))
     if case == "other disk":
         monkeypatch.setattr(machine_limits, "disk_of", lambda path: path.name)
     check_disk_for_run(config, None, tmp_path / "run", 10, RANKS, of_parts=5)
