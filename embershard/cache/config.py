@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
 from embershard.errors import ConfigError
 from embershard.settings.own_code import names_function
-from embershard.settings.resume_rules import Free
+from embershard.settings.resume_rules import Free, OfTraining
 
 #: Scoring rules; `make_scores` in `policies.py` makes the scores of each.
 Scoring = Literal["frequency", "lfu", "lru"]
@@ -16,7 +16,11 @@ TransferKind = Literal["plain", "staged", "triton_uva"]
 Overflow = Literal["grow", "raise"]
 MapKind = Literal["array", "hashed"]
 
+#: Types of rows in host memory; slots are float32.
+HostType = Literal["fp32", "fp16", "int8"]
+
 DEFAULT_RATIO = 0.05
+DEFAULT_FULL_ROWS = 0.01
 # Without a least size, a pool of three rows at a ratio of 3 % would have no slot.
 LEAST_SLOTS = 16
 SCORE_BYTES = 4
@@ -94,6 +98,19 @@ class CacheConfig:
     host_dir: Free[str | None] = None
     """Folder for the files of `host = "mmap"`. They are working storage, freed with the process."""
 
+    host_dtype: OfTraining[HostType] = "fp32"
+    """Type of the weights in host memory; slots and optimizer states stay fp32. `fp16`: half precision. `int8`: a byte
+    per weight and a step per row, a quarter of the memory. A row is rounded after each of its updates, so that the
+    result depends on no cache, look-ahead or save; see docs/cache.md. On a CPU only so far."""
+
+    host_dtypes: OfTraining[dict[str, HostType]] = field(default_factory=dict, hash=False)
+    """The same of some tables, by their names, in place of `host_dtype`."""
+
+    full_rows: OfTraining[float | None] = None
+    """Share of the rows of each int8 table that are not rounded: the most frequent ones of the profile, which train
+    most often. Tables of at most 4096 rows stay whole. 0: every row is rounded, and no profile is needed. Default:
+    0.01."""
+
     transfer: Free[TransferKind | None] = None
     """Transfer of rows between host and device. `triton_uva`: a kernel reads and writes page-locked host memory.
     `staged`: through page-locked buffers, for mapped files or if memory cannot be locked. `plain`: torch's indexed
@@ -136,6 +153,7 @@ class CacheConfig:
             if self.policy_folder is not None:
                 raise ConfigError('cache.policy_folder has no effect without cache.policy = "module:function"')
         _one_of("host", self.host, ("memory", "mmap"))
+        self._check_small_rows()
         _one_of("overflow", self.overflow, get_args(Overflow))
         _one_of("slot_map", self.slot_map, (None, *get_args(MapKind)))
         _one_of("transfer", self.transfer, (None, *get_args(TransferKind)))
@@ -157,6 +175,56 @@ class CacheConfig:
                 raise ConfigError(f'cache.decay has no effect with cache.policy="{self.policy}"; it belongs to "lfu"')
             if not 0.0 < self.decay < 1.0:
                 raise ConfigError(f"cache.decay must be in (0, 1), got {self.decay}; 0.999 halves a count in 693 steps")
+
+    def _check_small_rows(self) -> None:
+        _one_of("host_dtype", self.host_dtype, get_args(HostType))
+        for table, host_type in self.host_dtypes.items():
+            _one_of(f"host_dtypes.{table}", host_type, get_args(HostType))
+        _is("full_rows", self.full_rows, (int, float))
+        if self.full_rows is not None:
+            if "int8" not in self.small_types:
+                raise ConfigError('cache.full_rows has no effect without cache.host_dtype = "int8"; remove it')
+            if not 0.0 <= self.full_rows < 1.0:
+                raise ConfigError(f"cache.full_rows must be in [0, 1), got {self.full_rows}; 0.01 keeps 1 % as fp32")
+        if self.small_types and not self.enabled:
+            raise ConfigError('cache.host_dtype has no effect with cache.enabled=false; set "fp32", or use the cache')
+        if self.small_types and self.transfer not in (None, "plain"):
+            raise ConfigError(
+                f'cache.transfer="{self.transfer}" moves rows of fp32 only, and cache.host_dtype asks for '
+                f'{" and ".join(self.small_types)}; leave it out (small rows are on a CPU only so far)'
+            )
+
+    @property
+    def small_types(self) -> list[str]:
+        """The small types of rows in host memory; none: all rows are as in the slots."""
+        return sorted({self.host_dtype, *self.host_dtypes.values()} - {"fp32"})
+
+    def small_type_of(self, table: str) -> Literal["fp16", "int8"] | None:
+        """Return the small type of a table's rows in host memory; None: they are as in the slots.
+
+        >>> CacheConfig(host_dtype="int8", host_dtypes={"clicks": "fp32"}).small_type_of("users")
+        'int8'
+        """
+        found = self.host_dtypes.get(table, self.host_dtype)
+        return None if found == "fp32" else found
+
+    def group_suffix(self, table: str) -> str:
+        """Return what tells the table's cache from those of other types of host rows; nothing where all have one."""
+        return f", {self.small_type_of(table) or 'fp32'}" if self.host_dtypes else ""
+
+    @property
+    def full_share(self) -> float:
+        """Share of an int8 table's rows that stay full."""
+        return DEFAULT_FULL_ROWS if self.full_rows is None else self.full_rows
+
+    def check_full_rows(self, has_profile: bool) -> None:
+        """Raise `ConfigError` where full rows are asked for, and no profile can choose them."""
+        if "int8" in self.small_types and self.full_share and not has_profile:
+            raise ConfigError(
+                f'cache.host_dtype="int8" keeps the most frequent {self.full_share:.2%} of the rows full, and there is '
+                "no profile to choose them by. Count one (profile.samples = 200000, or profile.path), or set "
+                'cache.full_rows = 0, which trains rows of many updates worse; "fp16" needs none'
+            )
 
     @property
     def has_own_policy(self) -> bool:

@@ -206,7 +206,8 @@ class RowCache:
         if plan is None:
             return None
         filled = self._execute(plan, known, feature_lengths, critical_path, training)
-        ticket = Ticket(plan.batch, plan.slots, filled=filled, keys=None if self.touched is None else keys)
+        has_keys = self.touched is not None or self.host.small is not None
+        ticket = Ticket(plan.batch, plan.slots, filled=filled, keys=keys if has_keys else None)
         self._in_flight.add(ticket, None if known is None else known.num_rows)
         return ticket
 
@@ -266,8 +267,12 @@ class RowCache:
             self.release(ticket)
 
     def release(self, ticket: Ticket) -> None:
-        """Unpin the slots of a batch that has trained. A second call does nothing."""
-        if not ticket.released:
+        """Round the rows of a batch that has trained (`RowCopies.round`), and unpin. A second call does nothing."""
+        if ticket.released:
+            return
+        try:
+            self._copies.round(ticket)
+        finally:
             self._copies.trained()
             self._has_updates = True
             self._updates.end()
@@ -405,7 +410,7 @@ class RowCache:
     def _grow(self, shortage: Shortage) -> None:
         """Add the slots that the newest batch lacks, if `overflow` and the batches in flight allow it."""
         slots, rows = self._map.num_slots, self.host.num_rows
-        slot_bytes = sum(states[0].nbytes for states in self._payload)
+        slot_bytes = self.host.slot_row_bytes
         grown = grown_slots(self.name, slots, shortage.num_slots, rows, slot_bytes, self._in_flight, self._overflow)
         self._copies.finish()
         with self._guard.change(f"growing to {grown} slots"):
@@ -479,8 +484,7 @@ class RowCache:
 
     @one_at_a_time
     def host_rows_changed(self, keys: Tensor | None = None) -> None:
-        """Fill the slots of host rows that somebody wrote to with the new contents; arguments and errors as for
-        `_fetch_again`."""
+        """Fill the slots of host rows that somebody wrote to; arguments and errors as for `_fetch_again`."""
         self._check()
         self._fetch_again(keys)
 

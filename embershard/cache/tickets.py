@@ -23,7 +23,8 @@ class Ticket:
         forwarded: a forward has read the slots, and its backward will update them.
         held: its rows are updated with those of other batches, at the end of them all (gradient accumulation).
         filled: on a GPU, the end of the batch's fills.
-        keys: int64 [N], the batch's ids in the pool; None where updates are not tracked.
+        keys: int64 [N], the batch's ids in the pool; None where updates are neither tracked nor rounded.
+        pool_slots: int64 [N], `slots` as the pool numbers them; a table may number its pinned ones on its own.
 
     >>> in_flight = InFlight()
     >>> ticket = Ticket(in_flight.next_batch(), slots=torch.tensor([2, 1, 2]))
@@ -43,6 +44,9 @@ class Ticket:
     filled: torch.cuda.Event | None = field(default=None, repr=False)
     keys: Tensor | None = field(default=None, repr=False)
     _unpin: weakref.finalize | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.pool_slots = self.slots
 
     def cancel(self) -> None:
         """Unpin the slots of a batch that has trained or will not train. A second call does nothing."""

@@ -187,7 +187,7 @@ def host_bytes(shards: Sequence[PlacedShard], shape: RunShape) -> dict[str, int]
     rows = sum(shard.rows for shard in cached)
     map_bytes = sum(shard.rows * shard.table.id_map_bytes for shard in cached)
     return {
-        "rows": sum(s.rows * s.row_bytes for s in cached),
+        "rows": sum(s.host_bytes for s in cached),
         "scores": shape.cache.policy.score_bytes * rows,
         **({"id_maps": map_bytes} if map_bytes else {}),
     }

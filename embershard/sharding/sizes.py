@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from embershard.cache.rows.sizes import SmallType, small_row_bytes
 from embershard.sharding.sharding_types import Sharding
 from embershard.sharding.shards import Exchange, Kernel, PoolKey, TablePlacement, shards_of
 
@@ -24,6 +25,8 @@ class TableSize:
         num_features: that share the table: each has its own bags.
         buckets: of a table that takes any id, of which a shard has whole ones; 0: of rows.
         id_map_bytes: host memory of the map from ids to rows, per row.
+        host_dtype: of cached rows in host memory; None: as `dtype`, which slots have.
+        full_share: share of int8 rows that are float32 there.
     """
 
     table: str
@@ -37,6 +40,8 @@ class TableSize:
     num_features: int = 1
     buckets: int = 0
     id_map_bytes: int = 0
+    host_dtype: SmallType | None = None
+    full_share: float = 0.0
 
     def weight_bytes(self, columns: int | None = None) -> int:
         """Return the bytes of a row's weights, with so many columns (default: all)."""
@@ -49,6 +54,22 @@ class TableSize:
     def row_bytes(self, columns: int | None = None) -> int:
         """Return the bytes of a row's payload: weights and optimizer state."""
         return self.weight_bytes(columns) + self.optimizer_bytes(columns)
+
+
+    def host_weight_bytes(self, columns: int | None = None) -> int:
+        """Return the bytes of a row's weights in host memory, and over the link to it, of a cached table; full rows of
+        int8 tables as the others.
+
+        >>> TableSize("t0", rows=100, dim=16, host_dtype="int8").host_weight_bytes()
+        18
+        """
+        if self.host_dtype is None:
+            return self.weight_bytes(columns)
+        return small_row_bytes(self.host_dtype, self.dim if columns is None else columns)
+
+    def full_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes that the full ones of so many rows take in host memory besides."""
+        return 4 * columns * round(self.full_share * rows) if self.host_dtype == "int8" else 0
 
 
 @dataclass(frozen=True)
@@ -118,6 +139,16 @@ class PlacedShard:
     def row_bytes(self) -> int:
         """Row payload of the shard's columns, in bytes."""
         return self.table.row_bytes(self.columns)
+
+    @property
+    def host_row_bytes(self) -> int:
+        """The same in host memory, where a cached row is moved to and from."""
+        return self.table.host_weight_bytes(self.columns) + self.table.optimizer_bytes(self.columns)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the rows of a cached shard, in bytes."""
+        return self.rows * self.host_row_bytes + self.table.full_bytes(self.rows, self.columns)
 
     @property
     def pool(self) -> PoolKey:

@@ -256,7 +256,28 @@ class RunConfig:
                 f"look_ahead.lookahead + data.prefetch_batches: got {ahead}, needed at most {most} in the mode "
                 '"hot_cold", whose order of batches follows from losses. Lower one of them.'
             )
+        self._check_small_rows()
         self._check_model()
+
+    def _check_small_rows(self) -> None:
+        """Raise where rows of a small type in host memory meet settings that know only those of the slots."""
+        if not self.cache.small_types:
+            return
+        self.cache.check_full_rows(self.has_profile)
+        for name, got, needed, why in (
+            ("model.table_dtype", self.model.table_dtype, "fp32", "slots are rounded to it"),
+            ("train.init", self.train.init, "counter", "the seed also rounds"),
+            ("sharding.mode", self.sharding.mode, "sharded", "the others keep copies of host rows"),
+        ):
+            if got != needed:
+                raise ConfigError(f'{name}: got "{got}", needed "{needed}" with cache.host_dtype: {why}.')
+        if self.data.has_ids:
+            raise ConfigError(
+                "cache.host_dtype: got a small type together with tables that take any id, whose rows begin anew as "
+                'fp32. Set "fp32".'
+            )
+        if self.train.device == "cuda":
+            raise ConfigError('train.device: got "cuda", needed "cpu" with cache.host_dtype: no kernel rounds slots.')
 
     def _check_evaluations(self) -> None:
         for section, name in (
@@ -410,7 +431,7 @@ class RunConfig:
     def predicted_from(self, device: str | None, world_size: int) -> dict[str, Any]:
         """Return the settings that a plan's prediction for these ranks depends on besides the data, by name."""
         depends: dict[str, tuple[str, ...]] = {
-            "cache": ("warmup", "decay", "host", "slot_map"),
+            "cache": ("warmup", "decay", "host", "slot_map", "host_dtype", "host_dtypes", "full_rows"),
             "look_ahead": ("lookahead", "prefetch"),
             "profile": ("path", "samples"),
             "model": tuple(

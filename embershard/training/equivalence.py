@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,19 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.cache import CacheGrowthWarning
+from embershard.data import Batch
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
 from embershard.sharding.plan import Plan, TablePlacement
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.planner.placement import built_pools, placements_of
+from embershard.training.build import find_profile
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import refuse_ids
 from embershard.training.fit.model_size import table_groups, tables_of_run
 from embershard.training.parts.order import without_parts
+from embershard.training.rounding import TableRounding
 from embershard.training.trainer import Trainer
 
 #: Tensors of a rank by name, each with the number of its first row in the whole tensor.
@@ -198,13 +203,18 @@ class _Runs:
 
     def _train_stock(self, cached: Trainer, steps: int) -> tuple[list[float], _Tensors]:
         """Train so many steps with the tables where `cached` has them; return losses, weights and states."""
-        config = replace(self._config, cache=replace(self._config.cache, enabled=False))
+        own_types: dict[str, Any] = {"host_dtype": "fp32", "host_dtypes": {}, "full_rows": None}
+        config = replace(self._config, cache=replace(self._config.cache, enabled=False, **own_types))
         shapes = {table.name: (table.num_rows, table.dim, table.dtype) for table in tables_of_run(config)}
         tables = placements_of(cached.model.plan, shapes, table_groups(config))
         if self._stock is None or self._stock[0] != (steps, tables):
             self._stock = None  # frees its memory
             stock = Trainer(self._placed(config, cached, tables), self._ranks)
-            losses = list(_train(stock, steps))
+            rounding = None
+            if self._config.cache.small_types:
+                profile = find_profile(self._config, stock.source)
+                rounding = TableRounding(self._config, profile, stock.model.state_dict(), self._ranks)
+            losses = list(_train(stock, steps, rounding))
             stock.close()
             self._stock = (steps, tables), losses, _tensors_of(stock)
         return self._stock[1:]
@@ -261,16 +271,39 @@ def _check(config: RunConfig, ranks: Ranks) -> None:
         )
 
 
-def _train(trainer: Trainer, steps: int) -> Iterator[float]:
-    """Train, and yield the mean loss of all ranks of each step."""
+def _train(trainer: Trainer, steps: int, rounding: TableRounding | None = None) -> Iterator[float]:
+    """Train, and yield the mean loss of all ranks of each step. `rounding`: of tables without a cache."""
     for _ in range(steps if trainer.total_steps is None else min(steps, trainer.total_steps)):
         with trainer.upcoming.next() as batch:
             trainer.step(batch)
+            if rounding is not None:
+                rounding.after_step([batch] if isinstance(batch, Batch) else list(batch.taken))
         yield trainer.losses.monitor.mean()
 
 
 def _tensors_of(trainer: Trainer) -> _Tensors:
     """Return this rank's part of all weights and optimizer states. Trained rows are written back before."""
+    model = trainer.model
+    with ExitStack() as stack:
+        small = [pool for pool in cached_embeddings(model) if pool.host.small is not None]
+        for pool in small:
+            pool.write_back()
+            stack.enter_context(pool.without_flushes())
+        found = _found_in(trainer)
+    return found if not small else {name: (first, _widened(part, small)) for name, (first, part) in found.items()}
+
+
+def _widened(part: Tensor, pools: Sequence[CachedTableBatchedEmbeddings]) -> Tensor:
+    """Return the weights of small rows in place of the memory that stands for them; others as they are."""
+    for pool in pools:
+        start = (part.data_ptr() - pool.host.flat_weights.data_ptr()) // part.element_size()
+        if part.is_cpu and 0 <= start < pool.host.flat_weights.numel():
+            first = start // pool.host.dim
+            return pool.cache.read(torch.arange(first, first + len(part)))
+    return part
+
+
+def _found_in(trainer: Trainer) -> _Tensors:
     flush(trainer.model)
     model = trainer.model
     states = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from embershard.cache import CacheConfig
 from embershard.data import Source, Target
@@ -34,6 +34,9 @@ from embershard.training.config import RunConfig
 from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.steps import open_stream
+
+#: Settings of a cache whose host rows are as the slots: a checkpoint has them so.
+_AS_SLOTS: dict[str, Any] = {"host_dtype": "fp32", "host_dtypes": {}, "full_rows": None}
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def for_scoring(config: RunConfig, device: str) -> RunConfig:
     is_cached = cache.enabled and (device != "cpu" or config.data.has_ids)
     return replace(
         config,
-        cache=replace(cache, policy=policy, policy_folder=None, warmup=None)
+        cache=replace(cache, policy=policy, policy_folder=None, warmup=None, **_AS_SLOTS)
         if is_cached
         else CacheConfig(enabled=False),
         profile=ProfileConfig(),

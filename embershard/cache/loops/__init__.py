@@ -49,6 +49,13 @@ if TYPE_CHECKING:
     from embershard.cache.loops.slots import fill as fill
     from embershard.cache.loops.slots import find as find
     from embershard.cache.loops.slots import out_of_range as out_of_range
+    from embershard.cache.loops.small import mark_full as mark_full
+    from embershard.cache.loops.small import narrow_to_codes as narrow_to_codes
+    from embershard.cache.loops.small import narrow_to_halfs as narrow_to_halfs
+    from embershard.cache.loops.small import round_to_codes as round_to_codes
+    from embershard.cache.loops.small import round_to_halfs as round_to_halfs
+    from embershard.cache.loops.small import widen_codes as widen_codes
+    from embershard.cache.loops.small import widen_halfs as widen_halfs
     from embershard.cache.loops.victims import KNOWN_USE as KNOWN_USE
     from embershard.cache.loops.victims import LAST_BATCH as LAST_BATCH
     from embershard.cache.loops.victims import candidates as candidates

@@ -14,7 +14,14 @@ from torch import Tensor
 from embershard.cache.config import CacheConfig, TransferKind
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.page_lock import PageLock, lock_for
-from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, ScoresTransfer, StagedTransfer, Transfer
+from embershard.cache.rows.transfer import (
+    MakeTransfer,
+    PlainTransfer,
+    ScoresTransfer,
+    SmallTransfer,
+    StagedTransfer,
+    Transfer,
+)
 from embershard.errors import ConfigError
 
 
@@ -44,6 +51,9 @@ def transfer_maker(kind: TransferKind | MakeTransfer, device: torch.device, host
     """Return the maker of transfers of this kind; the pool calls it with its first slots and whenever it grows."""
     if not isinstance(kind, str):
         return kind
+    if (small := host.small) is not None:
+        assert kind == "plain", f"no transfer {kind!r} of small rows"
+        return lambda slots, payload: SmallTransfer(slots, payload, small)
     if kind == "plain":
         return PlainTransfer
     if kind == "staged":

@@ -88,6 +88,16 @@ class RowCopies:
         if self._device.type == "cuda":
             self._last_trained = torch.cuda.current_stream(self._device).record_event()
 
+    def round(self, ticket: Ticket) -> None:
+        """Round the rows that a batch's update trained to what the host tier can hold. Twice is as good as once.
+
+        Raises:
+            CacheError: a weight is NaN, infinite or too large.
+        """
+        if self._host.small is not None:
+            assert ticket.keys is not None, "small rows are rounded by their keys"
+            self._host.small.round(self._payload[0], ticket.pool_slots, ticket.keys)
+
     @property
     def newest_training(self) -> torch.cuda.Event | None:
         """The end of the forwards and updates queued so far. A plan's victims are none of the batches in flight when it
@@ -111,11 +121,7 @@ class RowCopies:
     def read(self, keys: Tensor) -> Tensor:
         """Return the weights of host rows `keys` on the device: to a GPU through page-locked memory, without a wait for
         the copy."""
-        self._host.make(keys)
-        weights = self._host.weights.detach()
-        rows = torch.empty(keys.numel(), weights.shape[1], dtype=weights.dtype, pin_memory=self._device.type == "cuda")
-        torch.index_select(weights, 0, keys.to(weights.device), out=rows)
-        return rows.to(self._device, non_blocking=True)
+        return self._host.read(keys, pinned=self._device.type == "cuda").to(self._device, non_blocking=True)
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         """Copy host rows `keys` to `slots` at once, outside of any plan."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from embershard.cache import loops
 from embershard.cache.rows.lazy_rows import FrozenLazyRows
 from embershard.cache.rows.memory import fetch_soon, widest_views
+from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.transfer import RowTable
 from embershard.errors import CacheError
 
@@ -38,6 +39,7 @@ class FrozenRows:
         most_aside_bytes: rows put aside at one time; with more, `put_aside` waits for the reader. None: 10 % of the
             rows' bytes, but 16 MiB to 2 GiB.
         is_mapped: the payload is in files, whose blocks the system fetches only when it is told to.
+        small: the weights, if they are small; the memory of `payload` then only says which row a view begins with.
 
     Attributes:
         block_rows: rows of a block.
@@ -58,8 +60,9 @@ class FrozenRows:
         lazy: FrozenLazyRows | None,
         most_aside_bytes: int | None = None,
         is_mapped: bool = False,
+        small: SmallRows | None = None,
     ) -> None:
-        self._is_mapped = is_mapped
+        self._is_mapped, self._small = is_mapped, small
         self._payload, self._lazy = [tensor.data for tensor in payload], lazy
         self._watched, self._version = list(payload), sum(tensor._version for tensor in payload)
         self._num_rows = payload[0].shape[0]
@@ -81,6 +84,7 @@ class FrozenRows:
             [RowTable(view) for view in widest_views(*tensors)]
             for tensors in zip(self._payload, asides, blocks, strict=True)
         ]
+        self._aside_weights, self._first_copied = asides[0], 0 if small is None else 1
         self._blocks, self._in_block = blocks, (0, 0)
         self._num_aside = 0
         self._lowest = 0  # rows from here on were not read
@@ -113,8 +117,11 @@ class FrozenRows:
                     numbers, position, self._lowest, _GROUP_SHIFT, self._heads, self._following, self._kept,
                     self._free, places, placed,
                 )  # fmt: skip
-                for rows, aside, _ in self._tables:
-                    aside.copy(torch.from_numpy(places[:count]), rows, torch.from_numpy(placed[:count]))
+                to, of = torch.from_numpy(places[:count]), torch.from_numpy(placed[:count])
+                for rows, aside, _ in self._tables[self._first_copied :]:
+                    aside.copy(to, rows, of)
+                if self._small is not None:
+                    self._small.read(of, self._aside_weights, to)
                 self._is_whole = True
                 self._num_aside += count
                 if position < numbers.size:
@@ -188,7 +195,9 @@ class FrozenRows:
         for number, (tensor, block) in enumerate(zip(self._payload, self._blocks, strict=True)):
             if self._is_mapped:
                 fetch_soon(tensor[first:stop])
-            if number == 0 and self._lazy is not None:
+            if number == 0 and self._small is not None:
+                self._small.read_block(first, stop, block)
+            elif number == 0 and self._lazy is not None:
                 self._lazy.read(first, stop, block)
             else:
                 np.copyto(_bytes_of(block[: stop - first]), _bytes_of(tensor[first:stop]))

@@ -23,6 +23,8 @@ from embershard.cache.rows import memory
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
+from embershard.cache.rows.sizes import SmallType
+from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed.ranks import TIMEOUT
 from embershard.errors import CacheError, ConfigError
@@ -51,15 +53,20 @@ class HostStore:
             reading rows, `make_all` before handing the whole memory out. None: zeros, which the caller overwrites.
         share: this rank's share in one copy of the rows for all ranks of a machine. The initial weights of its own
             rows are made at once. None: all rows are this rank's.
+        small_type: keep the weights as fp16 or int8; None: as `dtype`. Needs `initial`, and no share.
+        full_keys: of int8, rows that stay float32 (int64 [K] ascending); None: none.
 
     Attributes:
-        flat_weights: [R * D], memory that TorchRec slices its parameters from.
+        flat_weights: [R * D], memory that TorchRec slices its parameters from. Of small rows only its addresses count:
+            they tell a row, and nobody reads or writes there.
         weights: [R, D], the same memory.
+        small: the weights, if they are small.
         own_rows: of each table, the first row and the number of the rows that this rank writes and saves; all of them
             without a share.
         makes_weights: the rows have initial weights by themselves, or get them when they are touched.
         states: name -> [R, ...].
-        row_bytes: payload of one row, in bytes.
+        row_bytes: payload of one row, in bytes, as it is here.
+        slot_row_bytes: the same, as it is in a slot.
         written: rows that were written to; None: they are not tracked (`track_writes`).
 
     >>> host = HostStore([3, 1], dim=4, dtype=torch.float32, states=[("momentum", torch.Size([]), torch.float32)])
@@ -79,6 +86,8 @@ class HostStore:
         fills_all: bool = False,
         initial: Sequence[ShardWeights] | None = None,
         share: NodeShare | None = None,
+        small_type: SmallType | None = None,
+        full_keys: Tensor | None = None,
     ) -> None:
         self._share = share
         self.rows_per_table = list(rows_per_table)
@@ -90,13 +99,21 @@ class HostStore:
         bounds = torch.tensor([(offset + first, offset + first + count) for offset, (first, count) in own])
         self._first_own, self._end_own = bounds.view(-1, 2).unbind(1)
         self._table_ends = torch.tensor(self.rows_per_table).cumsum(0)
-        self.row_bytes = dim * dtype.itemsize + sum(math.prod(shape) * t.itemsize for _, shape, t in states)
+        state_bytes = sum(math.prod(shape) * t.itemsize for _, shape, t in states)
+        self.row_bytes = self.slot_row_bytes = dim * dtype.itemsize + state_bytes
         # Where all is written at once, huge pages take less time; locking touches every page anyway. Elsewhere the
         # first write to a row would wait for the system to find and clear a huge one (decision 0057).
         self._has_small_pages = host == "memory" and share is None and not whole_pages and not fills_all
         self._num_written = 0
         allocate = self._allocator(host_dir if host == "mmap" else None, whole_pages)
-        self.flat_weights = allocate(self.num_rows * dim, dtype)
+        self.small: SmallRows | None = None
+        if small_type is not None:
+            assert initial is not None and share is None, "small rows are made from a counter, by one rank"
+            full_keys = torch.empty(0, dtype=torch.int64) if full_keys is None else full_keys
+            self.small = SmallRows(small_type, rows_per_table, initial, dim, full_keys, allocate)
+            self.row_bytes = self.small.row_bytes + state_bytes
+        take = allocate if self.small is None else functools.partial(memory.zeros, small_pages=True)
+        self.flat_weights = take(self.num_rows * dim, dtype)
         self.weights = self.flat_weights.view(self.num_rows, dim)
         self.states: dict[str, Tensor] = {}
         for name, shape, state_dtype in states:
@@ -109,9 +126,9 @@ class HostStore:
             memory.expect_random_reads(tensor)
         self.makes_weights = initial is not None
         self._lazy: LazyRows | None = None
-        if initial is not None and share is None:
+        if initial is not None and share is None and self.small is None:
             self._lazy = LazyRows(self.weights, self.rows_per_table, initial)
-        elif initial is not None:
+        elif initial is not None and self.small is None:
             for weights, rows in zip(initial, self.table_weights(), strict=True):
                 weights.write(rows)
         self._is_read_ahead = False
@@ -134,7 +151,8 @@ class HostStore:
     @property
     def host_bytes(self) -> int:
         """Memory (or disk space) of all rows that are this rank's own, in bytes."""
-        return sum(rows for _, rows in self.own_rows) * self.row_bytes
+        full_bytes = 0 if self.small is None else self.small.full_bytes
+        return sum(rows for _, rows in self.own_rows) * self.row_bytes + full_bytes
 
     @property
     def version(self) -> int:
@@ -160,6 +178,15 @@ class HostStore:
             self._lazy.make(keys.cpu())
             if self._lazy.num_unmade * _HUGE_PAGES_FROM <= self._lazy.num_blocks:
                 self._grow_pages()
+
+    def read(self, keys: Tensor, pinned: bool = False) -> Tensor:
+        """Return the weights of rows `keys` (int64 [M]): [M, D] in host memory, page-locked if asked for."""
+        if self.small is not None:
+            return self.small.read(keys)
+        self.make(keys)
+        weights = self.weights.detach()
+        rows = torch.empty(keys.numel(), self.dim, dtype=weights.dtype, pin_memory=pinned)
+        return torch.index_select(weights, 0, keys.to(weights.device), out=rows)
 
     def read_ahead(self, keys: Tensor, out: Tensor, places: Tensor) -> None:
         """Write the weights of rows `keys` to rows `places` (both int64 [M]) of `out` [S, D] in host memory. Those that
@@ -192,7 +219,18 @@ class HostStore:
                 memory.use_huge_pages(tensor)
 
     def make_all(self) -> None:
-        """Make the initial weights of all rows that have none yet."""
+        """Make the initial weights of all rows that have none yet: somebody is about to read the memory.
+
+        Raises:
+            CacheError: the rows are small, and not there.
+        """
+        if self.small is not None:
+            raise CacheError(
+                f'weights were asked for as memory, and rows are kept as {self.small.small_type} (cache.host_dtype): '
+                "they would read as zeros. A checkpoint of embershard has them as fp32, and embershard export writes "
+                "them; in a program use embershard.freeze, or embershard.without_flushes where only names and shapes "
+                'matter. With cache.host_dtype = "fp32" state_dict has them'
+            )
         if self._lazy is not None and self._lazy.num_unmade:
             if self._has_small_pages:
                 self._has_small_pages = False
@@ -237,7 +275,7 @@ class HostStore:
         `before_write` before rows change. Trained rows must have been written back."""
         assert self._frozen is None or self._frozen.is_closed, "the rows are being read already"
         lazy = None if self._lazy is None else self._lazy.freeze()
-        self._frozen = FrozenRows(self.payload, lazy, is_mapped=self._is_mapped)
+        self._frozen = FrozenRows(self.payload, lazy, is_mapped=self._is_mapped, small=self.small)
         return self._frozen
 
     def track_writes(self, device: torch.device) -> None:

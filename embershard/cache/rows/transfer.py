@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embershard.cache import loops
 from embershard.cache.rows.memory import INTEGERS, widest_views
+from embershard.cache.rows.small_rows import SmallRows
 
 
 class Transfer(Protocol):
@@ -63,7 +64,7 @@ class PlainTransfer:
             assert d.shape[1:] == h.shape[1:], f"payload rows differ: {d.shape} and {h.shape}"
             assert d.dtype == h.dtype, f"payload types differ: {d.dtype} and {h.dtype}"
         self._pairs = [[RowTable(table) for table in widest_views(d.data, h.data)] for d, h in pairs]
-        self.key_device = host[0].device
+        self.key_device = torch.device("cpu") if not host else host[0].device
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         for device, host in self._pairs:
@@ -78,6 +79,29 @@ class PlainTransfer:
 
     def discard(self) -> int:
         return 0
+
+
+class SmallTransfer(PlainTransfer):
+    """Transfer of small rows, between host memory and slots in host memory: weights are narrowed and widened in the pass
+    of the copy, states as `PlainTransfer` copies them.
+
+    Args:
+        device: payload tensors by slot, [S + 1, ...] each.
+        host: payload tensors by key, [R, ...] each, in the same order; the first has no contents.
+        small: the weights.
+    """
+
+    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], small: SmallRows) -> None:
+        super().__init__(device[1:], host[1:])
+        self._slots, self._small, self.key_device = device[0].data, small, host[0].device
+
+    def fill(self, keys: Tensor, slots: Tensor) -> None:
+        self._small.read(keys, self._slots, slots)
+        super().fill(keys, slots)
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        self._small.write(keys, self._slots, slots)
+        super().write_back(slots, keys)
 
 
 class ScoresTransfer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -96,6 +96,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             fills_all=spec.counter_init is None,
             initial=None if spec.counter_init is None else [spec.counter_init.of_shard(table) for table in shards],
             share=share,
+            **spec.small_rows(tables),
         )
         self.cache = self._make_cache(spec, config)
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
@@ -111,7 +112,7 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
-        num_slots = spec.num_slots(tables, self.host.row_bytes)
+        num_slots = spec.num_slots(tables, self.host.slot_row_bytes)
         has_ids = spec.has_ids(tables)  # a row that begins anew leaves its slot
         pinned_of_table = {} if has_ids else pinned_tables(self.host.rows_per_table, num_slots)
         self._pinned_of_feature = self.slots.set_pinned_slots(pinned_of_table)
@@ -348,6 +349,48 @@ class CachedTableBatchedEmbeddings(HostTables):
         return ticket
 
     # -- the host tier
+
+    def put_small_rows(self, table: str, read: Callable[[int, int], Iterator[Tensor]]) -> None:
+        """Write weights of a table to its small rows here, rounded.
+
+        Args:
+            table: its name.
+            read: yields the rows [first, stop) of the whole table in their order, in blocks of whole rows.
+
+        Raises:
+            CacheError: a weight is NaN, infinite or too large.
+        """
+        assert self.host.small is not None, "other rows are loaded by load_state_dict"
+        shards = zip(self._shards, self._first_columns, self.host.rows_per_table, self.host.row_offsets, strict=True)
+        for (name, first), column, num_rows, key in shards:
+            if name == table:
+                for block in read(first, first + num_rows):
+                    self.host.small.put_block(key, block[:, column : column + self.host.dim])
+                    key += block.shape[0]
+        self.host_rows_changed(table)
+
+    @property
+    def full_rows(self) -> dict[str, Tensor]:
+        """The rows that are not rounded (int64, ascending, numbered in the whole table), by table; of an int8 pool."""
+        found: dict[str, Tensor] = {}
+        if self.host.small is not None and self.host.small.small_type == "int8":
+            shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
+            keys = self.host.small.full_keys
+            for (name, first), num_rows, key in shards:
+                found[name] = keys[(keys >= key) & (keys < key + num_rows)] - key + first
+        return found
+
+    def keep_full(self, rows: Mapping[str, Tensor]) -> None:
+        """Let these rows be the full ones, as `full_rows` of all ranks names them; before any row is trained or loaded.
+        Tables that are not named have none."""
+        if self.host.small is not None and self.host.small.small_type == "int8":
+            none = torch.empty(0, dtype=torch.int64)
+            shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
+            found = [none]
+            for (name, first), num_rows, key in shards:
+                own = rows.get(name, none)
+                found.append(own[(own >= first) & (own < first + num_rows)].unique() - first + key)
+            self.host.small.keep_full(torch.cat(found))
 
     def host_rows_changed(self, table: str, rows: Tensor | None = None) -> None:
         """Fetch cached rows of `table` again, whose host rows somebody wrote to.

@@ -123,7 +123,11 @@ class HostTables(nn.Module):
         self.slots.tbe.update_hyper_parameters(params_dict)
 
     def flush(self) -> None:
-        """Write trained rows back to the host tier, and make the initial weights of rows that have none yet."""
+        """Write trained rows back to the host tier, and make the initial weights of rows that have none yet.
+
+        Raises:
+            CacheError: the rows are small: TorchRec, which calls it before it reads memory, would read zeros.
+        """
         if self._is_flushed:
             self.write_back()
             self.cache.flush()
@@ -160,6 +164,6 @@ class HostTables(nn.Module):
     def reset_cache_states(self) -> None:
         """Write trained rows back, and fetch the cached ones again. Collective where ranks share the rows: they wait
         until all of them have written."""
-        self.cache.flush()
+        self.cache.write_back() if self.host.small is not None else self.cache.flush()
         self.host.meet(self.cache.name)
         self.cache.host_rows_changed()

@@ -36,6 +36,7 @@ from embershard.sharding.torchrec.modules import (
     new_sharded_module,
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
+from embershard.sharding.torchrec.table_arguments import check_small_rows
 
 POOLED_TYPES = [REPLICATED, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [REPLICATED, *SEQUENCE_SHARDINGS]
@@ -87,9 +88,12 @@ class _Cached:
         if plan is not None:
             check_no_size(self._cache)
         self._cache.policy_for(profile is not None)  # raises here rather than in the middle of sharding
+        self._cache.check_full_rows(profile is not None)
         self._ids = dict(ids or {})
         given = {"profile": profile, "plan": plan, "init_seed": init_seed, "ids": self._ids}
         self._modes = modes_of({**given, "exchange": "pooled", "mode": "sharded", "hot_rows": None, **asked})
+        refusing = [str(mode) for mode in self._modes if not mode.takes_small_rows]
+        check_small_rows(self._cache, has_seed=init_seed is not None, modes=refusing)
 
     @property
     def cache(self) -> CacheConfig:
@@ -140,6 +144,11 @@ class _Cached:
                 f"{sorted(params)[:5]}, or DistributedModelParallel over all ranks"
             )
         device_type = torch.device(device or "cpu").type
+        if device_type != "cpu" and self._cache.small_types:
+            raise ConfigError(
+                f"cache.host_dtype: got {' and '.join(self._cache.small_types)} on {device_type!r}: no kernel rounds "
+                'slots there so far. Set "fp32", or train on a CPU'
+            )
         modes = tuple(mode for mode in self._modes if env.world_size > 1 or not mode.needs_ranks)
         check_groups(module, params, device_type, modes)
         for mode in modes:

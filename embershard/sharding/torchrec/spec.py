@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
@@ -19,6 +20,7 @@ from torchrec.distributed.types import ParameterSharding
 from embershard.cache.config import CacheConfig, CachePolicy
 from embershard.cache.ids.config import IdTable
 from embershard.cache.key_map import map_kind
+from embershard.cache.rows.full_rows import full_rows_of
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
@@ -30,6 +32,8 @@ from embershard.sharding.torchrec.modes.mode import ShardingMode
 SPEC_KEY = "_embershard_cache"
 #: Of tables that get any ids as they are: TorchRec groups tables by it. Those without get row numbers, or mixed ids.
 RAW_IDS_KEY = "_embershard_raw_ids"
+#: Of tables whose rows are small in host memory: TorchRec groups tables by it.
+HOST_DTYPE_KEY = "_embershard_host_dtype"
 
 # Cached tables carry TorchRec's label for them: so its planner, state dicts, optimizer states and prefetch hooks apply.
 # CUSTOMIZED_KERNEL would leave them out of the state dict.
@@ -123,6 +127,24 @@ class CacheSpec:
         )
         return RowCounts.of_shards(zip(shards, (t.local_rows for t in tables), strict=True))
 
+    def small_rows(self, tables: Sequence[ShardedEmbeddingTable]) -> dict[str, Any]:
+        """Return what `HostStore` needs to keep a group's rows in a small type; nothing for fp32.
+
+        Full rows are chosen in the whole table, so that no rank or plan matters.
+        """
+        small_type = self.config.small_type_of(tables[0].name)
+        if small_type is None:
+            return {}
+        found, offset = [np.empty(0, np.int64)], 0
+        for table in tables if small_type == "int8" else ():
+            profile = None if self.profile is None else self.profile()
+            rows = full_rows_of(table.name, table.num_embeddings, self.config.full_share, profile)
+            first = first_row(table)
+            low, high = np.searchsorted(rows, (first, first + table.local_rows))
+            found.append(rows[low:high] - first + offset)
+            offset += table.local_rows
+        return {"small_type": small_type, "full_keys": torch.from_numpy(np.concatenate(found))}
+
     def num_slots(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> int:
         """Return the slots of the pool of `tables`, whose rows take `row_bytes` each.
 
@@ -174,6 +196,7 @@ def take_spec(config: GroupedEmbeddingConfig) -> tuple[CacheSpec, dict[str, Any]
     """Return the spec in a group's `fused_params`, and FBGEMM's part of them."""
     fused_params = dict(config.fused_params or {})
     fused_params.pop(RAW_IDS_KEY, None)
+    fused_params.pop(HOST_DTYPE_KEY, None)
     return fused_params.pop(SPEC_KEY), fused_params
 
 

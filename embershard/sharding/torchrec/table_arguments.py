@@ -8,7 +8,7 @@ only arguments that were compared with uncached tables are accepted.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     WeightDecayMode,
 )
 
+from embershard.cache.config import CacheConfig
 from embershard.errors import ConfigError
 
 #: Arguments of FBGEMM's own cache, which is not used here: dropped.
@@ -152,6 +153,53 @@ def check_row_types(type_of_table: Mapping[str, torch.dtype]) -> None:
                 f"cached tables {tables}: got rows of {str(dtype).removeprefix('torch.')}, needed float32 or float16. "
                 "Give these tables data_type=DataType.FP32 or DataType.FP16, or place them without a cache"
             )
+
+
+def check_small_types(type_of_table: Mapping[str, torch.dtype]) -> None:
+    """Refuse tables with small rows in host memory whose slots are not float32.
+
+    >>> check_small_types({"clicks": torch.float16})
+    Traceback (most recent call last):
+    embershard.errors.ConfigError: tables ['clicks']: got rows of float16 and cache.host_dtype...
+
+    Raises:
+        ConfigError: naming the tables.
+    """
+    if other := sorted(table for table, its_type in type_of_table.items() if its_type != torch.float32):
+        raise ConfigError(
+            f"tables {other}: got rows of float16 and cache.host_dtype, which rounds float32 slots: one of the two. "
+            'For half the host memory take cache.host_dtype = "fp16" and tables of float32, which also trains the same '
+            "bits on any cache"
+        )
+
+
+def check_small_rows(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) -> None:
+    """Refuse small rows in host memory where something would read or write them as memory.
+
+    >>> check_small_rows(CacheConfig(host_dtype="fp16"), has_seed=False, modes=[])
+    Traceback (most recent call last):
+    embershard.errors.ConfigError: cache.host_dtype: got fp16 without init_seed...
+
+    Args:
+        has_seed: of the initial weights.
+        modes: that keep rows of their own, as a user asks for them.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    if not cache.small_types:
+        return
+    got = " and ".join(cache.small_types)
+    if not has_seed:
+        raise ConfigError(
+            f"cache.host_dtype: got {got} without init_seed. TorchRec would write its own initial weights to memory "
+            'that is not there, and the seed also rounds. Give init_seed (train.init = "counter"), or set "fp32"'
+        )
+    if modes:
+        raise ConfigError(
+            f"cache.host_dtype: got {got} together with {', '.join(modes)}, which keeps copies of host rows, or begins "
+            'them anew, as fp32. Leave one of them out'
+        )
 
 
 def _problems(arguments: Mapping[str, Any]) -> list[str]:

@@ -29,6 +29,13 @@ from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.distributed.checkpoint.save import NewLink
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates, restore_contents, saved_contents
+from embershard.training.checkpoint.host_rows import (
+    FULL_ROWS,
+    load_weights,
+    restore_full_rows,
+    saved_full_rows,
+    without_small_rows,
+)
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
 from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.checkpoint.saved_run import SOURCE_STATE, SavedRun, SettingsComparison, compare
@@ -158,6 +165,8 @@ class RunState:
                 on_error.callback(rows.close)
             with without_flushes(self.model):  # rows are written back already, and made while they are written
                 tensors = without_empty({**self.tensors(), **tensors_of_parts})
+            if full := saved_full_rows(self.model, self._ranks.rank):
+                tensors[FULL_ROWS] = full
             if contents := saved_contents(self.model, self._ranks.rank):
                 tensors[_CACHE] = contents
             if chain is not None:
@@ -185,13 +194,18 @@ class RunState:
         dense_optimizer = self._optimizers.dense
         dense_optimizer.init_state()  # its tensors must exist to be loaded into
         dense_optimizer.zero_grad()
-        tensors = self.tensors()
+        with without_flushes(self.model):  # nothing was trained
+            tensors = self.tensors()
+        changed = {change.key for change in comparison.changes}
+        if not changed & {"cache.host_dtype", "cache.host_dtypes", "cache.full_rows"}:
+            restore_full_rows(self.model, load_group(checkpoint, FULL_ROWS))
         with without_known_warnings():
             num_rows = {name: value.size(0) for name, value in tensors[MODEL].items() if value.dim()}
             states = RowStates(tensors[STATES], saved_sizes(checkpoint, STATES), num_rows)
+            tensors[MODEL] = without_small_rows(self.model, tensors[MODEL])
             load_tensors(checkpoint, without_empty({**tensors, STATES: states.to_load}))
             states.spread()
-        self.model.load_state_dict(tensors[MODEL])
+        load_weights(self.model, checkpoint, tensors[MODEL])
         self.model.fused_optimizer.load_state_dict({"state": tensors[STATES]})
         dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
         self._optimizers.set_num_steps(saved.step)

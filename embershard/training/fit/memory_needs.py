@@ -118,8 +118,9 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
             device[-1]["marks"] = sum(shard.rows for shard in cacheable if shard.kernel == "cached")
             host["compared"] += _compared_bytes(here, is_first=not ranks.first and len(device) == 1)
         cached = [shard for shard in here if shard.kernel == "cached"]
-        host["weights"] += sum(shard.rows * shard.table.weight_bytes(shard.columns) for shard in cached)
-        host["optimizer_states"] += sum(shard.rows * shard.table.optimizer_bytes(shard.columns) for shard in cached)
+        states = sum(shard.rows * shard.table.optimizer_bytes(shard.columns) for shard in cached)
+        host["weights"] += sum(shard.host_bytes for shard in cached) - states
+        host["optimizer_states"] += states
         host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps")})
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         host["runtime"] += _RUNTIME_BYTES

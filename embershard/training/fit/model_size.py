@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from embershard.cache.rows.sizes import num_full_rows
 from embershard.data import schema_of
+from embershard.errors import ConfigError
 from embershard.models import ModelTable, model_tables, num_parameters
 from embershard.models.dense_size import DenseSize
 from embershard.sharding.shards import groups_of
@@ -28,8 +30,19 @@ def tables_of_run(config: RunConfig) -> tuple[ModelTable, ...]:
 def table_groups(config: RunConfig) -> dict[str, str]:
     """Return the group of each table, by its name: see `groups_of`."""
     ids = id_rules(config)
-    places = {table.name: (table.module, table.pooling, table.name in ids) for table in tables_of_run(config)}
+    suffix = config.cache.group_suffix if config.cache.enabled else lambda _: ""
+    places = {
+        table.name: (table.module, table.pooling + suffix(table.name), table.name in ids)
+        for table in tables_of_run(config)
+    }
     return groups_of(places)
+
+
+def check_host_dtypes(config: RunConfig) -> None:
+    """Raise `ConfigError` where `cache.host_dtypes` names no table of the model."""
+    names = [table.name for table in tables_of_run(config)]
+    if other := sorted(config.cache.host_dtypes.keys() - set(names)):
+        raise ConfigError(f"cache.host_dtypes: got no table {other[0]!r}, needed some of {', '.join(names)}.")
 
 
 def table_rows(config: RunConfig) -> dict[str, int]:
@@ -54,6 +67,7 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     schema = schema_of(config.data)
     flops, parameters, activations, products, passes = _dense_part(config)
     ids = id_rules(config)
+    check_host_dtypes(config)
     return ModelSize(
         tables=tuple(
             TableSize(
@@ -67,6 +81,8 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
                 num_features=len(tables[name].features),
                 buckets=ids[name].buckets_of(name, count).num_buckets if name in ids else 0,
                 id_map_bytes=ids[name].row_bytes if name in ids else 0,
+                host_dtype=config.cache.small_type_of(name) if config.cache.enabled else None,
+                full_share=num_full_rows(count, config.cache.full_share) / max(1, count),
             )
             for name, count in rows.items()
         ),

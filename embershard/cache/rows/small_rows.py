@@ -1,0 +1,208 @@
+"""Host rows of a small type (fp16 or int8) under slots that are float32: precision belongs to the row.
+
+After each update a row's weights are rounded, in their slot, to what the host holds (`SmallRows.round`). So write-backs
+and fills change no number, and what a run learns depends on no cache, look-ahead or save (decision 0099).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embershard.cache import loops
+from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array
+from embershard.cache.rows.sizes import SmallType, small_row_bytes
+from embershard.errors import CacheError, ConfigError
+
+_NO_MARKS = np.empty(0, np.int32)
+_COLUMNS = 4  # the number of a full row takes the place of so many codes
+
+
+class SmallRows:
+    """Weights of a pool's rows in host memory: R rows, of which those of `full_keys` stay float32.
+
+    A row that was never written has its initial weights, rounded; it takes no memory.
+
+    Args:
+        small_type: "fp16", without full rows; or "int8", with a step per row.
+        rows_per_table: rows of each table's shard.
+        initial: initial weights of each table; rounding also takes its random bits by their seed and places.
+        dim: D, columns of each row on this rank.
+        full_keys: int64 [K] ascending, rows that are not rounded.
+        allocate: gives zeroed memory for a number of elements and a dtype.
+
+    Attributes:
+        tables: as the loops of `embershard/cache/loops/small.py` take them.
+        full_keys: as the argument.
+
+    Raises:
+        ConfigError: the tables have too few columns.
+
+    >>> tables = [ShardWeights("clicks", 7, 4, -0.5, 0.5)]
+    >>> rows = SmallRows("int8", [100], tables, 4, torch.tensor([3]), lambda numel, dtype: torch.zeros(numel, dtype=dtype))
+    >>> rows.write(torch.tensor([3, 8]), torch.tensor([[1.0, 0.1, 0.0, 0.0], [127.0, 5.0, 0.0, -2.0]]))
+    >>> rows.read(torch.tensor([8, 3])).tolist()
+    [[127.0, 5.0, 0.0, -2.0], [1.0, 0.10000000149011612, 0.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        small_type: SmallType,
+        rows_per_table: Sequence[int],
+        initial: Sequence[ShardWeights],
+        dim: int,
+        full_keys: Tensor,
+        allocate: Callable[[int, torch.dtype], Tensor],
+    ) -> None:
+        if dim % _COLUMNS or any(shard.first_column % _COLUMNS for shard in initial):
+            raise ConfigError(
+                f'cache.host_dtype: got "{small_type}" for tables with {dim} columns on a rank, needed a multiple of '
+                f"{_COLUMNS}. Change model.embedding_dim, cut fewer columns, or keep these tables in \"fp32\""
+            )
+        self.small_type, self.num_rows, self.dim = small_type, sum(rows_per_table), dim
+        self._initial = PoolWeights(rows_per_table, initial, dim)
+        firsts = np.cumsum([0, *rows_per_table], dtype=np.int64)
+        seeds = [np.uint32(shard.key[0] ^ shard.key[1]).view(np.int32) for shard in initial]
+        places = [
+            (first, shard.first_row - first, seed, shard.first_column)
+            for first, shard, seed in zip(firsts, initial, seeds, strict=False)
+        ]
+        self.tables = np.array([*places, (firsts[-1], 0, 0, 0)], np.int64)
+        self._names = [shard.table for shard in initial]
+        self._seen, self._number = np.zeros(0, np.int32), 0
+        shape = (self.num_rows, dim)
+        if small_type == "fp16":
+            self.parts = [allocate(self.num_rows * dim, torch.int16).view(shape)]
+            self._halfs = _unsigned(self.parts[0])
+        else:
+            self.parts = [allocate(self.num_rows * dim, torch.int8).view(shape), allocate(self.num_rows, torch.int16)]
+            self._codes, self._steps = self.parts[0].numpy(), _unsigned(self.parts[1])
+            self._words = self.parts[0].view(torch.int32).numpy()
+        self.full_keys = torch.empty(0, dtype=torch.int64)
+        self.keep_full(full_keys)
+
+    def keep_full(self, keys: Tensor) -> None:
+        """Let these rows (int64 [K] ascending; of int8 only) be the full ones, with their initial weights; before any row
+        is written."""
+        if self.small_type == "fp16":
+            assert not keys.numel(), "only int8 has full rows"
+            return
+        self._full = torch.empty(keys.numel(), self.dim)
+        self._steps[self.full_keys.numpy()] = 0
+        self.full_keys = keys
+        self._write_initial(keys.numpy(), self._full, np.arange(keys.numel()))
+        loops.mark_full(self._words, self._steps, keys.numpy())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a small row."""
+        return small_row_bytes(self.small_type, self.dim)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full rows beside those that every row has."""
+        return self.full_keys.numel() * self.dim * 4
+
+    def read(self, keys: Tensor, out: Tensor | None = None, places: Tensor | None = None) -> Tensor:
+        """Return the weights of rows `keys` (int64 [M]): float32 [M, D], or rows `places` (int64 [M]) of `out` [S, D].
+        Memory is on the CPU."""
+        numbers = np.ascontiguousarray(keys.numpy())
+        out = torch.empty(numbers.size, self.dim) if out is None else out
+        to = np.arange(numbers.size) if places is None else np.ascontiguousarray(places.numpy())
+        rows, unmade = out.detach().numpy(), np.empty(numbers.size, np.int64)
+        if self.small_type == "fp16":
+            count = loops.widen_halfs(self._halfs, numbers, rows, rows.view(np.int32), to, unmade)
+        else:
+            count = loops.widen_codes(
+                self._codes, self._words, self._steps, self._full.numpy(), numbers, rows, to, unmade
+            )
+        if count:
+            some = unmade[:count]
+            self._write_initial(numbers[some], out, to[some])
+            self._round(rows, to[some], numbers[some], _NO_MARKS, 0)
+        return out
+
+    def read_block(self, first: int, stop: int, out: Tensor) -> None:
+        """Write the weights of rows [first, stop) to the first rows of `out` [B, D]."""
+        self.read(torch.arange(first, stop), out, torch.arange(stop - first))
+
+    def write(self, keys: Tensor, rows: Tensor, places: Tensor | None = None) -> None:
+        """Write rounded rows, [M, D] or those at `places` of [S, D], to host rows `keys` (int64 [M]).
+
+        Raises:
+            CacheError: some are not rounded, and would lose what they are.
+        """
+        numbers, values = np.ascontiguousarray(keys.numpy()), rows.detach().numpy()
+        of = np.arange(numbers.size) if places is None else np.ascontiguousarray(places.numpy())
+        if self.small_type == "fp16":
+            inexact = loops.narrow_to_halfs(self._halfs, numbers, values, values.view(np.int32), of)
+        else:
+            inexact = loops.narrow_to_codes(
+                self._codes, self._words, self._steps, self._full.numpy(), numbers, values, of
+            )
+        if inexact:
+            raise CacheError(
+                f"{inexact} of {numbers.size} rows of the tables {self._names[:5]} in slots are not what an update "
+                f"leaves: they hold numbers that {self.small_type} does not. Something else wrote to the slots; resume "
+                'from the last checkpoint, or train with cache.host_dtype = "fp32"'
+            )
+
+    def put_block(self, first: int, rows: Tensor) -> None:
+        """Write weights [n, D] of a checkpoint to host rows [first, first + n), rounded; those of this type and seed
+        are already, and stay as they are.
+
+        Raises:
+            CacheError: a weight is no number, or too large.
+        """
+        keys, rows = torch.arange(first, first + rows.shape[0]), rows.to(torch.float32, copy=True)
+        self.round(rows, torch.arange(rows.shape[0]), keys, are_distinct=True)
+        self.write(keys, rows)
+
+    def round(self, rows: Tensor, places: Tensor, keys: Tensor, are_distinct: bool = False) -> None:
+        """Round the rows at `places` of [S, D], those of `keys` (both int64 [M], with repeats), but for full ones.
+
+        Args:
+            are_distinct: no place repeats. Else only one thread at a time may call it.
+
+        Raises:
+            CacheError: a weight is NaN, infinite or too large for the type.
+        """
+        values = rows.detach().numpy()
+        marks = (_NO_MARKS, 0) if are_distinct else self._next_marks(values.shape[0])
+        numbers, to = np.ascontiguousarray(keys.numpy()), np.ascontiguousarray(places.numpy())
+        bad = self._round(values, to, numbers, *marks)
+        if bad >= 0:
+            table = int(np.searchsorted(self.tables[:, 0], numbers[bad], side="right")) - 1
+            found = values[to[bad]]
+            raise CacheError(
+                f"table {self._names[table]!r}, row {numbers[bad] + self.tables[table, 1]}: its largest weight is "
+                f"{np.abs(found).max()}, and {self.small_type} rows hold numbers up to "
+                f"{'65504' if self.small_type == 'fp16' else '1e30'}. The training has diverged: lower "
+                "embedding_optimizer.lr, and resume from the last checkpoint"
+            )
+
+    def _round(self, rows: NDArray[Any], places: Any, keys: Any, seen: Any, number: int) -> int:
+        bits = rows.view(np.int32)
+        if self.small_type == "fp16":
+            return int(loops.round_to_halfs(rows, bits, places, keys, self.tables, seen, number))
+        return int(loops.round_to_codes(rows, bits, places, keys, self.tables, self._steps, seen, number))
+
+    def _write_initial(self, keys: NDArray[np.int64], out: Tensor, places: NDArray[np.int64]) -> None:
+        if keys.size:
+            none_made, nothing = np.zeros(1, np.bool_), np.empty(0, np.float32)
+            loops.read_rows(keys, places, none_made, 62, nothing, as_array(out), self._initial.arrays)
+
+    def _next_marks(self, num_places: int) -> tuple[NDArray[np.int32], int]:
+        if self._seen.size != num_places or self._number == np.iinfo(np.int32).max:
+            self._seen, self._number = np.zeros(num_places, np.int32), 0
+        self._number += 1
+        return self._seen, self._number
+
+
+def _unsigned(tensor: Tensor) -> NDArray[np.uint16]:
+    return tensor.numpy().view(np.uint16)
