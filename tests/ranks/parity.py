@@ -58,7 +58,8 @@ class Case:
     """One configuration. ``sharding``: one type for all tables, or one per table. ``profile``: give one to policies
     that do not need it. ``cached``: numbers of the cached tables, None for all; ``data_parallel`` tables are never
     cached. ``replicated``: numbers of tables that are sharded in stock TorchRec, and replicated beside the cache.
-    ``hot``: rows of each table that every rank has a copy of, the most frequent ones; None: not this mode."""
+    ``hot``: rows of each table that every rank has a copy of, the most frequent ones; None: not this mode.
+    ``host_dtype``, ``full_rows``: of the cache."""
 
     optimizer: str = "rowwise_adagrad"
     sharding: str | tuple[str, ...] = "table_wise"
@@ -88,6 +89,8 @@ class Case:
     mode: str = "sharded"
     replicated: tuple[int, ...] = ()
     hot: int | None = None
+    host_dtype: str = "fp32"
+    full_rows: float | None = None
 
     @property
     def features(self) -> list[str]:
@@ -180,6 +183,8 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
         host_dir=case.host_dir,
         transfer=case.transfer,  # type: ignore[arg-type]
         slot_map=case.slot_map,  # type: ignore[arg-type]
+        host_dtype=case.host_dtype,  # type: ignore[arg-type]
+        full_rows=case.full_rows,
     )
     codecs = comm_codecs(ShardingConfig(None, *case.comm), torch.device(case.device))  # type: ignore[arg-type]
     if cached:
