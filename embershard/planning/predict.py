@@ -327,4 +327,5 @@ def _table(workload: Workload, parts: Sequence[_Simulated]) -> TablePrediction:
         host_bytes=host_bytes["rows"] + host_bytes["scores"],
         first_touches=sum(part.report.first_touches for part in parts),
         long_run_hit_rate=CacheReport.total(long_run).hit_rate_lookups,
+        moved_row_bytes=sum(p.shard.rows * p.shard.host_row_bytes for p in parts) / sum(p.shard.rows for p in parts),
     )

@@ -58,6 +58,7 @@ class TablePrediction:
         device_bytes: of the cache's slots and maps, or of all rows where there is no cache.
         first_touches: those of `unique_ids` that miss because the cache never had their rows before, whatever its size.
         long_run_hit_rate: an estimate of `hit_rate_lookups` on new data after a long training; None: not estimated.
+        moved_row_bytes: of a row between slots and host memory; None in plans of earlier versions.
     """
 
     table: str
@@ -72,6 +73,7 @@ class TablePrediction:
     host_bytes: int
     first_touches: float = 0.0
     long_run_hit_rate: float | None = None
+    moved_row_bytes: float | None = None
 
     @property
     def misses(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.planner.placement import built_pools, placements_of
 from embershard.training.build import find_profile
+from embershard.training.checkpoint.host_rows import without_small_flushes
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import refuse_ids
 from embershard.training.fit.model_size import table_groups, tables_of_run
@@ -206,7 +206,7 @@ class _Runs:
         own_types: dict[str, Any] = {"host_dtype": "fp32", "host_dtypes": {}, "full_rows": None}
         config = replace(self._config, cache=replace(self._config.cache, enabled=False, **own_types))
         shapes = {table.name: (table.num_rows, table.dim, table.dtype) for table in tables_of_run(config)}
-        tables = placements_of(cached.model.plan, shapes, table_groups(config))
+        tables = placements_of(cached.model.plan, shapes, table_groups(self._config))
         if self._stock is None or self._stock[0] != (steps, tables):
             self._stock = None  # frees its memory
             stock = Trainer(self._placed(config, cached, tables), self._ranks)
@@ -284,11 +284,8 @@ def _train(trainer: Trainer, steps: int, rounding: TableRounding | None = None) 
 def _tensors_of(trainer: Trainer) -> _Tensors:
     """Return this rank's part of all weights and optimizer states. Trained rows are written back before."""
     model = trainer.model
-    with ExitStack() as stack:
-        small = [pool for pool in cached_embeddings(model) if pool.host.small is not None]
-        for pool in small:
-            pool.write_back()
-            stack.enter_context(pool.without_flushes())
+    small = [pool for pool in cached_embeddings(model) if pool.host.small is not None]
+    with without_small_flushes(model):
         found = _found_in(trainer)
     return found if not small else {name: (first, _widened(part, small)) for name, (first, part) in found.items()}
 

@@ -217,7 +217,9 @@ def _table(plan: Plan, prediction: Prediction, predicted: TablePrediction, run: 
     is_cached = placement.kernel == "cached"
     caches = run.caches.get(predicted.rank) if is_cached else None
     measured = None if caches is None else caches.tables.get(predicted.table)
-    row_bytes = _row_bytes(plan, prediction, predicted) if is_cached else 0.0
+    row_bytes = predicted.moved_row_bytes if is_cached else 0.0
+    if row_bytes is None:
+        row_bytes = _row_bytes(plan, prediction, predicted)
     numbers = {name: getattr(predicted, name) for name in (*_RATES, *_COUNTS)}
     numbers |= {"bytes_to_device": predicted.fills * row_bytes, "bytes_to_host": predicted.write_backs * row_bytes}
     return PlannedTableComparison(
@@ -241,8 +243,8 @@ def _traffic(predicted: Mapping[str, float | None], measured: CacheTotals | None
 
 
 def _row_bytes(plan: Plan, prediction: Prediction, predicted: TablePrediction) -> float:
-    """Return the bytes of a row of this table's shards on its rank, optimizer state included: its host bytes without
-    the scores."""
+    """Return the bytes of a row of this table's shards on its rank, optimizer state included, by a plan of an earlier
+    version: its host bytes without the scores."""
     rows = {
         placement.table: sum(s.rows for s in shards_of(placement, plan.ranks_per_node) if s.rank == predicted.rank)
         for placement in plan.tables

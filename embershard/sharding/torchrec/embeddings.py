@@ -49,6 +49,7 @@ class CachedTableBatchedEmbeddings(HostTables):
     (:meth:`know`, :meth:`prefetch_if_it_fits`, :meth:`hand`).
 
     Attributes:
+        holder: name of the sharded module's attribute that has the tables' weights.
         ids: maps from ids without a bound to rows, if the tables have such ids; None: ids are row numbers.
     """
 
@@ -68,6 +69,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         super().__init__()
         spec, fused_params = take_spec(config)
         self._device = device or torch.device("cpu")
+        self.holder = "embeddings" if pooling_mode == PoolingMode.NONE else "embedding_bags"
         share, shards = None, config.embedding_tables
         if (mode := spec.mode_of_whole_tables) is not None:
             assert group is not None, "tables that ranks share have a process group"

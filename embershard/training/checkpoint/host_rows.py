@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,26 @@ def load_weights(model: nn.Module, checkpoint: Path, weights: Mapping[str, Any],
         CacheError: a small row holds NaN, infinity or too large a number.
         CheckpointError: the checkpoint lacks rows.
     """
-    with ExitStack() as stack:
-        for _, pool in pools_by_module(model):
-            if pool.host.small is not None:  # TorchRec flushes first, and there is nothing to read
-                stack.enter_context(pool.without_flushes())
-        small = small_rows_of(model)
+    small = small_rows_of(model)
+    with without_small_flushes(model):  # TorchRec flushes first, and there is nothing to read
         model.load_state_dict(weights, strict=not small)
     for name, (table, pools) in small.items():
         for pool in pools:
             pool.put_small_rows(table, partial(_read, checkpoint, f"{group}.{name}"))
+
+
+@contextmanager
+def without_small_flushes(model: nn.Module) -> Iterator[None]:
+    """Return a context in which nobody reads small rows as memory: to flush them does nothing, rather than to raise.
+
+    >>> with without_small_flushes(model):  # a sharded model
+    ...     tensors = model.state_dict()
+    """
+    with ExitStack() as stack:
+        for _, pool in pools_by_module(model):
+            if pool.host.small is not None:
+                stack.enter_context(pool.without_flushes())
+        yield
 
 
 def without_small_rows(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,10 +98,8 @@ def small_rows_of(model: nn.Module) -> dict[str, tuple[str, list[Any]]]:
     found: dict[str, tuple[str, list[Any]]] = {}
     for path, pool in pools_by_module(model):
         if pool.host.small is not None:
-            module = model.get_submodule(path) if path else model
-            holder = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
             for table in dict.fromkeys(pool.cache.tables):
-                found.setdefault(f"{path}.{holder}.{table}.weight".lstrip("."), (table, []))[1].append(pool)
+                found.setdefault(f"{path}.{pool.holder}.{table}.weight".lstrip("."), (table, []))[1].append(pool)
     return found
 
 

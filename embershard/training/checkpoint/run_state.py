@@ -34,6 +34,7 @@ from embershard.training.checkpoint.host_rows import (
     load_weights,
     restore_full_rows,
     saved_full_rows,
+    without_small_flushes,
     without_small_rows,
 )
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
@@ -194,7 +195,7 @@ class RunState:
         dense_optimizer = self._optimizers.dense
         dense_optimizer.init_state()  # its tensors must exist to be loaded into
         dense_optimizer.zero_grad()
-        with without_flushes(self.model):  # nothing was trained
+        with without_small_flushes(self.model):
             tensors = self.tensors()
         changed = {change.key for change in comparison.changes}
         if not changed & {"cache.host_dtype", "cache.host_dtypes", "cache.full_rows"}:

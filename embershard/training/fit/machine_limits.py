@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -102,12 +103,25 @@ class MemoryChanges:
             return
         if cache.device_bytes is None and (ratio := self._most(self._with_ratio, cache.slot_ratio or 1.0)):
             yield f"--set cache.ratio={ratio:g}" + ("" if cache.enabled else " --set cache.enabled=true")
-        halved = replace(config, model=replace(config.model, table_dtype="fp16"))
-        if config.model.table_dtype == "fp32" and self._machine.has_room_for(self._needs(halved)):
-            yield "--set model.table_dtype=fp16"
+        yield from self._smaller_rows()
         yield from self._fewer_rows()
         if (machines := self._machines()) is not None:
             yield f"{machines} machines like this one"
+
+    def _smaller_rows(self) -> Iterator[str]:
+        """Yield settings by which rows take fewer bytes, where these fit."""
+        config = self._config
+        if config.model.table_dtype != "fp32" or config.cache.small_types:
+            return
+        for part, name, value in (
+            ("cache", "host_dtype", "int8"), ("cache", "host_dtype", "fp16"), ("model", "table_dtype", "fp16")
+        ):  # fmt: skip
+            if part == "cache" and (self._ranks.device != "cpu" or not config.cache.enabled):
+                continue
+            with suppress(ConfigError):  # with other settings of the run; int8 needs a profile
+                changed = replace(config, **{part: replace(getattr(config, part), **{name: value})})
+                if self._machine.has_room_for(self._needs(changed)):
+                    yield f"--set {part}.{name}={value}"
 
     def _fewer_rows(self) -> Iterator[str]:
         data = self._config.data

@@ -121,7 +121,7 @@ def torchrec_plan(
         )
     by_name, groups = {table.table: table for table in plan.tables}, model_groups(model, sharders)
     for placed in plan.tables:
-        if placed.group != groups[placed.table]:
+        if cached and placed.group != groups[placed.table]:
             raise ShardingError(
                 f"table {placed.table!r}: the plan has it in the group {placed.group!r}, and the model in "
                 f"{groups[placed.table]!r}: tables of two modules, of two poolings, or of ids and of rows share no "

@@ -1,0 +1,217 @@
+"""Runs with small rows in the host tier: one result whatever the cache, the look-ahead, the saves and the stops; and
+checkpoints of any type of rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embershard.cache import CacheConfig
+from embershard.cache.rows import sizes
+from embershard.cache.rows.copies import RowCopies
+from embershard.cache.rows.small_rows import SmallRows
+from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
+from embershard.errors import CacheError, ConfigError
+from embershard.frequency.config import ProfileConfig
+from embershard.models import ModelConfig
+from embershard.pipeline.config import LookAheadConfig
+from embershard.sharding.config import ShardingConfig
+from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.equivalence import _tensors_of, compare_with_stock
+from embershard.training.trainer import Trainer
+from tests.small_runs import small_data, small_run
+
+STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def few_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly all tables of these runs have fewer rows than those that stay full."""
+    monkeypatch.setattr(sizes, "SMALL_TABLE_ROWS", 20)
+
+
+def make_config(
+    host_dtype: Any = "int8", lookahead: int = 4, every_steps: int | None = None, **cache: Any
+) -> RunConfig:
+    if host_dtype == "int8":
+        cache = {"full_rows": 0.05, **cache}
+    return small_run(
+        data=small_data(3000),
+        cache=CacheConfig(**{"ratio": 0.2, "host_dtype": host_dtype, **cache}),
+        profile=ProfileConfig(samples=1000),
+        look_ahead=LookAheadConfig(lookahead, 2 if lookahead else 1),
+        train=TrainConfig(batch_size=50, max_steps=STEPS),
+        checkpoint=CheckpointConfig(every_steps=every_steps, at_end=False, keep_last=9),
+    )
+
+
+def trained(
+    config: RunConfig, ranks: Ranks, folder: Path | None = None, start: Path | None = None, **resume: Any
+) -> dict[str, Tensor]:
+    """All weights and states after the run, from a checkpoint on if there is one."""
+    trainer = Trainer(config, ranks, folder)
+    if start is not None:
+        trainer.resume(start, **resume)
+    for _ in trainer.train():
+        pass
+    trainer.close()
+    found = {name: rows.clone() for name, (_, rows) in _tensors_of(trainer).items()}
+    found["evictions"] = torch.tensor(sum(table.evictions for table in cache_stats(trainer.model)))
+    return found
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    different = [name for name in one if name != "evictions" and not torch.equal(one[name], other[name])]
+    assert one.keys() == other.keys()
+    assert not different
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
+def test_the_cache_equals_rounded_stock_torchrec(ranks: Ranks, host_dtype: str) -> None:
+    verdict = compare_with_stock(make_config(host_dtype), ranks, 12)
+    assert verdict.is_equal
+    assert verdict.caches[0].evictions > 100
+
+
+@pytest.mark.slow
+def test_a_table_may_have_a_type_of_its_own(ranks: Ranks) -> None:
+    config = make_config(host_dtypes={"t_C1": "fp32", "t_C3": "fp16"})
+    assert compare_with_stock(config, ranks, 6).is_equal
+    trainer = Trainer(config, ranks)
+    kept = {
+        table: None if pool.host.small is None else pool.host.small.small_type
+        for pool in cached_embeddings(trainer.model)
+        for table in pool.cache.tables
+    }
+    trainer.close()
+    assert (kept["t_C1"], kept["t_C3"], kept["t_C2"]) == (None, "fp16", "int8")
+    with pytest.raises(ConfigError, match=r"cache.host_dtypes: got no table 'clicks', needed some of t_C1"):
+        Trainer(make_config(host_dtypes={"clicks": "fp32"}), ranks)
+
+
+@pytest.mark.slow
+def test_the_result_depends_on_no_cache_look_ahead_or_save(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = trained(make_config(), ranks)
+    assert first["evictions"] > 1000
+    variants = [
+        make_config(ratio=0.12), make_config(ratio=0.5), make_config(lookahead=64), make_config(lookahead=0)
+    ]  # fmt: skip
+    for config in variants:
+        assert_same(first, trained(config, ranks))
+    saving = make_config(every_steps=7)
+    assert_same(first, trained(saving, ranks, tmp_path))
+    assert len(complete_checkpoints(tmp_path)) == STEPS // 7
+    for checkpoint in complete_checkpoints(tmp_path)[:2]:
+        assert_same(first, trained(saving, ranks, None, checkpoint))
+    # Rounded where rows are written back, as everybody does it, the same comparison differs.
+    right = SmallRows.write
+
+    def rounding_write(rows: SmallRows, keys: Tensor, slots: Tensor, places: Tensor | None = None) -> None:
+        values = slots.clone()
+        rows.round(values, torch.arange(len(keys)) if places is None else places, keys, are_distinct=True)
+        right(rows, keys, values, places)
+
+    monkeypatch.setattr(RowCopies, "round", lambda *_: None)
+    monkeypatch.setattr(SmallRows, "write", rounding_write)
+    with pytest.raises(AssertionError):
+        assert_same(trained(make_config(), ranks), trained(make_config(ratio=0.12), ranks))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_any_type_of_rows(ranks: Ranks, tmp_path: Path) -> None:
+    """fp32, int8, fp16, fp32: each goes on from the checkpoint before, which has float32."""
+    allowed = ["cache.host_dtype", "cache.full_rows"]
+    start, rows = None, {}
+    for number, host_dtype in enumerate(("fp32", "int8", "fp16", "fp32")):
+        config = make_config(host_dtype, every_steps=6 * (number + 1))
+        config = replace(config, train=replace(config.train, max_steps=6 * (number + 1)))
+        folder = tmp_path / str(number)
+        rows[number] = trained(config, ranks, folder, start, allow_changes=allowed)
+        (start,) = complete_checkpoints(folder)
+    # The last one only read halfs: rows that no step touched are what they were.
+    weights = [name for name in rows[3] if name.endswith(".weight") and "embedding_bags" in name]
+    assert len(weights) == 26
+    for name in weights:
+        same = (rows[2][name] == rows[3][name]).all(1)
+        assert torch.equal(rows[2][name][same], rows[2][name][same].half().float())
+    loaded = Trainer(make_config("fp32"), ranks)
+    loaded.resume(start)
+    again = {name: rows.clone() for name, (_, rows) in _tensors_of(loaded).items()}
+    loaded.close()
+    assert all(torch.equal(again[name], rows[3][name]) for name in weights)
+
+
+@pytest.mark.slow
+def test_full_rows_are_those_of_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """A profile of other samples would choose others, and the run would not be the same."""
+    whole = trained(make_config(every_steps=12), ranks, tmp_path)
+    checkpoint = complete_checkpoints(tmp_path)[0]
+    other = replace(make_config(), profile=ProfileConfig(samples=50))
+    trainer = Trainer(other, ranks)
+    before = {name: rows.tolist() for pool in cached_embeddings(trainer.model) for name, rows in pool.full_rows.items()}
+    trainer.resume(checkpoint)
+    after = {name: rows.tolist() for pool in cached_embeddings(trainer.model) for name, rows in pool.full_rows.items()}
+    trainer.close()
+    assert before != after
+    assert_same(whole, trained(other, ranks, None, checkpoint))
+
+
+def test_rows_that_are_not_there_are_not_read_as_zeros(ranks: Ranks) -> None:
+    trainer = Trainer(make_config(), ranks)
+    for read in (trainer.model.state_dict, lambda: flush(trainer.model)):
+        with pytest.raises(CacheError, match=r"rows are kept as int8 \(cache.host_dtype\): they would read as zeros"):
+            read()
+    bags = trainer.model.module.model.sparse_arch.embedding_bag_collection.embedding_bags
+    with pytest.raises(CacheError, match="would read as zeros"):
+        _ = bags.t_C1.weight
+    trainer.close()
+
+
+def test_a_diverged_run_ends_by_name(ranks: Ranks) -> None:
+    config = make_config(full_rows=0.0)
+    trainer = Trainer(config, ranks)
+    pool = next(iter(cached_embeddings(trainer.model)))
+    with trainer.upcoming.next() as batch:
+        pool.cache._payload[0].data[1:] = float("nan")
+        with pytest.raises(CacheError, match=r"table 't_C\d+', row \d+: its largest weight is nan, and int8 rows hold"):
+            trainer.model(batch)[0].backward()
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"profile": ProfileConfig()}, r"no profile to choose them by. Count one \(profile.samples = 200000"),
+        ({"model": ModelConfig(table_dtype="fp16")}, 'model.table_dtype: got "fp16", needed "fp32" with cache.host_dty'),
+        ({"train": TrainConfig(init="torchrec")}, 'train.init: got "torchrec", needed "counter" with cache.host_dtype'),
+        ({"train": TrainConfig(device="cuda")}, 'train.device: got "cuda", needed "cpu" with cache.host_dtype'),
+        ({"sharding": ShardingConfig(mode="data_parallel")}, 'sharding.mode: got "data_parallel", needed "sharded"'),
+    ],
+)
+def test_settings_that_know_only_rows_of_float32_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(make_config(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host_dtype": "int4"}, "cache.host_dtype must be one of 'fp32', 'fp16', 'int8', got 'int4'"),
+        ({"full_rows": 0.1}, 'cache.full_rows has no effect without cache.host_dtype = "int8"'),
+        ({"host_dtype": "int8", "full_rows": 1.0}, r"cache.full_rows must be in \[0, 1\), got 1.0"),
+        ({"host_dtype": "int8", "transfer": "staged"}, 'cache.transfer="staged" moves rows of fp32 only'),
+        ({"host_dtype": "int8", "enabled": False}, "cache.host_dtype has no effect with cache.enabled=false"),
+    ],
+)
+def test_settings_of_small_rows_that_contradict_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CacheConfig(**changes)
