@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("config", help="settings of the run")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--types", nargs="+", default=list(TYPES))
     options = parser.parse_args()
     config = load_config(RunConfig, Path(options.config), options.set)
@@ -47,7 +48,7 @@ def main() -> None:
 def measure(config: RunConfig, ranks: Ranks, options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every type."""
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in options.types}
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for kind in options.types:
             runs[kind].append(train(with_type(config, kind, seed), ranks))
             print(json.dumps({"seed": seed, "type": kind, **runs[kind][-1]}), flush=True)

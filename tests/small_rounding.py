@@ -1,4 +1,4 @@
-"""The rounding of small rows in NumPy, row by row as docs/decisions/rows.md words it: what the compiled loops must equal."""
+"""The rounding of small rows in NumPy, as docs/decisions/rows.md words it: what the compiled loops must equal."""
 
 from __future__ import annotations
 

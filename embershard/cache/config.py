@@ -191,7 +191,7 @@ class CacheConfig:
         if self.small_types and self.transfer not in (None, "plain"):
             raise ConfigError(
                 f'cache.transfer="{self.transfer}" moves rows of fp32 only, and cache.host_dtype asks for '
-                f'{" and ".join(self.small_types)}; leave it out (small rows are on a CPU only so far)'
+                f"{' and '.join(self.small_types)}; leave it out (small rows are on a CPU only so far)"
             )
 
     @property

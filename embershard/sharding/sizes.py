@@ -55,7 +55,6 @@ class TableSize:
         """Return the bytes of a row's payload: weights and optimizer state."""
         return self.weight_bytes(columns) + self.optimizer_bytes(columns)
 
-
     def host_weight_bytes(self, columns: int | None = None) -> int:
         """Return the bytes of a row's weights in host memory, and over the link to it, of a cached table; full rows of
         int8 tables as the others.

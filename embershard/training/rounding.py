@@ -1,4 +1,4 @@
-"""The rounding of `cache.host_dtype` on stock TorchRec's tables, for a comparison: no cache, no small type, no host tier."""
+"""The rounding of `cache.host_dtype` on stock TorchRec's tables, for a comparison: without a cache or small types."""
 
 from __future__ import annotations
 

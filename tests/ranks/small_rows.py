@@ -160,7 +160,7 @@ def faulty(fault: str | None) -> Iterator[None]:
             )
             stack.enter_context(mock.patch.object(spec, "full_rows_of", shifted))
         elif fault == "at_write_backs":
-            stack.enter_context(mock.patch.object(RowCopies, "round", lambda *_: None))
+            stack.enter_context(mock.patch.object(RowCopies, "round", return_value=None))
             stack.enter_context(mock.patch.object(SmallRows, "write", _at_write(right_round, right_write)))
         yield
 

@@ -1,8 +1,8 @@
 """Compiled loops over small rows: rounding to what a small type holds, and the exact ways to host memory and back.
 
-A row's weights are rounded in place, as float32. What the host has of such a row is the same number for number: narrowing
-and widening lose nothing. Rounding is stochastic, and its random bits are a hash of the weight's own bits, of its row and
-column in the whole table and of the table's seed: no state, and a row that was rounded stays as it is.
+A row's weights are rounded in place, as float32. What the host has of such a row is the same, number for number:
+narrowing and widening lose nothing. Rounding is stochastic, and its random bits are a hash of the weight's own bits, of
+its row and column in the whole table and of the table's seed: no state, and a row that was rounded stays as it is.
 
 `tables` are `SmallRows.tables`: of each table of the pool the first key, what to add to a key for the row in the whole
 table, the table's seed, and the first column of this shard. The last entry has the number of keys.
@@ -151,7 +151,7 @@ def narrow_to_codes(codes, words, steps, full, keys, rows, places):  # type: ign
             weight = rows[place, column]
             code = np.rint(_F(weight / step))
             codes[key, column] = np.int8(code)
-            is_other |= not (_F(code * step) == weight)
+            is_other |= _F(code * step) != weight
         steps[key] = np.uint16(_F(step).view(_U) >> _U(16))
         inexact += is_other
     return inexact
@@ -206,9 +206,7 @@ def round_to_halfs(rows, bits, places, keys, tables, seen, number):  # type: ign
         for column in range(rows.shape[1]):
             own = bits[place, column]
             size = _I(own & _I(0x7FFFFFFF))
-            random = _I(
-                _mixed(_I(_I(own ^ row_key) + _I((_I(column) + first) * _I(-2048144789)))) & _I(0x1FFF)
-            )
+            random = _I(_mixed(_I(_I(own ^ row_key) + _I((_I(column) + first) * _I(-2048144789)))) & _I(0x1FFF))
             weight = rows[place, column]
             # Below 2^-14 halfs are whole multiples of 2^-24.
             small = np.floor(abs(weight) * _F(2.0**24) + _F(random) * _F(2.0**-13)) * _F(2.0**-24)

@@ -108,7 +108,8 @@ class HostStore:
         allocate = self._allocator(host_dir if host == "mmap" else None, whole_pages)
         self.small: SmallRows | None = None
         if small_type is not None:
-            assert initial is not None and share is None, "small rows are made from a counter, by one rank"
+            assert initial is not None, "small rows are made from a counter"
+            assert share is None, "small rows are one rank's"
             full_keys = torch.empty(0, dtype=torch.int64) if full_keys is None else full_keys
             self.small = SmallRows(small_type, rows_per_table, initial, dim, full_keys, allocate)
             self.row_bytes = self.small.row_bytes + state_bytes
@@ -226,7 +227,7 @@ class HostStore:
         """
         if self.small is not None:
             raise CacheError(
-                f'weights were asked for as memory, and rows are kept as {self.small.small_type} (cache.host_dtype): '
+                f"weights were asked for as memory, and rows are kept as {self.small.small_type} (cache.host_dtype): "
                 "they would read as zeros. A checkpoint of embershard has them as fp32, and embershard export writes "
                 "them; in a program use embershard.freeze, or embershard.without_flushes where only names and shapes "
                 'matter. With cache.host_dtype = "fp32" state_dict has them'

@@ -44,7 +44,8 @@ class SmallRows:
         ConfigError: the tables have too few columns.
 
     >>> tables = [ShardWeights("clicks", 7, 4, -0.5, 0.5)]
-    >>> rows = SmallRows("int8", [100], tables, 4, torch.tensor([3]), lambda numel, dtype: torch.zeros(numel, dtype=dtype))
+    >>> full = torch.tensor([3])
+    >>> rows = SmallRows("int8", [100], tables, 4, full, lambda numel, dtype: torch.zeros(numel, dtype=dtype))
     >>> rows.write(torch.tensor([3, 8]), torch.tensor([[1.0, 0.1, 0.0, 0.0], [127.0, 5.0, 0.0, -2.0]]))
     >>> rows.read(torch.tensor([8, 3])).tolist()
     [[127.0, 5.0, 0.0, -2.0], [1.0, 0.10000000149011612, 0.0, 0.0]]
@@ -62,7 +63,7 @@ class SmallRows:
         if dim % _COLUMNS or any(shard.first_column % _COLUMNS for shard in initial):
             raise ConfigError(
                 f'cache.host_dtype: got "{small_type}" for tables with {dim} columns on a rank, needed a multiple of '
-                f"{_COLUMNS}. Change model.embedding_dim, cut fewer columns, or keep these tables in \"fp32\""
+                f'{_COLUMNS}. Change model.embedding_dim, cut fewer columns, or keep these tables in "fp32"'
             )
         self.small_type, self.num_rows, self.dim = small_type, sum(rows_per_table), dim
         self._initial = PoolWeights(rows_per_table, initial, dim)
@@ -87,8 +88,8 @@ class SmallRows:
         self.keep_full(full_keys)
 
     def keep_full(self, keys: Tensor) -> None:
-        """Let these rows (int64 [K] ascending; of int8 only) be the full ones, with their initial weights; before any row
-        is written."""
+        """Let these rows (int64 [K] ascending; of int8 only) be the full ones, with their initial weights; before any
+        row is written."""
         if self.small_type == "fp16":
             assert not keys.numel(), "only int8 has full rows"
             return

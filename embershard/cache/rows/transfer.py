@@ -82,8 +82,8 @@ class PlainTransfer:
 
 
 class SmallTransfer(PlainTransfer):
-    """Transfer of small rows, between host memory and slots in host memory: weights are narrowed and widened in the pass
-    of the copy, states as `PlainTransfer` copies them.
+    """Transfer of small rows, between host memory and slots in host memory: weights are narrowed and widened in the
+    pass of the copy, states as `PlainTransfer` copies them.
 
     Args:
         device: payload tensors by slot, [S + 1, ...] each.

@@ -198,7 +198,7 @@ def check_small_rows(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) -
     if modes:
         raise ConfigError(
             f"cache.host_dtype: got {got} together with {', '.join(modes)}, which keeps copies of host rows, or begins "
-            'them anew, as fp32. Leave one of them out'
+            "them anew, as fp32. Leave one of them out"
         )
 
 

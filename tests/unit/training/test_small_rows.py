@@ -191,7 +191,10 @@ def test_a_diverged_run_ends_by_name(ranks: Ranks) -> None:
     ("changes", "message"),
     [
         ({"profile": ProfileConfig()}, r"no profile to choose them by. Count one \(profile.samples = 200000"),
-        ({"model": ModelConfig(table_dtype="fp16")}, 'model.table_dtype: got "fp16", needed "fp32" with cache.host_dty'),
+        (
+            {"model": ModelConfig(table_dtype="fp16")},
+            'model.table_dtype: got "fp16", needed "fp32" with cache.host_dty',
+        ),
         ({"train": TrainConfig(init="torchrec")}, 'train.init: got "torchrec", needed "counter" with cache.host_dtype'),
         ({"train": TrainConfig(device="cuda")}, 'train.device: got "cuda", needed "cpu" with cache.host_dtype'),
         ({"sharding": ShardingConfig(mode="data_parallel")}, 'sharding.mode: got "data_parallel", needed "sharded"'),

@@ -1,4 +1,4 @@
-"""`SmallRows`: rounding equals its wording in NumPy, loses nothing on the way to the host and back, and is idempotent."""
+"""`SmallRows`: rounding equals its wording in NumPy, is idempotent, and nothing is lost on the way to the host."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_slot_that_was_not_rounded_is_not_written_back(small_type: str) -> Non
     rows, slots = make_rows(small_type), torch.rand(3, DIM)
     rows.round(slots, torch.arange(3), torch.arange(3))
     slots[1, 2] = torch.nextafter(slots[1, 2], torch.tensor(9.0))
-    with pytest.raises(CacheError, match="1 of 3 rows of the tables .* are not what an update leaves"):
+    with pytest.raises(CacheError, match=r"1 of 3 rows of the tables .* are not what an update leaves"):
         rows.write(torch.arange(3), slots)
 
 
