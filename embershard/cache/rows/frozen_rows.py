@@ -169,11 +169,14 @@ class FrozenRows:
         """
         assert self._lowest <= int(keys[0]), "rows are read once, in ascending order"
         found, tables, everything = [], [], torch.arange(len(keys))
-        for tensor, aside in zip(self._payload, self._asides, strict=True):
+        for number, (tensor, aside) in enumerate(zip(self._payload, self._asides, strict=True)):
             found.append(torch.empty(len(keys), *tensor.shape[1:], dtype=tensor.dtype))
             rows, put_aside, own = (RowTable(view) for view in widest_views(tensor, aside, found[-1]))
-            own.copy(everything, rows, keys)
+            if number >= self._first_copied:
+                own.copy(everything, rows, keys)
             tables.append((own, put_aside))
+        if self._small is not None:
+            self._small.read(keys, found[0], everything)
         places, placed = self._declare_read(int(keys[-1]) + 1)
         there = torch.searchsorted(keys, torch.from_numpy(placed)).clamp(max=len(keys) - 1)
         is_asked = keys[there] == torch.from_numpy(placed)

@@ -23,7 +23,7 @@ from embershard.cache.rows import memory
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
-from embershard.cache.rows.sizes import SmallType
+from embershard.cache.rows.sizes import SmallType, small_row_bytes
 from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed.ranks import TIMEOUT
@@ -74,6 +74,9 @@ class HostStore:
     (4, 20, [(4, 4), (4,)])
     """
 
+    small: SmallRows | None = None
+    _frozen: FrozenRows | None = None
+
     def __init__(
         self,
         rows_per_table: Sequence[int],
@@ -100,28 +103,19 @@ class HostStore:
         self._first_own, self._end_own = bounds.view(-1, 2).unbind(1)
         self._table_ends = torch.tensor(self.rows_per_table).cumsum(0)
         state_bytes = sum(math.prod(shape) * t.itemsize for _, shape, t in states)
-        self.row_bytes = self.slot_row_bytes = dim * dtype.itemsize + state_bytes
+        weight_bytes = dim * dtype.itemsize if small_type is None else small_row_bytes(small_type, dim)
+        self.slot_row_bytes, self.row_bytes = dim * dtype.itemsize + state_bytes, weight_bytes + state_bytes
         # Where all is written at once, huge pages take less time; locking touches every page anyway. Elsewhere the
         # first write to a row would wait for the system to find and clear a huge one (decision 0057).
         self._has_small_pages = host == "memory" and share is None and not whole_pages and not fills_all
         self._num_written = 0
         allocate = self._allocator(host_dir if host == "mmap" else None, whole_pages)
-        self.small: SmallRows | None = None
         if small_type is not None:
-            assert initial is not None, "small rows are made from a counter"
-            assert share is None, "small rows are one rank's"
-            full_keys = torch.empty(0, dtype=torch.int64) if full_keys is None else full_keys
-            self.small = SmallRows(small_type, rows_per_table, initial, dim, full_keys, allocate)
-            self.row_bytes = self.small.row_bytes + state_bytes
+            self.small = self._make_small(small_type, initial, full_keys, allocate)
         take = allocate if self.small is None else functools.partial(memory.zeros, small_pages=True)
         self.flat_weights = take(self.num_rows * dim, dtype)
         self.weights = self.flat_weights.view(self.num_rows, dim)
-        self.states: dict[str, Tensor] = {}
-        for name, shape, state_dtype in states:
-            numel = self.num_rows * math.prod(shape)
-            self.states[name] = allocate(numel, state_dtype).view(self.num_rows, *shape)
-            if initial is None and host == "memory" and share is None and not self._has_small_pages:
-                self.states[name].zero_()  # allocates its pages now: the first write-backs would wait for huge ones
+        self.states = self._make_states(states, allocate, initial is None and host == "memory")
         self._is_mapped = host == "mmap"
         for tensor in self.payload if self._is_mapped else ():
             memory.expect_random_reads(tensor)
@@ -133,8 +127,33 @@ class HostStore:
             for weights, rows in zip(initial, self.table_weights(), strict=True):
                 weights.write(rows)
         self._is_read_ahead = False
-        self._frozen: FrozenRows | None = None
         self.written: TouchedKeys | None = None
+
+    def _make_small(
+        self,
+        small_type: SmallType,
+        initial: Sequence[ShardWeights] | None,
+        full_keys: Tensor | None,
+        allocate: Callable[[int, torch.dtype], Tensor],
+    ) -> SmallRows:
+        assert initial is not None, "small rows are made from a counter"
+        assert self._share is None, "small rows are one rank's"
+        full_keys = torch.empty(0, dtype=torch.int64) if full_keys is None else full_keys
+        return SmallRows(small_type, self.rows_per_table, initial, self.dim, full_keys, allocate)
+
+    def _make_states(
+        self,
+        states: Sequence[tuple[str, torch.Size, torch.dtype]],
+        allocate: Callable[[int, torch.dtype], Tensor],
+        writes_at_once: bool,
+    ) -> dict[str, Tensor]:
+        writes_at_once = writes_at_once and self._share is None and not self._has_small_pages
+        found = {}
+        for name, shape, dtype in states:
+            found[name] = allocate(self.num_rows * math.prod(shape), dtype).view(self.num_rows, *shape)
+            if writes_at_once:
+                found[name].zero_()  # allocates its pages now: the first write-backs would wait for huge ones
+        return found
 
     def _allocator(self, folder: str | None, whole_pages: bool) -> Callable[[int, torch.dtype], Tensor]:
         """Return what makes zeroed tensors from a number of elements and a dtype; in files, unless `folder` is None."""
@@ -228,9 +247,8 @@ class HostStore:
         if self.small is not None:
             raise CacheError(
                 f"weights were asked for as memory, and rows are kept as {self.small.small_type} (cache.host_dtype): "
-                "they would read as zeros. A checkpoint of embershard has them as fp32, and embershard export writes "
-                "them; in a program use embershard.freeze, or embershard.without_flushes where only names and shapes "
-                'matter. With cache.host_dtype = "fp32" state_dict has them'
+                "they would read as zeros. A checkpoint of embershard train has them as fp32, and embershard export "
+                'writes them; with cache.host_dtype = "fp32" state_dict has them'
             )
         if self._lazy is not None and self._lazy.num_unmade:
             if self._has_small_pages:

@@ -49,12 +49,12 @@ class CachedTableBatchedEmbeddings(HostTables):
     (:meth:`know`, :meth:`prefetch_if_it_fits`, :meth:`hand`).
 
     Attributes:
-        holder: name of the sharded module's attribute that has the tables' weights.
         ids: maps from ids without a bound to rows, if the tables have such ids; None: ids are row numbers.
     """
 
     ids: PoolIdMaps | None = None
     _is_frozen = False  # nothing trains
+    _announcer: object = None
     _held: list[Ticket] | None = None  # of lookups that train together
     micro_batches = 1  # a pipeline makes so many known together
     _held_zeros = False  # some of them have ids whose embedding is zero
@@ -69,7 +69,6 @@ class CachedTableBatchedEmbeddings(HostTables):
         super().__init__()
         spec, fused_params = take_spec(config)
         self._device = device or torch.device("cpu")
-        self.holder = "embeddings" if pooling_mode == PoolingMode.NONE else "embedding_bags"
         share, shards = None, config.embedding_tables
         if (mode := spec.mode_of_whole_tables) is not None:
             assert group is not None, "tables that ranks share have a process group"
@@ -106,7 +105,6 @@ class CachedTableBatchedEmbeddings(HostTables):
         self._first_columns = [first_column(table) for table in tables]
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
-        self._announcer: object = None
         if spec.has_ids(tables):
             from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 
@@ -370,6 +368,11 @@ class CachedTableBatchedEmbeddings(HostTables):
                     self.host.small.put_block(key, block[:, column : column + self.host.dim])
                     key += block.shape[0]
         self.host_rows_changed(table)
+
+    @property
+    def holder(self) -> str:
+        """Name of the sharded module's attribute that has the tables' weights."""
+        return "embeddings" if self.slots.tbe.pooling_mode == PoolingMode.NONE else "embedding_bags"
 
     @property
     def full_rows(self) -> dict[str, Tensor]:

@@ -118,9 +118,8 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
             device[-1]["marks"] = sum(shard.rows for shard in cacheable if shard.kernel == "cached")
             host["compared"] += _compared_bytes(here, is_first=not ranks.first and len(device) == 1)
         cached = [shard for shard in here if shard.kernel == "cached"]
-        states = sum(shard.rows * shard.table.optimizer_bytes(shard.columns) for shard in cached)
+        host["optimizer_states"] += (states := _state_bytes(cached))
         host["weights"] += sum(shard.host_bytes for shard in cached) - states
-        host["optimizer_states"] += states
         host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps")})
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         host["runtime"] += _RUNTIME_BYTES
@@ -173,6 +172,10 @@ def _slots(config: RunConfig, shards: Sequence[PlacedShard], shape: RunShape) ->
         key: slots_without_plan(config.cache, pool_memory(members, shape), elements[key], of_module[modules[key]] or 1)
         for key, members in pools.items()
     }
+
+
+def _state_bytes(shards: Sequence[PlacedShard]) -> int:
+    return sum(shard.rows * shard.table.optimizer_bytes(shard.columns) for shard in shards)
 
 
 def _compared_bytes(shards: Sequence[PlacedShard], is_first: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,22 @@ def test_frozen_small_rows_are_those_of_one_moment() -> None:
     assert torch.equal(frozen.read(memory), before)
     assert torch.equal(rows.read(some), changed)
     assert not memory.any()  # an address only
+
+
+@pytest.mark.parametrize("host", ["memory", "mmap"])
+def test_a_host_tier_of_small_rows_takes_their_bytes(host: Any, tmp_path: Path) -> None:
+    states = [("momentum", torch.Size([]), torch.float32)]
+    store = HostStore(
+        [ROWS], DIM, torch.float32, states, host, str(tmp_path) if host == "mmap" else None,
+        initial=[ShardWeights("clicks", 7, DIM, -0.5, 0.5)], small_type="int8", full_keys=torch.tensor([1, 5]),
+    )  # fmt: skip
+    assert (store.row_bytes, store.slot_row_bytes) == (DIM + 2 + 4, 4 * DIM + 4)
+    assert store.host_bytes == ROWS * (DIM + 2 + 4) + 2 * 4 * DIM
+    assert store.small is not None
+    assert store.read(torch.tensor([1, 7])).abs().max() > 0
+    with pytest.raises(CacheError, match="they would read as zeros"):
+        store.make_all()
+    assert not store.weights.any()
 
 
 def test_too_few_columns_are_refused() -> None:
