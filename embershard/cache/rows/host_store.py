@@ -76,6 +76,7 @@ class HostStore:
 
     small: SmallRows | None = None
     _frozen: FrozenRows | None = None
+    written: TouchedKeys | None = None
 
     def __init__(
         self,
@@ -127,7 +128,6 @@ class HostStore:
             for weights, rows in zip(initial, self.table_weights(), strict=True):
                 weights.write(rows)
         self._is_read_ahead = False
-        self.written: TouchedKeys | None = None
 
     def _make_small(
         self,

@@ -31,6 +31,10 @@ from embershard.training.config import RunConfig
 _MOST_RANKS = 4096
 #: Settings without effect beside `--plan`, which gives them.
 _OF_PLANNING = ("cache.ratio", "cache.device_bytes", "sharding.exchange", "sharding.plan")
+_SMALL_ROWS_NOTE = (
+    "cache.host_dtype is trained on a CPU only so far: no kernel rounds a GPU's slots. Host memory, and bytes between "
+    "it and the device, are those of such rows; the time to round them is not in the prediction."
+)
 _HOT_COLD_NOTE = (
     'Hit rates, bytes and times are predicted for sharding.mode="sharded", without hot rows: with them, hot batches '
     "send no embeddings, and the caches see lookups of cold rows only. Memory has room for the hot rows."
@@ -66,6 +70,7 @@ class _Setup:
         device_bytes = topology.device_memory_bytes if given[0] is None else given[0]
         host_bytes = topology.host_memory_bytes if given[1] is None else given[1]
         hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
+        small_rows = _SMALL_ROWS_NOTE if config.cache.small_types and topology.device == "cuda" else None
         of_machine = (
             topology.cores_note,
             topology.note(num_ranks),
@@ -93,7 +98,7 @@ class _Setup:
             most_ranks_per_node=arguments.ranks_per_node or most_ranks,
             settings=config.predicted_from(topology.device, num_ranks),
             made_from={**{name: str(getattr(arguments, name)) for name in files}, "command": self.command},
-            notes=[note for note in (self.note, *of_machine, hot_cold) if note is not None],
+            notes=[note for note in (self.note, *of_machine, hot_cold, small_rows) if note is not None],
             on_ranks=lambda other: self.request(other, ratio),
             topology=topology,
             effort=arguments.effort,
