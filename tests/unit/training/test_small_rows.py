@@ -24,10 +24,13 @@ from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.equivalence import _tensors_of, compare_with_stock
+from embershard.training.fit.memory_needs import RanksHere, memory_needs
+from embershard.training.fit.model_size import table_rows
 from embershard.training.trainer import Trainer
 from tests.small_runs import small_data, small_run
 
 STEPS = 24
+_ROWS = ("weights", "optimizer_states", "scores")
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +166,19 @@ def test_full_rows_are_those_of_the_checkpoint(ranks: Ranks, tmp_path: Path) -> 
     trainer.close()
     assert before != after
     assert_same(whole, trained(other, ranks, None, checkpoint))
+
+
+@pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
+def test_host_memory_is_what_was_predicted(ranks: Ranks, host_dtype: str) -> None:
+    config = make_config(host_dtype, **({"full_rows": 0.0} if host_dtype == "int8" else {}))
+    here = RanksHere(world_size=1, ranks_per_node=1, device="cpu")
+    needs = memory_needs(config, table_rows(config), here, None).host
+    trainer = Trainer(config, ranks)
+    measured = sum(table.host_bytes for table in cache_stats(trainer.model))
+    trainer.close()
+    assert measured == needs["weights"] + needs["optimizer_states"] + needs["scores"]
+    shape = make_config("fp32")
+    assert measured < sum(memory_needs(shape, table_rows(shape), here, None).host[use] for use in _ROWS)
 
 
 def test_rows_that_are_not_there_are_not_read_as_zeros(ranks: Ranks) -> None:

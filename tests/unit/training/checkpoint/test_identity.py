@@ -212,7 +212,7 @@ def test_a_checkpoint_of_an_earlier_version_is_not_compared_in_silence(ranks, or
     _, comparison = trainer.resume(earlier)
     (note,) = comparison.notes
     assert re.search(
-        r"written by an earlier version, without \d+ settings that are compared now \(data.chunk_rows, ", note
+        r"written by an earlier version, without \d+ settings that are compared now \(cache.full_rows, ", note
     )
     assert trainer.steps == 4
     trainer.close()
@@ -286,7 +286,7 @@ def test_every_compared_setting_is_in_the_identity():
         ("train.batch_size", "it is compared as train.global_batch_size"),
         ("data.path", "it is compared as data.files"),
         ("data.suffle", "Did you mean data.shuffle?"),
-        ("x", "no such setting is compared. These are: data.avazu.num_rows, "),
+        ("x", "no such setting is compared. These are: cache.full_rows, "),
     ],
 )
 def test_a_key_that_cannot_be_allowed_is_refused(key, said):
