@@ -9,7 +9,7 @@ from typing import Any
 
 from embershard.distributed import complete_checkpoints
 from embershard.distributed.checkpoint.load import without_known_warnings
-from embershard.errors import EmbershardError
+from embershard.errors import ConfigError, EmbershardError
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import Report
@@ -63,6 +63,12 @@ class WarmStarted(Part):
         Raises:
             ConfigError, CheckpointError, DataError: as `plan_start` and `read_pretrained`.
         """
+        if self._is_due and self.run.config.cache.small_types:
+            raise ConfigError(
+                "cache.host_dtype: got a small type, needed fp32 where a run begins with a trained model, or with rows "
+                "of a file. Save its first step with fp32, then go on: --resume --allow-change cache.host_dtype --set "
+                "cache.host_dtype=..."
+            )
         folder = self.run.checkpoints
         if self._is_due and not self.run.ranks.from_first(lambda: folder and complete_checkpoints(folder)):
             self._prepare()

@@ -15,7 +15,9 @@ from embershard.cache import CacheConfig
 from embershard.cache.rows import sizes
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.small_rows import SmallRows
-from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
+from embershard.distributed import CheckpointConfig, Manifest, Ranks, complete_checkpoints
+from embershard.distributed.checkpoint.compact import compact
+from embershard.distributed.checkpoint.load import load_group
 from embershard.errors import CacheError, ConfigError
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
@@ -27,6 +29,7 @@ from embershard.training.equivalence import _tensors_of, compare_with_stock
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
 from embershard.training.fit.model_size import table_rows
 from embershard.training.trainer import Trainer
+from embershard.training.warm.request import WarmStart
 from tests.small_runs import small_data, small_run
 
 STEPS = 24
@@ -127,6 +130,48 @@ def test_the_result_depends_on_no_cache_look_ahead_or_save(
     monkeypatch.setattr(SmallRows, "write", rounding_write)
     with pytest.raises(AssertionError):
         assert_same(trained(make_config(), ranks), trained(make_config(ratio=0.12), ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
+def test_saves_of_what_changed_have_them(ranks: Ranks, tmp_path: Path, host_dtype: str) -> None:
+    """Whole at the start, then the rows that changed, while training goes on; on from the third delta."""
+    config = make_config(host_dtype, every_steps=5)
+    config = replace(config, checkpoint=replace(config.checkpoint, full_every=9))
+    whole = trained(config, ranks, tmp_path)
+    assert whole["evictions"] > 1000
+    last = tmp_path / "step_20"
+    manifest = Manifest.read(last)
+    assert manifest.parent is not None
+    assert sum(len(shard.tensors) for shard in manifest.shards) > 10
+    assert_same(whole, trained(config, ranks, tmp_path / "elsewhere", start=last))
+    for number, (name, rows) in enumerate(load_group(last, "model").items()):
+        compact(last) if number == 0 else None
+        assert torch.equal(rows, load_group(last, "model")[name])
+
+
+@pytest.mark.slow
+def test_batches_in_pieces_round_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a step are rounded after its one update. Real gradients: sums of two pieces are rounded otherwise, so
+    steps agree, and bits need not."""
+    config = make_config()
+    one = trained(config, ranks)
+    pieces = trained(replace(config, train=replace(config.train, accumulate=2)), ranks)
+    for name, rows in one.items():
+        if name != "evictions":
+            assert (rows - pieces[name]).abs().max() < 0.05, name
+    trainer = Trainer(replace(config, train=replace(config.train, accumulate=2)), ranks)
+    for _ in trainer.train():
+        pass
+    for pool in cached_embeddings(trainer.model):
+        pool.write_back()  # raises where a slot is not rounded
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_a_warm_start_says_how(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cache.host_dtype: .*begins with a trained model.*--allow-change"):
+        Trainer(make_config(), ranks, start=WarmStart(tmp_path))
 
 
 @pytest.mark.slow
