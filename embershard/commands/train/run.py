@@ -230,6 +230,10 @@ def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:
         return "without copies of hot rows (another order of the samples)", change
     if mode == "data_parallel":
         return "with sharded tables (losses differ by rounding)", "--set sharding.mode=sharded"
+    if config.cache.small_types:  # which have no effect without a cache
+        own = " --set cache.host_dtypes={}" if config.cache.host_dtypes else ""
+        own += "" if config.cache.full_rows is None else " --set cache.full_rows=none"
+        return "with host rows of fp32 (losses differ by rounding)", f"--set cache.host_dtype=fp32{own}"
     other = "with all rows on the device" if is_cached else "with a cache"
     change = f"--set cache.enabled={str(not is_cached).lower()}"
     return f"{other} (same losses; compare speed and memory)", change
