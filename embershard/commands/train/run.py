@@ -231,7 +231,7 @@ def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:
     if mode == "data_parallel":
         return "with sharded tables (losses differ by rounding)", "--set sharding.mode=sharded"
     if config.cache.small_types:  # which have no effect without a cache
-        own = " --set cache.host_dtypes={}" if config.cache.host_dtypes else ""
+        own = "".join(f" --set cache.host_dtypes.{table}=fp32" for table in config.cache.host_dtypes)
         own += "" if config.cache.full_rows is None else " --set cache.full_rows=none"
         return "with host rows of fp32 (losses differ by rounding)", f"--set cache.host_dtype=fp32{own}"
     other = "with all rows on the device" if is_cached else "with a cache"
