@@ -41,8 +41,7 @@ class RowCache:
     """Cache of one pool: S slots on the device in front of R rows in the host tier.
 
     Args:
-        tables: name of each table of the pool, in the host store's order.
-        host: the rows.
+        tables, host: name of each table of the pool, and the rows, in the same order.
         device_payload: returns, for a number of slots, the payload tensors [S + 1, ...] that hold them (weights, then
             states). Called again with a larger number when the pool grows: it must keep the old slots' contents.
         num_slots: S.
@@ -409,9 +408,8 @@ class RowCache:
 
     def _grow(self, shortage: Shortage) -> None:
         """Add the slots that the newest batch lacks, if `overflow` and the batches in flight allow it."""
-        slots, rows = self._map.num_slots, self.host.num_rows
-        slot_bytes = self.host.slot_row_bytes
-        grown = grown_slots(self.name, slots, shortage.num_slots, rows, slot_bytes, self._in_flight, self._overflow)
+        slots, rows, row_bytes = self._map.num_slots, self.host.num_rows, self.host.slot_row_bytes
+        grown = grown_slots(self.name, slots, shortage.num_slots, rows, row_bytes, self._in_flight, self._overflow)
         self._copies.finish()
         with self._guard.change(f"growing to {grown} slots"):
             self._attach(grown)
@@ -597,7 +595,6 @@ class RowCache:
     def stats(self) -> list[TableStats]:
         """Return the totals per table; the sum over tables is the pool's."""
         self._guard.check()
-        map_bytes = self._map.entry_bytes
-        memory = {"map_bytes": map_bytes, "slot_bytes": self.device_bytes - map_bytes, "host_bytes": self.host_bytes}
-        rest = {"free_slots": self._map.num_free, "row_bytes": self.host.row_bytes, **memory}
-        return table_stats(self.tables, self.host.rows_per_table, self.counters, **rest)
+        sizes = {"map_bytes": (map_bytes := self._map.entry_bytes), "slot_bytes": self.device_bytes - map_bytes}
+        sizes |= {"host_bytes": self.host_bytes, "free_slots": self._map.num_free, "row_bytes": self.host.row_bytes}
+        return table_stats(self.tables, self.host.rows_per_table, self.counters, **sizes)
