@@ -30,10 +30,7 @@ N = TypeVar("N", int, float)
 _HELP = """Place tables and size caches; predict memory, hit rates and step time.
 
   embershard plan run.toml --profile p.npz --topology h100x8 -o a.json
-  embershard plan --tables tables.toml --ranks 1,2,4,8 --topology h200x8
-  embershard plan --tables tables.toml --target 5M/s --topology h200x8,a100-80x8 --price 3.5,1.8
-  embershard plan run.toml --profile p.npz --ranks 1..4096 --simulate
-  embershard plan --calibrate -o machine.toml --ranks 1,2,4
+  embershard plan --tables tables.toml --topology h200x8 --target 5M/s
   embershard plan diff a.json b.json
 """
 _MOST_EFFORT, _MOST_BYTES = 1000, 2**60
@@ -102,18 +99,18 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(parser)
     add_trust(parser)
     add_config_word(parser)
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies, of embershard profile")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies (embershard profile)")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables as numbers, for a plan without data")
     parser.add_argument("--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
     parser.add_argument("--ranks-per-node", type=positive, metavar="N", help="(default: the topology's)")
     parser.add_argument("--device-memory", type=_memory, metavar="SIZE", help="of one rank, a hard limit: 72GiB")
     parser.add_argument("--host-memory", type=_memory, metavar="SIZE", help="of one node: 512GiB")
-    text = "a machine: h200x8, h100x8x4, cpu, or a TOML file; several are compared"
-    parser.add_argument("--topology", type=_names, default=["cpu"], metavar="NAME[,...]", help=text)
-    text = "of a rank for an hour, in any currency; one, or one for each topology"
+    text = "machines to compare: h200x8, h100x8x4, cpu, a file"
+    parser.add_argument("--topology", type=_names, default=["cpu"], metavar="M[,M...]", help=text)
+    text = "of a rank for an hour; one, or one for each topology"
     parser.add_argument("--price", type=_numbers(float), metavar="P[,P...]", help=text)
-    text = "samples a second (5M/s): find the cheapest machines that reach it"
+    text = "samples a second, 5M/s: find the cheapest machines"
     parser.add_argument("--target", type=_target, metavar="N", help=text)
     parser.add_argument("--types", type=_sharding_types, metavar="T[,T...]", help="sharding types that may be used")
     text = "replicate tables of up to N rows"

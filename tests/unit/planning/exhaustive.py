@@ -27,8 +27,6 @@ from embershard.sharding.shards import COLUMN_MULTIPLE, TablePlacement, no_rows_
 from embershard.sharding.sizes import TableSize
 from tests.unit.planning.requests import LFU, data_of, make_request
 
-#: Numbers of tasks of each kind.
-ON_TWO_RANKS, ON_SHARED_CORES, ON_TWO_NODES = 200, 100, 200
 _CORES = 2
 
 
@@ -102,6 +100,10 @@ def on_two_nodes(seed: int) -> PlanRequest:
         batch_size=int(rng.choice([256, 4096])),
         rates=replace(load_topology("h100x2x2").rates_for(4), step_overhead_seconds=0.0),
     )
+
+
+#: Numbers of tasks of each kind.
+NUM_TASKS = {on_two_ranks: 200, on_shared_cores: 100, on_two_nodes: 200}
 
 
 def every_plan(request: PlanRequest) -> Iterator[float]:
@@ -183,16 +185,14 @@ def tried(request: PlanRequest) -> Tried:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=ON_TWO_RANKS, help="of each kind, at most (default: all)")
+    kinds = {make.__name__: make for make in NUM_TASKS}
+    parser.add_argument("--tasks", type=int, default=max(NUM_TASKS.values()), help="of a kind, at most (default: all)")
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds), help="default: all")
     options = parser.parse_args()
     num_wrong = 0
-    for make, most in (
-        (on_two_ranks, ON_TWO_RANKS),
-        (on_shared_cores, ON_SHARED_CORES),
-        (on_two_nodes, ON_TWO_NODES),
-    ):
+    for make in (kinds[name] for name in options.kinds):
         of_kind = []
-        for seed in range(min(most, options.tasks)):
+        for seed in range(min(NUM_TASKS[make], options.tasks)):
             of_kind.append(tried(make(seed)))
             if of_kind[-1].problem:
                 num_wrong += 1

@@ -27,8 +27,7 @@ from embershard.sharding.plan_diff import diff_lines
 from embershard.sharding.run_shape import ReplaySettings
 from tests.covering import keep
 from tests.unit.planning.exhaustive import (
-    ON_TWO_NODES,
-    ON_TWO_RANKS,
+    NUM_TASKS,
     every_plan,
     on_shared_cores,
     on_two_nodes,
@@ -40,7 +39,7 @@ from tests.unit.planning.requests import data_of, make_request
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("seed", keep(range(1, 5), range(ON_TWO_RANKS)))
+@pytest.mark.parametrize("seed", keep(range(1, 5), range(NUM_TASKS[on_two_ranks])))
 def test_no_plan_is_faster_than_the_bound(seed):
     check(on_two_ranks(seed))
 
@@ -186,7 +185,7 @@ def test_a_tighter_bound_is_below_every_plan(seed):
     assert loose.step_seconds <= tight.step_seconds <= min(every_plan(request)) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", keep((0, 3), range(ON_TWO_NODES)))
+@pytest.mark.parametrize("seed", keep((0, 3), range(NUM_TASKS[on_two_nodes])))
 def test_no_plan_is_faster_than_the_bound_on_two_nodes(seed):
     check(on_two_nodes(seed))
 
