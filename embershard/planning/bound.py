@@ -185,7 +185,7 @@ def _add_memory(program: _Program, costs: CostArrays, shares: list[NDArray[np.in
     times = float(costs.window.bytes_of(np.array(most))) / most if most else 0.0
     for cache in ("needed", "held"):
         weights = np.array([{"fixed": 1.0, "batch": times, cache: 1.0}.get(name, 0.0) for name in MEMORY])
-        left = (costs.device_limit - float(costs.base_memory @ weights)) * world_size
+        left = (costs.device_limit - float(costs.base_memory @ weights)) * world_size - float(costs.less_bytes.sum())
         pairs = zip(shares, costs.options, strict=True)
         terms = [(own, np.array([float(o.memory.sum(axis=0) @ weights) for o in options])) for own, options in pairs]
         program.at_most(left, *terms)

@@ -57,8 +57,10 @@ class RankNeed:
         return max(everything, key=lambda item: item[1], default=("none", 0, "nothing"))
 
     def asked(self, budget: Budget) -> int:
-        """Return the least bytes of the budgeted memory: everything, or the caches alone."""
-        return sum(self.table_bytes.values()) + (0 if budget.cache_bytes is not None else self.fixed_bytes)
+        """Return the least bytes of the budgeted memory: everything, or the caches alone. What the rank may use less
+        than others counts as needed."""
+        fixed = 0 if budget.cache_bytes is not None else self.fixed_bytes
+        return sum(self.table_bytes.values()) + fixed + budget.less(self.rank)
 
 
 @dataclass(frozen=True)
@@ -125,15 +127,18 @@ class LeastNeed:
         budget, limit = request.budget, request.budget.rank_bytes
         if limit is None or self.fits_device(budget):
             return
-        need = self.asked(budget)
         rank = self.fullest(budget)
+        less = budget.less(rank.rank)
+        need, may = rank.asked(budget) - less, limit - less
         table, part, purpose = rank.largest
-        change = f"--device-memory {need}" if budget.cache_bytes is None else f"--set cache.device_bytes={need}"
+        change = device_memory(budget, [each.asked(budget) - budget.less(each.rank) for each in self.ranks])
+        if budget.cache_bytes is not None:
+            change = f"--set cache.device_bytes={need}"
         rest, tables = rank.fixed_bytes - sum(rank.whole.values()), "these tables" if rank.whole else "caches"
         others = f"; all but {tables} takes {_bytes(rest)}" if budget.cache_bytes is None else ""
         raise ShardingError(
             f"the plan does not fit: rank {rank.rank} needs at least {_bytes(need)} of device memory and may use "
-            f"{_bytes(limit)}: {_bytes(need - limit)} are missing. Its largest table is {table!r} with {_bytes(part)} "
+            f"{_bytes(may)}: {_bytes(need - may)} are missing. Its largest table is {table!r} with {_bytes(part)} "
             f"({purpose}){others}. Smallest change that fits: {change}"
             f"{_other_changes(request, device=limit)}"
         )
@@ -374,6 +379,13 @@ def _bytes(count: int) -> str:
     return f"{size(count)} ({count} bytes)" if count >= 1024 else f"{count} bytes"
 
 
+def device_memory(budget: Budget, needs: Sequence[int]) -> str:
+    """Return the option that gives the ranks the bytes that they need, [ranks], and none less than it has."""
+    if not budget.less_bytes:
+        return f"--device-memory {max(needs)}"
+    return f"--device-memory {','.join(str(max(pair)) for pair in zip(needs, budget.by_rank, strict=True))}"
+
+
 def pinned_slots(shards: Sequence[PlacedShard], pins: Mapping[str, TablePin]) -> int | None:
     """Return the slots that are decided of the cache of these shards; None: the planner decides."""
     of_shards = [pins[shard.table.table] for shard in shards if shard.table.table in pins]
@@ -410,7 +422,7 @@ def split_slots(
     found: list[PoolPlacement] = []
     for rank, here in enumerate(by_rank(shards, workload.shape.world_size)):
         members_of = by_pool(here)
-        slots = _rank_slots(workload, here, members_of, budget, pins or {})
+        slots = _rank_slots(workload, here, members_of, budget.alone(rank), pins or {})
         if slots is None:
             return None
         for key, members in members_of.items():

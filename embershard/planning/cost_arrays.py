@@ -92,6 +92,7 @@ class CostArrays:
         options: of each table, at least one.
         base_seconds: [stages] of a rank without a sharded table.
         base_memory: [columns] of such a rank.
+        less_bytes: how much less than the limit each rank may use, [R].
         window: bytes of the known batches from those of one, and of a rank with a table that exchanges rows.
         world_size, ranks_per_node: R, and those of a node.
         device_limit: bytes of a rank; None: not limited.
@@ -110,6 +111,7 @@ class CostArrays:
     device_limit: float | None
     host_limit: float | None
     formula: StepFormula
+    less_bytes: Floats
     ranks: tuple[tuple[int, ...] | None, ...] = ()
 
     @cached_property
@@ -129,7 +131,14 @@ class CostArrays:
     def all_bytes(self) -> float:
         """Bytes of a rank with all tables: a limit that never binds."""
         most = [np.max([option.memory.sum(axis=0) for option in options], axis=0) for options in self.options]
-        return float(self.device_bytes(sum(most, self.base_memory)))
+        return float(self.device_bytes(sum(most, self.base_memory)) + self.less_bytes.max())
+
+    @property
+    def rank_memory(self) -> Floats:
+        """Memory of each rank without a sharded table, [R, columns]: what it may not use is taken."""
+        memory = np.tile(self.base_memory, (self.world_size, 1))
+        memory[:, MEMORY.index("fixed")] += self.less_bytes
+        return memory
 
     def device_bytes(self, memory: Floats) -> Floats:
         """Return the bytes [...] of ranks with so much in memory, [..., columns]."""
@@ -344,6 +353,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
         device_limit=None if limit is None else float(limit),
         host_limit=None if request.budget.host_bytes is None else float(request.budget.host_bytes),
         formula=_formula(request, stages, base.update_bytes),
+        less_bytes=np.array([0.0 if slots_only else float(request.budget.less(r)) for r in range(shape.world_size)]),
         ranks=tuple(None if (pin := request.pins.get(table.table)) is None else pin.ranks for table in sized),
     )
 
@@ -387,7 +397,8 @@ class _Options:
             return [1, *np.unique(np.geomspace(max(1, rows // 10**5), rows, count).round().astype(int)).tolist()]
         if budget.ratio is not None:
             return [round(budget.ratio * rows)]
-        low, high, left = 0, rows, _FILLED * (budget.rank_bytes or 0)
+        mean = (budget.rank_bytes or 0) - sum(budget.less_bytes) / self._shape.world_size
+        low, high, left = 0, rows, _FILLED * mean
         while high - low > max(1, rows // 1000):
             middle = (low + high) // 2
             low, high = (middle, high) if self._taken(tables, middle) <= left else (low, middle)

@@ -148,7 +148,7 @@ class _SearchState:
     def __init__(self, costs: CostArrays) -> None:
         self._costs, ranks = costs, costs.world_size
         self._totals = np.tile(costs.base_seconds, (ranks, 1))
-        self._memory = np.tile(costs.base_memory, (ranks, 1))
+        self._memory = costs.rank_memory
         self._host = np.zeros(ranks)
         self._groups: Counter[str] = Counter()
         self._choices: dict[int, Choice] = {}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.budget import (
     LeastNeed,
+    device_memory,
     least_need,
     least_need_of_some_caches,
     least_need_without_caches,
@@ -158,11 +159,13 @@ def _no_room(request: PlanRequest, need: LeastNeed) -> str:
     larger = sized(replace(request, budget=replace(budget, device_bytes=2**62, host_bytes=None)), need.tables)
     if budget.ratio is None or budget.device_bytes is None or larger is None:
         return f"{len(request.allowed)} tables do not fit the nodes evenly: give --host-memory more, or use more nodes"
-    device_bytes = larger.quick.most_device_bytes
+    ranks = larger.quick.ranks
+    fullest = max(ranks, key=lambda each: each.total_device_bytes + budget.less(each.rank))
+    needed, limit = fullest.total_device_bytes, budget.device_bytes - budget.less(fullest.rank)
     return (
-        f"the plan does not fit: a rank with {budget.ratio:g} of its rows on the device needs {size(device_bytes)} and "
-        f"may use {size(budget.device_bytes)}: {size(device_bytes - budget.device_bytes)} are missing. Use a smaller "
-        f"ratio, or --device-memory {device_bytes}"
+        f"the plan does not fit: a rank with {budget.ratio:g} of its rows on the device needs {size(needed)} and "
+        f"may use {size(limit)}: {size(needed - limit)} are missing. Use a smaller ratio, or "
+        f"{device_memory(budget, [each.total_device_bytes for each in ranks])}"
     )
 
 
@@ -183,6 +186,7 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
         device=shape.device,
         device_memory_bytes=request.budget.device_bytes,
         host_memory_bytes=request.budget.host_bytes,
+        memory_bytes_by_rank=request.budget.by_rank,
         settings=dict(request.settings),
         tables=candidate.tables,
         pools=candidate.pools,
@@ -295,6 +299,7 @@ def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacem
                 ranks_per_node=local,
                 device_bytes=None if budget.device_bytes is None else budget.device_bytes - kept,
                 host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
+                less_bytes=budget.less_bytes,
                 allowed=allowed,
                 sort_by=order,
                 limit_rows=not resident,
@@ -323,9 +328,11 @@ def _choices(request: PlanRequest) -> list[dict[str, list[str]]]:
 
 def _may_be_resident(request: PlanRequest) -> bool:
     """Return False if all rows cannot be on the devices, whatever the placement."""
-    limit = request.budget.device_bytes
-    needed = sum(table.rows * table.row_bytes() for table in request.sharded)
-    return request.may_mix and limit is not None and needed <= limit * request.workload.shape.world_size
+    budget, needed = request.budget, sum(table.rows * table.row_bytes() for table in request.sharded)
+    if budget.device_bytes is None:
+        return False
+    together = budget.device_bytes * request.workload.shape.world_size - sum(budget.less_bytes)
+    return request.may_mix and needed <= together
 
 
 def best_bound(request: PlanRequest) -> Bound | None:
@@ -355,7 +362,7 @@ def _costs_at_best(request: PlanRequest) -> CostArrays:
         mean = mean / costs.world_size
         with_one = (costs.device_bytes(mean + each.memory.max(axis=0)) for options in costs.options for each in options)
         most = max(_MUCH_ROOM * float(costs.device_bytes(mean)), *map(float, with_one))
-        fits = most <= costs.device_limit
+        fits = most + costs.less_bytes.max() <= costs.device_limit
     if fits:  # with much memory left: a cache only adds work, so without a limit none is needed
         costs = replace(costs, device_limit=None)
     elif request.may_mix:

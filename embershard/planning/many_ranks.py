@@ -62,7 +62,7 @@ def plan_with_care(request: PlanRequest, progress: Callable[[int, int], None] | 
         ShardingError: as `make_plan`.
     """
     world_size = request.workload.shape.world_size
-    if world_size <= MOST_SEARCHED_RANKS:
+    if _is_searched(request):
         return complete(request, best_candidate(request), progress)
     try:
         best = wide_candidate(request)
@@ -80,8 +80,12 @@ def fastest_candidate(request: PlanRequest) -> Candidate:
     Raises:
         ShardingError: none fits.
     """
-    is_searched = request.workload.shape.world_size <= MOST_SEARCHED_RANKS
-    return best_candidate(request) if is_searched else wide_candidate(request)
+    return best_candidate(request) if _is_searched(request) else wide_candidate(request)
+
+
+def _is_searched(request: PlanRequest) -> bool:
+    """Return True where all ranks are searched: they are few, or not alike."""
+    return request.workload.shape.world_size <= MOST_SEARCHED_RANKS or bool(request.budget.less_bytes)
 
 
 def wide_candidate(request: PlanRequest) -> Candidate:
@@ -148,7 +152,7 @@ def on_first_ranks(costs: CostArrays, num_nodes: int) -> CostArrays:
     over_all = tuple(range(costs.world_size))
     ranks = tuple(tuple(range(num_ranks)) if each == over_all else each for each in costs.ranks)
     options = tuple(tuple(kept(each) for each in own if has_room(each)) for own in costs.options)
-    return replace(costs, options=options, world_size=num_ranks, ranks=ranks)
+    return replace(costs, options=options, world_size=num_ranks, ranks=ranks, less_bytes=costs.less_bytes[:num_ranks])
 
 
 def plain_candidate(request: PlanRequest) -> Candidate:

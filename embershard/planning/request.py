@@ -191,16 +191,18 @@ class Budget:
 
     Attributes:
         device_bytes: of one rank, for everything: slots, states, maps, resident tables, dense model, activations,
-            buffers. A hard limit.
+            buffers. A hard limit. Of the rank that may use most, where ranks differ.
         cache_bytes: of one rank, for slots, states and maps alone; excludes the two others.
         ratio: slots as a share of a pool's rows.
         host_bytes: of one node, for the rows in host memory; None: not limited.
+        less_bytes: how much less than `device_bytes` each rank may use, [ranks]; empty: all may use as much.
     """
 
     device_bytes: int | None = None
     cache_bytes: int | None = None
     ratio: float | None = None
     host_bytes: int | None = None
+    less_bytes: tuple[int, ...] = ()
 
     @property
     def rank_bytes(self) -> int | None:
@@ -212,8 +214,21 @@ class Budget:
         """Whether tables may be whole on the devices, too: the budget is not one of caches."""
         return self.device_bytes is not None and self.ratio is None
 
+    def less(self, rank: int) -> int:
+        """Return how much less than `rank_bytes` a rank may use."""
+        return self.less_bytes[rank] if self.less_bytes else 0
+
+    @property
+    def by_rank(self) -> tuple[int, ...]:
+        """The `device_bytes` of each rank, [ranks], where they differ; else empty."""
+        return tuple((self.device_bytes or 0) - less for less in self.less_bytes)
+
+    def alone(self, rank: int) -> Budget:
+        """Return the budget of one rank as if all had as much."""
+        return replace(self, device_bytes=self.by_rank[rank], less_bytes=()) if self.less_bytes else self
+
     def of_rank(self, count: int) -> Budget:
-        """Return this budget with other `rank_bytes`."""
+        """Return this budget with other `rank_bytes`: of the rank that may use most."""
         name = "cache_bytes" if self.device_bytes is None else "device_bytes"
         return replace(self, **{name: count})
 
@@ -222,6 +237,11 @@ class Budget:
         if not given or (self.cache_bytes is not None and len(given) > 1):
             raise ConfigError(
                 f"a budget needs device_bytes, ratio, both, or cache_bytes alone; got {' and '.join(given) or 'none'}"
+            )
+        if self.less_bytes and (self.device_bytes is None or min(self.less_bytes)):
+            raise ConfigError(
+                f"less_bytes: got {list(self.less_bytes)} with device_bytes={self.device_bytes}; needed device_bytes, "
+                "and numbers from 0, one of them 0"
             )
 
 
@@ -261,7 +281,12 @@ class PlanRequest:
     on_ranks: Callable[[int], PlanRequest] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for pins that no plan can have."""
+        """Raise `ConfigError` for pins that no plan can have, and limits that are not of these ranks."""
+        of_ranks, world_size = len(self.budget.less_bytes), self.workload.shape.world_size
+        if of_ranks not in (0, world_size):
+            raise ConfigError(
+                f"a budget for {of_ranks} ranks, {world_size} ranks: give one --device-memory, or one for each"
+            )
         tables = {table.table: table for table in self.workload.model.tables}
         for name, pin in self.pins.items():
             if name not in tables:

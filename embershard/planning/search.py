@@ -14,6 +14,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
+    CustomTopologyData,
     Partitioner,
     Perf,
     PlannerError,
@@ -52,6 +53,7 @@ def place(
     ranks_per_node: int,
     device_bytes: int | None,
     host_bytes: int | None,
+    less_bytes: Sequence[int] = (),
     allowed: Mapping[str, Sequence[str]],
     sort_by: Literal["seconds", "device_bytes"] = "seconds",
     by_memory: bool = False,
@@ -64,6 +66,7 @@ def place(
         costs: costs of shards.
         world_size, ranks_per_node: ranks in all, and on each node.
         device_bytes, host_bytes: a rank's memory for its tables; None: not limited.
+        less_bytes: how much less than `device_bytes` each rank has; empty: all have as much.
         allowed: sharding types by table.
         sort_by: place the slowest or the largest tables first.
         by_memory: look for the placement whose fullest rank needs the least device memory, not for the fastest one.
@@ -78,7 +81,7 @@ def place(
     if limit_rows:
         partitioner = PoolRowsPartitioner(lambda each: (by_name[each.name].dtype, by_name[each.name].group), order)
     with _quiet():
-        topology = _topology(world_size, ranks_per_node, device_bytes, host_bytes)
+        topology = _topology(world_size, ranks_per_node, device_bytes, host_bytes, less_bytes)
         constraints = {name: _constraint(types, by_name[name], world_size) for name, types in allowed.items()}
         planner = make_planner(
             topology,
@@ -123,7 +126,10 @@ def _constraint(types: Sequence[str], table: TableSize, world_size: int) -> Para
     )
 
 
-def _topology(world_size: int, ranks_per_node: int, device_bytes: int | None, host_bytes: int | None) -> Topology:
+def _topology(
+    world_size: int, ranks_per_node: int, device_bytes: int | None, host_bytes: int | None, less_bytes: Sequence[int]
+) -> Topology:
+    by_rank = {"hbm_cap": [max(1, (device_bytes or 0) - less) for less in less_bytes]}
     return Topology(
         world_size=world_size,
         local_world_size=ranks_per_node,
@@ -131,6 +137,7 @@ def _topology(world_size: int, ranks_per_node: int, device_bytes: int | None, ho
         # TorchRec 1.6 takes 0 for "not said".
         hbm_cap=_EVERYTHING if device_bytes is None else max(1, device_bytes),
         ddr_cap=_EVERYTHING if host_bytes is None else max(1, host_bytes),
+        custom_topology_data=CustomTopologyData(by_rank, world_size) if less_bytes else None,
     )
 
 

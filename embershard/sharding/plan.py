@@ -218,7 +218,7 @@ class Plan:
 
     Attributes:
         batch_size: samples per rank and step.
-        device_memory_bytes: budget of one rank, if there is one.
+        device_memory_bytes: budget of one rank, if there is one; of the rank with most, where they differ.
         host_memory_bytes: budget of one node, if there is one.
         settings: settings of the run that the prediction assumed, by name.
         pools: one per cache of every rank.
@@ -226,6 +226,7 @@ class Plan:
         prediction: None when unknown, or when the plan was edited since.
         made_from: the files and the command.
         bound: None for one rank, where it is not known, and where the plan was edited.
+        memory_bytes_by_rank: budget of each rank, [ranks], where they differ; else empty.
         format: of the file.
     """
 
@@ -242,7 +243,12 @@ class Plan:
     prediction: Prediction | None = None
     made_from: dict[str, str] = dataclasses.field(default_factory=dict)
     bound: PlanBound | None = None
+    memory_bytes_by_rank: tuple[int, ...] = ()
     format: int = FORMAT
+
+    def memory_bytes_of(self, rank: int) -> int | None:
+        """Return the budget of a rank; None: there is none."""
+        return self.memory_bytes_by_rank[rank] if self.memory_bytes_by_rank else self.device_memory_bytes
 
     @property
     def digest(self) -> str:
@@ -378,6 +384,12 @@ def check_plan(plan: Plan) -> None:
         value = getattr(plan, name)
         if value is not None and value < 1:
             raise ShardingError(f"{name}: got {value}, needed at least 1{', or null' if 'memory' in name else ''}.")
+    by_rank = plan.memory_bytes_by_rank
+    if by_rank and (len(by_rank) != plan.world_size or max(by_rank) != plan.device_memory_bytes or min(by_rank) < 1):
+        raise ShardingError(
+            f"memory_bytes_by_rank: got {list(by_rank)}, needed none, or {plan.world_size} numbers from 1 to "
+            f"device_memory_bytes ({plan.device_memory_bytes}), the largest of them equal to it."
+        )
     if not plan.tables:
         raise ShardingError("tables: got none, needed the model's. Plan again.")
     if plan.world_size > MOST_RANKS:

@@ -10,7 +10,15 @@ from embershard.sharding.plan import Plan, PoolPlacement, Prediction, TablePlace
 from embershard.sharding.shards import shards_of
 from embershard.units import size
 
-_SIZES = ("world_size", "ranks_per_node", "batch_size", "device", "device_memory_bytes", "host_memory_bytes")
+_SIZES = (
+    "world_size",
+    "ranks_per_node",
+    "batch_size",
+    "device",
+    "device_memory_bytes",
+    "memory_bytes_by_rank",
+    "host_memory_bytes",
+)
 _MOST_RENAMED = 16
 #: What moves in a step, of all ranks: the kinds of work that it is the sum of, and how it is written.
 _MOVED: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (

@@ -103,8 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables as numbers, for a plan without data")
     parser.add_argument("--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
+    text = "limit of a rank: 72GiB; or of each: 72GiB,40GiB"
     parser.add_argument("--ranks-per-node", type=positive, metavar="N", help="(default: the topology's)")
-    parser.add_argument("--device-memory", type=_memory, metavar="SIZE", help="of one rank, a hard limit: 72GiB")
+    parser.add_argument("--device-memory", type=_memories, metavar="SIZE", help=text)
     parser.add_argument("--host-memory", type=_memory, metavar="SIZE", help="of one node: 512GiB")
     text = "machines to compare: h200x8, h100x8x4, cpu, a file"
     parser.add_argument("--topology", type=_names, default=["cpu"], metavar="M[,M...]", help=text)
@@ -156,6 +157,10 @@ def _memory(text: str) -> int:
     if not 1 <= value <= _MOST_BYTES:
         raise argparse.ArgumentTypeError(f"got {text!r}; needed 1 to {_MOST_BYTES} bytes (an exbibyte)")
     return value
+
+
+def _memories(text: str) -> list[int]:
+    return [_memory(part) for part in text.split(",")]
 
 
 def _numbers(kind: Callable[[str], N]) -> Callable[[str], list[N]]:

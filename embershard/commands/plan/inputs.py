@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -85,11 +85,19 @@ def replay_settings(
     )
 
 
-def budget(config: RunConfig, device_bytes: int | None, host_bytes: int | None, ratio: float | None = None) -> Budget:
+def budget(
+    config: RunConfig,
+    device_bytes: int | None,
+    host_bytes: int | None,
+    ratio: float | None = None,
+    by_rank: Sequence[int] = (),
+) -> Budget:
     """Return the memory budget: the command line's, else the config's. A limit on the device leaves its rest to the
-    caches, unless a ratio was asked for."""
+    caches, unless a ratio was asked for. `by_rank`: limits on the ranks' devices, where they differ; `device_bytes` is
+    the largest."""
     if ratio is not None or device_bytes is not None:
-        return Budget(device_bytes=device_bytes, host_bytes=host_bytes, ratio=ratio)
+        less = tuple((device_bytes or 0) - limit for limit in by_rank)
+        return Budget(device_bytes=device_bytes, host_bytes=host_bytes, ratio=ratio, less_bytes=less)
     if config.cache.device_bytes is not None:
         return Budget(cache_bytes=config.cache.device_bytes, host_bytes=host_bytes)
     return Budget(ratio=config.cache.slot_ratio, host_bytes=host_bytes)

@@ -57,7 +57,7 @@ def plan_figure(case: PlannedCase, topology: Topology) -> Figure:
     _stack(times, names, {part: [1e3 * rank.seconds[part] for rank in ranks] for part in ranks[0].seconds})
     times.set(xlabel="rank", ylabel="ms of a step")
     times.set_title("Work of a step by part; parts may run beside each other", loc="left", fontsize="medium")
-    _draw_memory(memory, names, ranks, {case.plan.device_memory_bytes})
+    _draw_memory(memory, names, ranks, {case.plan.memory_bytes_of(rank.rank) for rank in ranks})
     memory.set(xlabel="rank")
     memory.set_title("Device memory, predicted, by use", loc="left", fontsize="medium")
     return figure

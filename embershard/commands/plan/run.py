@@ -66,9 +66,13 @@ class _Setup:
         """Return the request for so many ranks; `ratio` overrides the config's share of rows on the device."""
         config, arguments = self.config, self.arguments
         topology = self.shaped(num_ranks)
-        given = arguments.device_memory, arguments.host_memory
-        device_bytes = topology.device_memory_bytes if given[0] is None else given[0]
-        host_bytes = topology.host_memory_bytes if given[1] is None else given[1]
+        limits, host_bytes = arguments.device_memory or (), arguments.host_memory
+        if len(limits) not in (0, 1, num_ranks):
+            raise ConfigError(
+                f"--device-memory: got {len(limits)} sizes, needed one, or one for each of {num_ranks} ranks."
+            )
+        device_bytes = max(limits, default=topology.device_memory_bytes)
+        host_bytes = topology.host_memory_bytes if host_bytes is None else host_bytes
         hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
         small_rows = _SMALL_ROWS_NOTE if config.cache.small_types and topology.device == "cuda" else None
         of_machine = (
@@ -91,7 +95,7 @@ class _Setup:
                 model=self.model,
             ),
             rates=topology.rates_for(num_ranks),
-            budget=budget(config, device_bytes, host_bytes, ratio),
+            budget=budget(config, device_bytes, host_bytes, ratio, limits if len(set(limits)) > 1 else ()),
             types=arguments.types,
             pins=config.sharding.pin,
             replicate_rows=arguments.replicate_rows,

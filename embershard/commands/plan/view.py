@@ -150,7 +150,7 @@ def _memory_table(plan: Plan, shown: Sequence[RankPrediction]) -> Table:
             size(rank.cache_device_bytes),
             *(size(rank.device_bytes.get(use, 0)) for use in uses),
             size(rank.total_device_bytes),
-            "" if plan.device_memory_bytes is None else size(plan.device_memory_bytes),
+            "" if (budget := plan.memory_bytes_of(rank.rank)) is None else size(budget),
             size(rank.total_host_bytes),
         )
     table.caption = "caches: slots and maps, as result.json and the report count them; all: with everything else"
