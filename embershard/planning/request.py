@@ -229,8 +229,7 @@ class Budget:
 
     def of_rank(self, count: int) -> Budget:
         """Return this budget with other `rank_bytes`: of the rank that may use most."""
-        name = "cache_bytes" if self.device_bytes is None else "device_bytes"
-        return replace(self, **{name: count})
+        return replace(self, cache_bytes=count) if self.device_bytes is None else replace(self, device_bytes=count)
 
     def __post_init__(self) -> None:
         given = [name for name in ("device_bytes", "cache_bytes", "ratio") if getattr(self, name) is not None]
