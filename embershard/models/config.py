@@ -91,10 +91,6 @@ class ModelConfig:
     """Numbers per embedding row, the same for all tables. A multiple of 4. With "fm", "deepfm" and "wide_deep", the
     last one is an id's first-order weight; of several labels or classes, as many as there are."""
 
-    init_range: OfTraining[float | None] = None
-    """Embedding rows begin uniform in +-init_range. Default: 1 / sqrt(rows of their table), so that the rows of small
-    tables begin large."""
-
     dense_arch_layer_sizes: OfModel[tuple[int, ...]] = (64, 16)
     """Layer widths of the MLP over the dense features: hidden layers, and the last one, which must be `embedding_dim`.
     Not for arch "fm", "deepfm" and "wide_deep"."""
@@ -103,6 +99,10 @@ class ModelConfig:
     """Layer widths of the MLP over the interaction; of "deepfm" and "wide_deep", over the embeddings: hidden layers,
     and the last one, which must be 1, the logit; of several labels, the model has as many. With towers: those of each.
     Not for arch "fm"."""
+
+    init_range: OfTraining[float | None] = None
+    """Embedding rows begin uniform in +-init_range. Default: 1 / sqrt(rows of their table), so that the rows of small
+    tables begin large."""
 
     table_dtype: OfModel[Literal["fp32", "fp16"]] = "fp32"
     """Number format of the embedding rows. The dense layers are always fp32."""

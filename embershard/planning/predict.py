@@ -314,6 +314,7 @@ def _table(workload: Workload, parts: Sequence[_Simulated]) -> TablePrediction:
     total, shard = CacheReport.total(part.report for part in parts), parts[0].shard
     host_bytes = memory_model.host_bytes([part.shard for part in parts], workload.shape)
     long_run = [part.long_run for part in parts if part.long_run is not None]
+    moved = sum(part.shard.rows * part.shard.host_row_bytes for part in parts)
     return TablePrediction(
         table=shard.table.table,
         rank=shard.rank,
@@ -327,5 +328,5 @@ def _table(workload: Workload, parts: Sequence[_Simulated]) -> TablePrediction:
         host_bytes=host_bytes["rows"] + host_bytes["scores"],
         first_touches=sum(part.report.first_touches for part in parts),
         long_run_hit_rate=CacheReport.total(long_run).hit_rate_lookups,
-        moved_row_bytes=sum(p.shard.rows * p.shard.host_row_bytes for p in parts) / sum(p.shard.rows for p in parts),
+        moved_row_bytes=moved / max(1, sum(part.shard.rows for part in parts)),
     )

@@ -297,7 +297,10 @@ NOT_HERE: dict[str, tuple[str, ...]] = {
         *("data.criteo.dense_transform", "data.parquet.id_mapping", "data.parquet.dense_transform"),
         *("schedule.decay", "checkpoint.on_failed_save", "tracking.trackers"),
     ),
-    "refused on a GPU, or for planning only": ("train.device", "sharding.mode=data_parallel", "sharding.exchange=auto"),
+    "refused on a GPU, or for planning only": (
+        *("train.device", "sharding.mode=data_parallel", "sharding.exchange=auto"),
+        *("cache.host_dtype", "cache.host_dtypes"),
+    ),
     "FBGEMM has them on GPUs only: no table on a CPU can stand in": (
         *("embedding_optimizer.kind=adam", "embedding_optimizer.kind=partial_rowwise_adam"),
         *("embedding_optimizer.kind=lamb", "embedding_optimizer.kind=partial_rowwise_lamb"),

@@ -287,7 +287,7 @@ def test_a_disk_without_space_is_found_before_the_model_is_built(ranks, tmp_path
 def test_the_expected_size_is_that_of_a_checkpoint(ranks, tmp_path, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(
-        "embershard.training.fit.machine_limits.check_disk", lambda folder, size, *_: asked.append(size)
+        "embershard.training.fit.machine_limits.check_disk", lambda folder, size, *_, **__: asked.append(size)
     )
     big = make_config(
         data=small_data(scale=0.01),
