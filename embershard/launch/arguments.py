@@ -324,7 +324,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile-steps", type=_steps, metavar="A:B", help=text)
     text = "continue from the newest valid checkpoint in --run-dir, or from that of STEP"
     parser.add_argument("--resume", nargs="?", type=_step, const=NEWEST, metavar="STEP", help=text)
-    text = "with --resume: also take a checkpoint without a manifest"
+    text = "with --resume: also a checkpoint without a manifest"
     parser.add_argument("--unverified", action="store_true", help=text)
     text = "with --resume: go on though this setting is another one than in the checkpoint; may be repeated"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=text)
