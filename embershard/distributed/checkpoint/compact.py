@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from embershard.distributed.checkpoint.digests import DigestingFileSystem
-from embershard.distributed.checkpoint.load import SCALARS, BoxReader, causes, verify_alone
+from embershard.distributed.checkpoint.load import SCALARS, BoxReader, causes, verify_alone, without_known_warnings
 from embershard.distributed.checkpoint.manifest import MANIFEST, Manifest, SavedLink
 from embershard.whole_file import sync_folder, whole_file
 
@@ -53,7 +53,8 @@ def compact(checkpoint: Path) -> Manifest:
     writer = _Writer(checkpoint, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
     writer.fs = files = DigestingFileSystem()
     try:
-        dcp.save({}, storage_writer=writer, planner=blocks, no_dist=True)
+        with without_known_warnings():
+            dcp.save({}, storage_writer=writer, planner=blocks, no_dist=True)
     except dcp.CheckpointException as error:
         remove_unlisted(checkpoint)
         raise files.error or next(iter(causes(error).values())) from error

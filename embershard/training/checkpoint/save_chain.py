@@ -15,6 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.touched import rows_that_differ
 from embershard.distributed import Ranks
+from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.distributed.checkpoint.manifest import Parent
 from embershard.distributed.checkpoint.rows_file import ChangedShard
 from embershard.distributed.checkpoint.save import NewLink
@@ -170,11 +171,12 @@ class SaveChain:
     def _shards(self, tensors: Mapping[str, Any]) -> list[tuple[TableShard, _Place]]:
         """Return this rank's shards of the tables whose rows deltas have, in the order of their rows in the pools."""
         tables = tables_in(tensors, self._tables)
-        found = [
-            (shard, _place_of(shard, [pool.host for pool in self._pools]))
-            for table, parts in tables.items()
-            for shard in shards_of(table, parts, self._ranks.is_first)
-        ]
+        with without_known_warnings():
+            found = [
+                (shard, _place_of(shard, [pool.host for pool in self._pools]))
+                for table, parts in tables.items()
+                for shard in shards_of(table, parts, self._ranks.is_first)
+            ]
         if self._row_tables is None:  # other ranks may have the table
             own = {shard.table for shard, place in found if place.pool is not None}
             own |= {table for table, parts in tables.items() if total_bytes(parts) > _SMALL_BYTES}

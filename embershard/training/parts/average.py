@@ -31,6 +31,9 @@ class AveragedWeights(Part):
         self._live = self.run.optimizers.dense_parameters
         self.weights = {name: weight.detach().clone() for name, weight in self._live.items()}
 
+    def notes(self) -> list[str]:
+        return ["Evaluations are of an average of the dense weights (train.ema)."]
+
     def begin(self) -> Iterable[Report]:
         """Begin with the weights before the first step, which may be those of a trained model."""
         if not self._is_read:

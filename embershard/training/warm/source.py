@@ -40,7 +40,7 @@ class TrainedModel:
         schedule_steps, state_steps: that its schedule, and the counts beside its optimizers' states, are behind.
         optimizers: kind of each that has states here, by its section of the settings; None: unknown kinds.
         ids: rules of its tables of ids, where they are known.
-        skipped: why newer checkpoints were not used, as sentences.
+        skipped: why other checkpoints were not used, as sentences without a full stop.
     """
 
     title: str
@@ -54,8 +54,9 @@ class TrainedModel:
 
     @property
     def has_states(self) -> bool:
-        """It has states of optimizers."""
-        return any(name.startswith(_OPTIMIZERS) for name in self.saved.sizes())
+        """It has states of optimizers, by the names of what they belong to."""
+        groups = [name.split(".", 2)[:2] for name in self.saved.sizes() if name.startswith(_OPTIMIZERS)]
+        return any(of not in ("state", "param_groups") for _, of in groups)
 
 
 def open_model(
@@ -89,11 +90,19 @@ def open_model(
         elif (checkpoint / MANIFEST).exists() or not allow_unverified:
             verify_alone(checkpoint)
 
+    if ranks is None and not allow_unverified and not any((each / MANIFEST).exists() for each in candidates):
+        raise InvalidCheckpointError(
+            f"{path}: no checkpoint with a manifest, so none can be verified. Those of torch.distributed.checkpoint "
+            "have none: allow_unverified=True takes them."
+        )
     used, skipped = newest_valid(candidates, check)
     if used is None:
         raise InvalidCheckpointError(
             f"No checkpoint in {checkpoints} is valid: {'; '.join(skipped) or 'there is none'}. Give another one."
         )
+    best = best_checkpoint(checkpoints)[0] if step is None else None
+    if best is not None and best != used[0] and best in candidates:
+        skipped.append(f"{best} of the best evaluation: --step best takes it")
     return _checkpoint(used[0], tuple(skipped), own_tables)
 
 

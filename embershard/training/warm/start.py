@@ -87,7 +87,7 @@ def planned(
     entries = [_with_rules(entry, model, ids) for entry in found.entries]
     if start.has_states:
         entries += _optimizer_problems(model, kinds)
-    notes = list(found.notes)
+    notes = [*(f"Not used: {reason}." for reason in model.skipped), *found.notes]
     if start.has_states and not model.has_states:
         notes.append("It has no states of optimizers: they begin at 0.")
     found = Matching(tuple(entries), tuple(notes))

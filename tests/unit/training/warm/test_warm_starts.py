@@ -13,6 +13,7 @@ from torch import Tensor
 
 from embershard.cache.ids.config import IdTable
 from embershard.distributed import CheckpointConfig, Manifest, Ranks
+from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.distributed.checkpoint.boxes import Box, Saved
 from embershard.distributed.checkpoint.compact import compact
 from embershard.distributed.checkpoint.load import AVERAGE, load_group
@@ -117,6 +118,19 @@ def test_a_model_whose_last_save_has_what_changed(ranks, samples, tmp_path, ema)
                 assert all(torch.equal(part.weights[name], each) for name, each in saved.items())
                 assert not all(torch.equal(each, load_group(last, AVERAGE)[name]) for name, each in saved.items())
             trainer.close()
+
+
+def test_checkpoints_that_were_not_used_are_told(ranks, samples, tmp_path):
+    """A newer one that is damaged, and that of the best evaluation."""
+    config = run_of(samples, checkpoint=CheckpointConfig(every_steps=1, keep_last=9))
+    train(config, ranks, tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    BestEvaluation(1, "auc", 0.7, {"auc": 0.7}).write(checkpoints)
+    (checkpoints / "step_4" / "scalars.json").write_text("{}")
+    plan = str(start.plan_start(WarmStart(tmp_path), config))
+    assert f"From {checkpoints / 'step_3'}" in plan
+    assert f"Not used: {checkpoints / 'step_4'}: " in plan
+    assert f"Not used: {checkpoints / 'step_1'} of the best evaluation: --step best takes it." in plan
 
 
 def changed(samples: Path) -> dict[str, tuple[RunConfig, tuple[tuple[str, str], ...]]]:
