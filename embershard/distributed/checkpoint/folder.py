@@ -112,15 +112,18 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def set_aside(folder: Path, step: int) -> list[str]:
-    """Rename the checkpoints after `step`, from which a run goes on; return their new names. One rank calls it.
+    """Rename the checkpoints after `step`, from which a run goes on; return their new names. What runs left that died
+    is removed: a run that saves no more would keep it. One rank calls it.
 
     They are invalid, or of a future that the run will not have. It must be able to save under their names.
 
-    >>> Path("back/step_2").mkdir(parents=True), Path("back/step_3").mkdir()
-    (None, None)
-    >>> set_aside(Path("back"), 2)
-    ['step_3.aside']
+    >>> for name in ("step_1.tmp", "step_2", "step_3"):
+    ...     Path("back", name).mkdir(parents=True)
+    >>> set_aside(Path("back"), 2), Path("back/step_1.tmp").exists()
+    (['step_3.aside'], False)
     """
+    for path in leftovers(folder):
+        shutil.rmtree(path, ignore_errors=True)
     names = []
     for path in complete_checkpoints(folder):
         if (step_of(path) or 0) > step:
