@@ -18,7 +18,7 @@ from embershard.distributed import (
     verify_checkpoint,
 )
 from embershard.distributed.checkpoint.best import BestEvaluation
-from embershard.distributed.checkpoint.folder import best_checkpoint
+from embershard.distributed.checkpoint.folder import best_checkpoint, checkpoints_for
 from embershard.distributed.checkpoint.load import load_served, newest_valid, without_known_warnings
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.frequency.config import ProfileConfig
@@ -28,7 +28,6 @@ from embershard.sharding.config import ShardingConfig
 from embershard.training.arithmetic import arithmetic, autocast
 from embershard.training.build import build_sharded_model
 from embershard.training.checkpoint.identity import LABELS, changes, labels_change, meaning_of, tables_of
-from embershard.training.checkpoint.resume import checkpoints_for
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
 from embershard.training.fit.memory_check import check_memory_for_run

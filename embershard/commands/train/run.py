@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from embershard.distributed import Ranks, Supervision
+from embershard.distributed.checkpoint.folder import checkpoints_for
 from embershard.errors import FailedSaveError
 from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.run_dir import check_run_dir, lock_run_dir, note_resume
@@ -26,7 +27,7 @@ from embershard.settings.files import CHECKPOINTS
 from embershard.sharding.plan import Plan
 from embershard.stages import TRACES
 from embershard.training.checkpoint.identity import global_batch
-from embershard.training.checkpoint.resume import checkpoints_for, resume_run
+from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.parts.step_trace import StepTrace

@@ -64,6 +64,24 @@ def is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
+def checkpoints_for(folder: Path, step: int | None) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first; with `step`, the one of that.
+
+    Raises:
+        CheckpointError: there is none of `step`.
+
+    >>> Path("some/step_2").mkdir(parents=True)
+    >>> [path.name for path in checkpoints_for(Path("some"), step=2)]
+    ['step_2']
+    """
+    found = complete_checkpoints(folder)
+    candidates = [path for path in found if step in (None, step_of(path))]
+    if step is not None and not candidates:
+        there = ", ".join(path.name for path in found) or "no complete checkpoint"
+        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there is {there}.")
+    return candidates
+
+
 def best_checkpoint(folder: Path) -> tuple[Path | None, str]:
     """Return the complete checkpoint of the best evaluation; where there is none, None and why its file does not lead
     to one, as a sentence without a full stop, empty without such a file.

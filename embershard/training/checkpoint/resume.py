@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from embershard.distributed import complete_checkpoints, set_aside, step_of
+from embershard.distributed import set_aside
 from embershard.distributed.checkpoint.best import BEST
+from embershard.distributed.checkpoint.folder import checkpoints_for
 from embershard.distributed.checkpoint.load import newest_valid
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.training.checkpoint.saved_run import SettingsComparison
@@ -32,20 +33,6 @@ class Resumed:
     skipped: tuple[str, ...] = ()
     set_aside: tuple[str, ...] = ()
     comparison: SettingsComparison | None = None
-
-
-def checkpoints_for(folder: Path, step: int | None) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest first; with `step`, the one of that.
-
-    Raises:
-        CheckpointError: there is none of `step`.
-    """
-    found = complete_checkpoints(folder)
-    candidates = [path for path in found if step in (None, step_of(path))]
-    if step is not None and not candidates:
-        there = ", ".join(path.name for path in found) or "no complete checkpoint"
-        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there is {there}.")
-    return candidates
 
 
 def resume_run(

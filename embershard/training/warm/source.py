@@ -10,7 +10,7 @@ from embershard.cache.ids.config import IdTable
 from embershard.data.sources.kinds import schema_of, serving_inputs
 from embershard.distributed import Ranks, verify_checkpoint
 from embershard.distributed.checkpoint.boxes import CheckpointSaved, Saved
-from embershard.distributed.checkpoint.folder import best_checkpoint, checkpoint_at, complete_checkpoints
+from embershard.distributed.checkpoint.folder import best_checkpoint, checkpoints_for, complete_checkpoints
 from embershard.distributed.checkpoint.load import SCALARS, newest_valid, read_scalars, verify_alone
 from embershard.distributed.checkpoint.manifest import MANIFEST
 from embershard.distributed.checkpoint.metadata import METADATA
@@ -118,13 +118,8 @@ def _candidates(path: Path, step: Step) -> tuple[Path, list[Path]]:
             f"{path}: no complete checkpoint and no export is there. Give the folder of a run (it has {CHECKPOINTS}/), "
             "of one of its checkpoints, or of an export (it has export.json)."
         )
-    if step is None:
-        return checkpoints, complete_checkpoints(checkpoints)
     if step != "best":
-        if not (chosen := checkpoint_at(checkpoints, step)).is_dir():
-            there = ", ".join(path.name for path in complete_checkpoints(checkpoints)) or "no complete checkpoint"
-            raise CheckpointError(f"{checkpoints}: no checkpoint of step {step}; there is {there}.")
-        return checkpoints, [chosen]
+        return checkpoints, checkpoints_for(checkpoints, step)
     best, problem = best_checkpoint(checkpoints)
     if best is None:
         why = problem or f"{checkpoints} has no best.json: the run did not judge its evaluations"
