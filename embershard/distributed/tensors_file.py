@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,22 @@ TYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 _ALIGNMENT = 64  # the data of a file begin at a multiple of it, so that they can be mapped into memory as numbers
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors file, by name, and the byte at which its values begin.
+
+    Raises:
+        OSError, ValueError, struct.error: it cannot be read, or is no such file.
+
+    >>> path = Path("a.safetensors")
+    >>> _ = path.write_bytes(b"".join(map(bytes, safetensors({"a": torch.tensor([1.5])}))))
+    >>> read_header(path)
+    ({'a': {'dtype': 'F32', 'shape': [1], 'data_offsets': [0, 4]}}, 128)
+    """
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(size)), 8 + size
 
 
 def safetensors(tensors: dict[str, Tensor]) -> Iterable[Any]:

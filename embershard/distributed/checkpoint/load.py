@@ -89,13 +89,10 @@ def verify_alone(checkpoint: Path, sound: set[Path] | None = None) -> Manifest:
 
 
 def _raise_damage(checkpoint: Path, link: Link, problem: str | None) -> None:
+    if problem is not None and link.path == checkpoint:
+        raise InvalidCheckpointError(f"{checkpoint}: {problem}")
     if problem is not None:
-        is_own = link.path == checkpoint
-        raise (
-            InvalidCheckpointError(f"{checkpoint}: {problem}")
-            if is_own
-            else lost(checkpoint, link.path, f"{link.path}: {problem}")
-        )
+        raise lost(checkpoint, link.path, f"{link.path}: {problem}")
 
 
 def _check_all_listed(chain: Chain) -> None:
@@ -255,11 +252,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 def _entries(checkpoint: Path, group: str) -> list[tuple[str, TensorStorageMetadata]]:
     prefix = f"{group}."
     found = saved_tensors(checkpoint).items()
-    return [
-        (name.removeprefix(prefix), entry)
-        for name, entry in found
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    ]
+    return [(name.removeprefix(prefix), entry) for name, entry in found if name.startswith(prefix)]
 
 
 def newest_valid(checkpoints: Sequence[Path], use: Callable[[Path], T]) -> tuple[tuple[Path, T] | None, list[str]]:

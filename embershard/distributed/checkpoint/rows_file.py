@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from embershard.distributed.checkpoint.digests import DigestingFileSystem, FileEntry
 from embershard.distributed.checkpoint.manifest import ShardRows
-from embershard.distributed.tensors_file import safetensors_header
+from embershard.distributed.tensors_file import read_header, safetensors_header
 from embershard.errors import InvalidCheckpointError
 
 #: Bytes of rows that are read and written at a time.
@@ -92,11 +91,9 @@ class _MappedFile:
     """A file of rows, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            self._entries = json.loads(file.read(size))
+        self._entries, start = read_header(path)
         memory = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        self._memory = memory[8 + size :]
+        self._memory = memory[start:]
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         entry = self._entries[name]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from embershard.distributed.checkpoint.boxes import Box, Saved
 from embershard.distributed.publish.published import DENSE, IDS, MANIFEST, PublicationError, tensors_in, verify
+from embershard.distributed.tensors_file import read_header
 from embershard.errors import CheckpointError, InvalidCheckpointError
 
 _NUMPY = {"F32": np.float32, "F16": np.float16, "U8": np.uint8}
@@ -90,12 +91,10 @@ class ExportSaved(Saved):
     def _mapped(self, table: str) -> Any:
         path = self.folder / "tables" / f"{table}.safetensors"
         try:
-            with path.open("rb") as file:
-                size = struct.unpack("<Q", file.read(8))[0]
-                entry = json.loads(file.read(size))["rows"]
-            return np.memmap(
-                path, _NUMPY[entry["dtype"]], "r", 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
-            )
+            entries, start = read_header(path)
+            entry = entries["rows"]
+            place = start + entry["data_offsets"][0]
+            return np.memmap(path, _NUMPY[entry["dtype"]], "r", place, tuple(entry["shape"]))
         except (OSError, ValueError, KeyError, struct.error) as error:
             raise CheckpointError(f"{path} cannot be read as the rows of a table: {error}") from error
 
