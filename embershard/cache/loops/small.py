@@ -65,6 +65,16 @@ def _largest(bits, place):  # type: ignore[no-untyped-def]
 
 
 @compiled_when_called(inline="always")
+def _largest_weight(rows, place):  # type: ignore[no-untyped-def]
+    """Return the largest magnitude of a row."""
+    largest = _F(0.0)
+    for column in range(rows.shape[1]):
+        size = abs(rows[place, column])
+        largest = size if size > largest else largest
+    return largest
+
+
+@compiled_when_called(inline="always")
 def _step(largest):  # type: ignore[no-untyped-def]
     """Return the step of a row: a 127th of its largest weight, rounded to the 8 significant bits of a bfloat16."""
     step = largest / _LEVELS
@@ -101,10 +111,7 @@ def round_to_codes(rows, bits, places, keys, tables, steps, seen, number):  # ty
         if most >= _I(_MOST_BITS):
             bad = position if bad < 0 else bad
             continue
-        largest = _F(0.0)
-        for column in range(rows.shape[1]):
-            size = abs(rows[place, column])
-            largest = size if size > largest else largest
+        largest = _largest_weight(rows, place)
         step = _step(largest)
         if step == _F(0.0):
             for column in range(rows.shape[1]):
@@ -135,10 +142,7 @@ def narrow_to_codes(codes, words, steps, full, keys, rows, places):  # type: ign
             for column in range(rows.shape[1]):
                 full[number, column] = rows[place, column]
             continue
-        largest = _F(0.0)
-        for column in range(rows.shape[1]):
-            size = abs(rows[place, column])
-            largest = size if size > largest else largest
+        largest = _largest_weight(rows, place)
         step = _step(largest)
         if step == _F(0.0):
             steps[key] = _ONE_STEP
