@@ -61,8 +61,11 @@ class AveragedWeights(Part):
             self._exchange()
 
     def _exchange(self) -> None:
+        """Exchange the values, and no addresses: whoever noted these may go on."""
         for name, weight in self._live.items():
-            self.weights[name], weight.data = weight.data, self.weights[name]
+            trained = weight.detach().clone()
+            weight.detach().copy_(self.weights[name])
+            self.weights[name].copy_(trained)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         return {AVERAGE: self.weights}

@@ -10,7 +10,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,6 +280,27 @@ def test_a_life_on_the_device(case: Case, samples: Path, tmp_path: Path) -> None
     assert len(found.waiting_lines) <= most_waits(case), found.waits
     if is_whole:
         assert found.life.different(life_on_cpu(case, samples, tmp_path / "cpu", is_whole)) == []
+
+
+#: What no choice among values turns on, each beside the settings of a case.
+TURNED_ON: dict[str, Callable[[RunConfig], RunConfig]] = {
+    "average": lambda config: replace(config, train=replace(config.train, ema=0.9)),
+    "saves of what changed": lambda config: replace(
+        config, checkpoint=replace(config.checkpoint, every_steps=1, full_every=4, keep_last=9)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURNED_ON)
+def test_what_is_turned_on_lives_on_the_device(samples, tmp_path, monkeypatch, name) -> None:
+    """It goes on from its checkpoint, waits in no step for more than without, and is as on a CPU."""
+    case = next(each for each in KEPT if each.mode == "pooled" and each.num_ranks == 1)
+    given = config_of
+    monkeypatch.setitem(globals(), "config_of", lambda *args: TURNED_ON[name](given(*args)))
+    found = life_on_model(case, samples, tmp_path / "gpu", goes_on=True)
+    assert found.problems == []
+    assert len(found.waiting_lines) <= most_waits(case), found.waits
+    assert found.life.different(life_on_cpu(case, samples, tmp_path / "cpu", goes_on=True)) == []
 
 
 #: Settings of which no value, or not these, chooses what a GPU does, or whose operations nothing here stands in for.
