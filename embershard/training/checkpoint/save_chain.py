@@ -114,9 +114,8 @@ class SaveChain:
             pool.write_back()  # which notices what was loaded
         shards = self._shards(tensors)
         self._changed(shards, self._take_written())
-        names = {
-            name: part.size() for table in tables_in(tensors, self._tables).values() for name, part in table.items()
-        }
+        with without_known_warnings():
+            names = {name: t.size() for parts in tables_in(tensors, self._tables).values() for name, t in parts.items()}
         is_same = all(saved.get(name) == size for name, size in names.items())
         self._parent, self._num_deltas, self._open = parent if is_same else None, num_deltas, None
 
@@ -177,9 +176,9 @@ class SaveChain:
                 for table, parts in tables.items()
                 for shard in shards_of(table, parts, self._ranks.is_first)
             ]
+            large = {table for table, parts in tables.items() if total_bytes(parts) > _SMALL_BYTES}
         if self._row_tables is None:  # other ranks may have the table
-            own = {shard.table for shard, place in found if place.pool is not None}
-            own |= {table for table, parts in tables.items() if total_bytes(parts) > _SMALL_BYTES}
+            own = large | {shard.table for shard, place in found if place.pool is not None}
             self._row_tables = set[str]().union(*self._ranks.all_gather_objects(own))
         kept = [(shard, place) for shard, place in found if shard.table in self._row_tables]
         return sorted(kept, key=lambda each: (each[1].pool is None, each[1].pool or 0, each[1].first))

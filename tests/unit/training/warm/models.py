@@ -59,7 +59,7 @@ def run_of(
     parts: dict[str, Any] = {
         "data": DataConfig(kind="table", path=str(path), num_workers=0, eval_fraction=0.0, table=columns),
         "model": config,
-        "cache": CacheConfig(ratio=0.5),
+        "cache": CacheConfig(ratio=0.65),
         "embedding_optimizer": EmbeddingOptimizerConfig(kind=kind, lr=0.1),  # type: ignore[arg-type]
         "dense_optimizer": DenseOptimizerConfig(kind=dense, lr=0.01),  # type: ignore[arg-type]
         "train": TrainConfig(batch_size=30, max_steps=steps, device="cpu", log_every=1, seed=seed),
