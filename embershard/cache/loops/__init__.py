@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from embershard.cache.loops.next_uses import admit as admit
     from embershard.cache.loops.next_uses import arrive as arrive
     from embershard.cache.loops.next_uses import know as know
+    from embershard.cache.loops.pages import are_set as are_set
+    from embershard.cache.loops.pages import pages_to_keep as pages_to_keep
+    from embershard.cache.loops.pages import read_pages as read_pages
+    from embershard.cache.loops.pages import rows_from_pages as rows_from_pages
+    from embershard.cache.loops.pages import rows_to_pages as rows_to_pages
+    from embershard.cache.loops.pages import set_bits as set_bits
+    from embershard.cache.loops.pages import write_pages as write_pages
     from embershard.cache.loops.rows import add_per_feature as add_per_feature
     from embershard.cache.loops.rows import are_rows as are_rows
     from embershard.cache.loops.rows import copy_rows as copy_rows

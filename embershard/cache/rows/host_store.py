@@ -8,27 +8,24 @@ import functools
 import math
 import mmap
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from embershard.cache.file.working_files import check_room, open_working_file
 from embershard.cache.rows import memory
-from embershard.cache.rows.frozen_rows import FrozenRows
+from embershard.cache.rows.frozen_rows import FrozenRows, RowsAway
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.cache.rows.sizes import SmallType, small_row_bytes
 from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed.ranks import TIMEOUT
-from embershard.errors import CacheError, ConfigError
-from embershard.units import size
+from embershard.errors import CacheError
 
 #: With so small a part of the blocks unmade (one of 8), the system may use huge pages. So many writes per page, to
 #: random rows, leave such a part of the pages untouched.
@@ -45,7 +42,7 @@ class HostStore:
         dim: D, columns of each row on this rank.
         dtype: of the weights.
         states: per-row optimizer states as (name, trailing shape, dtype); they start as zeros.
-        host: plain memory, or a file in `host_dir` mapped into memory.
+        host: plain memory, a file in `host_dir` mapped into memory, or what `away` says.
         host_dir: folder for mapped files.
         whole_pages: give every tensor pages of its own, so that they can be locked.
         fills_all: the caller writes all rows at once, before any other use.
@@ -55,10 +52,11 @@ class HostStore:
             rows are made at once. None: all rows are this rank's.
         small_type: keep the weights as fp16 or int8; None: as `dtype`. Needs `initial`, and no share.
         full_keys: of int8, rows that stay float32 (int64 [K] ascending); None: none.
+        away: the rows, if some are in a file (`FiledRows`); None: all are in memory.
 
     Attributes:
-        flat_weights: [R * D], memory that TorchRec slices its parameters from. Of small rows only its addresses count:
-            they tell a row, and nobody reads or writes there.
+        flat_weights: [R * D], memory that TorchRec slices its parameters from. Of small rows, and of rows in a file,
+            only its addresses count: they tell a row, and nobody reads or writes there.
         weights: [R, D], the same memory.
         small: the weights, if they are small.
         own_rows: of each table, the first row and the number of the rows that this rank writes and saves; all of them
@@ -76,6 +74,7 @@ class HostStore:
 
     small: SmallRows | None = None
     _frozen: FrozenRows | None = None
+    _is_read_ahead = False
     written: TouchedKeys | None = None
 
     def __init__(
@@ -84,7 +83,7 @@ class HostStore:
         dim: int,
         dtype: torch.dtype,
         states: Sequence[tuple[str, torch.Size, torch.dtype]],
-        host: Literal["memory", "mmap"] = "memory",
+        host: Literal["memory", "mmap", "file"] = "memory",
         host_dir: str | None = None,
         whole_pages: bool = False,
         fills_all: bool = False,
@@ -92,8 +91,9 @@ class HostStore:
         share: NodeShare | None = None,
         small_type: SmallType | None = None,
         full_keys: Tensor | None = None,
+        away: RowsAway | None = None,
     ) -> None:
-        self._share = share
+        self._share, self.away = share, away
         self.rows_per_table = list(rows_per_table)
         self.own_rows = [(0, rows) for rows in rows_per_table] if share is None else list(share.own)
         self.dim = dim
@@ -113,21 +113,20 @@ class HostStore:
         allocate = self._allocator(host_dir if host == "mmap" else None, whole_pages)
         if small_type is not None:
             self.small = self._make_small(small_type, initial, full_keys, allocate)
-        take = allocate if self.small is None else functools.partial(memory.zeros, small_pages=True)
-        self.flat_weights = take(self.num_rows * dim, dtype)
+        addresses = functools.partial(memory.zeros, small_pages=True)  # no page, as long as nobody writes
+        self.flat_weights = (allocate if self.is_memory else addresses)(self.num_rows * dim, dtype)
         self.weights = self.flat_weights.view(self.num_rows, dim)
-        self.states = self._make_states(states, allocate, initial is None and host == "memory")
+        take = allocate if away is None else addresses
+        self.states = self._make_states(states, take, initial is None and host == "memory")
         self._is_mapped = host == "mmap"
         for tensor in self.payload if self._is_mapped else ():
             memory.expect_random_reads(tensor)
         self.makes_weights = initial is not None
-        self._lazy: LazyRows | None = None
-        if initial is not None and share is None and self.small is None:
-            self._lazy = LazyRows(self.weights, self.rows_per_table, initial)
-        elif initial is not None and self.small is None:
+        is_lazy = initial is not None and share is None and self.is_memory
+        self._lazy = LazyRows(self.weights, self.rows_per_table, initial or ()) if is_lazy else None
+        if initial is not None and share is not None:
             for weights, rows in zip(initial, self.table_weights(), strict=True):
                 weights.write(rows)
-        self._is_read_ahead = False
 
     def _make_small(
         self,
@@ -169,8 +168,42 @@ class HostStore:
         return [self.weights, *self.states.values()]
 
     @property
+    def is_memory(self) -> bool:
+        """True if the payload's memory holds the rows, rather than only saying by its addresses which they are."""
+        return self.small is None and self.away is None
+
+    def place_of(self, part: Tensor) -> tuple[int, int] | None:
+        """Return the number of the payload tensor that a view is a part of, and the row that it begins with; None for
+        other memory."""
+        if part.is_cpu and part.numel():
+            for number, rows in enumerate(self.payload):
+                start = part.data_ptr() - rows.data_ptr()
+                if 0 <= start < rows.nbytes:
+                    return number, start // rows[:1].nbytes
+        return None
+
+    def read_part(self, part: Tensor) -> Tensor | None:
+        """Return the contents of the rows that a view of the payload stands for, [n, ...]; None for other memory, and
+        for memory that holds its rows. What is on the device must have been written back."""
+        if self.is_memory or (place := self.place_of(part)) is None:
+            return None
+        number, first = place
+        keys = torch.arange(first, first + len(part))
+        if self.away is not None:
+            return self.away.select(keys)[number]
+        return self.read(keys) if number == 0 else None
+
+    def put_away(self, first: int, rows: Sequence[Tensor]) -> None:
+        """Write all parts of rows [first, first + n) in a file, [n, ...] each; slots do not change."""
+        assert self.away is not None, "other rows are written as memory"
+        parts = [part.to(own.dtype).contiguous() for part, own in zip(rows, self.payload, strict=True)]
+        self.away.put_block(first, parts)
+
+    @property
     def host_bytes(self) -> int:
-        """Memory (or disk space) of all rows that are this rank's own, in bytes."""
+        """Memory (or disk space) of all rows that are this rank's own, in bytes; of rows in a file, their memory."""
+        if self.away is not None:
+            return self.away.host_bytes
         full_bytes = 0 if self.small is None else self.small.full_bytes
         return sum(rows for _, rows in self.own_rows) * self.row_bytes + full_bytes
 
@@ -201,8 +234,8 @@ class HostStore:
 
     def read(self, keys: Tensor, pinned: bool = False) -> Tensor:
         """Return the weights of rows `keys` (int64 [M]): [M, D] in host memory, page-locked if asked for."""
-        if self.small is not None:
-            return self.small.read(keys)
+        if self.small is not None or self.away is not None:
+            return (self.small or self.away).read(keys)  # type: ignore[union-attr]
         self.make(keys)
         weights = self.weights.detach()
         rows = torch.empty(keys.numel(), self.dim, dtype=weights.dtype, pin_memory=pinned)
@@ -242,13 +275,16 @@ class HostStore:
         """Make the initial weights of all rows that have none yet: somebody is about to read the memory.
 
         Raises:
-            CacheError: the rows are small, and not there.
+            CacheError: the rows are small, or in a file, and not there.
         """
-        if self.small is not None:
+        if not self.is_memory:
+            kept, else_ = 'in a file (cache.host = "file")', 'cache.host = "memory"'
+            if self.small is not None:
+                kept, else_ = f"as {self.small.small_type} (cache.host_dtype)", 'cache.host_dtype = "fp32"'
             raise CacheError(
-                f"weights were asked for as memory, and rows are kept as {self.small.small_type} (cache.host_dtype): "
-                "they would read as zeros. A checkpoint of embershard train has them as fp32, and embershard export "
-                'writes them; with cache.host_dtype = "fp32" state_dict has them'
+                f"weights were asked for as memory, and rows are kept {kept}: they would read as zeros. A checkpoint "
+                "of embershard train has them as fp32, and embershard export writes them; with "
+                f"{else_} state_dict has them"
             )
         if self._lazy is not None and self._lazy.num_unmade:
             if self._has_small_pages:
@@ -294,7 +330,7 @@ class HostStore:
         `before_write` before rows change. Trained rows must have been written back."""
         assert self._frozen is None or self._frozen.is_closed, "the rows are being read already"
         lazy = None if self._lazy is None else self._lazy.freeze()
-        self._frozen = FrozenRows(self.payload, lazy, is_mapped=self._is_mapped, small=self.small)
+        self._frozen = FrozenRows(self.payload, lazy, is_mapped=self._is_mapped, small=self.small, away=self.away)
         return self._frozen
 
     def track_writes(self, device: torch.device) -> None:
@@ -311,7 +347,7 @@ class HostStore:
         self.note_written(keys)
         if self._is_read_ahead and not (self._lazy is not None and self._lazy.has_caught_up):
             self.make(keys)  # first: a block that is made later would undo the change
-        if self._has_small_pages and self._lazy is None:
+        if self._has_small_pages and self._lazy is None and self.away is None:
             self._num_written += keys.numel()
             if self._num_written * mmap.PAGESIZE > _WRITES_PER_PAGE * self.weights.nbytes:
                 self._grow_pages()
@@ -348,33 +384,17 @@ class _MappedFiles:
     """
 
     def __init__(self, folder: str, total_bytes: int) -> None:
-        self._folder = Path(folder)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cache.host_dir={folder!r} cannot be made: {error}") from error
-        free_bytes = shutil.disk_usage(self._folder).free
-        if total_bytes > free_bytes:
-            raise ConfigError(
-                f"cache.host_dir={folder!r} has {size(free_bytes)} free, {size(total_bytes)} are "
-                "needed on this rank; choose another disk, or more ranks"
-            )
+        self._folder = folder
+        check_room(folder, total_bytes)
 
     def __call__(self, numel: int, dtype: torch.dtype) -> Tensor:
         if numel == 0:
             return torch.zeros(0, dtype=dtype)
-        handle, path = tempfile.mkstemp(prefix="embershard-", suffix=".rows", dir=self._folder)
+        file = open_working_file(self._folder, numel * dtype.itemsize)
         try:
-            os.posix_fallocate(handle, 0, numel * dtype.itemsize)
-            return torch.from_file(path, shared=True, size=numel, dtype=dtype)
-        except OSError as error:
-            raise ConfigError(
-                f"cache.host_dir={str(self._folder)!r}: {size(numel * dtype.itemsize)} could not be taken: "
-                f"{error}. Choose another disk, or more ranks"
-            ) from error
+            return torch.frombuffer(mmap.mmap(file, numel * dtype.itemsize), dtype=dtype)
         finally:
-            os.close(handle)
-            os.unlink(path)
+            os.close(file)
 
 
 _SPINS, _PAUSE_SECONDS = 200, 5e-5

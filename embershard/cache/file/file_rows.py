@@ -1,0 +1,385 @@
+"""Rows in a file of this process alone: fixed places in whole pages, read and written by threads.
+
+The file is working storage: it has no name, so that the system frees it with the process, and no reader but this one.
+A checkpoint has the rows; so nothing is forced to the disk, and nothing is recovered from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embershard.cache import loops
+from embershard.cache.file.working_files import check_room, open_working_file, without_page_cache
+from embershard.cache.rows.memory import INTEGERS
+from embershard.errors import CacheError
+
+_UNIT_BYTES, _MOST_UNITS = 4096, 4
+#: A page has no more waste than this share, where one of at most 16 KiB can.
+_MOST_WASTE = 1 / 8
+_CHUNK_BYTES = 1 << 20  # that a thread moves in one go
+_MOST_WRITING_BYTES = 256 << 20  # of rows that wait to be written
+_BLOCK_ROWS_BYTES = 64 << 20  # that `write_block` hands over at a time
+
+_Numbers = NDArray[np.int64]
+
+
+class PageIo:
+    """Reads and writes pages of an open file; tests pass one that fails or takes long.
+
+    >>> file = os.open("pages", os.O_RDWR | os.O_CREAT)
+    >>> _ = os.write(file, bytes(range(16)))
+    >>> pages, found = np.array([3, 1]), np.zeros(8, np.uint8)
+    >>> PageIo().read(file, pages, 4, found, np.array([0, 1]))
+    >>> found.tolist()
+    [12, 13, 14, 15, 4, 5, 6, 7]
+    """
+
+    def read(self, file: int, pages: _Numbers, page_bytes: int, memory: NDArray[np.uint8], places: _Numbers) -> None:
+        """Read pages [n] to places [n] of `memory`, both counted in pages.
+
+        Raises:
+            OSError: of the system; its `filename2` is the page.
+        """
+        self._move(loops.read_pages, os.preadv, file, pages, page_bytes, memory, places)
+
+    def write(self, file: int, pages: _Numbers, page_bytes: int, memory: NDArray[np.uint8], places: _Numbers) -> None:
+        """Write pages; as `read`."""
+        self._move(loops.write_pages, os.pwritev, file, pages, page_bytes, memory, places)
+
+    def _move(
+        self,
+        loop: Callable[..., int],
+        one: Callable[[int, Sequence[Any], int], int],
+        file: int,
+        pages: _Numbers,
+        page_bytes: int,
+        memory: NDArray[np.uint8],
+        places: _Numbers,
+    ) -> None:
+        done = 0
+        while done < pages.size:
+            done += loop(file, pages[done:], page_bytes, memory.ctypes.data, places[done:])
+            if done < pages.size:  # this way the system's error has a name, and a call that was cut off goes on
+                self._move_one(one, file, int(pages[done]), page_bytes, memory[int(places[done]) * page_bytes :])
+                done += 1
+
+    @staticmethod
+    def _move_one(one: Callable[..., int], file: int, page: int, page_bytes: int, memory: NDArray[np.uint8]) -> None:
+        moved = one(file, [memory[:page_bytes]], page * page_bytes)
+        if moved != page_bytes:
+            raise OSError(errno.EIO, f"{moved} of {page_bytes} bytes of page {page} were moved")
+
+
+class FileWork:
+    """Reads or writes that run in threads.
+
+    >>> FileWork([]).is_done
+    True
+    """
+
+    def __init__(self, parts: Sequence[Future[None]]) -> None:
+        self._parts = parts
+
+    @property
+    def is_done(self) -> bool:
+        """True if all of it has ended."""
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> float:
+        """Block until all of it has ended; return the seconds.
+
+        Raises:
+            CacheError: the file could not be read or written.
+        """
+        started = time.perf_counter()
+        failures = [failure for part in self._parts if (failure := part.exception()) is not None]
+        if failures:
+            raise failures[0]
+        return time.perf_counter() - started
+
+
+@dataclass(frozen=True, eq=False)
+class _OnTheWay:
+    """Rows that are on their way to the file: `keys` [M] ascending, and their records, uint8 [M, row_bytes]."""
+
+    keys: _Numbers
+    records: NDArray[np.uint8]
+    done: Future[None]
+
+    def find(self, keys: _Numbers) -> tuple[_Numbers, _Numbers]:
+        """Return the positions of those of `keys` that are among them, and their positions there."""
+        places = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
+        found = np.flatnonzero(self.keys[places] == keys)
+        return found, places[found]
+
+
+class FileRows:
+    """R rows in a file. A row that was never written has no contents.
+
+    Args:
+        folder: for the file.
+        num_rows: R.
+        like: a tensor [?, ...] for each part of a row; a row of the file is one row of each.
+        threads: that read and write at the same time.
+        io: see `PageIo`.
+
+    Attributes:
+        row_bytes: of a row.
+        page_bytes, rows_per_page: rows do not cross pages, and a page is read or written as a whole.
+        file_bytes: of the file.
+        is_direct: the system keeps no copies of pages in memory.
+        rows_read, pages_read: by `read`.
+        rows_written, pages_written: by `write` and `write_block`.
+
+    Raises:
+        ConfigError: the folder cannot be used, or its disk has too little room.
+
+    >>> table = torch.arange(12.0).view(6, 2)
+    >>> rows = FileRows(".", 100, [table])
+    >>> _ = rows.write(torch.tensor([7, 50]), [table], torch.tensor([0, 5]))
+    >>> _ = rows.read(torch.tensor([50]), [table], torch.tensor([2])).wait()
+    >>> table[2].tolist(), rows.is_written(torch.tensor([50, 51])).tolist()
+    ([10.0, 11.0], [True, False])
+    >>> rows.close()
+    """
+
+    def __init__(
+        self, folder: str, num_rows: int, like: Sequence[Tensor], threads: int = 16, io: PageIo | None = None
+    ) -> None:
+        part_bytes = [math.prod(part.shape[1:]) * part.itemsize for part in like]
+        self._word_bytes = math.gcd(8, *part_bytes)
+        self._starts = [sum(part_bytes[:number]) for number in range(len(like))]
+        self.row_bytes, self._num_rows = sum(part_bytes), num_rows
+        self.page_bytes = _page_bytes(self.row_bytes)
+        self.rows_per_page = self.page_bytes // self.row_bytes
+        self.file_bytes = -(-num_rows // self.rows_per_page) * self.page_bytes
+        self._folder, self._io = folder, PageIo() if io is None else io
+        check_room(folder, self.file_bytes)
+        self._file, self.is_direct = without_page_cache(open_working_file(folder, self.file_bytes))
+        self._bits = np.zeros(num_rows // 8 + 1, np.uint8)
+        self.rows_read = self.pages_read = self.rows_written = self.pages_written = 0
+        self._threads = ThreadPoolExecutor(threads, "embershard-file")
+        self._writer = ThreadPoolExecutor(1, "embershard-file-writer")
+        self._writing: tuple[_OnTheWay, ...] = ()
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+        self.close = weakref.finalize(self, _end, self._file, self._threads, self._writer)
+
+    def is_written(self, keys: Tensor) -> Tensor:
+        """Return which of the rows `keys` (int64 [M]) were written: bool [M]."""
+        found = np.empty(keys.numel(), np.bool_)
+        loops.are_set(self._bits, keys.numpy(), found)
+        return torch.from_numpy(found)
+
+    def read(self, keys: Tensor, tables: Sequence[Tensor], places: Tensor) -> FileWork:
+        """Begin to read rows.
+
+        Args:
+            keys: int64 [M], ascending, distinct, all of them written.
+            tables: [P, ...] for each part of a row, in host memory.
+            places: int64 [M], where row i of them goes in each table. Nobody may touch these until the work has ended.
+
+        Raises:
+            CacheError: an earlier write failed.
+        """
+        self._check()
+        numbers, to, views = keys.numpy(), places.numpy(), self._views(tables)
+        is_left = np.ones(numbers.size, np.bool_)
+        for writing in self._writing:  # the newest comes last
+            found, of = writing.find(numbers)
+            self._from_words(writing.records, of * self.row_bytes, views, to[found])
+            is_left[found] = False
+        numbers, to = numbers[is_left], to[is_left]
+        self.rows_read += numbers.size
+        return FileWork([self._submit(self._read, *part, views) for part in self._chunks(numbers, to, True)])
+
+    def write(self, keys: Tensor, tables: Sequence[Tensor], places: Tensor) -> FileWork:
+        """Begin to write rows, whose contents are copied before this returns: `places` may be used again at once.
+        Arguments are those of `read`.
+
+        Raises:
+            CacheError: an earlier write failed.
+        """
+        self._check()
+        numbers, to = keys.numpy().copy(), places.numpy()
+        while sum(each.records.nbytes for each in self._writing) > _MOST_WRITING_BYTES:
+            self._writing[0].done.result()
+        records = np.empty(numbers.size * self.row_bytes, np.uint8)
+        starts = np.arange(numbers.size) * self.row_bytes
+        for view, start in zip(self._views(tables), self._starts, strict=True):
+            loops.rows_to_pages(self._words(records), (starts + start) // self._word_bytes, view, to)
+        loops.set_bits(self._bits, numbers)
+        self.rows_written += numbers.size
+        done: Future[None] = Future()
+        writing = _OnTheWay(numbers, records, done)
+        with self._lock:
+            self._writing = (*self._writing, writing)
+        self._writer.submit(self._write, writing)
+        return FileWork([done])
+
+    def finish(self) -> None:
+        """Wait until everything is in the file.
+
+        Raises:
+            CacheError: it could not be written.
+        """
+        for writing in self._writing:
+            FileWork([writing.done]).wait()
+        self._check()
+
+    def read_block(self, first: int, stop: int, tables: Sequence[Tensor]) -> None:
+        """Read those of the rows [first, stop) that were written to the first rows of `tables` ([B, ...] each). From
+        any thread.
+
+        Raises:
+            CacheError: the file could not be read, or an earlier write failed.
+        """
+        self._check()
+        keys, views, writing = np.arange(first, stop), self._views(tables), self._writing
+        found = np.empty(keys.size, np.bool_)
+        loops.are_set(self._bits, keys, found)
+        keys = keys[found]
+        parts = self._chunks(keys, keys - first, False)
+        FileWork([self._submit(self._read, *part, views) for part in parts]).wait()
+        for each in writing:
+            here, of = each.find(keys)
+            self._from_words(each.records, of * self.row_bytes, views, keys[here] - first)
+
+    def write_block(self, first: int, rows: Sequence[Tensor]) -> None:
+        """Write the rows [first, first + n): [n, ...] for each part; return when they are in the file.
+
+        Raises:
+            CacheError: they could not be written.
+        """
+        count, step = rows[0].shape[0], max(1, _BLOCK_ROWS_BYTES // self.row_bytes)
+        for start in range(0, count, step):
+            places = torch.arange(start, min(start + step, count))
+            self.write(places + first, rows, places)
+        self.finish()
+
+    # -- in threads
+
+    def _read(self, pages: _Numbers, keys: _Numbers, places: _Numbers, views: Sequence[NDArray[Any]]) -> None:
+        with self._buffer(pages.size) as memory:
+            self._io.read(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
+            self._from_words(memory, self._starts_of(keys, pages), views, places)
+
+    def _write(self, writing: _OnTheWay) -> None:
+        try:
+            if self._failure is None:
+                numbers = np.arange(writing.keys.size)
+                parts = self._chunks(writing.keys, numbers, False)
+                FileWork([self._submit(self._patch, *part, writing.records) for part in parts]).wait()
+        except Exception as error:  # of a thread; whoever comes next raises it
+            self._failure = error
+        finally:
+            with self._lock:
+                self._writing = tuple(each for each in self._writing if each is not writing or self._failure)
+            writing.done.set_exception(self._failure) if self._failure else writing.done.set_result(None)
+
+    def _patch(self, pages: _Numbers, keys: _Numbers, numbers: _Numbers, records: NDArray[np.uint8]) -> None:
+        """Write records `numbers`, those of `keys`, into their pages; read what else is in these first."""
+        counts = np.bincount(np.searchsorted(pages, keys // self.rows_per_page), minlength=pages.size)
+        is_shared = np.empty(pages.size, np.bool_)
+        loops.pages_to_keep(self._bits, pages, counts, self.rows_per_page, self._num_rows, is_shared)
+        with self._buffer(pages.size) as memory:
+            shared = np.flatnonzero(is_shared)
+            if shared.size:
+                self._io.read(self._file, pages[shared], self.page_bytes, memory, shared)
+            rows = self._words(records).reshape(-1, self.row_bytes // self._word_bytes)
+            starts = self._starts_of(keys, pages) // self._word_bytes
+            loops.rows_to_pages(self._words(memory), starts, rows, numbers)
+            self._io.write(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
+        with self._lock:
+            self.pages_written += pages.size
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+        return self._threads.submit(self._run, work, *arguments)
+
+    def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except OSError as error:
+            doing = "written" if work == self._patch else "read"
+            raise CacheError(
+                f"rows in a file in cache.host_dir={self._folder!r} could not be {doing}: {error}. Its disk is full or "
+                'broken; resume from the last checkpoint with another folder, or with cache.host = "memory"'
+            ) from error
+
+    # -- places of rows
+
+    def _chunks(
+        self, keys: _Numbers, places: _Numbers, counts_pages: bool
+    ) -> Iterator[tuple[_Numbers, _Numbers, _Numbers]]:
+        """Yield parts of the work: distinct pages, their keys, and the keys' places."""
+        of_rows = keys // self.rows_per_page
+        is_first = np.ones(keys.size, np.bool_)
+        np.not_equal(of_rows[1:], of_rows[:-1], out=is_first[1:])
+        firsts = np.flatnonzero(is_first)
+        if counts_pages:
+            self.pages_read += firsts.size
+        step = max(1, _CHUNK_BYTES // self.page_bytes)
+        step = min(step, max(1, -(-firsts.size // self._threads._max_workers)))
+        for start in range(0, firsts.size, step):
+            pages = of_rows[firsts[start : start + step]]
+            stop = firsts[start + step] if start + step < firsts.size else keys.size
+            yield pages, keys[firsts[start] : stop], places[firsts[start] : stop]
+
+    def _starts_of(self, keys: _Numbers, pages: _Numbers) -> _Numbers:
+        """Return the first bytes of rows in memory that holds `pages`, one after the other."""
+        page, row = np.divmod(keys, self.rows_per_page)
+        return np.searchsorted(pages, page) * self.page_bytes + row * self.row_bytes
+
+    def _from_words(
+        self, memory: NDArray[np.uint8], starts: _Numbers, views: Sequence[NDArray[Any]], places: _Numbers
+    ) -> None:
+        for view, start in zip(views, self._starts, strict=True):
+            loops.rows_from_pages(self._words(memory), (starts + start) // self._word_bytes, view, places)
+
+    def _views(self, tables: Sequence[Tensor]) -> list[NDArray[Any]]:
+        """Return tables as words [P, words of the part]."""
+        words = INTEGERS[self._word_bytes]
+        return [table.detach().reshape(len(table), -1).view(words).numpy() for table in tables]
+
+    def _words(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
+        return torch.from_numpy(memory).view(INTEGERS[self._word_bytes]).numpy()
+
+    @contextlib.contextmanager
+    def _buffer(self, num_pages: int) -> Iterator[NDArray[np.uint8]]:
+        """Memory for pages, zeroed, which begins where a page of the system's does."""
+        yield np.frombuffer(mmap.mmap(-1, max(1, num_pages) * self.page_bytes), np.uint8)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _page_bytes(row_bytes: int) -> int:
+    """Return the smallest page of whole units without much waste; for rows of more than 16 KiB, the row's units."""
+    for units in range(1, _MOST_UNITS + 1):
+        page_bytes = units * _UNIT_BYTES
+        if page_bytes >= row_bytes and page_bytes % row_bytes <= _MOST_WASTE * page_bytes:
+            return page_bytes
+    return -(-row_bytes // _UNIT_BYTES) * _UNIT_BYTES
+
+
+def _end(file: int, *threads: ThreadPoolExecutor) -> None:
+    for pool in threads:
+        pool.shutdown(wait=True, cancel_futures=True)
+    os.close(file)

@@ -1,0 +1,107 @@
+"""Compiled loops of `FileRows`: whole pages between a file and memory, and rows between pages and tables.
+
+Pages are read and written by libc, called from a loop that holds no lock of Python's: many threads keep a disk busy.
+"""
+
+# mypy: disable-error-code="no-untyped-call, untyped-decorator, no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from embershard.cache.loops.compiled import Int64s, compiled, compiled_when_called
+
+_OF_PAGES = numba.int64(numba.int64, numba.int64, numba.int64, numba.int64)
+_pread: Any = numba.types.ExternalFunction("pread64", _OF_PAGES)
+_pwrite: Any = numba.types.ExternalFunction("pwrite64", _OF_PAGES)
+#: Pages that one call moves at most, so that many threads share long runs.
+_MOST_TOGETHER = 256
+
+
+@compiled
+def _end_of_run(pages: Int64s, places: Int64s, start: int) -> int:
+    """Return the end of the pages from `start` on that follow one another in the file and in memory."""
+    stop = start + 1
+    while (
+        stop < pages.size
+        and stop - start < _MOST_TOGETHER
+        and pages[stop] == pages[stop - 1] + 1
+        and places[stop] == places[stop - 1] + 1
+    ):
+        stop += 1
+    return stop
+
+
+@compiled
+def read_pages(file: int, pages: Int64s, page_bytes: int, address: int, places: Int64s) -> int:
+    """Read pages of an open file to places in memory, counted in pages from `address`; return how many were read: fewer
+    than all where the system gave fewer bytes, or an error."""
+    start = 0
+    while start < pages.size:
+        stop = _end_of_run(pages, places, start)
+        num_bytes = (stop - start) * page_bytes
+        at = address + places[start] * page_bytes
+        if _pread(file, at, num_bytes, pages[start] * page_bytes) != num_bytes:
+            return start
+        start = stop
+    return start
+
+
+@compiled
+def write_pages(file: int, pages: Int64s, page_bytes: int, address: int, places: Int64s) -> int:
+    """Write pages, as `read_pages` reads them."""
+    start = 0
+    while start < pages.size:
+        stop = _end_of_run(pages, places, start)
+        num_bytes = (stop - start) * page_bytes
+        at = address + places[start] * page_bytes
+        if _pwrite(file, at, num_bytes, pages[start] * page_bytes) != num_bytes:
+            return start
+        start = stop
+    return start
+
+
+@compiled_when_called()
+def rows_from_pages(words, starts, out, places):
+    """Copy rows out of pages: row i begins at word `starts[i]` and goes to row `places[i]` of `out` [P, W]."""
+    for number in range(starts.size):
+        start, place = starts[number], places[number]
+        for word in range(out.shape[1]):
+            out[place, word] = words[start + word]
+
+
+@compiled_when_called()
+def rows_to_pages(words, starts, rows, places):
+    """Copy rows into pages, the way back."""
+    for number in range(starts.size):
+        start, place = starts[number], places[number]
+        for word in range(rows.shape[1]):
+            words[start + word] = rows[place, word]
+
+
+@compiled_when_called()
+def set_bits(bits, numbers):
+    """Set the bits of some numbers in an array of bytes."""
+    for number in numbers:
+        bits[number >> 3] |= np.uint8(1 << (number & 7))
+
+
+@compiled_when_called()
+def are_set(bits, numbers, found):
+    """Write to `found` bool [M] whether the bits of the numbers are set."""
+    for place in range(numbers.size):
+        number = numbers[place]
+        found[place] = (bits[number >> 3] >> (number & 7)) & 1
+
+
+@compiled_when_called()
+def pages_to_keep(bits, pages, counts, rows_per_page, num_rows, found):
+    """Write to `found` whether each of `pages` has more rows whose bits are set than its number in `counts`."""
+    for place in range(pages.size):
+        first = pages[place] * rows_per_page
+        total = 0
+        for row in range(first, min(first + rows_per_page, num_rows)):
+            total += (bits[row >> 3] >> (row & 7)) & 1
+        found[place] = total > counts[place]
