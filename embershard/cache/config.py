@@ -14,6 +14,7 @@ Scoring = Literal["frequency", "lfu", "lru"]
 Policy = Literal["lookahead", Scoring, "static"]
 TransferKind = Literal["plain", "staged", "triton_uva"]
 Overflow = Literal["grow", "raise"]
+HostKind = Literal["memory", "mmap", "file"]
 MapKind = Literal["array", "hashed"]
 
 #: Types of rows in host memory; slots are float32.
@@ -92,11 +93,13 @@ class CacheConfig:
     warmup: Free[bool | None] = None
     """Fill the cache with the profile's most frequent rows before the first step. Default: true with a profile."""
 
-    host: Free[Literal["memory", "mmap"]] = "memory"
-    """Storage of a rank's full shard: plain host memory, or files mapped into memory."""
+    host: Free[HostKind] = "memory"
+    """Storage of a rank's full shard. `memory`: plain host memory. `mmap`: files mapped into memory; the system chooses
+    what stays there. `file`: a file, of whose rows those that are used next are in `host_bytes` of memory; the
+    look-ahead chooses, and reads rows before a step needs them. On a CPU only so far."""
 
     host_dir: Free[str | None] = None
-    """Folder for the files of `host = "mmap"`. They are working storage, freed with the process."""
+    """Folder for the files of `host = "mmap"` and `host = "file"`. They are working storage, freed with the process."""
 
     host_dtype: OfTraining[HostType] = "fp32"
     """Type of the weights in host memory; slots and optimizer states stay fp32. `fp16`: half precision. `int8`: a byte
@@ -131,6 +134,10 @@ class CacheConfig:
     enabled: Free[bool] = True
     """False trains with stock TorchRec, all rows on the device. The losses are the same, bit for bit."""
 
+    host_bytes: Free[int | None] = None
+    """Host memory of this rank for the rows of `host = "file"`, weights and optimizer states, in bytes, per sharded
+    module. Rows that are on the device take a part of it: at least twice what the slots take is needed."""
+
     def __post_init__(self) -> None:
         if self.ratio is not None and self.device_bytes is not None:
             raise ConfigError(
@@ -152,29 +159,60 @@ class CacheConfig:
             _one_of("policy", self.policy, (None, *get_args(Policy)), ', or "module:function" for one of your own')
             if self.policy_folder is not None:
                 raise ConfigError('cache.policy_folder has no effect without cache.policy = "module:function"')
-        _one_of("host", self.host, ("memory", "mmap"))
+        self._check_host()
         self._check_small_rows()
         _one_of("overflow", self.overflow, get_args(Overflow))
         _one_of("slot_map", self.slot_map, (None, *get_args(MapKind)))
         _one_of("transfer", self.transfer, (None, *get_args(TransferKind)))
-        if self.transfer == "triton_uva" and self.host == "mmap":
-            raise ConfigError(
-                'cache.transfer="triton_uva" needs host rows in page-locked memory, and cache.host="mmap" has them in '
-                'files; set cache.transfer="staged" or cache.host="memory"'
-            )
-        if self.host == "mmap" and not self.host_dir:
-            raise ConfigError('cache.host="mmap" needs cache.host_dir, a folder on a disk with room for the tables')
-        if self.host == "memory" and self.host_dir is not None:
-            raise ConfigError(
-                f'cache.host_dir={self.host_dir!r} has no effect with cache.host="memory"; set '
-                'cache.host="mmap" '
-                "or remove it"
-            )
         if self.decay is not None:
             if self.policy not in (None, "lookahead", "lfu"):
                 raise ConfigError(f'cache.decay has no effect with cache.policy="{self.policy}"; it belongs to "lfu"')
             if not 0.0 < self.decay < 1.0:
                 raise ConfigError(f"cache.decay must be in (0, 1), got {self.decay}; 0.999 halves a count in 693 steps")
+
+    def _check_host(self) -> None:
+        _one_of("host", self.host, get_args(HostKind))
+        _is("host_bytes", self.host_bytes, (int,))
+        if self.transfer == "triton_uva" and self.host != "memory":
+            raise ConfigError(
+                f'cache.transfer="triton_uva" needs host rows in page-locked memory, and cache.host="{self.host}" has '
+                'them in files; set cache.transfer="staged" or cache.host="memory"'
+            )
+        if self.host != "memory" and not self.host_dir:
+            raise ConfigError(
+                f'cache.host="{self.host}" needs cache.host_dir, a folder on a disk with room for the tables'
+            )
+        if self.host == "memory" and self.host_dir is not None:
+            raise ConfigError(
+                f'cache.host_dir={self.host_dir!r} has no effect with cache.host="memory"; set cache.host="file" or '
+                '"mmap", or remove it'
+            )
+        if (self.host == "file") != (self.host_bytes is not None):
+            got = "no cache.host_bytes" if self.host_bytes is None else f"cache.host_bytes={self.host_bytes}"
+            raise ConfigError(
+                f'got {got} with cache.host="{self.host}"; host_bytes is the memory for rows in front of a file: set '
+                'both host = "file" and host_bytes, or neither'
+            )
+        if self.host_bytes is not None and self.host_bytes <= 0:
+            raise ConfigError(f"cache.host_bytes must be positive, got {self.host_bytes}")
+        if self.host == "file":
+            self._check_file()
+
+    def _check_file(self) -> None:
+        """Raise where rows in a file meet settings that know only rows in memory, or choose rows otherwise."""
+        others = {
+            "cache.policy": (self.policy, (None, "lookahead")),
+            "cache.transfer": (self.transfer, (None, "plain")),
+            "cache.host_dtype": (", ".join(self.small_types) or None, (None,)),
+            "cache.slot_map": (self.slot_map, (None, "array")),
+        }
+        for name, (got, allowed) in others.items():
+            if got not in allowed:
+                needed = " or ".join(f'"{each}"' for each in allowed if each is not None) or "the default"
+                raise ConfigError(
+                    f'{name}: got {got!r} with cache.host="file", needed {needed}: rows are read from the file by what '
+                    "the look-ahead knows, as fp32, to slots in host memory. Leave it out"
+                )
 
     def _check_small_rows(self) -> None:
         _one_of("host_dtype", self.host_dtype, get_args(HostType))

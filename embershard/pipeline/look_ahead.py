@@ -5,6 +5,7 @@ The step of batch i, with a full window; P is the prefetch depth, L the look-ahe
     stage     batches          GPU stream         CPU thread    collective
     train     i                the caller's       the caller's  yes         forward, backward, update
     resident  i + 1 ... i + P  prepare            either *      no          copy missing rows into slots not in use
+    file      i + 1 ... i + F  -                  either *      no          read rows of tables in files (F is 8)
     know      i + L            prepare            the caller's  no          tell the caches when rows are used next (+)
     receive   i + L            distribute         the caller's  yes         the ids, which were sent in the step before
     send      i + L + 1        distribute         the caller's  yes         ids, behind the step's backward
@@ -31,6 +32,7 @@ import torch
 from torch import nn
 
 from embershard.cache.gpu.readback import ReadTogether
+from embershard.cache.totals import FileCounts
 from embershard.errors import ConfigError
 from embershard.pipeline.intake import Intake
 from embershard.pipeline.left_steps import LeftSteps
@@ -47,6 +49,8 @@ _log = logging.getLogger(__name__)
 #: One batch whose ids were sent in the step before, and one whose ids are sent in this step. Ids are sent behind the
 #: collectives of a step's backward: with a single batch arriving, the next step would begin by waiting for those.
 _MOST_ARRIVING = 2
+#: Batches whose rows are read from files ahead of the one in training: a disk's queue is full, and no step waits.
+_FILED = 8
 
 
 class LookAheadPipeline:
@@ -121,6 +125,8 @@ class LookAheadPipeline:
         self._worker = CacheWorker(self._device) if worker or is_tried else None
         self._depth = PrefetchDepth(prefetch, is_adaptive=self._worker is not None)
         # Caches that are the same on all ranks must make the same plans, whichever rank is late.
+        self._has_files = any(pool.filed is not None for pool in self._pools)
+        self._soon: Sequence[StagedBatch] = ()
         self._may_stop = self._depth.is_adaptive and not any(pool.host.is_shared for pool in self._pools)
         self._left = LeftSteps()
         self._window = Window(micro_batches)
@@ -133,6 +139,8 @@ class LookAheadPipeline:
         self._is_in_debt = False  # to the other ranks, by a step that was interrupted
         self._token = object()  # by which the caches know who announces batches to them
         weakref.finalize(self, _end_ahead, self._pools, self._token).atexit = False
+
+    filed = _FILED
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Train the next batch (forward, backward, update) and return the model's output.
@@ -194,7 +202,12 @@ class LookAheadPipeline:
         """Return what the pipeline did so far."""
         stall_seconds = self._depths.stall_seconds + sum(pool.cache.counters.stall_seconds for pool in self._pools)
         uses_worker = self._worker is not None if self._trial is None else self._trial.uses_worker
-        return self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds, uses_worker)
+        found = self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds, uses_worker)
+        if not self._has_files:
+            return found
+        return replace(
+            found, files=FileCounts.total(pool.filed.counts for pool in self._pools if pool.filed is not None)
+        )
 
     # -- the schedule
 
@@ -280,6 +293,8 @@ class LookAheadPipeline:
         """Hand out the inputs of the step's batch, the window's first."""
         staged = self._window.first
         staged.begin()
+        if self._has_files and trains:
+            self._soon = self._window.coming(1, self.filed)
         if plans:
             self._plan_ahead(self._window.coming(1, self._depth.depth))
         self._inputs.backward.is_done = False
@@ -311,6 +326,9 @@ class LookAheadPipeline:
     def _look_ahead(self, coming: Sequence[StagedBatch], num_before: int = 0) -> None:
         """Make the next batches resident, in order, as many as fit, after `num_before` others."""
         self._num_resident = num_before
+        for staged in self._soon:
+            if not staged.file():
+                break
         for staged in coming:
             if self._num_resident and self._may_stop and self._worker is not None and self._worker.is_awaited:
                 break  # the next step waits for this thread, and needs the first batch only
@@ -407,6 +425,7 @@ class LookAheadStats:
         known_bytes, max_known_bytes: memory of the batches that are known and not trained, now and at most, in bytes.
         stall_seconds: time that steps waited for rows.
         uses_worker: a thread beside the training plans now.
+        files: what was read from files and written to them; None: no rows are in files.
     """
 
     steps: int
@@ -419,6 +438,7 @@ class LookAheadStats:
     max_known_bytes: int
     stall_seconds: float
     uses_worker: bool
+    files: FileCounts | None = None
 
     def by_step(self, pieces: int) -> LookAheadStats:
         """Return the counts of a training whose steps have so many batches each."""

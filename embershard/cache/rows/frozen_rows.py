@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,29 @@ _GROUP_SHIFT = 5  # 32 rows to a chain of places
 _ASIDE_SHARE, _LEAST_ASIDE, _MOST_ASIDE = 0.1, 16 << 20, 2 << 30
 
 
+class RowsAway(Protocol):
+    """Rows of a host tier that are not all in memory: `FiledRows` has them, and says what each method does."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the rows that are there, in bytes."""
+
+    def read(self, keys: Tensor) -> Tensor:
+        """Return the weights of rows."""
+
+    def select(self, keys: Tensor) -> list[Tensor]:
+        """Return all parts of rows."""
+
+    def read_block(self, first: int, stop: int, out: Sequence[Tensor]) -> None:
+        """Write all parts of consecutive rows to the first rows of `out`."""
+
+    def put_block(self, first: int, rows: Sequence[Tensor]) -> None:
+        """Write all parts of consecutive rows."""
+
+    def copy_lent(self, keys: Tensor, out: Sequence[Tensor], to: Tensor) -> None:
+        """Copy all parts of rows that are in slots, too."""
+
+
 class FrozenRows:
     """Rows of a host tier at the moment of the call, while training goes on. Another thread reads each block once, in
     the order of the rows. A row that changes before its block was read is put aside first, weights and states.
@@ -40,6 +64,7 @@ class FrozenRows:
             rows' bytes, but 16 MiB to 2 GiB.
         is_mapped: the payload is in files, whose blocks the system fetches only when it is told to.
         small: the weights, if they are small; the memory of `payload` then only says which row a view begins with.
+        away: all parts of the rows, if some are not in memory; the same holds for all of `payload` then.
 
     Attributes:
         block_rows: rows of a block.
@@ -61,8 +86,9 @@ class FrozenRows:
         most_aside_bytes: int | None = None,
         is_mapped: bool = False,
         small: SmallRows | None = None,
+        away: RowsAway | None = None,
     ) -> None:
-        self._is_mapped, self._small = is_mapped, small
+        self._is_mapped, self._small, self._away = is_mapped, small, away
         self._payload, self._lazy = [tensor.data for tensor in payload], lazy
         self._watched, self._version = list(payload), sum(tensor._version for tensor in payload)
         self._num_rows = payload[0].shape[0]
@@ -84,7 +110,7 @@ class FrozenRows:
             [RowTable(view) for view in widest_views(*tensors)]
             for tensors in zip(self._payload, asides, blocks, strict=True)
         ]
-        self._aside_weights, self._first_copied = asides[0], 0 if small is None else 1
+        self._first_copied = len(payload) if away is not None else 0 if small is None else 1
         self._blocks, self._in_block = blocks, (0, 0)
         self._num_aside = 0
         self._lowest = 0  # rows from here on were not read
@@ -120,8 +146,10 @@ class FrozenRows:
                 to, of = torch.from_numpy(places[:count]), torch.from_numpy(placed[:count])
                 for rows, aside, _ in self._tables[self._first_copied :]:
                     aside.copy(to, rows, of)
-                if self._small is not None:
-                    self._small.read(of, self._aside_weights, to)
+                if self._away is not None:
+                    self._away.copy_lent(of, self._asides, to)
+                elif self._small is not None:
+                    self._small.read(of, self._asides[0], to)
                 self._is_whole = True
                 self._num_aside += count
                 if position < numbers.size:
@@ -168,21 +196,28 @@ class FrozenRows:
         [[0.0, 1.0], [4.0, 5.0]]
         """
         assert self._lowest <= int(keys[0]), "rows are read once, in ascending order"
-        found, tables, everything = [], [], torch.arange(len(keys))
-        for number, (tensor, aside) in enumerate(zip(self._payload, self._asides, strict=True)):
-            found.append(torch.empty(len(keys), *tensor.shape[1:], dtype=tensor.dtype))
-            rows, put_aside, own = (RowTable(view) for view in widest_views(tensor, aside, found[-1]))
-            if number >= self._first_copied:
-                own.copy(everything, rows, keys)
-            tables.append((own, put_aside))
-        if self._small is not None:
-            self._small.read(keys, found[0], everything)
+        found = self._now(keys)
+        tables = [[RowTable(view) for view in widest_views(*pair)] for pair in zip(found, self._asides, strict=True)]
         places, placed = self._declare_read(int(keys[-1]) + 1)
         there = torch.searchsorted(keys, torch.from_numpy(placed)).clamp(max=len(keys) - 1)
         is_asked = keys[there] == torch.from_numpy(placed)
         for own, put_aside in tables:
             own.copy(there[is_asked], put_aside, torch.from_numpy(places)[is_asked])
         self._give_back(places)
+        return found
+
+    def _now(self, keys: Tensor) -> list[Tensor]:
+        """Return all parts of rows as they are now: [k, ...] each."""
+        if self._away is not None:
+            return self._away.select(keys)
+        found, everything = [], torch.arange(len(keys))
+        for number, tensor in enumerate(self._payload):
+            found.append(torch.empty(len(keys), *tensor.shape[1:], dtype=tensor.dtype))
+            if number == 0 and self._small is not None:
+                self._small.read(keys, found[0], everything)
+            else:
+                rows, own = (RowTable(view) for view in widest_views(tensor, found[-1]))
+                own.copy(everything, rows, keys)
         return found
 
     def close(self) -> None:
@@ -195,7 +230,10 @@ class FrozenRows:
         assert self._lowest <= first < stop <= first + self.block_rows, "rows are read once, in ascending order"
         while self._lowest < first:  # rows that nobody reads
             self._give_back(self._declare_read(min(first, self._lowest + self.block_rows))[0])
-        for number, (tensor, block) in enumerate(zip(self._payload, self._blocks, strict=True)):
+        if self._away is not None:
+            self._away.read_block(first, stop, self._blocks)
+        in_memory = [] if self._away is not None else zip(self._payload, self._blocks, strict=True)
+        for number, (tensor, block) in enumerate(in_memory):
             if self._is_mapped:
                 fetch_soon(tensor[first:stop])
             if number == 0 and self._small is not None:

@@ -30,3 +30,8 @@ def num_full_rows(num_rows: int, share: float) -> int:
     if not share:
         return 0
     return num_rows if num_rows <= SMALL_TABLE_ROWS else round(share * num_rows)
+
+
+#: Host memory of a row in a file, wherever it is (its entry in the map, and a bit), and of a place for one in memory
+#: beside the row itself (its key, stamp and uses), in bytes.
+FILED_ROW_BYTES, PLACE_BYTES = 4.125, 28

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +19,15 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.cache.file.filed_cache import FiledRowCache
+from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.gpu.readback import Reads
 from embershard.cache.key_map import map_kind
 from embershard.cache.next_use import pinned_tables
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.choose_transfer import transfer_kind
 from embershard.cache.rows.host_store import HostStore
+from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.slot_state import CacheContents
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
@@ -78,14 +83,10 @@ class CachedTableBatchedEmbeddings(HostTables):
         assert all(table.local_cols == dim for table in tables), "TorchRec groups cached tables by dim"
         _check_rows(config, spec.rank)
         self._table_of_feature = [t for t, table in enumerate(tables) for _ in table.feature_names]
-        self.slots = SlotTable(
-            dim,
-            self._table_of_feature,
-            self._device,
-            pooling_mode,
-            data_type_to_sparse_type(config.data_type),
-            fused_params,
-        )
+        precision = data_type_to_sparse_type(config.data_type)
+        self.slots = SlotTable(dim, self._table_of_feature, self._device, pooling_mode, precision, fused_params)
+        initial = None if spec.counter_init is None else [spec.counter_init.of_shard(table) for table in shards]
+        self.filed = self._file_rows(spec, config, initial) if spec.config.host == "file" else None
         self.host = HostStore(
             [table.local_rows for table in tables],
             dim,
@@ -95,8 +96,9 @@ class CachedTableBatchedEmbeddings(HostTables):
             spec.config.host_dir,
             whole_pages=self._device.type == "cuda",
             fills_all=spec.counter_init is None,
-            initial=None if spec.counter_init is None else [spec.counter_init.of_shard(table) for table in shards],
+            initial=initial,
             share=share,
+            away=self.filed,
             **spec.small_rows(tables),
         )
         self.cache = self._make_cache(spec, config)
@@ -110,6 +112,20 @@ class CachedTableBatchedEmbeddings(HostTables):
 
             self.ids = PoolIdMaps.of_tables(spec, tables, self.host.row_offsets, self._table_of_feature, self.cache)
 
+    def _file_rows(
+        self, spec: CacheSpec, config: GroupedEmbeddingConfig, initial: Sequence[ShardWeights] | None
+    ) -> FiledRows:
+        assert initial is not None, "rows in a file are made from a counter"
+        assert spec.config.host_dir is not None, "the settings were checked"
+        tables = config.embedding_tables
+        dtype, dim = data_type_to_dtype(config.data_type), tables[0].local_cols
+        like = [torch.empty(0, dim, dtype=dtype)]
+        like += [torch.empty(0, *shape, dtype=of_state) for _, shape, of_state in self.slots.state_specs()]
+        row_bytes = sum(math.prod(part.shape[1:]) * part.itemsize for part in like)
+        num_slots = spec.num_slots(tables, row_bytes)
+        num_places = spec.num_places(tables, row_bytes, num_slots)
+        return FiledRows([table.local_rows for table in tables], initial, like, num_places, spec.config.host_dir)
+
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
         num_slots = spec.num_slots(tables, self.host.slot_row_bytes)
@@ -118,7 +134,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         self._pinned_of_feature = self.slots.set_pinned_slots(pinned_of_table)
         pinned_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in pinned_of_table.items()]
         self._is_frozen = not spec.trains
-        cache = RowCache(
+        transfer = {} if self.filed is not None else {"transfer": transfer_kind(spec.config, self._device)}
+        cache = (RowCache if self.filed is None else partial(FiledRowCache, self.filed))(
             tables=[table.name for table in tables],
             host=self.host,
             device_payload=self.slots.resize,
@@ -130,7 +147,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             overflow=spec.config.overflow,
             pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
             owner=f"rank {spec.rank}",
-            transfer=transfer_kind(spec.config, self._device),
+            **transfer,
             kind=map_kind(spec.config.slot_map, num_rows, self._device.type),
         )
         if self._is_frozen:
@@ -167,6 +184,12 @@ class CachedTableBatchedEmbeddings(HostTables):
             return [self.know(features) for features in batches]
         found = [PoolIds.of(features) for features in batches]
         return list(self.ids.know(*((ids.indices, self.feature_keys.lengths(ids)) for ids in found)))
+
+    def file(self, features: KeyedJaggedTensor, known: Known) -> bool:
+        """Let a known batch's rows, of tables in a file, be in host memory soon; False if they do not fit yet."""
+        if not isinstance(self.cache, FiledRowCache):
+            return True
+        return self.cache.file(self.feature_keys.of(PoolIds.of(features))[0], known)
 
     def prefetch_if_it_fits(self, features: KeyedJaggedTensor, known: Known, critical_path: bool) -> Ticket | None:
         """Make a batch resident; return the ticket to :meth:`hand` before its forward, None if it does not fit beside

@@ -164,6 +164,6 @@ class HostTables(nn.Module):
     def reset_cache_states(self) -> None:
         """Write trained rows back, and fetch the cached ones again. Collective where ranks share the rows: they wait
         until all of them have written."""
-        self.cache.write_back() if self.host.small is not None else self.cache.flush()
+        self.cache.flush() if self.host.is_memory else self.cache.write_back()
         self.host.meet(self.cache.name)
         self.cache.host_rows_changed()

@@ -36,7 +36,7 @@ from embershard.sharding.torchrec.modules import (
     new_sharded_module,
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
-from embershard.sharding.torchrec.table_arguments import check_small_rows
+from embershard.sharding.torchrec.table_arguments import check_rows_away
 
 POOLED_TYPES = [REPLICATED, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [REPLICATED, *SEQUENCE_SHARDINGS]
@@ -93,7 +93,7 @@ class _Cached:
         given = {"profile": profile, "plan": plan, "init_seed": init_seed, "ids": self._ids}
         self._modes = modes_of({**given, "exchange": "pooled", "mode": "sharded", "hot_rows": None, **asked})
         refusing = [str(mode) for mode in self._modes if not mode.takes_small_rows]
-        check_small_rows(self._cache, has_seed=init_seed is not None, modes=refusing)
+        check_rows_away(self._cache, has_seed=init_seed is not None, modes=refusing)
 
     @property
     def cache(self) -> CacheConfig:
@@ -177,7 +177,12 @@ class _Cached:
         return sharded
 
     def _check_device(self, device_type: str) -> None:
-        """Raise `ConfigError` where no kernel rounds slots."""
+        """Raise `ConfigError` where no kernel rounds slots, and where no transfer knows rows in files."""
+        if device_type != "cpu" and self._cache.host == "file":
+            raise ConfigError(
+                f'cache.host: got "file" on {device_type!r}: no transfer to a GPU knows rows that move in host memory '
+                'so far. Set "mmap", or train on a CPU'
+            )
         if device_type != "cpu" and self._cache.small_types:
             raise ConfigError(
                 f"cache.host_dtype: got {' and '.join(self._cache.small_types)} on {device_type!r}: no kernel rounds "

@@ -145,6 +145,24 @@ class CacheSpec:
             offset += table.local_rows
         return {"small_type": small_type, "full_keys": torch.from_numpy(np.concatenate(found))}
 
+    def num_places(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int, num_slots: int) -> int:
+        """Return the rows of the pool of `tables` that `cache.host_bytes` holds in memory.
+
+        Raises:
+            ConfigError: it holds fewer than twice the rows of the slots.
+        """
+        assert self.config.host_bytes is not None, "only rows in a file have places"
+        weights = sum(table.local_rows * table.local_cols for table in tables)
+        found = self.config.host_bytes * weights // (self.rank_weights * row_bytes)
+        if found < min(2 * num_slots, sum(table.local_rows for table in tables)):
+            least = -(-2 * num_slots * row_bytes * self.rank_weights // weights)
+            raise ConfigError(
+                f"cache.host_bytes={self.config.host_bytes} holds {found} rows of the tables "
+                f"{[table.name for table in tables][:5]}, and {num_slots} of them are on the device: needed are "
+                f"twice as many. Give rank {self.rank} at least {least} bytes, or a smaller cache"
+            )
+        return found
+
     def num_slots(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> int:
         """Return the slots of the pool of `tables`, whose rows take `row_bytes` each.
 

@@ -173,10 +173,10 @@ def check_small_types(type_of_table: Mapping[str, torch.dtype]) -> None:
         )
 
 
-def check_small_rows(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) -> None:
-    """Refuse small rows in host memory where something would read or write them as memory.
+def check_rows_away(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) -> None:
+    """Refuse small rows in host memory, and rows in files, where something would read or write them as memory.
 
-    >>> check_small_rows(CacheConfig(host_dtype="fp16"), has_seed=False, modes=[])
+    >>> check_rows_away(CacheConfig(host_dtype="fp16"), has_seed=False, modes=[])
     Traceback (most recent call last):
     embershard.errors.ConfigError: cache.host_dtype: got fp16 without init_seed...
 
@@ -187,18 +187,21 @@ def check_small_rows(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) -
     Raises:
         ConfigError: with the setting to change.
     """
-    if not cache.small_types:
+    in_file = cache.host == "file"
+    if not cache.small_types and not in_file:
         return
-    got = " and ".join(cache.small_types)
+    got = 'cache.host: got "file"' if in_file else f"cache.host_dtype: got {' and '.join(cache.small_types)}"
+    default = '"memory"' if in_file else '"fp32"'
     if not has_seed:
+        draws = "rows that were never written are drawn by it" if in_file else "the seed also rounds"
         raise ConfigError(
-            f"cache.host_dtype: got {got} without init_seed. TorchRec would write its own initial weights to memory "
-            'that is not there, and the seed also rounds. Give init_seed (train.init = "counter"), or set "fp32"'
+            f"{got} without init_seed. TorchRec would write its own initial weights to memory that is not there, and "
+            f'{draws}. Give init_seed (train.init = "counter"), or set {default}'
         )
     if modes:
         raise ConfigError(
-            f"cache.host_dtype: got {got} together with {', '.join(modes)}, which keeps copies of host rows, or begins "
-            "them anew, as fp32. Leave one of them out"
+            f"{got} together with {', '.join(modes)}, which keeps copies of host rows, or begins them anew, in memory "
+            "and as fp32. Leave one of them out"
         )
 
 

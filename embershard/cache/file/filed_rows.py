@@ -1,0 +1,350 @@
+"""Host memory as a cache in front of a file: a row of the host tier has a place in memory, or it is in the file, or it
+was never written and has its initial weights.
+
+A row keeps its place while it is on the device: its place is *lent*. Places are chosen by what chooses slots (a map, an
+index of next uses, a queue of victims), for batches that train several steps later. So their rows are in memory by the
+time they are copied to the device, and no policy but one decides what leaves.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embershard.cache import loops
+from embershard.cache.file.file_rows import FileRows, FileWork, PageIo
+from embershard.cache.next_use import KnownBatch, NextUseIndex, OtherTables
+from embershard.cache.planner import CachePlan, CachePlanner, Shortage
+from embershard.cache.policies import RecencyScores
+from embershard.cache.rows import memory
+from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array
+from embershard.cache.rows.memory import widest_views
+from embershard.cache.rows.transfer import RowTable
+from embershard.cache.slot_map import SlotMap
+from embershard.cache.slot_state import SlotState
+from embershard.cache.totals import FileCounts
+from embershard.errors import CacheOverflowError, ConfigError
+
+#: Stamp of a place whose row is on the device: newer than any batch, so it is no victim.
+_LENT = SlotMap.first_stamp(2**31 - 2)
+#: With fewer free places than the first share, the worst rows leave, as many as the second. Many that leave together
+#: have pages of the file in common.
+_LEAST_FREE, _LEAVING = 0.02, 1 / 16
+
+
+@dataclass(frozen=True, eq=False)
+class _Filed:
+    """A batch whose rows have places, and the reads that bring some of them in."""
+
+    batch: int
+    known: KnownBatch
+    work: FileWork | None
+
+
+class FiledRows:
+    """Rows of a pool, R in all, of which H are in memory. A save may read beside everything else.
+
+    A batch becomes known (`know`), its rows get places (`file`, which begins to read those in the file), and they are
+    lent to the device (`bring_in`) until the device evicts them (`give_back`). Keys number the pool's rows: int64, in
+    host memory.
+
+    Args:
+        rows_per_table: rows of each table's shard.
+        initial: initial weights of each table.
+        like: a tensor [?, ...] for each part of a row: weights, then states.
+        num_places: H.
+        folder: for the file.
+        others: tables whose rows have no next uses; None: none.
+        io: reads and writes pages; None: as fast as can be.
+
+    Attributes:
+        parts: the rows in memory, [H + 1, ...] for each part. Place 0 is nobody's.
+
+    >>> tables = [ShardWeights("clicks", 7, 4, -0.5, 0.5)]
+    >>> rows = FiledRows([1000], tables, [torch.empty(0, 4)], num_places=20, folder=".")
+    >>> rows.bring_in(torch.tensor([500, 3]), None)
+    >>> rows.parts[0][rows.places(torch.tensor([3]))] = 1.0  # as the device writes a row back
+    >>> rows.give_back(torch.tensor([500, 3]))
+    >>> for first in range(0, 400, 10):
+    ...     some = torch.arange(first, first + 10)
+    ...     rows.bring_in(some, None)
+    ...     rows.give_back(some)
+    >>> rows.read(torch.tensor([3])).tolist(), rows.counts.rows_written > 300
+    ([[1.0, 1.0, 1.0, 1.0]], True)
+    """
+
+    def __init__(
+        self,
+        rows_per_table: Sequence[int],
+        initial: Sequence[ShardWeights],
+        like: Sequence[Tensor],
+        num_places: int,
+        folder: str,
+        others: OtherTables | None = None,
+        io: PageIo | None = None,
+    ) -> None:
+        dim, self._num_rows = like[0].shape[1], sum(rows_per_table)
+        if dim % 4 or any(shard.first_column % 4 for shard in initial):
+            raise ConfigError(
+                f'cache.host: got "file" for tables with {dim} columns on a rank, needed a multiple of 4. Change '
+                'model.embedding_dim, cut fewer columns, or set cache.host = "memory"'
+            )
+        self._initial = PoolWeights(rows_per_table, initial, dim)
+        self.num_places = min(num_places, self._num_rows)
+        count = self.num_places + 1
+        self.parts = [
+            memory.zeros(count * math.prod(part.shape[1:]), part.dtype).view(count, *part.shape[1:]) for part in like
+        ]
+        self._file = FileRows(folder, self._num_rows, like, io=io)
+        self._map = SlotMap(self._num_rows, self.num_places)
+        self.index = NextUseIndex(self._map, others)
+        self._planner = CachePlanner(SlotState(self._map, RecencyScores(), self.index))
+        self._last_filed = torch.zeros(self.num_places + 1, dtype=torch.int64)  # by place: the last batch that wants it
+        self._filed: deque[_Filed] = deque()
+        self._works: list[FileWork] = []  # reads that nobody has waited for
+        self._newest = self._num_returns = 0
+        self._lock = threading.RLock()
+        self._counts = FileCounts()
+
+    # -- training
+
+    def know(self, keys: Tensor, feature_lengths: Tensor) -> KnownBatch:
+        """Announce a batch that will be filed after all those known; arguments as for `RowCache.know`."""
+        with self._lock:
+            return self.index.know(keys, feature_lengths)
+
+    def file(self, keys: Tensor, known: KnownBatch) -> bool:
+        """Give the rows of the oldest known batch (`keys` int64 [N]) places, and begin to read those in the file; False
+        if they do not fit beside those of the batches before it. A second call does nothing.
+
+        Raises:
+            CacheError: the file could not be read or written.
+        """
+        with self._lock:
+            if any(filed.known is known for filed in self._filed):
+                return True
+            oldest = self._filed[0].batch if self._filed else self._newest + 1
+            work = self._claim(keys, known, oldest)
+            if isinstance(work, Shortage):
+                return False
+            self._filed.append(_Filed(self._newest, known, work))
+            return True
+
+    def bring_in(self, keys: Tensor, known: KnownBatch | None) -> None:
+        """Wait until rows are in memory, and lend their places to the device.
+
+        Args:
+            keys: int64 [M], distinct: the rows of a batch that the device has not.
+            known: the batch, if it was filed; its other rows may leave memory from now on once they leave the device.
+
+        Raises:
+            CacheOverflowError: there are too few places.
+            CacheError: the file could not be read or written.
+        """
+        with self._lock:
+            filed = self._take_filed(known)
+            if filed is None:
+                self._wait_all()  # any row may be on its way, for another batch
+            elif filed.work is not None:
+                self._wait(filed.work)
+            places = self._map.lookup(keys)
+            if not bool((places > 0).all()):  # not filed, or given away: there was too little room
+                self._wait_all()
+                found = self._claim(keys, None, self._newest + 1)  # nobody else keeps places
+                if isinstance(found, Shortage):
+                    raise CacheOverflowError(
+                        f"a batch needs {found.num_slots} rows more than host memory has places for beside those on "
+                        f"the device ({self.num_places} in all); set a larger cache.host_bytes, or a smaller batch"
+                    )
+                if found is not None:
+                    self._wait(found)
+                places = self._map.lookup(keys)
+            self._map.use_stamp.index_fill_(0, places, _LENT)
+
+    def give_back(self, keys: Tensor) -> None:
+        """Take back the places of rows `keys` (int64 [M], distinct), which are not on the device any more and were
+        written back if they had changed."""
+        if not keys.numel():
+            return
+        with self._lock:
+            places = self._map.lookup(keys)
+            assert bool((self._map.use_stamp[places] == _LENT).all()), "rows that were not lent"
+            self._map.use_stamp[places] = self._last_filed[places] << 32
+            self._num_returns += 1
+            self._planner.offer(places, batch=-self._num_returns)
+
+    def skip(self, known: KnownBatch, keys: Tensor) -> None:
+        """Take back the oldest known batch, with these keys (int64 [N]), which will not be brought in."""
+        with self._lock:
+            if self._take_filed(known) is None:
+                self.index.skip(known, keys)
+
+    def forget(self) -> None:
+        """Take back all known batches that were not brought in."""
+        with self._lock:
+            self._filed.clear()
+            self._planner.forget_known()
+
+    def places(self, keys: Tensor) -> Tensor:
+        """Return the places of rows that are lent: int64, as `keys`."""
+        with self._lock:
+            places = self._map.lookup(keys)
+        assert bool((places > 0).all()), "rows without a place in memory"
+        return places
+
+    # -- the rows, wherever they are
+
+    def read(self, keys: Tensor) -> Tensor:
+        """Return the weights of rows `keys` (int64 [M]): [M, D]. No row moves."""
+        return self.select(keys)[0]
+
+    def select(self, keys: Tensor) -> list[Tensor]:
+        """Return the parts of rows `keys` (int64 [M]): [M, ...] each. No row moves."""
+        distinct, inverse = keys.unique(return_inverse=True)
+        found = [part.new_zeros(distinct.numel(), *part.shape[1:]) for part in self.parts]
+        here, of_here = self._of_memory(distinct)
+        is_away = torch.ones(distinct.numel(), dtype=torch.bool)
+        is_away[here] = False
+        away = is_away.nonzero().flatten()
+        is_written = self._file.is_written(distinct[away])
+        self._file.read(distinct[away[is_written]], found, away[is_written]).wait()
+        self._make(distinct[away[~is_written]], found, away[~is_written])
+        for part, rows in zip(found, of_here, strict=True):
+            part[here] = rows
+        return [part[inverse] for part in found]
+
+    def read_block(self, first: int, stop: int, out: Sequence[Tensor]) -> None:
+        """Write the parts of rows [first, stop) to the first rows of `out` ([B, ...] each). From any thread; a row that
+        changes meanwhile may be as before or after."""
+        keys = torch.arange(first, stop)
+        here, of_here = self._of_memory(keys)
+        self._file.finish()  # rows that left memory before are in the file
+        unmade = keys[~self._file.is_written(keys)]
+        self._file.read_block(first, stop, out)
+        for part in out:
+            part[unmade - first] = 0
+        self._make(unmade, out, unmade - first)
+        for part, rows in zip(out, of_here, strict=True):
+            part[here] = rows
+
+    def put_block(self, first: int, rows: Sequence[Tensor]) -> None:
+        """Write the parts of rows [first, first + n): [n, ...] each. Slots on the device are fetched again after it."""
+        with self._lock:
+            self._wait_all()
+            self._file.write_block(first, rows)
+            places = self._map.lookup(torch.arange(first, first + rows[0].shape[0]))
+            here = places.nonzero().flatten()
+            for part, values in zip(self.parts, rows, strict=True):
+                part.data[places[here]] = values[here]
+
+    def copy_lent(self, keys: Tensor, out: Sequence[Tensor], to: Tensor) -> None:
+        """Copy the parts of lent rows `keys` to rows `to` (both int64 [M]) of `out`."""
+        places = self.places(keys)
+        for own, other in zip(self.parts, out, strict=True):
+            of, into = widest_views(own.data, other)
+            RowTable(into).copy(to, RowTable(of), places)
+
+    @property
+    def counts(self) -> FileCounts:
+        """What was read and written so far."""
+        names = ("rows_read", "pages_read", "rows_written", "pages_written")
+        return replace(self._counts, **{name: getattr(self._file, name) for name in names})
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the places, in bytes."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes on the disk."""
+        return self._file.file_bytes
+
+    # -- places
+
+    def _claim(self, keys: Tensor, known: KnownBatch | None, oldest: int) -> FileWork | Shortage | None:
+        """Give the rows of a batch places, those that no batch from `oldest` on wants, and begin to read; None if all
+        are in memory. The batch gets the next number, whether it fits or not."""
+        self._newest = batch = self._newest + 1
+        self._make_room(oldest)
+        slots = self._map.lookup(keys)
+        lent = slots[self._map.use_stamp.index_select(0, slots) == _LENT]
+        plan = self._planner.plan(keys, batch, oldest)
+        self._map.use_stamp.index_fill_(0, lent, _LENT)
+        if isinstance(plan, Shortage):
+            return plan
+        self._put_out(plan)
+        self._planner.evict(plan)
+        work = self._bring(plan.fill_keys, plan.fill_slots)
+        self._planner.admit(plan, known)
+        self._last_filed.index_fill_(0, plan.slots, batch)
+        return work
+
+    def _make_room(self, oldest: int) -> None:
+        """Let the worst rows leave where few places are free."""
+        if self._map.num_free < max(1, int(_LEAST_FREE * self.num_places)):
+            worst = self._planner.worst(max(1, int(_LEAVING * self.num_places)), oldest)
+            leaving = self._planner.removal(worst)
+            self._put_out(leaving)
+            self._planner.remove(leaving)
+
+    def _put_out(self, plan: CachePlan) -> None:
+        """Write a plan's victims to the file."""
+        if plan.evicted_keys.numel():
+            order = plan.evicted_keys.argsort()
+            self._file.write(plan.evicted_keys[order], self.parts, plan.evicted_slots[order])
+
+    def _bring(self, keys: Tensor, places: Tensor) -> FileWork | None:
+        """Begin to read rows that are in the file, and make the others."""
+        is_written = self._file.is_written(keys)
+        unmade = (~is_written).nonzero().flatten()
+        if unmade.numel():
+            for part in self.parts[1:]:
+                part.data.index_fill_(0, places[unmade], 0)
+            self._make(keys[unmade], self.parts, places[unmade])
+        if unmade.numel() == keys.numel():
+            return None
+        work = self._file.read(keys[is_written], self.parts, places[is_written])
+        self._works = [*(other for other in self._works if not other.is_done), work]
+        return work
+
+    def _make(self, keys: Tensor, parts: Sequence[Tensor], places: Tensor) -> None:
+        """Write the initial weights of rows `keys` to rows `places` (both int64 [M])."""
+        if keys.numel():
+            none_made, out = np.zeros(1, np.bool_), as_array(parts[0].data)
+            loops.read_rows(keys.numpy(), places.numpy(), none_made, 62, out[:0], out, self._initial.arrays)
+
+    def _of_memory(self, keys: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the positions of those of `keys` that are in memory, and copies of their parts."""
+        with self._lock:
+            self._wait_all()
+            places = self._map.lookup(keys)
+            here = places.nonzero().flatten()
+            return here, [part.data.index_select(0, places[here]) for part in self.parts]
+
+    def _take_filed(self, known: KnownBatch | None) -> _Filed | None:
+        """Remove a batch from those that were filed, if it is one of them; the batches before it were lost."""
+        if known is None or all(filed.known is not known for filed in self._filed):
+            return None
+        while (filed := self._filed.popleft()).known is not known:
+            pass
+        return filed
+
+    def _wait(self, work: FileWork) -> None:
+        """Wait for reads that a batch needs now."""
+        is_late, seconds = not work.is_done, work.wait()
+        if is_late:
+            late, waited = self._counts.late_batches + 1, self._counts.wait_seconds + seconds
+            self._counts = replace(self._counts, late_batches=late, wait_seconds=waited)
+
+    def _wait_all(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
