@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embershard.cache.totals import RankCaches, RunCaches
+from embershard.cache.totals import FileCounts, RankCaches, RunCaches
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
@@ -55,7 +55,8 @@ class IdTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class LookAheadTotals:
-    """What look-ahead did: batches known and resident ahead, over all ranks; the seconds are of all ranks together."""
+    """What look-ahead did: batches known and resident ahead, over all ranks; the seconds are of all ranks together, and
+    so is what it read from files (None: no rows are in files)."""
 
     steps: int
     lookahead_min: int | None
@@ -66,6 +67,7 @@ class LookAheadTotals:
     max_known_bytes: int
     stall_seconds: float
     uses_worker: bool
+    files: FileCounts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +294,10 @@ def _look_ahead_rows(ahead: LookAheadTotals | None, run: RunResult) -> Iterator[
     waits = f"of the first batch, and of those that did not fit; {milliseconds:.2f} ms a step{of}"
     yield "looked ahead", known, resident
     yield "late rows", f"{run.cache.critical_path_fills:,}", waits
+    if (files := ahead.files) is not None:
+        read = f"{files.rows_read:,} rows read ({files.pages_read:,} pages), {files.rows_written:,} written"
+        waited = f"{files.wait_seconds * 1e3 / max(ahead.steps, 1):.2f} ms a step{of}"
+        yield "from files", read, f"{files.late_batches:,} batches waited for them; {waited}"
 
 
 def _sent_rows(totals: SentTotals, run: RunResult) -> Iterator[Row]:

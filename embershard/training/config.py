@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -257,6 +258,7 @@ class RunConfig:
                 '"hot_cold", whose order of batches follows from losses. Lower one of them.'
             )
         self._check_small_rows()
+        self._check_rows_in_files()
         self._check_model()
 
     def _check_small_rows(self) -> None:
@@ -264,20 +266,43 @@ class RunConfig:
         if not self.cache.small_types:
             return
         self.cache.check_full_rows(self.has_profile)
-        for name, got, needed, why in (
-            ("model.table_dtype", self.model.table_dtype, "fp32", "slots are rounded to it"),
-            ("train.init", self.train.init, "counter", "the seed also rounds"),
-            ("sharding.mode", self.sharding.mode, "sharded", "the others keep copies of host rows"),
-        ):
-            if got != needed:
-                raise ConfigError(f'{name}: got "{got}", needed "{needed}" with cache.host_dtype: {why}.')
-        if self.data.has_ids:
-            raise ConfigError(
-                "cache.host_dtype: got a small type together with tables that take any id, whose rows begin anew as "
-                'fp32. Set "fp32".'
-            )
+        needs = {"model.table_dtype": "slots are rounded to it", "train.init": "the seed also rounds"}
+        self._check_rows_away("cache.host_dtype", needs)
         if self.train.device == "cuda":
             raise ConfigError('train.device: got "cuda", needed "cpu" with cache.host_dtype: no kernel rounds slots.')
+
+    def _check_rows_in_files(self) -> None:
+        """Raise where rows in files meet settings that know only rows in memory."""
+        if self.cache.host != "file" or not self.cache.enabled:
+            return
+        self._check_rows_away('cache.host = "file"', {"train.init": "rows that were never written are drawn"})
+        if self.lookahead < 1:
+            raise ConfigError(
+                'look_ahead.lookahead: got 0, needed 1 or more with cache.host = "file": rows are read ahead.'
+            )
+        if self.train.device == "cuda":
+            raise ConfigError(
+                'train.device: got "cuda", needed "cpu" with cache.host = "file": no transfer to a GPU knows rows that '
+                'move in host memory so far. Set cache.host = "mmap".'
+            )
+
+    def _check_rows_away(self, setting: str, needs: Mapping[str, str]) -> None:
+        """Raise where rows that are not in host memory as they are in slots meet other settings; `needs` says why."""
+        found = {"model.table_dtype": self.model.table_dtype, "train.init": self.train.init}
+        needed = {"model.table_dtype": "fp32", "train.init": "counter"}
+        for name, why in needs.items():
+            if found[name] != needed[name]:
+                raise ConfigError(f'{name}: got "{found[name]}", needed "{needed[name]}" with {setting}: {why}.')
+        if self.sharding.mode != "sharded":
+            raise ConfigError(
+                f'sharding.mode: got "{self.sharding.mode}", needed "sharded" with {setting}: the others keep copies '
+                "of host rows."
+            )
+        if self.data.has_ids:
+            raise ConfigError(
+                f"{setting}: together with tables that take any id, whose rows begin anew in memory, as fp32. Leave it "
+                "out."
+            )
 
     def _check_evaluations(self) -> None:
         for section, name in (

@@ -284,20 +284,17 @@ def _train(trainer: Trainer, steps: int, rounding: TableRounding | None = None) 
 def _tensors_of(trainer: Trainer) -> _Tensors:
     """Return this rank's part of all weights and optimizer states. Trained rows are written back before."""
     model = trainer.model
-    small = [pool for pool in cached_embeddings(model) if pool.host.small is not None]
+    away = [pool for pool in cached_embeddings(model) if not pool.host.is_memory]
     with without_small_flushes(model):
         found = _found_in(trainer)
-    return found if not small else {name: (first, _widened(part, small)) for name, (first, part) in found.items()}
+    for pool in away:
+        pool.write_back()
+    return found if not away else {name: (first, _contents(part, away)) for name, (first, part) in found.items()}
 
 
-def _widened(part: Tensor, pools: Sequence[CachedTableBatchedEmbeddings]) -> Tensor:
-    """Return the weights of small rows in place of the memory that stands for them; others as they are."""
-    for pool in pools:
-        start = (part.data_ptr() - pool.host.flat_weights.data_ptr()) // part.element_size()
-        if part.is_cpu and 0 <= start < pool.host.flat_weights.numel():
-            first = start // pool.host.dim
-            return pool.cache.read(torch.arange(first, first + len(part)))
-    return part
+def _contents(part: Tensor, pools: Sequence[CachedTableBatchedEmbeddings]) -> Tensor:
+    """Return rows in place of the memory that stands for them; others as they are."""
+    return next((rows for pool in pools if (rows := pool.host.read_part(part)) is not None), part)
 
 
 def _found_in(trainer: Trainer) -> _Tensors:

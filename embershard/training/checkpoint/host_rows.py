@@ -59,7 +59,7 @@ def load_weights(model: nn.Module, checkpoint: Path, weights: Mapping[str, Any],
     """
     small = small_rows_of(model)
     with without_small_flushes(model):  # TorchRec flushes first, and there is nothing to read
-        model.load_state_dict(weights, strict=not small)
+        model.load_state_dict(weights, strict=all(pool.host.is_memory for _, pool in pools_by_module(model)))
     for name, (table, pools) in small.items():
         for pool in pools:
             pool.put_small_rows(table, partial(_read, checkpoint, f"{group}.{name}"))
@@ -67,14 +67,15 @@ def load_weights(model: nn.Module, checkpoint: Path, weights: Mapping[str, Any],
 
 @contextmanager
 def without_small_flushes(model: nn.Module) -> Iterator[None]:
-    """Return a context in which nobody reads small rows as memory: to flush them does nothing, rather than to raise.
+    """Return a context in which nobody reads small rows, or rows in files, as memory: to flush them does nothing,
+    rather than to raise.
 
     >>> with without_small_flushes(model):  # a sharded model
     ...     tensors = model.state_dict()
     """
     with ExitStack() as stack:
         for _, pool in pools_by_module(model):
-            if pool.host.small is not None:
+            if not pool.host.is_memory:
                 stack.enter_context(pool.without_flushes())
         yield
 

@@ -38,6 +38,7 @@ from embershard.training.checkpoint.host_rows import (
     without_small_rows,
 )
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
+from embershard.training.checkpoint.rows_of_files import load_rows_of_files, without_rows_of_files
 from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.checkpoint.saved_run import SOURCE_STATE, SavedRun, SettingsComparison, compare
 from embershard.training.checkpoint.table_shards import MODEL, STATES
@@ -202,11 +203,13 @@ class RunState:
             restore_full_rows(self.model, load_group(checkpoint, FULL_ROWS))
         with without_known_warnings():
             num_rows = {name: value.size(0) for name, value in tensors[MODEL].items() if value.dim()}
-            states = RowStates(tensors[STATES], saved_sizes(checkpoint, STATES), num_rows)
-            tensors[MODEL] = without_small_rows(self.model, tensors[MODEL])
-            load_tensors(checkpoint, without_empty({**tensors, STATES: states.to_load}))
+            in_memory = without_rows_of_files(self.model, tensors)
+            states = RowStates(in_memory[STATES], saved_sizes(checkpoint, STATES), num_rows)
+            in_memory[MODEL] = without_small_rows(self.model, in_memory[MODEL])
+            load_tensors(checkpoint, without_empty({**in_memory, STATES: states.to_load}))
             states.spread()
-        load_weights(self.model, checkpoint, tensors[MODEL])
+        load_rows_of_files(self.model, checkpoint, {name: tensors[name] for name in (MODEL, STATES)})
+        load_weights(self.model, checkpoint, in_memory[MODEL])
         self.model.fused_optimizer.load_state_dict({"state": tensors[STATES]})
         dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
         self._optimizers.set_num_steps(saved.step)

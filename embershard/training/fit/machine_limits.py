@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,12 +91,7 @@ class MemoryChanges:
     def _all(self) -> Iterator[str]:
         config, cache = self._config, self._config.cache
         if cache.enabled and cache.host == "memory" and cache.transfer != "triton_uva":
-            in_files = replace(config, cache=replace(cache, host="mmap", host_dir="."))
-            needs = self._needs(in_files)
-            if self._machine.has_room_for(needs):
-                yield (
-                    f"--set cache.host=mmap --set cache.host_dir=FOLDER, on a disk with {size(needs.disk_bytes)} free"
-                )
+            yield from self._in_files()
         depths = config.look_ahead
         if config.lookahead > depths.prefetch and (most := self._most(self._with_lookahead, depths.lookahead)):
             yield f"--set look_ahead.lookahead={self._with_lookahead(most).lookahead}"
@@ -107,6 +103,20 @@ class MemoryChanges:
         yield from self._fewer_rows()
         if (machines := self._machines()) is not None:
             yield f"{machines} machines like this one"
+
+    def _in_files(self) -> Iterator[str]:
+        """Yield settings by which rows are on a disk, where the rest fits."""
+        config, needs = self._config, self._needs(self._config)
+        rows_bytes = needs.host["weights"] + needs.host["optimizer_states"]
+        of_file = {"host_bytes": max(1, rows_bytes // 4 // self._ranks.ranks_per_node)}
+        changes: list[dict[str, Any]] = [{"host": "file", **of_file}, {"host": "mmap"}]
+        for changed in changes:
+            with suppress(ConfigError):  # with other settings of the run
+                needs = self._needs(replace(config, cache=replace(config.cache, host_dir=".", **changed)))
+                if self._machine.has_room_for(needs):
+                    settings = " ".join(f"--set cache.{name}={value}" for name, value in changed.items())
+                    yield f"{settings} --set cache.host_dir=FOLDER, on a disk with {size(needs.disk_bytes)} free"
+                    return
 
     def _smaller_rows(self) -> Iterator[str]:
         """Yield settings by which rows take fewer bytes, where these fit."""

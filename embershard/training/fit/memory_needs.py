@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from embershard.cache.config import CacheConfig
+from embershard.cache.rows.sizes import FILED_ROW_BYTES, PLACE_BYTES
 from embershard.data import schema_of
 from embershard.distributed import Ranks
 from embershard.sharding.memory_model import planned_slots, pool_memory, rank_memory, slots_without_plan
@@ -99,8 +100,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     tables = _cut_evenly(model, shape) if plan is None else plan.tables
     if not config.cache.enabled:  # cached tables are built whole on the device
         tables = [table.without_cache for table in tables]
-    layout = plan or shape
-    shards = by_rank(place_shards(model, tables, layout), layout.world_size)
+    shards = by_rank(place_shards(model, tables, plan or shape), (plan or shape).world_size)
     has_one_copy = config.sharding.mode == "data_parallel" and ranks.world_size > 1
     lookups = _lookups_per_sample(config)
     per_sample = sum(lookups.values())
@@ -124,13 +124,24 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         host["runtime"] += _RUNTIME_BYTES
     rows_bytes, disk_bytes = host["weights"] + host["optimizer_states"], 0
-    if config.cache.host == "mmap":
+    if config.cache.host != "memory":
         disk_bytes, host["weights"], host["optimizer_states"] = rows_bytes, 0, 0
+        host += _file_tier(config, rows_bytes, shards[ranks.first : ranks.first + ranks.ranks_per_node])
     if ranks.device == "cpu":
         host, device = host + sum(device, Counter()), []
     is_lazy = config.train.init == "counter" and ranks.device == "cpu" and not disk_bytes and not has_one_copy
     fullest = max(device, key=Counter.total, default=Counter[str]())
     return MemoryNeeds(+host, +fullest, disk_bytes, rows_bytes if is_lazy else 0)
+
+
+def _file_tier(config: RunConfig, rows_bytes: int, shards: Sequence[Sequence[PlacedShard]]) -> Counter[str]:
+    """Return the host memory of rows in files, by use; none where the system chooses what it keeps of them."""
+    if config.cache.host_bytes is None:
+        return Counter()
+    num_rows = sum(shard.rows for here in shards for shard in here)
+    in_memory = min(rows_bytes, config.cache.host_bytes * len(shards))
+    of_places = num_rows * in_memory // max(1, rows_bytes) * PLACE_BYTES
+    return Counter(rows_in_memory=in_memory, file_maps=int(num_rows * FILED_ROW_BYTES) + of_places)
 
 
 def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from embershard.cache.statistics import CacheReport, TableStats
-from embershard.cache.totals import CacheTotals, PoolSize, RankCaches, RunCaches
+from embershard.cache.totals import CacheTotals, FileCounts, PoolSize, RankCaches, RunCaches
 from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
@@ -121,6 +121,7 @@ def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> LookAheadTo
         max_known_bytes=over_ranks("max_known_bytes", max),
         stall_seconds=over_ranks("stall_seconds", sum),
         uses_worker=per_rank[0].uses_worker,
+        files=over_ranks("files", FileCounts.total),
     )
 
 

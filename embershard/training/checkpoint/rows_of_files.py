@@ -1,0 +1,137 @@
+"""Rows in files (`cache.host = "file"`), out of a checkpoint: weights and optimizer states, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from embershard.cache.rows.host_store import HostStore
+from embershard.distributed.checkpoint.load import BoxReader, without_known_warnings
+from embershard.sharding.torchrec import cached_embeddings
+
+_BLOCK_BYTES = 16 << 20
+_Groups = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _SavedPart:
+    """Where a shard's part of a table (weights, or one state) is in a checkpoint.
+
+    Attributes:
+        name: in the checkpoint.
+        offsets, sizes: of the shard in the run's tensor.
+        whole: size of that.
+        num_rows: of the table.
+    """
+
+    reader: BoxReader
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    whole: tuple[int, ...]
+    num_rows: int
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of the shard, as `RowStates` spreads states over other column shards."""
+        entry = self.reader.tensors.get(self.name)
+        saved = self.whole if entry is None else tuple(entry.size)
+        if saved == self.whole or len(saved) != 1 or saved[0] % self.num_rows:
+            return self._box(self.offsets[0] + start, stop - start)
+        first = self.offsets[0] % self.num_rows + start
+        shards = [self._box(first + shard, stop - start) for shard in range(0, saved[0], self.num_rows)]
+        return torch.stack(shards).mean(0)
+
+    def _box(self, first: int, count: int) -> Tensor:
+        return self.reader.read(self.name, (first, *self.offsets[1:]), (count, *self.sizes[1:]))
+
+
+def without_rows_of_files(model: nn.Module, groups: Mapping[str, _Groups | Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the groups of a checkpoint's tensors without those whose rows are in files.
+
+    >>> without_rows_of_files(model, {"model": {"clicks.weight": torch.zeros(1)}})  # a model whose rows are in memory
+    {'model': {'clicks.weight': tensor([0.])}}
+    """
+    hosts = _hosts(model)
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: kept(each) for name, each in value.items() if not any(_places(each, hosts))}
+        return value
+
+    with without_known_warnings():
+        return {name: kept(group) for name, group in groups.items()}
+
+
+def load_rows_of_files(model: nn.Module, checkpoint: Path, groups: Mapping[str, Any]) -> None:
+    """Read weights and optimizer states of rows in files out of a verified checkpoint.
+
+    Args:
+        groups: the run's tensors by group: weights by name; states by the name of their weights, and by their own.
+
+    Raises:
+        CheckpointError: the checkpoint lacks rows.
+
+    >>> load_rows_of_files(model, Path("step_4"), {})  # a model whose rows are in memory
+    """
+    hosts = _hosts(model)
+    if not hosts:
+        return
+    sources: dict[tuple[int, int, int], dict[int, _SavedPart]] = {}  # by pool, first row and number of rows; by part
+    reader = BoxReader(checkpoint)
+    with without_known_warnings():
+        sizes = {name: value.size(0) for name, value in _named("", groups) if isinstance(value, ShardedTensor)}
+        weights_of = {name: path for path, name in _weights_of(groups)}
+        for path, value in _named("", groups):
+            for (pool, part, first), offsets, local in _places(value, hosts):
+                num_rows = sizes[weights_of.get(path, path)]
+                source = _SavedPart(reader, path, offsets, tuple(local.shape), tuple(value.size()), num_rows)
+                sources.setdefault((pool, first, local.shape[0]), {})[part] = source
+    for (pool, first, num_rows), of_parts in sources.items():
+        step = max(1, _BLOCK_BYTES // hosts[pool].slot_row_bytes)
+        for start in range(0, num_rows, step):
+            rows = [of_parts[part].read(start, min(start + step, num_rows)) for part in sorted(of_parts)]
+            hosts[pool].put_away(first + start, rows)
+    for embeddings in cached_embeddings(model):
+        if embeddings.host.away is not None:
+            embeddings.host.note_written()
+            embeddings.cache.host_rows_changed(torch.arange(embeddings.host.num_rows))
+
+
+def _hosts(model: nn.Module) -> list[HostStore]:
+    return [pool.host for pool in cached_embeddings(model) if pool.host.away is not None]
+
+
+def _places(value: Any, hosts: Sequence[HostStore]) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], Tensor]]:
+    """Yield of each local part of a tensor whose rows are in a file: number of the host, number of the payload tensor
+    and first row there; its offsets in the whole; and itself."""
+    if isinstance(value, ShardedTensor):
+        parts = [(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in value.local_shards()]
+    else:
+        parts = [((0,) * value.dim(), value.detach())] if isinstance(value, Tensor) and value.dim() else []
+    for offsets, local in parts:
+        for number, host in enumerate(hosts):
+            if (place := host.place_of(local)) is not None:
+                yield (number, *place), offsets, local
+
+
+def _named(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _named(f"{prefix}.{name}" if prefix else name, each)
+    else:
+        yield prefix, value
+
+
+def _weights_of(groups: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the path of a table's weights, and of each of its states."""
+    weights, *others = groups
+    for group in others:
+        for table, states in groups[group].items():
+            for name in states if isinstance(states, Mapping) else ():
+                yield f"{weights}.{table}", f"{group}.{table}.{name}"

@@ -1,0 +1,312 @@
+"""Runs whose host rows are in a file: the bits of rows in memory, whatever the memory, the reads ahead, their delays,
+the saves and the stops."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embershard.cache import CacheConfig
+from embershard.cache.file import filed_rows
+from embershard.cache.file.file_rows import FileRows, FileWork, PageIo
+from embershard.cache.file.filed_rows import FiledRows
+from embershard.cache.next_use import KnownBatch
+from embershard.cache.totals import FileCounts
+from embershard.distributed import CheckpointConfig, Manifest, Ranks, complete_checkpoints
+from embershard.errors import CacheError, ConfigError
+from embershard.pipeline.config import LookAheadConfig
+from embershard.pipeline.look_ahead import LookAheadPipeline
+from embershard.sharding.config import ShardingConfig
+from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.equivalence import _tensors_of, compare_with_stock
+from embershard.training.fit.model_size import table_rows
+from embershard.training.optimizers import EmbeddingOptimizerConfig
+from embershard.training.trainer import Trainer
+from tests.small_runs import small_data, small_run
+
+STEPS = 60
+#: Of 26 tables of 4 columns, under row-wise Adagrad.
+_ROW_BYTES = 20
+
+Found = dict[str, Any]
+
+
+def make_config(
+    folder: Path, share: float = 0.08, lookahead: int = 12, every_steps: int | None = None, **cache: Any
+) -> RunConfig:
+    """`share` of the rows are in memory; 1: all of them, and no file."""
+    data = small_data(3000, scale=0.0004)
+    num_rows = sum(table_rows(small_run(data=data)).values())
+    of_file = {"host": "file", "host_dir": str(folder / "rows"), "host_bytes": int(share * num_rows * _ROW_BYTES)}
+    return small_run(
+        data=data,
+        cache=CacheConfig(**{"ratio": 0.025, **(of_file if share < 1 else {}), **cache}),
+        look_ahead=LookAheadConfig(lookahead, 2),
+        train=TrainConfig(batch_size=30, max_steps=STEPS),
+        checkpoint=CheckpointConfig(every_steps=every_steps, at_end=False, keep_last=9),
+    )
+
+
+def trained(config: RunConfig, ranks: Ranks, folder: Path | None = None, start: Path | None = None) -> Found:
+    """All weights and states after the run, from a checkpoint on if there is one."""
+    trainer = Trainer(config, ranks, folder)
+    if start is not None:
+        trainer.resume(start)
+    for _ in trainer.train():
+        pass
+    trainer.close()
+    found = {name: rows.clone() for name, (_, rows) in _tensors_of(trainer).items()}
+    found["evictions"] = torch.tensor(sum(table.evictions for table in cache_stats(trainer.model)))
+    for pool in cached_embeddings(trainer.model):
+        if pool.filed is not None:
+            found["counts"] = pool.filed.counts
+    return found
+
+
+def assert_same(one: Found, other: Found) -> None:
+    names = [name for name in one if name not in ("evictions", "counts")]
+    assert names == [name for name in other if name not in ("evictions", "counts")]
+    assert not [name for name in names if not torch.equal(one[name], other[name])]
+
+
+class SlowIo(PageIo):
+    """A disk that takes a random time for each part of the work."""
+
+    def __init__(self, seed: int = 0, most_seconds: float = 0.004) -> None:
+        self._random, self._most_seconds = random.Random(seed), most_seconds
+
+    def read(self, *arguments: Any) -> None:
+        time.sleep(self._most_seconds * self._random.random())
+        super().read(*arguments)
+
+    def write(self, *arguments: Any) -> None:
+        time.sleep(self._most_seconds * self._random.random())
+        super().write(*arguments)
+
+
+def use_io(monkeypatch: pytest.MonkeyPatch, make_io: Callable[[], PageIo]) -> None:
+    """Read and write the files of all tables this way."""
+    monkeypatch.setattr(filed_rows, "FileRows", lambda *arguments, io: FileRows(*arguments, io=make_io()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_the_cache_equals_stock_torchrec(ranks: Ranks, tmp_path: Path, optimizer: Any) -> None:
+    config = replace(make_config(tmp_path), embedding_optimizer=EmbeddingOptimizerConfig(optimizer, lr=0.1))
+    config = replace(config, cache=replace(config.cache, host_bytes=3 * config.cache.host_bytes))  # states of a weight
+    verdict = compare_with_stock(config, ranks, 16)
+    assert verdict.is_equal
+    assert verdict.caches[0].evictions > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("filed", [1, 8])
+@pytest.mark.parametrize("share", [0.06, 0.1])
+def test_the_result_is_that_of_rows_in_memory(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, filed: int
+) -> None:
+    """Whatever part of the rows is in memory, however early they are read and however long that takes."""
+    monkeypatch.setattr(LookAheadPipeline, "filed", filed)
+    use_io(monkeypatch, SlowIo)
+    found = trained(make_config(tmp_path, share), ranks)
+    counts = found["counts"]
+    assert counts.rows_written > 500
+    assert counts.rows_read > 200
+    assert found["evictions"] > 1000
+    assert_same(found, trained(make_config(tmp_path, 1), ranks))
+
+
+def lend_without_wait(rows: FiledRows, keys: Tensor, known: KnownBatch | None) -> None:
+    """As `bring_in`, but for reads that are not awaited."""
+    rows._filed = type(rows._filed)(replace(filed, work=None) for filed in rows._filed)
+    rows._works = []
+    right_bring_in(rows, keys, known)
+
+
+right_bring_in = FiledRows.bring_in
+
+
+def write_nothing(rows: FileRows, keys: Tensor, tables: Any, places: Tensor) -> FileWork:
+    """As `write`, but for contents: as if a place were used again before its row was copied."""
+    for table in tables:
+        table.data[places] = 0
+    return right_write(rows, keys, tables, places)
+
+
+right_write = FileRows.write
+
+
+def read_the_file(rows: FileRows, keys: Tensor, tables: Any, places: Tensor) -> FileWork:
+    """As `read`, but past what is still being written."""
+    writing, rows._writing = rows._writing, ()
+    work = right_read(rows, keys, tables, places)
+    rows._writing = writing
+    return work
+
+
+right_read = FileRows.read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (FiledRows, "bring_in", lend_without_wait),
+        (FileRows, "write", write_nothing),
+        (FileRows, "read", read_the_file),
+    ],
+    ids=["a late read is not awaited", "a place is used too early", "no wait for a write in flight"],
+)
+def test_what_is_done_wrongly_is_seen(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: Any
+) -> None:
+    use_io(monkeypatch, lambda: SlowIo(most_seconds=0.1))
+    monkeypatch.setattr(owner, name, fault)
+    found = trained(make_config(tmp_path, 0.06), ranks)
+    monkeypatch.undo()
+    with pytest.raises(AssertionError):
+        assert_same(found, trained(make_config(tmp_path, 1), ranks))
+
+
+@pytest.mark.slow
+def test_a_victim_that_is_on_the_device_is_noticed(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is another row's when it is to be written back."""
+    monkeypatch.setattr(filed_rows, "_LENT", 0)
+    with pytest.raises((AssertionError, CacheError)):
+        trained(make_config(tmp_path, 0.06), ranks)
+
+
+@pytest.mark.slow
+def test_saves_while_rows_move_are_those_of_rows_in_memory(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each checkpoint is read beside the training; a run goes on from it in memory, and one of memory in a file."""
+    use_io(monkeypatch, SlowIo)
+    saving, plain = make_config(tmp_path, 0.06, every_steps=7), make_config(tmp_path, 1, every_steps=7)
+    whole = trained(saving, ranks, tmp_path / "file")
+    assert_same(whole, trained(plain, ranks, tmp_path / "memory"))
+    of_file, of_memory = (complete_checkpoints(tmp_path / name) for name in ("file", "memory"))
+    assert len(of_file) == len(of_memory) == STEPS // 7
+    for one, other in zip(of_file, of_memory, strict=True):
+        assert_same(whole, trained(plain, ranks, None, one))
+        assert_same(whole, trained(saving, ranks, None, other))
+
+
+@pytest.mark.slow
+def test_saves_of_what_changed_have_it(ranks: Ranks, tmp_path: Path) -> None:
+    config = make_config(tmp_path, 0.08, every_steps=5)
+    config = replace(config, checkpoint=replace(config.checkpoint, full_every=9))
+    whole = trained(config, ranks, tmp_path / "run")
+    last = tmp_path / "run" / "step_20"
+    assert Manifest.read(last).parent is not None
+    assert_same(whole, trained(config, ranks, start=last))
+    assert_same(whole, trained(make_config(tmp_path, 1), ranks, start=last))
+
+
+class BrokenIo(PageIo):
+    """A disk whose n-th part of the work, and any later one, fails."""
+
+    def __init__(self, works: int, number: int) -> None:
+        self._left, self._number, self._lock = works, number, threading.Lock()
+
+    def _count(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left < 0:
+                raise OSError(self._number, "the disk failed")
+
+    def read(self, *arguments: Any) -> None:
+        self._count()
+        super().read(*arguments)
+
+    def write(self, *arguments: Any) -> None:
+        self._count()
+        super().write(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("works", [0, 1, 7, 30])
+def test_a_broken_disk_ends_the_run_and_leaves_the_checkpoint(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: int
+) -> None:
+    config = make_config(tmp_path, 0.06, every_steps=4)
+    with monkeypatch.context() as patch:
+        use_io(patch, lambda: BrokenIo(works, 5))
+        with pytest.raises(CacheError, match=r"cache.host_dir=.*could not be (read|written).*the disk failed.*resume"):
+            trained(config, ranks, tmp_path / "run")
+    whole = trained(make_config(tmp_path, 1), ranks)
+    for checkpoint in complete_checkpoints(tmp_path / "run"):
+        assert_same(whole, trained(config, ranks, None, checkpoint))
+
+
+def test_what_was_read_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    trainer = Trainer(make_config(tmp_path, 0.06), ranks)
+    for _ in trainer.train():
+        pass
+    stats = trainer.upcoming.stats()
+    trainer.close()
+    assert stats is not None
+    assert isinstance(stats.files, FileCounts)
+    assert 0 < stats.files.pages_read <= stats.files.rows_read
+
+
+def test_rows_in_a_file_are_not_read_as_zeros(ranks: Ranks, tmp_path: Path) -> None:
+    trainer = Trainer(make_config(tmp_path), ranks)
+    for read in (trainer.model.state_dict, lambda: flush(trainer.model)):
+        with pytest.raises(CacheError, match=r'rows are kept in a file \(cache.host = "file"\): they would read as'):
+            read()
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": TrainConfig(init="torchrec")}, 'train.init: got "torchrec", needed "counter" with cache.host = "fi'),
+        ({"train": TrainConfig(device="cuda")}, 'train.device: got "cuda", needed "cpu" with cache.host = "file"'),
+        (
+            {"sharding": ShardingConfig(mode="data_parallel")},
+            'sharding.mode: got "data_parallel", needed "sharded" with',
+        ),
+        ({"look_ahead": LookAheadConfig(0)}, "look_ahead.lookahead: got 0, needed 1 or more with cache.host"),
+    ],
+)
+def test_settings_that_know_only_rows_in_memory_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(make_config(tmp_path), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host_bytes": None}, r'got no cache.host_bytes with cache.host="file"'),
+        ({"host": "mmap"}, r'got cache.host_bytes=\d+ with cache.host="mmap"'),
+        ({"host_bytes": 0}, "cache.host_bytes must be positive, got 0"),
+        ({"host_dir": None}, 'cache.host="file" needs cache.host_dir'),
+        ({"policy": "lru"}, 'cache.policy: got .lru. with cache.host="file", needed "lookahead"'),
+        ({"transfer": "staged"}, 'cache.transfer: got .staged. with cache.host="file", needed "plain"'),
+        ({"host_dtype": "fp16"}, "cache.host_dtype: got .fp16. with cache.host="),
+        ({"slot_map": "hashed"}, "cache.slot_map: got .hashed. with cache.host="),
+    ],
+)
+def test_settings_of_files_that_contradict_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(make_config(tmp_path).cache, **changes)
+
+
+def test_too_little_memory_is_told_before_the_training(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cache.host_bytes=\d+ holds \d+ rows .* Give rank 0 at least \d+ bytes"):
+        Trainer(make_config(tmp_path, 0.03), ranks)
