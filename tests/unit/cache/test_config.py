@@ -41,7 +41,7 @@ def test_ratios_that_are_allowed(ratio):
         ({"device_bytes": 0}, "cache.device_bytes must be positive, got 0"),
         ({"device_bytes": -5}, "cache.device_bytes"),
         ({"policy": "best"}, "cache.policy must be one of 'lookahead', .*, got 'best'"),
-        ({"host": "disk"}, "cache.host must be one of 'memory', 'mmap', got 'disk'"),
+        ({"host": "disk"}, "cache.host must be one of 'memory', 'mmap', 'file', got 'disk'"),
         ({"overflow": "ignore"}, "cache.overflow must be one of 'grow', 'raise', got 'ignore'"),
         ({"host": "mmap"}, 'cache.host="mmap" needs cache.host_dir'),
         ({"host_dir": "/tmp"}, "cache.host_dir='/tmp' has no effect"),
