@@ -584,7 +584,7 @@ class RowCache:
     @property
     def device_bytes(self) -> int:
         """Device memory of slots, optimizer states, maps, scores and next uses, in bytes; without the known batches."""
-        return sum(t.nbytes for t in self._payload) + self.state.device_bytes
+        return self._copies.slot_bytes + self.state.device_bytes
 
     @property
     def host_bytes(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy, MapKind
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, map_kind
+from embershard.cache.rows.sizes import MARK_BYTES
 from embershard.sharding.run_shape import RunShape
 from embershard.sharding.shards import PoolKey, PoolPlacement
 from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool, names_in_pool
@@ -169,7 +170,8 @@ def pool_memory(shards: Sequence[PlacedShard], shape: RunShape) -> PoolMemory:
     """Return the memory of the pool that these shards share; they have the same row payload."""
     rows = sum(shard.rows for shard in shards)
     kind = map_kind(shape.slot_map, rows, shape.device)
-    return cache_memory(rows, shards[0].row_bytes, shape.cache.policy, kind)
+    mark_bytes = 0 if shards[0].table.host_dtype is None else MARK_BYTES
+    return cache_memory(rows, shards[0].row_bytes + mark_bytes, shape.cache.policy, kind)
 
 
 def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKind) -> PoolMemory:

@@ -18,11 +18,15 @@ from torch import Tensor
 _BLOCK = 512
 
 
-def launch(kernel: Any, count: int, *arguments: Any, block: int = _BLOCK, **constants: Any) -> None:
-    """Launch `kernel` over `count` items, `block` of them in a program; `count` is its last argument. Does nothing
-    without items."""
+def launch(
+    kernel: Any, count: int, *arguments: Any, block: int = _BLOCK, most_programs: int | None = None, **constants: Any
+) -> None:
+    """Launch `kernel` over `count` items, `block` of them in a program, or in each round of a program where there are
+    `most_programs`; `count` is its last argument. Does nothing without items."""
     if count:
-        _run(kernel, (-(-count // block),), (*arguments, count), {"BLOCK": block, **constants})
+        programs = -(-count // block)
+        programs = programs if most_programs is None else min(programs, most_programs)
+        _run(kernel, (programs,), (*arguments, count), {"BLOCK": block, **constants})
 
 
 def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

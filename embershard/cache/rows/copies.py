@@ -7,6 +7,7 @@ from torch import Tensor
 
 from embershard.cache.planner import CachePlan
 from embershard.cache.rows.host_store import HostStore
+from embershard.cache.rows.sizes import MARK_BYTES
 from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, Transfer
 from embershard.cache.tickets import Ticket
 
@@ -79,7 +80,7 @@ class RowCopies:
         if ticket.filled is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(ticket.filled)
-            for tensor in (ticket.slots, ticket.keys):  # the keys are marked as trained in the backward
+            for tensor in (ticket.slots, ticket.pool_slots, ticket.keys):  # the last two are used after the backward
                 if tensor is not None:
                     tensor.record_stream(stream)
 
@@ -87,6 +88,12 @@ class RowCopies:
         """Note that the forward or the update of a batch was queued on the current stream (on a CPU: done)."""
         if self._device.type == "cuda":
             self._last_trained = torch.cuda.current_stream(self._device).record_event()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of the slots, and of a mark for each where rows are small, in bytes."""
+        marks = 0 if self._host.small is None else MARK_BYTES * self._payload[0].shape[0]
+        return sum(tensor.nbytes for tensor in self._payload) + marks
 
     def round(self, ticket: Ticket) -> None:
         """Round the rows that a batch's update trained to what the host tier can hold. Twice is as good as once.

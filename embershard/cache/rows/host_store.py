@@ -21,7 +21,7 @@ from embershard.cache.rows import memory
 from embershard.cache.rows.frozen_rows import FrozenRows, RowsAway
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
-from embershard.cache.rows.sizes import SmallType, small_row_bytes
+from embershard.cache.rows.sizes import MARK_BYTES, SmallType, small_row_bytes
 from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed.ranks import TIMEOUT
@@ -64,7 +64,7 @@ class HostStore:
         makes_weights: the rows have initial weights by themselves, or get them when they are touched.
         states: name -> [R, ...].
         row_bytes: payload of one row, in bytes, as it is here.
-        slot_row_bytes: the same, as it is in a slot.
+        slot_row_bytes: the same, as it is in a slot, with the mark of a slot of small rows.
         written: rows that were written to; None: they are not tracked (`track_writes`).
 
     >>> host = HostStore([3, 1], dim=4, dtype=torch.float32, states=[("momentum", torch.Size([]), torch.float32)])
@@ -105,7 +105,9 @@ class HostStore:
         self._table_ends = torch.tensor(self.rows_per_table).cumsum(0)
         state_bytes = sum(math.prod(shape) * t.itemsize for _, shape, t in states)
         weight_bytes = dim * dtype.itemsize if small_type is None else small_row_bytes(small_type, dim)
-        self.slot_row_bytes, self.row_bytes = dim * dtype.itemsize + state_bytes, weight_bytes + state_bytes
+        mark_bytes = 0 if small_type is None else MARK_BYTES
+        self.slot_row_bytes = dim * dtype.itemsize + state_bytes + mark_bytes
+        self.row_bytes = weight_bytes + state_bytes
         # Where all is written at once, huge pages take less time; locking touches every page anyway. Elsewhere the
         # first write to a row would wait for the system to find and clear a huge one (decision 0057).
         self._has_small_pages = host == "memory" and share is None and not whole_pages and not fills_all
@@ -200,6 +202,11 @@ class HostStore:
         self.away.put_block(first, parts)
 
     @property
+    def addressed(self) -> list[Tensor]:
+        """The memory that kernels read and write: of the payload, or of small rows and the states."""
+        return self.payload if self.small is None else [*self.small.tensors, *self.states.values()]
+
+    @property
     def host_bytes(self) -> int:
         """Memory (or disk space) of all rows that are this rank's own, in bytes; of rows in a file, their memory."""
         if self.away is not None:
@@ -236,6 +243,10 @@ class HostStore:
         """Return the weights of rows `keys` (int64 [M]): [M, D] in host memory, page-locked if asked for."""
         if self.small is not None or self.away is not None:
             return (self.small or self.away).read(keys)  # type: ignore[union-attr]
+
+    @property
+        if self.small is not None:
+            return self.small.read(keys.cpu(), torch.empty(keys.numel(), self.dim, pin_memory=pinned))
         self.make(keys)
         weights = self.weights.detach()
         rows = torch.empty(keys.numel(), self.dim, dtype=weights.dtype, pin_memory=pinned)
@@ -294,6 +305,8 @@ class HostStore:
 
     def make_memory(self, address: int, num_bytes: int) -> None:
         """Make the rows in a part of the weights' memory; other memory is left alone."""
+        if self.small is not None:
+            self.small.make_memory(address, num_bytes)
         start = address - self.flat_weights.data_ptr()
         if self._lazy is not None and 0 <= start < self.flat_weights.nbytes:
             self._lazy.make_bytes(start, start + num_bytes)

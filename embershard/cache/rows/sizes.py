@@ -7,6 +7,8 @@ from typing import Literal
 SmallType = Literal["fp16", "int8"]
 #: Bytes of a row's weights besides its columns, and of each column.
 _ROW_BYTES: dict[SmallType, tuple[int, int]] = {"fp16": (0, 2), "int8": (2, 1)}
+#: Of a slot of small rows: which rows are full, and which were rounded for this batch.
+MARK_BYTES = 4
 #: Tables of so few rows stay full: each of their rows trains often, and they take little memory.
 SMALL_TABLE_ROWS = 4096
 

@@ -172,7 +172,8 @@ _MOST_BUFFERS = 64
 class _Buffer:
     """Room for C rows of every payload tensor, with the event of the last copy from or to it."""
 
-    def __init__(self, like: Sequence[Tensor], num_rows: int, pinned: bool) -> None:
+    def __init__(self, like: Sequence[Tensor], num_rows: int, pinned: bool, small: SmallRows | None) -> None:
+        self.small = [] if small is None else small.new_buffer(num_rows, pinned)
         self.parts = [torch.empty((num_rows, *t.shape[1:]), dtype=t.dtype, pin_memory=pinned) for t in like]
         self._copied: torch.cuda.Event | None = None
 
@@ -204,22 +205,40 @@ class StagedTransfer:
         device: payload tensors by slot, [S + 1, ...] each.
         host: payload tensors by key, [R, ...] each, in the same order.
         buffer_bytes: size of each buffer of the ring.
+        small: the weights, where they are small: kernels narrow them into the buffers, and widen them out of these. The
+            first tensor of `host` has no contents then.
     """
 
-    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], buffer_bytes: int = _BUFFER_BYTES) -> None:
-        self._pairs = [widest_views(d.data, h.data) for d, h in zip(device, host, strict=True)]
+    def __init__(
+        self,
+        device: Sequence[Tensor],
+        host: Sequence[Tensor],
+        buffer_bytes: int = _BUFFER_BYTES,
+        small: SmallRows | None = None,
+    ) -> None:
+        pairs = list(zip(device, host, strict=True))[0 if small is None else 1 :]
+        self._pairs = [widest_views(d.data, h.data) for d, h in pairs]
         self._device = device[0].device
         self.key_device = torch.device("cpu")
         row_bytes = sum(h.element_size() * h[:1].numel() for _, h in self._pairs)
+        self._small, self._weights = small, device[0]
+        if small is not None:
+            row_bytes += sum(part[:1].nbytes for part in small.tensors)
         self._rows = max(1, buffer_bytes // max(1, row_bytes))
         self._buffers: deque[_Buffer] = deque()
         self._landing: deque[tuple[_Buffer, Tensor]] = deque()  # buffers filled by copies, and their host rows
+        if small is not None:
+            self._small_slots = small.slots_on(self._device)
+            self._small_slots.attach(self._weights)
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         for some, to in zip(keys.split(self._rows), slots.split(self._rows), strict=True):
             if not some.numel():
                 continue
             buffer = self._take()
+            if self._small is not None:
+                self._small.gather(some, buffer.small)
+                self._small_slots.widen(self._weights, to, buffer.small)
             for (device, host), part in zip(self._pairs, buffer.parts, strict=True):
                 rows = torch.index_select(host, 0, some, out=part[: some.numel()])
                 put_rows(device, to, rows.to(self._device, non_blocking=True))
@@ -232,6 +251,9 @@ class StagedTransfer:
             if not some.numel():
                 continue
             buffer = self._take()
+            if self._small is not None:
+                self._small.expect(to, buffer.small)
+                self._small_slots.narrow(buffer.small, self._weights, some)
             for (device, _), part in zip(self._pairs, buffer.parts, strict=True):
                 part[: some.numel()].copy_(device.index_select(0, some), non_blocking=True)
             buffer.copying(self._device)
@@ -239,6 +261,8 @@ class StagedTransfer:
 
     def finish(self) -> None:
         self._land()
+        if self._small is not None:
+            self._small_slots.check()
 
     def discard(self) -> int:
         num_rows = 0
@@ -253,7 +277,7 @@ class StagedTransfer:
         has_free = bool(self._buffers) and self._buffers[0].is_free
         if not has_free and len(self._buffers) + len(self._landing) < _MOST_BUFFERS:
             pinned = self._device.type == "cuda"
-            return _Buffer([host for _, host in self._pairs], self._rows, pinned)
+            return _Buffer([host for _, host in self._pairs], self._rows, pinned, self._small)
         if not self._buffers:
             self._land_one()
         buffer = self._buffers.popleft()
@@ -267,6 +291,8 @@ class StagedTransfer:
     def _land_one(self) -> None:
         buffer, keys = self._landing[0]  # removed once it has landed: after an interrupt it lands again
         buffer.wait()
+        if self._small is not None:
+            self._small.scatter(keys, buffer.small)
         for (_, host), part in zip(self._pairs, buffer.parts, strict=True):
             put_rows(host, keys, part[: keys.numel()])
         self._landing.popleft()  # before the next line: a buffer in both could be refilled before it lands

@@ -207,7 +207,7 @@ def test_a_host_tier_of_small_rows_takes_their_bytes(host: Any, tmp_path: Path) 
         [ROWS], DIM, torch.float32, states, host, str(tmp_path) if host == "mmap" else None,
         initial=[ShardWeights("clicks", 7, DIM, -0.5, 0.5)], small_type="int8", full_keys=torch.tensor([1, 5]),
     )  # fmt: skip
-    assert (store.row_bytes, store.slot_row_bytes) == (DIM + 2 + 4, 4 * DIM + 4)
+    assert (store.row_bytes, store.slot_row_bytes) == (DIM + 2 + 4, 4 * DIM + 4 + 4)
     assert store.host_bytes == ROWS * (DIM + 2 + 4) + 2 * 4 * DIM
     assert store.small is not None
     assert store.read(torch.tensor([1, 7])).abs().max() > 0

@@ -1,0 +1,357 @@
+"""Kernels of small rows: interpreted, they give the bits of the compiled loops; compiled for a GPU, without one, they
+have no instruction that would give others."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from embershard.cache import CacheConfig, loops
+from embershard.cache.gpu import small_rows as kernels
+from embershard.cache.gpu.small_rows import SmallSlots
+from embershard.cache.rows.choose_transfer import transfer_kind
+from embershard.cache.rows.small_rows import SmallRows
+from embershard.cache.rows.transfer import SmallTransfer, StagedTransfer
+from embershard.cache.rows.uva_transfer import UvaTransfer
+from embershard.errors import CacheError, ConfigError
+from tests.covering import matrix
+from tests.small_rounding import round_int8
+from tests.unit.cache.rows.test_small_rows import DIM, ROWS, TYPES, all_sizes, bits, make_rows
+
+CPU = torch.device("cpu")
+SLOTS = torch.arange(2 * ROWS)
+pytestmark = pytest.mark.slow
+
+
+def full_of(small_type: str) -> Tensor | None:
+    return torch.arange(0, 2 * ROWS, 7) if small_type == "int8" else None
+
+
+def in_slots(rows: SmallRows, keys: Tensor, given: Tensor) -> tuple[SmallSlots, Tensor]:
+    """Rows `keys` are filled, and then trained to what is given."""
+    slots, weights = SmallSlots(rows, CPU), torch.zeros_like(given)
+    slots.attach(weights)
+    rows.make(keys)
+    slots.widen(weights, SLOTS, keys)
+    assert torch.equal(bits(weights), bits(rows.read(keys)))
+    weights.copy_(given)
+    return slots, weights
+
+
+def by_loop(rows: SmallRows, keys: Tensor, given: Tensor) -> Tensor:
+    found = given.clone()
+    rows._round(found.numpy(), SLOTS.numpy(), keys.numpy(), np.empty(0, np.int32), 0)
+    return found
+
+
+@TYPES
+@pytest.mark.parametrize("first_column", [0, matrix(32)])
+def test_rounding_gives_the_bits_of_the_loop_for_all_sizes_of_numbers(small_type: str, first_column: int) -> None:
+    rows, keys = make_rows(small_type, full_of(small_type), first_column), torch.randperm(2 * ROWS)
+    given = all_sizes(small_type)
+    given[6, 2] = -(2.0**-149)  # beside numbers for which it is nothing
+    slots, weights = in_slots(rows, keys, given)
+    slots.round(weights, SLOTS, keys)
+    assert torch.equal(bits(weights), bits(by_loop(rows, keys, given)))
+    assert (weights != given).any(1).float().mean() > 0.5
+    again = weights.clone()
+    slots.round(again, torch.cat([SLOTS, SLOTS]), torch.cat([keys, keys]))
+    assert torch.equal(bits(again), bits(weights))
+
+
+@pytest.mark.parametrize("fault", ["another column", "no row is full", "not once", "whole, not lower"])
+def test_other_bits_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, keys = make_rows("int8", full_of("int8")), torch.randperm(2 * ROWS)
+    given = all_sizes("int8")
+    slots, weights = in_slots(rows, keys, given)
+    if fault == "another column":
+        slots._tables[3] += 1
+    elif fault == "no row is full":
+        slots._marks.zero_()
+    elif fault == "not once":
+        slots._number = -1  # the next call takes rows for rounded
+    else:
+        floor = kernels._floor
+        monkeypatch.setattr(kernels, "_floor", lambda numbers: floor(numbers + 0.5))
+    slots.round(weights, SLOTS, keys)
+    assert not torch.equal(bits(weights), bits(by_loop(rows, keys, given)))
+
+
+def test_a_row_that_is_read_half_rounded_may_come_out_otherwise() -> None:
+    """So one program rounds a row, whose place may repeat (`_claim`): of two largest weights, of which one is rounded
+    up already, the other one is the largest no more."""
+    draw = np.random.default_rng(2)
+    given = draw.standard_normal((20_000, 4)).astype(np.float32)
+    given[:, 0] = 4.0
+    given *= draw.random((20_000, 1)).astype(np.float32) + np.float32(0.5)
+    given[:, 1] = -given[:, 0]
+    numbers = np.arange(len(given))
+    right = round_int8(given, numbers, 5)
+    half = given.copy()
+    half[:, 0] = right[:, 0]
+    assert not np.array_equal(round_int8(half, numbers, 5), right)
+
+
+@TYPES
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e31])
+def test_a_weight_that_is_no_number_is_named_by_a_later_call(small_type: str, bad: float) -> None:
+    rows, weights = make_rows(small_type), torch.rand(9, DIM)
+    slots = SmallSlots(rows, CPU)
+    slots.attach(weights)
+    weights[4, 7] = bad
+    given = weights.clone()
+    places, keys = torch.tensor([3, 4, 5]), torch.tensor([8, ROWS + 17, 9])
+    slots.round(weights, places, keys)
+    assert torch.equal(bits(weights[4]), bits(given[4]))
+    with pytest.raises(CacheError, match=rf"'users', row 17: its largest weight is .*{small_type} rows hold"):
+        slots.round(weights, places, keys)
+
+
+@TYPES
+def test_a_slot_that_was_not_rounded_is_named_after_its_write_back(small_type: str) -> None:
+    rows, weights = make_rows(small_type), torch.rand(3, DIM)
+    slots = SmallSlots(rows, CPU)
+    slots.attach(weights)
+    keys = torch.arange(3)
+    slots.round(weights, keys, keys)
+    slots.narrow(keys, weights, keys)
+    slots.check()
+    weights[1, 2] = torch.nextafter(weights[1, 2], torch.tensor(9.0))
+    slots.narrow(keys, weights, keys)
+    with pytest.raises(CacheError, match=r"row 1 of the pool of the tables .* are not what an update leaves"):
+        slots.check()
+
+
+@TYPES
+def test_narrowing_gives_the_bits_of_the_loop(small_type: str) -> None:
+    by_kernel, rows = (make_rows(small_type, full_of(small_type)) for _ in range(2))
+    keys = torch.randperm(2 * ROWS)
+    slots, weights = in_slots(by_kernel, keys, all_sizes(small_type))
+    slots.round(weights, SLOTS, keys)
+    slots.narrow(keys, weights, SLOTS)
+    slots.check()
+    rows.write(keys, weights, SLOTS)
+    for found, right in zip(by_kernel.tensors, rows.tensors, strict=True):
+        assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_full_rows_stay_full_when_slots_are_added_and_numbers_run_out() -> None:
+    rows, keys = make_rows("int8", torch.tensor([4])), torch.tensor([3, 4])
+    slots, weights, at = SmallSlots(rows, CPU), torch.zeros(3, DIM), torch.tensor([1, 2])
+    slots.attach(weights)
+    rows.make(keys)
+    slots.widen(weights, at, keys)
+    grown = torch.zeros(6, DIM)
+    grown[:3] = weights
+    slots.attach(grown)
+    slots._number = 2**31 - 2
+    for _ in range(3):
+        grown[1:3] = torch.rand(2, DIM)
+        given = grown.clone()
+        slots.round(grown, at, keys)
+        assert torch.equal(grown[2], given[2])
+        assert not torch.equal(grown[1], given[1])
+    assert slots._number == 2
+
+
+TRANSFERS: dict[str, Any] = {
+    "staged": StagedTransfer,
+    "staged, one row at a time": functools.partial(StagedTransfer, buffer_bytes=1),
+    "triton_uva": UvaTransfer,
+}
+
+
+@TYPES
+@pytest.mark.parametrize("num_states", [0, 1])
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_every_transfer_moves_what_the_loops_move(small_type: str, num_states: int, name: str) -> None:
+    """Rows that were never written, full ones, and states beside them."""
+    num_slots, generator = 60, torch.Generator().manual_seed(3)
+    addresses, found = torch.zeros(2 * ROWS, DIM), []
+    order = torch.randperm(2 * ROWS, generator=generator)
+    first, second = order[:40], order[30:70]  # some rows come back
+    at, updates = torch.randperm(num_slots, generator=generator)[:40] + 1, torch.rand(40, DIM, generator=generator)
+    for make in (SmallTransfer, TRANSFERS[name]):
+        rows = make_rows(small_type, full_of(small_type))
+        if make is UvaTransfer:
+            rows.make(torch.arange(2 * ROWS))
+        states = [torch.arange(2.0 * ROWS) for _ in range(num_states)]
+        slots = [torch.zeros(num_slots + 1, DIM), *(torch.zeros(num_slots + 1) for _ in range(num_states))]
+        transfer = make(slots, [addresses, *states], small=rows)
+        transfer.fill(first, at)
+        slots[0][at] += updates
+        rows.round(slots[0], at, first)
+        transfer.write_back(at, first)
+        transfer.write_back(at[:0], first[:0])  # only now may they be filled again
+        transfer.fill(second, at)
+        transfer.finish()
+        found.append([*slots, *states, rows.read(torch.arange(2 * ROWS))])
+    assert not addresses.any()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@TYPES
+def test_rows_are_made_before_a_kernel_reads_them(small_type: str) -> None:
+    """Block by block, as memory is locked; those that were written stay."""
+    rows, other = (make_rows(small_type, full_of(small_type)) for _ in range(2))
+    every, changed = torch.arange(2 * ROWS), torch.tensor([5, 700])
+    weights = torch.rand(2, DIM)
+    rows.round(weights, torch.arange(2), changed)
+    rows.write(changed, weights)
+    for tensor in rows.tensors:
+        for start in range(0, tensor.nbytes, 10_000):
+            rows.make_memory(tensor.data_ptr() + start, min(10_000, tensor.nbytes - start))
+    expected = other.read(every)
+    expected[changed] = weights
+    slots, found = SmallSlots(rows, CPU), torch.zeros(2 * ROWS, DIM)
+    slots.attach(found)
+    slots.widen(found, every, every)
+    assert torch.equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize(
+    ("device", "transfer", "message"),
+    [
+        ("cuda", "plain", 'cache.transfer="plain" moves fp32 on a GPU'),
+        ("cpu", "staged", 'cache.transfer="staged" moves them by kernels of a GPU'),
+        ("cpu", "triton_uva", 'cache.transfer="triton_uva" moves them by kernels of a GPU'),
+    ],
+)
+def test_transfers_that_know_only_rows_of_float32_are_refused(
+    device: str, transfer: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match=message):
+        transfer_kind(CacheConfig(host_dtype="fp16", transfer=transfer), torch.device(device))
+
+
+def test_kernels_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embershard.cache.rows.choose_transfer.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="whose kernels need triton, and it is not installed"):
+        transfer_kind(CacheConfig(host_dtype="fp16"), torch.device("cuda"))
+
+
+def test_the_loops_constants_are_the_kernels() -> None:
+    for name in ("_MOST_BITS", "_MOST_HALF_BITS", "_NORMAL_HALF_BITS", "_ONE_STEP", "_TURNED"):
+        assert getattr(kernels, name).value == getattr(loops.small, name)
+    assert kernels._LEAST_STEP.value == float(loops.small._LEAST_STEP)
+
+
+# In a process of its own: in the tests' one, kernels are interpreted.
+_COMPILE = r"""
+import collections, json, re, subprocess, sys, tempfile
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from embershard.cache.gpu import small_rows as kernels
+
+TYPES = {
+    "*fp32": ["rows", "full"], "*i8": ["codes"], "*i16": ["steps", "halfs"], "*i32": ["marks", "words"],
+    "*i64": ["places", "keys", "tables", "found"], "i32": ["number", "count"],
+}
+TYPE_OF = {name: type for type, names in TYPES.items() for name in names}
+ALIGNED = ("rows", "codes", "full", "halfs")
+
+
+def assembly(kernel, dim, capability, fusion=False, **chosen):
+    columns = triton.next_power_of_2(dim)
+    values = {"DIM": dim, "COLUMNS": columns, "STRIDE": dim, "TABLES": 26, "STEPS": 5, "BY_KEY": True}
+    values |= {"BLOCK": max(1, 2048 // columns), **chosen}
+    signature = {name: "constexpr" if name.isupper() else TYPE_OF[name] for name in kernel.arg_names}
+    constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
+    attributes = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if name in ALIGNED}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": 4, "enable_fp_fusion": fusion}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+
+
+def spilled_bytes(ptx, capability):
+    target = re.search(r"\.target (\S+)", ptx)[1].rstrip(",")
+    with tempfile.TemporaryDirectory() as folder:
+        open(folder + "/kernel.ptx", "w").write(ptx)
+        said = subprocess.run(
+            [get_ptxas(capability).path, "-v", "-arch", target, folder + "/kernel.ptx", "-o", folder + "/kernel.cubin"],
+            capture_output=True, text=True, check=True,
+        ).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+
+
+def instructions(ptx):
+    lines = [line.strip() for line in ptx.splitlines()]
+    words = [re.sub(r"^@\S+\s+", "", line).split("\t")[0].split(" ")[0].rstrip(";") for line in lines]
+    return collections.Counter(word for word in words if re.match(r"[a-z]+\.", word))
+
+
+@triton.jit
+def control(rows, full, BLOCK: tl.constexpr):
+    "What must not be."
+    at = tl.arange(0, BLOCK)
+    weight, step = tl.load(rows + at), tl.load(full + at)
+    tl.store(rows + at, tl.floor(weight) + weight / step)
+    tl.store(full + at, weight * step + step)
+
+
+capability = int(sys.argv[1])
+found = {}
+for name in "_round_to_codes _round_to_halfs _narrow_to_codes _widen_codes _narrow_to_halfs _widen_halfs".split():
+    for dim, by_key in ((12, True), (16, False), (128, True)):
+        ptx = assembly(getattr(kernels, name), dim, capability, BY_KEY=by_key)
+        found[f"{name}, {dim}"] = {**instructions(ptx), "spilled bytes": spilled_bytes(ptx, capability)}
+found["control"] = instructions(assembly(control, 4, capability, fusion=True, BLOCK=512))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module", params=[90, matrix(80), matrix(100)], ids="sm_{}".format)
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, project_dir: Path
+) -> dict[str, dict[str, int]]:
+    """How often each kernel has each instruction, and the bytes of its registers that it spills."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(project_dir)}
+    program = tmp_path_factory.mktemp("program") / "program.py"  # Triton reads the sources of kernels
+    program.write_text(_COMPILE)
+    command = [sys.executable, str(program), str(request.param)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def inexact(found: dict[str, int]) -> list[str]:
+    """Instructions whose results are not those of IEEE 754, each rounded to nearest by itself."""
+    of_floats = [each for each in found if "f32" in each and each.split(".")[0] in ("add", "sub", "mul", "div", "fma")]
+    wrong = [each for each in of_floats if not re.fullmatch(r"(add|sub|mul|div)\.rn\.f32(x2)?", each)]
+    return wrong + [each for each in found if ".ftz" in each or ".approx" in each or "fma" in each]
+
+
+def test_compiled_kernels_compute_as_the_loops_do(compiled: dict[str, dict[str, int]]) -> None:
+    assert {each.split(".")[0] for each in inexact(compiled["control"])} >= {"div", "fma", "cvt"}
+    for name, found in compiled.items():
+        if name == "control":
+            continue
+        assert inexact(found) == [], name
+        assert ("div.rn.f32" in found) == ("codes" in name and "widen" not in name), name
+        assert found["spilled bytes"] == 0, name
+        assert not [each for each in found if "acq" in each or ".rel." in each], (name, found)
+
+
+@pytest.mark.parametrize("kernel", ["_round_to_codes", "_narrow_to_codes", "_widen_codes", "_widen_halfs"])
+def test_rows_are_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[str, int]], kernel: str) -> None:
+    found = compiled[f"{kernel}, 128"]
+    assert found["ld.global.v4.b32"] > 0
+    assert found["st.global.v4.b32"] > 0
