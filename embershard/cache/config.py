@@ -104,7 +104,7 @@ class CacheConfig:
     host_dtype: OfTraining[HostType] = "fp32"
     """Type of the weights in host memory; slots and optimizer states stay fp32. `fp16`: half precision. `int8`: a byte
     per weight and a step per row, a quarter of the memory. A row is rounded after each of its updates, so that the
-    result depends on no cache, look-ahead or save; see docs/cache.md. On a CPU only so far."""
+    result depends on no cache, look-ahead or save; see docs/cache.md."""
 
     host_dtypes: OfTraining[dict[str, HostType]] = field(default_factory=dict, hash=False)
     """The same of some tables, by their names, in place of `host_dtype`."""
@@ -226,11 +226,6 @@ class CacheConfig:
                 raise ConfigError(f"cache.full_rows must be in [0, 1), got {self.full_rows}; 0.01 keeps 1 % as fp32")
         if self.small_types and not self.enabled:
             raise ConfigError('cache.host_dtype has no effect with cache.enabled=false; set "fp32", or use the cache')
-        if self.small_types and self.transfer not in (None, "plain"):
-            raise ConfigError(
-                f'cache.transfer="{self.transfer}" moves rows of fp32 only, and cache.host_dtype asks for '
-                f"{' and '.join(self.small_types)}; leave it out (small rows are on a CPU only so far)"
-            )
 
     @property
     def small_types(self) -> list[str]:

@@ -268,8 +268,6 @@ class RunConfig:
         self.cache.check_full_rows(self.has_profile)
         needs = {"model.table_dtype": "slots are rounded to it", "train.init": "the seed also rounds"}
         self._check_rows_away("cache.host_dtype", needs)
-        if self.train.device == "cuda":
-            raise ConfigError('train.device: got "cuda", needed "cpu" with cache.host_dtype: no kernel rounds slots.')
 
     def _check_rows_in_files(self) -> None:
         """Raise where rows in files meet settings that know only rows in memory."""

@@ -34,7 +34,7 @@ class TableRounding:
     def __init__(
         self, config: RunConfig, profile: FrequencyProfile | None, weights: Mapping[str, Any], ranks: Ranks
     ) -> None:
-        self._ranks, self._shards = ranks, dict[str, list[tuple[SmallRows, int, Tensor]]]()
+        self._ranks, self._shards = ranks, dict[str, list[tuple[SmallRows, int, Tensor, Tensor]]]()
         self._features: dict[str, tuple[str, ...]] = {}
         for table in tables_of_run(config):
             small_type = config.cache.small_type_of(table.name)
@@ -49,24 +49,28 @@ class TableRounding:
                 count, columns = rows.shape
                 own = full[(full >= row) & (full < row + count)] - row
                 places = ShardWeights(table.name, config.train.seed, table.dim, 0.0, 0.0, row, column)
-                rounding = SmallRows(small_type, [count], [places], columns, own, _allocate)
-                every = torch.arange(count)
-                rounding.round(rows, every, every, are_distinct=True)
-                self._shards[table.name].append((rounding, row, rows))
+                rounding = SmallRows(small_type, [count], [places], columns, own[:0], _allocate)
+                self._shards[table.name].append((rounding, row, rows, own))
+                _round(rounding, rows, torch.arange(count), own)
 
     def after_step(self, batches: Sequence[Batch]) -> None:
         """Round the rows of the tables that the ranks' batches of a step looked up. Collective."""
         features = [batch.sparse_features.to_dict() for batch in batches]
         ids = {
-            table: torch.cat([each[name].values().long() for each in features for name in names]).unique()
+            table: torch.cat([each[name].values().long() for each in features for name in names]).unique().cpu()
             for table, names in self._features.items()
         }
         gathered: list[dict[str, Tensor]] = self._ranks.all_gather_objects(ids)
         for table, shards in self._shards.items():
             every = torch.cat([each[table] for each in gathered]).unique()
-            for rounding, first, rows in shards:
-                own = every[(every >= first) & (every < first + len(rows))] - first
-                rounding.round(rows, own, own, are_distinct=True)
+            for rounding, first, rows, full in shards:
+                _round(rounding, rows, every[(every >= first) & (every < first + len(rows))] - first, full)
+
+
+def _round(rounding: SmallRows, rows: Tensor, numbers: Tensor, full: Tensor) -> None:
+    """Round rows `numbers` of a shard but for those of `full`."""
+    some = numbers[~torch.isin(numbers, full)].to(rows.device)
+    rounding.round(rows, some, some, are_distinct=True)
 
 
 def _local(value: Any) -> Iterator[tuple[int, int, Tensor]]:

@@ -114,7 +114,7 @@ def snapshot(model: DistributedModelParallel) -> dict[str, Tensor]:
         found = {f"weight/{table}/{row}/{column}": rows.clone() for table, row, column, rows in _shards(model)}
         states = {name: value for name, value in parity.snapshot(model).items() if name.startswith("state")}
     for pool in cached_embeddings(model):
-        every = pool.cache.read(torch.arange(pool.host.num_rows))
+        every = pool.cache.read(torch.arange(pool.host.num_rows, device=pool.cache.state.map.device)).cpu()
         shards = zip(pool._shards, pool._first_columns, pool.host.row_offsets, pool.host.rows_per_table, strict=True)
         for (table, row), column, key, count in shards:
             found[f"weight/{table}/{row}/{column}"] = every[key : key + count]

@@ -32,8 +32,8 @@ _MOST_RANKS = 4096
 #: Settings without effect beside `--plan`, which gives them.
 _OF_PLANNING = ("cache.ratio", "cache.device_bytes", "sharding.exchange", "sharding.plan")
 _SMALL_ROWS_NOTE = (
-    "cache.host_dtype is trained on a CPU only so far: no kernel rounds a GPU's slots. Host memory, and bytes between "
-    "it and the device, are those of such rows; the time to round them is not in the prediction."
+    "cache.host_dtype: host memory, and bytes between it and the device, are those of small rows. The time to round "
+    "them is not in the prediction: it was never measured on a GPU."
 )
 _HOT_COLD_NOTE = (
     'Hit rates, bytes and times are predicted for sharding.mode="sharded", without hot rows: with them, hot batches '

@@ -177,16 +177,11 @@ class _Cached:
         return sharded
 
     def _check_device(self, device_type: str) -> None:
-        """Raise `ConfigError` where no kernel rounds slots, and where no transfer knows rows in files."""
+        """Raise `ConfigError` where no transfer knows rows in files."""
         if device_type != "cpu" and self._cache.host == "file":
             raise ConfigError(
                 f'cache.host: got "file" on {device_type!r}: no transfer to a GPU knows rows that move in host memory '
                 'so far. Set "mmap", or train on a CPU'
-            )
-        if device_type != "cpu" and self._cache.small_types:
-            raise ConfigError(
-                f"cache.host_dtype: got {' and '.join(self._cache.small_types)} on {device_type!r}: no kernel rounds "
-                'slots there so far. Set "fp32", or train on a CPU'
             )
 
     def _warn_without_cache(self, params: dict[str, ParameterSharding]) -> None:

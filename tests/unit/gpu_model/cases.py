@@ -110,7 +110,8 @@ def write_samples(path: Path) -> Path:
 def config_of(case: Case, samples: Path, folder: Path, device: str) -> RunConfig:
     """The settings of a case, for a run in a folder."""
     has_history, is_hot = case.arch in WITH_HISTORY, case.mode == "hot_cold" and case.arch not in WITH_HISTORY
-    needs_profile = is_hot or case.policy in ("static", "frequency")
+    small_rows = _small_rows(case)
+    needs_profile = is_hot or case.policy in ("static", "frequency") or bool(small_rows)
     config = RunConfig(
         data=DataConfig("table", str(samples), num_workers=0, eval_fraction=0.08, table=_table(case)),
         model=_model(case),
@@ -122,6 +123,7 @@ def config_of(case: Case, samples: Path, folder: Path, device: str) -> RunConfig
             overflow=case.turn("grow", "raise"),
             host="mmap" if case.transfer == "staged" else "memory",
             host_dir=str(folder) if case.transfer == "staged" else None,
+            **small_rows,
         ),
         look_ahead=LookAheadConfig(lookahead=2, prefetch=1) if case.number % 3 < 2 else LookAheadConfig(0),
         profile=ProfileConfig(samples=100) if needs_profile else ProfileConfig(),
@@ -150,6 +152,16 @@ def config_of(case: Case, samples: Path, folder: Path, device: str) -> RunConfig
     plan = folder / "plan.json"
     _plan(config, case.num_ranks, device).save(plan)
     return replace(config, cache=replace(config.cache, ratio=None), sharding=ShardingConfig(plan=str(plan)))
+
+
+def _small_rows(case: Case) -> dict[str, Any]:
+    """Settings of host rows of a small type, where the case's others allow them."""
+    is_sharded = case.mode in ("pooled", "rows") and case.turn("counter", "torchrec") == "counter"
+    if not is_sharded or case.dtype != "fp32" or case.transfer == "plain":
+        return {}
+    if case.transfer == "staged":
+        return {"host_dtype": "fp16", "host_dtypes": {"t_user": "int8", "t_item": "fp32"}, "full_rows": 0.1}
+    return {"host_dtype": "int8", "host_dtypes": {"t_tags": "fp16"}, "full_rows": 0.1}
 
 
 def _table(case: Case) -> TableConfig:

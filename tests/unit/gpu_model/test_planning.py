@@ -169,6 +169,18 @@ def test_a_plan_with_evictions_waits_once(slot_map: str) -> None:
     assert any(cost.refills for cost in found)
 
 
+@pytest.mark.parametrize("transfer", ["triton_uva", matrix("staged")])
+def test_small_rows_are_narrowed_and_widened_by_one_launch_each(transfer: str) -> None:
+    """Beside the launches for states and scores. No wait is added."""
+    found = costs(Setting(kernels=True, small="int8", transfer=transfer, **EVICTIONS))  # type: ignore[arg-type]
+    if transfer == "triton_uva":
+        check(found)
+    for cost in found:
+        assert cost.launches["_widen_codes"] == cost.misses
+        assert cost.launches["_narrow_to_codes"] <= cost.evicts
+    assert sum(cost.launches["_narrow_to_codes"] for cost in found) > 2
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_pools", [1, 3])
 def test_all_pools_wait_together(num_pools: int) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from embershard.cache import key_map as key_entries
 from embershard.cache import next_use as next_use_index
+from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.guards import StreamOrder
 from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
@@ -24,12 +25,13 @@ from embershard.cache.rows import memory, transfer
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.transfer import StagedTransfer, _Buffer
 from embershard.cache.rows.uva_transfer import UvaTransfer
+from embershard.errors import CacheError
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.staged_batch import Streams
 from tests.covering import covering, keep, matrix
 from tests.unit.gpu_model import training
-from tests.unit.gpu_model.training import Setting, batches, expected, initial_rows, modelled, train
+from tests.unit.gpu_model.training import Setting, batches, expected, host_rows, initial_rows, modelled, train
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +59,13 @@ SETTINGS = {
     "three ahead": Setting(num_slots=60, prefetch=3, rows=(200, 100)),
     "pool that grows": Setting(num_slots=20, overflow="grow"),
     "staged pool that grows": Setting(num_slots=20, overflow="grow", transfer="staged", slot_map="hashed"),
+    "int8 rows": Setting(small="int8"),
+    "fp16 rows, staged in many small buffers": Setting(small="fp16", transfer="staged", buffer_bytes=60),
+    "int8 rows, locked later": Setting(small="int8", locked_at=7),
+    "int8 rows in a pool that grows": Setting(small="int8", num_slots=20, overflow="grow"),
+    "int8 rows, plain steps, staged": Setting(
+        num_slots=60, plain=6, rows=(200, 5, 100), policy="lfu", transfer="staged", small="int8"
+    ),
 }
 
 
@@ -71,9 +80,9 @@ def problems_of(setting: Setting) -> list[str]:
         wanted = expected(setting, initial_rows(setting, model))
         train(setting, model, may_lock)
         evictions = sum(stats.evictions for stats in model.pool.stats())
-        model.pool.flush()
+        in_the_end = host_rows(model)
         found = list(dict.fromkeys(gpu.problems))
-        for rows, right in zip(model.pool.host.payload, wanted, strict=True):
+        for rows, right in zip(in_the_end, wanted, strict=True):
             assert torch.equal(rows, right)
         assert evictions > 30
     return found
@@ -82,6 +91,7 @@ def problems_of(setting: Setting) -> list[str]:
 _KEPT = {
     *("default", "a thread plans at once", "evaluations", "lru", "never locked", "plain steps, staged", "left early"),
     *("hashed map that grows", "pool that grows", "staged pool that grows", "abandoned forwards"),
+    *("int8 rows, locked later", "int8 rows in a pool that grows", "fp16 rows, staged in many small buffers"),
 }
 
 
@@ -103,12 +113,16 @@ def test_nothing_goes_wrong_with_rows_made_when_touched(transfer: str, locked_at
     assert problems_of(Setting(transfer=transfer, locked_at=locked_at, between=between, lazy=True)) == []
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("default", False), matrix("hashed map", False), ("default", True)])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("default", False), matrix("hashed map", False), ("default", True), ("int8 rows", False)],
+)
 def test_the_host_never_waits_for_the_step_in_training(name: str, kernels: bool) -> None:
     setting = dataclasses.replace(SETTINGS[name], kernels=kernels)
     with modelled(setting) as (gpu, model, may_lock):
         waits = train(setting, model, may_lock)
         assert (waits.late, waits.for_training, waits.for_events, gpu.problems) == ([], 0, 0, [])
+        assert gpu.launches[0, "_round_to_codes"] == (setting.steps if setting.small else 0)
 
 
 @pytest.mark.parametrize(("transfer", "copy"), covering((UvaTransfer, StagedTransfer), ("write_back", "fill")))
@@ -146,6 +160,14 @@ def _without(owner: Any, name: str) -> Callable[[], Any]:
     return lambda: mock.patch.object(owner, name, _nothing)
 
 
+def _round_behind_the_end(self: RowCache, ticket: Any) -> None:
+    if not ticket.released:
+        self._copies.trained()
+        self._updates.end()
+        self._copies.round(ticket)
+        ticket.cancel()
+
+
 @contextlib.contextmanager
 def _own_turn(self: StreamOrder) -> Any:
     yield
@@ -163,6 +185,18 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         "the CPU",
         Setting(transfer="staged", num_slots=40),
         "before copy",
+    ),
+    "a buffer of small rows is used while a kernel reads it": (
+        _without(_Buffer, "wait"),
+        "the CPU",
+        Setting(transfer="staged", num_slots=40, small="fp16"),
+        "before _widen_halfs",
+    ),
+    "rows are rounded when their training is over": (
+        lambda: mock.patch.object(RowCache, "release", _round_behind_the_end),
+        "_narrow_to_codes",
+        Setting(prefetch=1, small="int8"),
+        "what was written by _round_to_codes",
     ),
     "what was written back is read at once": (
         _without(UvaTransfer, "finish"),
@@ -227,6 +261,27 @@ def test_the_model_notices_when(name: str) -> None:
     with fault():
         found = problems_of(setting)
     assert any(what in problem and how in problem for problem in found), found
+
+
+def _forget_marks(self: SmallSlots, rows: Any) -> None:
+    if self._marks.shape[0] != rows.shape[0]:
+        self._marks = torch.zeros(0, dtype=torch.int32, device=rows.device)
+    _attach(self, rows)
+
+
+_attach = training._attach
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "setting"),
+    [
+        (SmallSlots, "round", _nothing, "int8 rows"),
+        (training, "_attach", _forget_marks, "int8 rows in a pool that grows"),
+    ],
+)
+def test_small_rows_without_a_rounding_or_a_mark_are_noticed(owner: Any, name: str, fault: Any, setting: str) -> None:
+    with mock.patch.object(owner, name, fault), pytest.raises((AssertionError, CacheError)):
+        problems_of(SETTINGS[setting])
 
 
 def test_the_settings_meet_what_they_are_for() -> None:

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import batched_embedding_kernel, model_parallel
 
 from embershard.cache.gpu import launch as kernel_launch
-from embershard.cache.rows import choose_transfer
+from embershard.cache.gpu.small_rows import SmallSlots
+from embershard.cache.rows import choose_transfer, sizes
 from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.data import open_source
 from embershard.data.schema import Pooling, Task
@@ -46,12 +47,13 @@ from embershard.training.trainer import Trainer
 from tests.covering import matrix
 from tests.ranks import parity, rows_exchange
 from tests.ranks.parity import snapshot
+from tests.ranks.small_rows import snapshot as small_snapshot
 from tests.unit.cache.torch_operations import torch_planning
 from tests.unit.gpu_model.cases import STEPS, Case, cases, config_of, write_samples
 from tests.unit.gpu_model.collectives import mirrored_ranks
 from tests.unit.gpu_model.device import CUDA, Gpu
 from tests.unit.gpu_model.fbgemm import ModelledTables, slice_of
-from tests.unit.gpu_model.training import _copy_rows, compute_launch
+from tests.unit.gpu_model.training import _copy_rows, compute_launch, watch_marks
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +128,7 @@ def _train(trainer: Trainer) -> Life:
     for report in trainer.train():
         if isinstance(report, TrainReport):
             losses += [report.loss, *(math.nan if each is None else each for each in report.label_losses.values())]
-    rows = snapshot(trainer.model)
+    rows = (small_snapshot if trainer.config.cache.small_types else snapshot)(trainer.model)
     trainer.close()
     return Life(losses, rows)
 
@@ -177,6 +179,8 @@ def modelled_ranks(num_ranks: int = 1) -> Iterator[tuple[Gpu, Ranks]]:
             (model_parallel, "DistributedDataParallel", _Alike),
             (choose_transfer, "lock_for", _lock_at_once),
             (RowKernel, "_launch", _copy_rows),
+            (SmallSlots, "attach", watch_marks),
+            (sizes, "SMALL_TABLE_ROWS", 20),  # larger tables have small rows
             (kernel_launch, "_run", compute_launch),
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "current_device", lambda: 0),
@@ -255,7 +259,7 @@ def life_on_model(case: Case, samples: Path, folder: Path, goes_on: bool = False
 
 def life_on_cpu(case: Case, samples: Path, folder: Path, goes_on: bool = False) -> Life:
     folder.mkdir()
-    with mirrored_ranks(case.num_ranks):
+    with mirrored_ranks(case.num_ranks), mock.patch.object(sizes, "SMALL_TABLE_ROWS", 20):
         ranks = Ranks(0, case.num_ranks, 0, case.num_ranks, torch.device("cpu"))
         return live(config_of(case, samples, folder, "cpu"), ranks, folder, goes_on)
 
@@ -320,7 +324,6 @@ NOT_HERE: dict[str, tuple[str, ...]] = {
     ),
     "refused on a GPU, or for planning only": (
         *("train.device", "sharding.mode=data_parallel", "sharding.exchange=auto"),
-        *("cache.host_dtype", "cache.host_dtypes"),
     ),
     "FBGEMM has them on GPUs only: no table on a CPU can stand in": (
         *("embedding_optimizer.kind=adam", "embedding_optimizer.kind=partial_rowwise_adam"),

@@ -27,10 +27,13 @@ from torchrec.streamable import Multistreamable
 from embershard.cache import loops
 from embershard.cache.config import CacheConfig
 from embershard.cache.gpu import launch as kernel_launch
+from embershard.cache.gpu import small_rows as small_kernels
+from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.rows import choose_transfer as transfers
 from embershard.cache.rows import lazy_rows, memory, page_lock
 from embershard.cache.rows.choose_transfer import WhenLocked
 from embershard.cache.rows.initial_weights import ShardWeights
+from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.cache.tickets import Ticket
@@ -57,7 +60,7 @@ class Setting:
     the last ``plain`` steps train without the pipeline, and each batch's rows are prefetched on a stream of their own,
     as TorchRec's pipeline does. ``elsewhere``: the module's cached tables are on other ranks. After step ``left_after``
     the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies. ``lazy``: host rows are
-    made when they are first touched, two at a time.
+    made when they are first touched, two at a time. ``small``: their type in host memory, "int8" or "fp16".
     ``kernels``: Triton's interpreter runs the planning kernels, slowly; otherwise torch's operations do their work."""
 
     rows: tuple[int, ...] = (60, 5, 40)
@@ -80,6 +83,12 @@ class Setting:
     buffer_bytes: int = 8 << 20
     kernels: bool = False
     lazy: bool = False
+    small: Any = None
+
+    @property
+    def full(self) -> Tensor:
+        """Keys of small rows that stay float32."""
+        return torch.arange(0, sum(self.rows) if self.small == "int8" else 0, 6)
 
 
 class _Slots(nn.Module):
@@ -255,6 +264,7 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
             (page_lock, "lock_for_cuda", lock),
             (page_lock, "unlock_for_cuda", lambda device, address: None),
             (RowKernel, "_launch", _copy_rows),
+            (SmallSlots, "attach", watch_marks),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
 
@@ -280,8 +290,11 @@ def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
         transfer=setting.transfer,  # type: ignore[arg-type]
         slot_map=setting.slot_map,  # type: ignore[arg-type]
         overflow=setting.overflow,  # type: ignore[arg-type]
+        host_dtype=setting.small or "fp32",
+        full_rows=0.0 if setting.small == "int8" else None,
     )
-    init = CounterInit(5, {f"t{t}": (0.0, 1.0) for t in range(len(setting.rows))}) if setting.lazy else None
+    is_made = setting.lazy or setting.small is not None
+    init = CounterInit(5, {f"t{t}": (0.0, 1.0) for t in range(len(setting.rows))}) if is_made else None
     spec = CacheSpec(config, config.policy_for(False), None, 0, sum(setting.rows) * DIM, counter_init=init)
     tables = [
         SimpleNamespace(
@@ -303,8 +316,10 @@ def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
     if row_scores is not None:
         gpu.watch_rows(row_scores)
     generator = torch.Generator().manual_seed(5)
-    for rows in pool.host.payload:
-        if not setting.lazy:
+    if pool.host.small is not None:
+        pool.host.small.keep_full(setting.full)
+    for rows in pool.host.addressed:
+        if not is_made:
             rows.data.copy_(torch.rand(rows.shape, generator=generator))
         gpu.watch_rows(rows)
     return pool
@@ -312,12 +327,32 @@ def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
 
 def initial_rows(setting: Setting, model: Module) -> list[Tensor]:
     """Weights and states before training, without a touch of the pool's own."""
+    if setting.small is not None:
+        return [small_rows(setting).read(torch.arange(sum(setting.rows))), torch.zeros(sum(setting.rows))]
     if not setting.lazy:
         return [rows.clone() for rows in model.pool.host.payload]
     weights, states = (torch.zeros_like(rows) for rows in model.pool.host.payload)
     for t, part in enumerate(weights.split(list(setting.rows))):
         ShardWeights(f"t{t}", 5, DIM, 0.0, 1.0).write(part)
     return [weights, states]
+
+
+def small_rows(setting: Setting) -> SmallRows:
+    """Others than the pool's, to round on a CPU."""
+    shards = [ShardWeights(f"t{t}", 5, DIM, 0.0, 1.0) for t in range(len(setting.rows))]
+    return SmallRows(
+        setting.small, setting.rows, shards, DIM, setting.full, lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+    )
+
+
+def host_rows(model: Module) -> list[Tensor]:
+    """Weights and states in the end."""
+    host = model.pool.host
+    if host.small is None:
+        model.pool.flush()
+        return host.payload
+    model.pool.cache.write_back()
+    return [host.small.read(torch.arange(host.num_rows)), *host.payload[1:]]
 
 
 def _copy_rows(self: RowKernel, targets: Any, sources: Any, target_rows: Tensor, source_rows: Tensor) -> None:
@@ -356,15 +391,33 @@ def compute_launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...
 
 def _note_launch(kernel: Any, arguments: tuple[Any, ...]) -> None:
     tensors = dict(zip(kernel.arg_names, arguments, strict=False))
-    elsewhere = [name for name, each in tensors.items() if isinstance(each, Tensor) and not isinstance(each, GpuTensor)]
-    assert not elsewhere, f"{kernel.fn.__name__} mixes devices: {', '.join(elsewhere)} of the CPU"
-    tensors = {name: each for name, each in tensors.items() if isinstance(each, GpuTensor)}
+    tensors = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
+    is_of_small_rows = kernel.fn.__module__ == small_kernels.__name__
+    if not is_of_small_rows:  # their launch checks that host memory is locked
+        elsewhere = [name for name, each in tensors.items() if not isinstance(each, GpuTensor)]
+        assert not elsewhere, f"{kernel.fn.__name__} mixes devices: {', '.join(elsewhere)} of the CPU"
+    rows = {name: tensors[_ROWS_OF[name]] for name in tensors if is_of_small_rows and name in _ROWS_OF}
+    touched = {name: (each, rows[name]) if name in rows else each for name, each in tensors.items()}
     written = written_by(kernel)
     Gpu.active().launch(
         kernel.fn.__name__,
-        [each for name, each in tensors.items() if name not in written],
-        [each for name, each in tensors.items() if name in written],
+        [each for name, each in touched.items() if name not in written],
+        [each for name, each in touched.items() if name in written],
     )
+
+
+#: Of kernels of small rows: which argument tells the rows of another one that are touched.
+_ROWS_OF = {"rows": "places", "marks": "places", **dict.fromkeys(("codes", "words", "steps", "halfs"), "keys")}
+
+
+def watch_marks(self: SmallSlots, rows: Tensor) -> None:
+    """In place of `SmallSlots.attach`."""
+    _attach(self, rows)
+    if rows.is_cuda:
+        Gpu.active().watch_rows(self._marks)
+
+
+_attach = SmallSlots.attach
 
 
 @cache
@@ -507,13 +560,12 @@ def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
 
 def _between(what: str | None, model: Module, data: list[KeyedJaggedTensor]) -> None:
     if what == "flush":
-        model.pool.flush()
+        host_rows(model)
     elif what == "evaluate":
         with torch.no_grad():
             model(data[0])
     elif what == "state":
-        model.pool.flush()
-        _ = [rows.clone() for rows in model.pool.host.payload]  # as a checkpoint reads them
+        _ = [rows.clone() for rows in host_rows(model)]  # as a checkpoint reads them
     elif what == "stats":
         model.pool.stats()
     else:
@@ -523,6 +575,7 @@ def _between(what: str | None, model: Module, data: list[KeyedJaggedTensor]) -> 
 def expected(setting: Setting, initial: list[Tensor]) -> list[Tensor]:
     """The rows after training without a cache."""
     weights, states = (rows.clone() for rows in initial)
+    rounding = None if setting.small is None else small_rows(setting)
     offsets = torch.tensor([sum(setting.rows[:t]) for t in range(len(setting.rows))])
     for step, features in enumerate(batches(setting)):
         if step in setting.evaluated + setting.abandoned:
@@ -533,4 +586,6 @@ def expected(setting: Setting, initial: list[Tensor]) -> list[Tensor]:
         rows = (features.values() + offsets.repeat_interleave(lengths)).unique()
         weights[rows] = weights[rows] * 0.5 + float(step)
         states[rows] += 1
+        if rounding is not None:
+            rounding.round(weights, rows, rows, are_distinct=True)
     return [weights, states]
