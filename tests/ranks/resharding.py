@@ -49,6 +49,7 @@ class Layout:
         exchange: of all tables.
         precision: of the dense layers.
         steps: of the run.
+        host_dtype: of the cached rows in host memory; none of int8 is full.
     """
 
     sharding: str = "row_wise"
@@ -61,6 +62,7 @@ class Layout:
     exchange: str = "pooled"
     precision: str = "fp32"
     steps: int = STEPS
+    host_dtype: str = "fp32"
 
 
 def write_samples(path: Path) -> None:
@@ -86,6 +88,9 @@ def make_config(layout: Layout, folder: Path, world_size: int, ranks_per_node: i
     replace(plan, pools=pools).save(path)
     dense = "sgd" if layout.optimizer == "sgd" else "adam"
     cache = CacheConfig(policy=layout.policy, enabled=True) if cached else CacheConfig(enabled=False)  # type: ignore[arg-type]
+    if layout.host_dtype != "fp32":
+        full_rows = 0.0 if layout.host_dtype == "int8" else None
+        cache = replace(cache, host_dtype=layout.host_dtype, full_rows=full_rows)  # type: ignore[arg-type]
     sharding = ShardingConfig(plan=str(path))
     if layout.mode != "sharded":
         hot_bytes = HOT_BYTES if layout.mode == "hot_cold" else None

@@ -47,16 +47,29 @@ LAYOUTS = {
     "data-parallel": Layout(mode="data_parallel", ratio=0.7),
     "hot and cold": Layout(mode="hot_cold"),
     "rows exchanged": Layout(exchange="rows"),
+    "small rows": Layout("column_wise", ratio=0.3, host_dtype="int8"),
+    "small rows, row-wise": Layout(ratio=0.3, host_dtype="fp16"),
 }
 
 
-@pytest.mark.parametrize("name", keep(["table-wise, look-ahead", "data-parallel"], LAYOUTS))
+@pytest.mark.parametrize("name", keep(["table-wise, look-ahead", "data-parallel", "small rows"], LAYOUTS))
 def test_as_a_resume_without_its_position(two_ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
     assert different(two_ranks, LAYOUTS[name], folder, tmp_path) == []
 
 
 def test_on_one_rank(one_rank: RankPool, folder: Path, tmp_path: Path) -> None:
     assert different(one_rank, Layout("table_wise"), folder, tmp_path) == []
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
+@pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
+def test_small_rows_are_the_saved_ones_rounded(
+    two_ranks: RankPool, folder: Path, sharding: str, host_dtype: str
+) -> None:
+    layout = Layout(sharding, host_dtype=host_dtype)
+    of_ranks = two_ranks.run(warm_starts.shards_not_rounded, layout, folder)
+    assert [found for found, _ in of_ranks] == [[], []]
+    assert sum(count for _, count in of_ranks) == 2 * len(resharding.ROWS)
 
 
 def test_on_four_ranks(four_ranks: RankPool, folder: Path, tmp_path: Path) -> None:

@@ -6,14 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from embershard.data import StreamState
 from embershard.distributed import CheckpointConfig
+from embershard.distributed.checkpoint.boxes import CheckpointSaved
 from embershard.settings.decoding import to_toml
+from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.checkpoint.identity import ORDER
 from embershard.training.trainer import Trainer
 from embershard.training.warm.request import WarmStart
 from tests.ranks.planned import here
 from tests.ranks.resharding import Layout, config_of
+from tests.small_rounding import round_fp16, round_int8, seed_of
 
 SAVED_AT, MORE = 6, 4
 
@@ -43,8 +49,32 @@ def go_on(layout: Layout, folder: Path, copy: Path, *, how: str, control: str = 
     options: dict[str, Any] = {} if resumes else {"start": begin}
     trainer = Trainer(config, here(), copy, **options)
     if resumes:
-        trainer.resume(folder / "run" / "checkpoints" / f"step_{SAVED_AT}", allow_changes={ORDER})
+        changes = {ORDER, "cache.host_dtype", "cache.full_rows"}
+        trainer.resume(folder / "run" / "checkpoints" / f"step_{SAVED_AT}", allow_changes=changes)
         trainer.stream.close()
         trainer.stream = trainer._open_stream(StreamState(seed=config.data.seed))
     list(trainer.train())
     trainer.close()
+
+
+def shards_not_rounded(layout: Layout, folder: Path) -> tuple[list[str], int]:
+    """Begin with the run; return the shards on this rank whose small rows are not the saved ones, as NumPy rounds them,
+    and how many shards were compared."""
+    config = config_of(replace(layout, steps=MORE), folder)
+    trainer = Trainer(config, here(), start=WarmStart(folder / "run"))
+    list(trainer.parts[0].begin())
+    saved, found, count = CheckpointSaved(folder / "run" / "checkpoints" / f"step_{SAVED_AT}"), [], 0
+    names = {name.split(".")[-2]: name for name in saved.sizes() if name.endswith(".weight") and ".t_" in name}
+    oracle = round_int8 if layout.host_dtype == "int8" else round_fp16
+    for pool in cached_embeddings(trainer.model):
+        shards = zip(pool._shards, pool._first_columns, pool.host.row_offsets, pool.host.rows_per_table, strict=True)
+        for (table, first), column, key, num_rows in shards:
+            whole, numbers = saved.whole(names[table]), np.arange(first, first + num_rows)
+            rows = whole[first : first + num_rows, column : column + pool.host.dim].contiguous().numpy()
+            seed = seed_of(table, config.train.seed)
+            expected = torch.from_numpy(oracle(rows, numbers, seed, column))
+            count += 1
+            if not torch.equal(pool.cache.read(torch.arange(key, key + num_rows)), expected):
+                found.append(f"{table} from row {first}, column {column}")
+    trainer.close()
+    return found, count

@@ -240,14 +240,14 @@ class SmallRows:
         """Return the positions of full rows in a buffer, and a view of all rows' numbers among the full ones."""
         return (buffer[1][:count] == -1).nonzero().flatten(), buffer[0].view(torch.int32)[:, 0]
 
-    def put_block(self, first: int, rows: Tensor) -> None:
-        """Write weights [n, D] of a checkpoint to host rows [first, first + n), rounded; those of this type and seed
-        are already, and stay as they are.
+    def put(self, keys: Tensor, rows: Tensor) -> None:
+        """Write weights [M, D] that are no update's, as of a checkpoint, to host rows `keys` (int64 [M], distinct),
+        rounded; those of this type and seed are already, and stay as they are.
 
         Raises:
             CacheError: a weight is no number, or too large.
         """
-        keys, rows = torch.arange(first, first + rows.shape[0]), rows.to(torch.float32, copy=True)
+        rows = rows.to(torch.float32, copy=True)
         self.round(rows, torch.arange(rows.shape[0]), keys, are_distinct=True)
         self.write(keys, rows)
 
@@ -281,7 +281,7 @@ class SmallRows:
         return CacheError(
             f"table {self._names[table]!r}, row {key + self.tables[table, 1]}: its largest weight is {largest}, and "
             f"{self.small_type} rows hold numbers up to {'65504' if self.small_type == 'fp16' else '1e30'}. The "
-            "training has diverged: lower embedding_optimizer.lr, and resume from the last checkpoint"
+            "training has diverged: lower embedding_optimizer.lr, and go on from, or begin with, an earlier checkpoint"
         )
 
     def _round(self, rows: NDArray[Any], places: Any, keys: Any, seen: Any, number: int) -> int:

@@ -7,7 +7,7 @@ A box is some rows, or some columns of some rows: no tensor has to be read whole
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,6 +143,19 @@ class CheckpointSaved(Saved):
         return self._reader.read(name, box.offsets, box.sizes)
 
 
+class RowWriter(ABC):
+    """A table's rows that can be written, and are no tensor."""
+
+    @abstractmethod
+    def put(self, read: Callable[[int, int], Iterable[tuple[Tensor, Tensor]]]) -> None:
+        """Write rows, as far as this rank has them.
+
+        Args:
+            read: yields, in blocks, which of the rows [first, stop) are written (int64 [n], distinct), and what they
+                are [n, D].
+        """
+
+
 def parts_of(target: Tensor | ShardedTensor) -> Iterator[tuple[Box, Tensor]]:
     """Yield what this rank has of a tensor: each part's box in the whole, and its values.
 
@@ -156,30 +169,43 @@ def parts_of(target: Tensor | ShardedTensor) -> Iterator[tuple[Box, Tensor]]:
         yield Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor
 
 
-def fill(target: Tensor | ShardedTensor, saved: Saved, name: str, box: Box | None = None) -> None:
+def fill(target: Tensor | ShardedTensor | RowWriter, saved: Saved, name: str, box: Box | None = None) -> None:
     """Copy a part of a saved tensor to the same place of a tensor, as far as this rank has it. Other values stay.
 
     It is read in blocks of about 16 MiB.
 
     Args:
-        box: the part; None: all of the saved tensor.
+        box: the part; None: all of the saved tensor. Of rows that are no tensor, whole rows.
 
     Raises:
         CheckpointError: there is no such tensor, or not all of the part.
     """
     wanted = box or Box.whole(saved.sizes()[name])
+    if isinstance(target, RowWriter):
+        whole = wanted.offsets[1:], wanted.sizes[1:]
+
+        def read(first: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for block in _blocks(Box((first, *whole[0]), (stop - first, *whole[1])).meet(wanted)):
+                yield block.offsets[0] + torch.arange(block.sizes[0]), saved.read(name, block)
+
+        target.put(read)
+        return
     for own, values in parts_of(target):
-        common = own.meet(wanted)
-        if common is None:
-            continue
-        row_bytes = 4 * int(np.prod(common.sizes[1:], initial=1))
-        for block in common.rows(row_bytes):
+        for block in _blocks(own.meet(wanted)):
             with torch.no_grad():
                 block.of(values, own).copy_(saved.read(name, block))
 
 
+def _blocks(box: Box | None) -> Iterator[Box]:
+    return iter(()) if box is None else box.rows(4 * int(np.prod(box.sizes[1:], initial=1)))
+
+
 def fill_rows(
-    target: Tensor | ShardedTensor, saved: Saved, name: str, old_rows: NDArray[np.int64], new_rows: NDArray[np.int64]
+    target: Tensor | ShardedTensor | RowWriter,
+    saved: Saved,
+    name: str,
+    old_rows: NDArray[np.int64],
+    new_rows: NDArray[np.int64],
 ) -> None:
     """Copy rows of a saved tensor to other rows of a tensor, as far as this rank has them. Other rows stay.
 
@@ -189,14 +215,21 @@ def fill_rows(
     Raises:
         CheckpointError: there is no such tensor.
     """
-    for box, values in parts_of(target):
-        first, count = box.offsets[0], box.sizes[0]
-        is_here = (new_rows >= first) & (new_rows < first + count)
+
+    def read(first: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+        is_here = (new_rows >= first) & (new_rows < stop)
         order = np.argsort(old_rows[is_here])
-        sources, places = old_rows[is_here][order], new_rows[is_here][order] - first
+        sources, rows = old_rows[is_here][order], new_rows[is_here][order]
         for start, block in saved.blocks(name) if len(sources) else ():
             begin, end = np.searchsorted(sources, [start, start + len(block)])
-            found = block[torch.from_numpy(sources[begin:end] - start)]
+            yield torch.from_numpy(rows[begin:end]), block[torch.from_numpy(sources[begin:end] - start)]
+
+    if isinstance(target, RowWriter):
+        target.put(read)
+        return
+    for box, values in parts_of(target):
+        first = box.offsets[0]
+        for rows, found in read(first, first + box.sizes[0]):
             columns = Box((0, *box.offsets[1:]), (len(found), *box.sizes[1:])).of(found)
             with torch.no_grad():
-                values[torch.from_numpy(places[begin:end]).to(values.device)] = columns.to(values)
+                values[(rows - first).to(values.device)] = columns.to(values)

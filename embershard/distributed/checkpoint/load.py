@@ -323,14 +323,13 @@ def without_known_warnings() -> Iterator[None]:
         yield
 
 
-def saved_rows(checkpoint: Path, name: str, start: int = 0, stop: int | None = None) -> Iterator[Tensor]:
-    """Yield rows of a tensor in their order, in the blocks they were written in. Verify the checkpoint first.
+def saved_rows(checkpoint: Path, name: str) -> Iterator[Tensor]:
+    """Yield all rows of a tensor in their order, in the blocks they were written in. Verify the checkpoint first.
 
     Any number of ranks may have written it, each with some rows, or some columns of them. Needs no process group.
 
     Args:
         name: of a tensor with a dimension at least, with the names of the groups it is in.
-        start, stop: the first row and the one after the last. Default: all rows.
 
     Raises:
         InvalidCheckpointError: the checkpoint's `.metadata` is damaged, or would run code.
@@ -348,9 +347,7 @@ def saved_rows(checkpoint: Path, name: str, start: int = 0, stop: int | None = N
     if entry is None or not entry.size:
         raise CheckpointError(f"{checkpoint} has no tensor {name!r} with rows; it is of another model.")
     borders = {row for chunk in entry.chunks for row in (chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])}
-    end = entry.size[0] if stop is None else stop
-    inside = {row for row in borders if start < row < end}
-    for first, last in itertools.pairwise(sorted({start, end, *inside})):
+    for first, last in itertools.pairwise(sorted({0, entry.size[0], *borders})):
         yield boxes.read(name, (first, *(0 for _ in entry.size[1:])), (last - first, *entry.size[1:]))
 
 

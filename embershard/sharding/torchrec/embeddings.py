@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -373,12 +373,13 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     # -- the host tier
 
-    def put_small_rows(self, table: str, read: Callable[[int, int], Iterator[Tensor]]) -> None:
+    def put_small_rows(self, table: str, read: Callable[[int, int], Iterable[tuple[Tensor, Tensor]]]) -> None:
         """Write weights of a table to its small rows here, rounded.
 
         Args:
             table: its name.
-            read: yields the rows [first, stop) of the whole table in their order, in blocks of whole rows.
+            read: yields, in blocks, which of the rows [first, stop) of the whole table are written (int64 [n],
+                distinct), and their weights, as long as a whole row.
 
         Raises:
             CacheError: a weight is NaN, infinite or too large.
@@ -387,9 +388,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         shards = zip(self._shards, self._first_columns, self.host.rows_per_table, self.host.row_offsets, strict=True)
         for (name, first), column, num_rows, key in shards:
             if name == table:
-                for block in read(first, first + num_rows):
-                    self.host.small.put_block(key, block[:, column : column + self.host.dim])
-                    key += block.shape[0]
+                for rows, weights in read(first, first + num_rows):
+                    self.host.small.put(rows - first + key, weights[:, column : column + self.host.dim])
         self.host_rows_changed(table)
 
     @property

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from embershard.distributed.checkpoint.load import saved_rows
+from embershard.distributed.checkpoint.boxes import RowWriter
 from embershard.sharding.torchrec import pools_by_module
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
 #: Name of a run's full rows among a checkpoint's groups of tensors; of each table and rank.
 FULL_ROWS = "full_rows"
@@ -46,23 +45,49 @@ def restore_full_rows(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         pool.keep_full({table: torch.cat(rows) for table, rows in own.items()})
 
 
-def load_weights(model: nn.Module, checkpoint: Path, weights: Mapping[str, Any], group: str = "model") -> None:
-    """Load a model's weights: `weights`, which were read from the checkpoint, and those that they leave out, which are
-    small rows in host memory and are read here, block by block.
+class SmallTable(RowWriter):
+    """A table with small rows on this rank. Weights that are written are rounded; optimizer states are none of it.
 
-    Args:
-        weights: `without_small_rows` of the model's state dict.
-
-    Raises:
-        CacheError: a small row holds NaN, infinity or too large a number.
-        CheckpointError: the checkpoint lacks rows.
+    Attributes:
+        table: its name.
+        pools: that have some of its rows.
     """
-    small = small_rows_of(model)
+
+    def __init__(self, table: str) -> None:
+        self.table, self.pools = table, list[CachedTableBatchedEmbeddings]()
+
+    def put(self, read: Callable[[int, int], Iterable[tuple[Tensor, Tensor]]]) -> None:
+        """Write rows, rounded.
+
+        Raises:
+            CacheError: a row holds NaN, infinity or too large a number.
+        """
+        for pool in self.pools:
+            pool.put_small_rows(self.table, read)
+
+
+def tensors_to_fill(model: nn.Module, tensors: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the tensors of a checkpoint of a model that has not trained, by group, with a `SmallTable` in place of
+    weights that are small rows in host memory.
+
+    >>> found = tensors_to_fill(model, lambda: {"model": model.state_dict()})  # a sharded model
+    >>> sorted(found["model"])
+    ['over.bias', 'over.weight', 'tables.embedding_bags.clicks.weight']
+    """
+    with without_small_flushes(model):
+        found = tensors()
+    return {**found, "model": {**found["model"], **small_tables(model)}}
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load a model's state dict, but for small rows in host memory, which are filled in.
+
+    >>> load_weights(model, model.state_dict())  # a sharded model
+    """
+    small = small_tables(model)
     with without_small_flushes(model):  # TorchRec flushes first, and there is nothing to read
-        model.load_state_dict(weights, strict=all(pool.host.is_memory for _, pool in pools_by_module(model)))
-    for name, (table, pools) in small.items():
-        for pool in pools:
-            pool.put_small_rows(table, partial(_read, checkpoint, f"{group}.{name}"))
+        is_whole = all(pool.host.is_memory for _, pool in pools_by_module(model))
+        model.load_state_dict(without_small_rows(model, weights), strict=is_whole)
 
 
 @contextmanager
@@ -86,23 +111,20 @@ def without_small_rows(model: nn.Module, weights: Mapping[str, Any]) -> dict[str
     >>> sorted(without_small_rows(model, {"tables.embedding_bags.clicks.weight": 0}))  # a model of float32 rows
     ['tables.embedding_bags.clicks.weight']
     """
-    small = small_rows_of(model)
+    small = small_tables(model)
     return {name: value for name, value in weights.items() if name not in small}
 
 
-def small_rows_of(model: nn.Module) -> dict[str, tuple[str, list[Any]]]:
-    """Return the tables with small rows on this rank by the name of their weights: name of the table, and its pools.
+def small_tables(model: nn.Module) -> dict[str, SmallTable]:
+    """Return the tables with small rows on this rank, by the name of their weights.
 
-    >>> small_rows_of(model)  # a sharded model, whose rows are float32
+    >>> small_tables(model)  # a sharded model, whose rows are float32
     {}
     """
-    found: dict[str, tuple[str, list[Any]]] = {}
+    found: dict[str, SmallTable] = {}
     for path, pool in pools_by_module(model):
         if pool.host.small is not None:
             for table in dict.fromkeys(pool.cache.tables):
-                found.setdefault(f"{path}.{pool.holder}.{table}.weight".lstrip("."), (table, []))[1].append(pool)
+                name = f"{path}.{pool.holder}.{table}.weight".lstrip(".")
+                found.setdefault(name, SmallTable(table)).pools.append(pool)
     return found
-
-
-def _read(checkpoint: Path, name: str, start: int, stop: int) -> Iterator[Tensor]:
-    return saved_rows(checkpoint, name, start, stop)

@@ -25,6 +25,7 @@ from embershard.distributed import (
     set_rng_state,
     without_empty,
 )
+from embershard.distributed.checkpoint.boxes import CheckpointSaved, fill
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.distributed.checkpoint.save import NewLink
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
@@ -34,6 +35,7 @@ from embershard.training.checkpoint.host_rows import (
     load_weights,
     restore_full_rows,
     saved_full_rows,
+    small_tables,
     without_small_flushes,
     without_small_rows,
 )
@@ -209,7 +211,9 @@ class RunState:
             load_tensors(checkpoint, without_empty({**in_memory, STATES: states.to_load}))
             states.spread()
         load_rows_of_files(self.model, checkpoint, {name: tensors[name] for name in (MODEL, STATES)})
-        load_weights(self.model, checkpoint, in_memory[MODEL])
+        load_weights(self.model, in_memory[MODEL])
+        for name, rows in small_tables(self.model).items():
+            fill(rows, CheckpointSaved(checkpoint), f"{MODEL}.{name}")
         self.model.fused_optimizer.load_state_dict({"state": tensors[STATES]})
         dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
         self._optimizers.set_num_steps(saved.step)

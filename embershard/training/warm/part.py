@@ -9,7 +9,8 @@ from typing import Any
 
 from embershard.distributed import complete_checkpoints
 from embershard.distributed.checkpoint.load import without_known_warnings
-from embershard.errors import ConfigError, EmbershardError
+from embershard.errors import EmbershardError
+from embershard.training.checkpoint.host_rows import load_weights, tensors_to_fill
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import Report
@@ -63,12 +64,6 @@ class WarmStarted(Part):
         Raises:
             ConfigError, CheckpointError, DataError: as `plan_start` and `read_pretrained`.
         """
-        if self._is_due and self.run.config.cache.small_types:
-            raise ConfigError(
-                "cache.host_dtype: got a small type, needed fp32 where a run begins with a trained model, or with rows "
-                "of a file. Save its first step with fp32, then go on: --resume --allow-change cache.host_dtype --set "
-                "cache.host_dtype=..."
-            )
         folder = self.run.checkpoints
         if self._is_due and not self.run.ranks.from_first(lambda: folder and complete_checkpoints(folder)):
             self._prepare()
@@ -121,10 +116,10 @@ class WarmStarted(Part):
         placed: dict[str, tuple[int, int]] = {}
         if vectors:
             with without_known_warnings():
-                tensors = self.run.state.tensors()["model"]
+                weights = tensors_to_fill(self.run.model, self.run.state.tensors)["model"]
                 for each in vectors:
-                    placed |= each.fill(tensors)
-                self.run.model.load_state_dict(tensors)
+                    placed |= each.fill(weights)
+                load_weights(self.run.model, weights)
         return placed
 
     def _of_all(self, placed: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:

@@ -17,6 +17,7 @@ from embershard.cache.ids.config import IdTable
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.inspection import cached_embeddings
+from embershard.training.checkpoint.host_rows import without_small_flushes
 from embershard.training.warm.request import Step, WarmStart
 from embershard.training.warm.shapes import MODEL, shape_of
 from embershard.training.warm.source import TrainedModel, open_model
@@ -71,7 +72,9 @@ def load_from(
         init_states(dense_optimizer)
 
     tensors = partial(_tensors, model, dense_optimizer)
-    plan = _planned(start, trained, tensors(), _id_rules(model), has_dense=dense_optimizer is not None)
+    with without_small_flushes(model):  # only sizes are read
+        found = tensors()
+    plan = _planned(start, trained, found, _id_rules(model), has_dense=dense_optimizer is not None)
     fill_model(plan, model, dense_optimizer, tensors)
     return plan
 

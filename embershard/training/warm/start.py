@@ -17,6 +17,7 @@ from embershard.distributed.checkpoint.boxes import Saved, parts_of
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import ConfigError
 from embershard.models import ModelTable, build_model
+from embershard.training.checkpoint.host_rows import load_weights, tensors_to_fill
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import tables_of_run
@@ -147,7 +148,8 @@ def fill_model(
 ) -> dict[str, tuple[int, int]]:
     """Fill a sharded model and its optimizers. Collective.
 
-    What is new stays as it is in the model, and has states of 0.
+    What is new stays as it is in the model, and has states of 0. Small rows in host memory are rounded; those that are
+    full are the new model's.
 
     Args:
         model: of DistributedModelParallel.
@@ -160,12 +162,12 @@ def fill_model(
     has_dense_states = plan.has_states and dense_optimizer is not None
     if has_dense_states:
         init_states(dense_optimizer)
-    found, saved, placed = tensors(), plan.model.saved, {}
+    found, saved, placed = tensors_to_fill(model, tensors), plan.model.saved, {}
     with without_known_warnings():
         fill_tables(found, saved, plan.model.shape, plan.shape, plan.matching, states=plan.has_states)
         fill_layers(found, saved, plan.matching, states=has_dense_states)
         placed = _fill_ids(plan, found, saved)
-        model.load_state_dict(found["model"])
+        load_weights(model, found["model"])
         if plan.has_states:
             model.fused_optimizer.load_state_dict({"state": found["embedding_optimizer"]})
     if has_dense_states:

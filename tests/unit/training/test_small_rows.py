@@ -29,7 +29,6 @@ from embershard.training.equivalence import _tensors_of, compare_with_stock
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
 from embershard.training.fit.model_size import table_rows
 from embershard.training.trainer import Trainer
-from embershard.training.warm.request import WarmStart
 from tests.small_runs import small_data, small_run
 
 STEPS = 24
@@ -166,12 +165,6 @@ def test_batches_in_pieces_round_once(ranks: Ranks, monkeypatch: pytest.MonkeyPa
     for pool in cached_embeddings(trainer.model):
         pool.write_back()  # raises where a slot is not rounded
     trainer.close()
-
-
-@pytest.mark.slow
-def test_a_warm_start_says_how(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cache.host_dtype: .*begins with a trained model.*--allow-change"):
-        Trainer(make_config(), ranks, start=WarmStart(tmp_path))
 
 
 @pytest.mark.slow

@@ -53,12 +53,20 @@ class Program(nn.Module):
 
 
 def program(
-    rows: dict[str, int] = ROWS, *, cached: bool = True, optimizer: Any = RowWiseAdagrad, **sizes: int
+    rows: dict[str, int] = ROWS,
+    *,
+    cached: bool = True,
+    optimizer: Any = RowWiseAdagrad,
+    cache: CacheConfig = CacheConfig(ratio=0.5),  # noqa: B008
+    init_seed: int | None = None,
+    **sizes: int,
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     model = Program(rows, **sizes)
     _apply_optimizer_in_backward(optimizer, model.bags.parameters(), {"lr": 0.1})
     sharders: list[Any] = [
-        CachedEmbeddingBagCollectionSharder(CacheConfig(ratio=0.5)) if cached else StockEmbeddingBagCollectionSharder()
+        CachedEmbeddingBagCollectionSharder(cache, init_seed=init_seed)
+        if cached
+        else StockEmbeddingBagCollectionSharder()
     ]
     plan = plan_sharding(model, sharders, world_size=1, local_world_size=1, device=CPU)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
