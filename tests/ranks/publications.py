@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,25 +12,33 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.cache import CacheConfig
 from embershard.cache.row_cache import RowCache
+from embershard.cache.rows import sizes
 from embershard.cache.tickets import Ticket
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.publish import write
 from embershard.distributed.publish.published import published, read_files, read_publication
+from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.serving.serving_model import table_names, weights_of
 from embershard.serving.serving_replica import Replica
 from embershard.serving.write import export_base
-from embershard.sharding.torchrec import cache_stats
+from embershard.sharding.torchrec import cache_stats, cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedRows
+from embershard.training.checkpoint.host_rows import without_small_flushes
 from embershard.training.config import RunConfig
+from embershard.training.equivalence import _widened
 from embershard.training.reports import PublicationReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config
+
+#: Tables of so few rows stay whole here where rows are small in host memory.
+_WHOLE_ROWS = 20
 
 
 @dataclass
@@ -61,10 +69,13 @@ def _config(
     batch: int,
     every: int,
     ratio: float,
+    host_dtype: str,
 ) -> RunConfig:
+    full_rows, profile = (0.05, ProfileConfig(samples=1000)) if host_dtype == "int8" else (None, ProfileConfig())
     config = make_config(
         plan,
-        cache=CacheConfig(ratio=ratio, policy=policy),
+        cache=CacheConfig(ratio=ratio, policy=policy, host_dtype=host_dtype, full_rows=full_rows),  # type: ignore[arg-type]
+        profile=profile,
         look_ahead=LookAheadConfig(lookahead),
         publish=PublishConfig(str(folder / "published"), every_steps=every, base_every=2, dtype=dtype),
         checkpoint=CheckpointConfig(every_steps=4, at_end=False, keep_last=9),
@@ -86,10 +97,11 @@ def live(
     batch: int = 50,
     every: int = 2,
     ratio: float = 0.3,
+    host_dtype: str = "fp32",
 ) -> Life:
     """Train, publish and follow, from the checkpoint of step `start` on; with something `broken`."""
-    ranks, config = here(), _config(folder, plan, lookahead, steps, dtype, policy, batch, every, ratio)
-    with with_fault(broken):
+    ranks, config = here(), _config(folder, plan, lookahead, steps, dtype, policy, batch, every, ratio, host_dtype)
+    with with_fault(broken), mock.patch.object(sizes, "SMALL_TABLE_ROWS", _WHOLE_ROWS):
         trainer = Trainer(config, ranks, folder / "checkpoints", export=partial(export_base, config))
         if start is not None:
             trainer.resume(folder / "checkpoints" / f"step_{start}")
@@ -104,17 +116,23 @@ def live(
         ranks.barrier()
         follower = follower or Replica(folder / "published")
         follower.update()
-        state = trainer.model.state_dict()
+        for pool in cached_embeddings(trainer.model):
+            pool.write_back()
+        with without_small_flushes(trainer.model):
+            state = trainer.model.state_dict()
+        small = [pool for pool in cached_embeddings(trainer.model) if pool.host.small is not None]
         different = [f"{name} ({who.have.name})" for who in (follower, Replica(folder / "published"))
-                     for name in differences(state, who)]  # fmt: skip
+                     for name in differences(state, who, small)]  # fmt: skip
         evictions = sum(stats.evictions for stats in cache_stats(trainer.model))
         ranks.barrier()
         trainer.close()
     return Life(different, evictions, names, problems, follower.have.name)
 
 
-def differences(state: dict[str, Any], replica: Replica) -> list[str]:
-    """Names of this rank's weights in which a replica differs."""
+def differences(
+    state: dict[str, Any], replica: Replica, small: Sequence[CachedTableBatchedEmbeddings] = ()
+) -> list[str]:
+    """Names of this rank's weights in which a replica differs; those of `small` pools are read there."""
     found = []
     with replica.state() as (model, _):
         tables = dict(zip(table_names(model.inputs), model.tables, strict=True))
@@ -129,7 +147,7 @@ def differences(state: dict[str, Any], replica: Replica) -> list[str]:
             shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in weights.local_shards()]
         for (row, column), rows in shards:
             part = stored[row : row + rows.shape[0], column : column + rows.shape[1]]
-            found += [] if torch.equal(rows.to(stored.dtype), part) else [name]
+            found += [] if torch.equal(_widened(rows.detach(), small).to(stored.dtype), part) else [name]
     return found
 
 
@@ -164,6 +182,15 @@ def with_fault(what: str) -> Iterator[None]:
             return take(self)
 
         with mock.patch.object(CachedTableBatchedEmbeddings, "take_touched", of_dirty):
+            yield
+    elif what == "host rows":
+
+        def of_host(self: RowCache, keys: Tensor) -> Tensor:
+            small = self.host.small
+            return read(self, keys) if small is None else small.read(keys)
+
+        read = RowCache.read
+        with mock.patch.object(RowCache, "read", of_host):
             yield
     elif what == "slots":
         begin = RowCache.begin_update

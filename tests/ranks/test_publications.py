@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,36 @@ def test_a_resume_without_a_delta_writes_a_base(whole, one_rank, tmp_path):
 def test_rows_of_half_the_size(one_rank, tmp_path):
     (life,) = one_rank.run(publications.live, tmp_path, 8, 6, None, None, "", "fp16")
     assert life.different == []
+
+
+@pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
+def test_small_host_rows_are_published_as_trained(one_rank, tmp_path, host_dtype):
+    """Bases and deltas have the widened rows; so has the next life, which takes back two deltas."""
+    small = partial(_live_with_small_rows, host_dtype=host_dtype)
+    (life,) = one_rank.run(small, tmp_path)
+    assert (life.different, life.followed, life.problems) == ([], "delta_6", [])
+    assert life.evictions > 100
+    (life,) = one_rank.run(small, tmp_path, 8, 10)
+    assert (life.different, life.problems) == ([], [])
+    assert [name for name in life.names if name.startswith("delta")] == ["delta_7"]
+
+
+def test_small_rows_that_are_read_past_their_slots_are_noticed(one_rank, tmp_path):
+    (life,) = one_rank.run(partial(_live_with_small_rows, broken="host rows", host_dtype="int8"), tmp_path)
+    assert life.different
+
+
+def _live_with_small_rows(
+    folder: Path, start: int | None = None, steps: int = 12, *, broken: str = "", host_dtype: str
+) -> publications.Life:
+    return publications.live(folder, 8, steps, start, broken=broken, ratio=0.2, host_dtype=host_dtype)
+
+
+def test_two_ranks_of_small_host_rows(two_ranks, tmp_path):
+    found = two_ranks.run(partial(_live_with_small_rows, host_dtype="int8"), tmp_path)
+    assert [life.different for life in found] == [[], []]
+    assert sum(life.evictions for life in found) > 100
+    assert found[0].followed == "delta_6"
 
 
 def test_two_ranks_with_every_kind_of_table(two_ranks, one_rank, tmp_path):
