@@ -17,7 +17,7 @@ from embershard.settings.files import load_config
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import dense_part_over_bags, model_size, table_rows
+from embershard.training.fit.model_size import dense_part_over_bags, host_type, model_size, table_rows
 
 #: Of a number that dense layers pass on, by `train.precision`; 4 of the others.
 _ACTIVATION_BYTES = {"bf16": 2, "fp64": 8}
@@ -231,7 +231,16 @@ def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[Tab
     rows = {name: each.rows or 0 for name, each in config.named.items()}
     dim, state_bytes = config.model.embedding_dim, config.embedding_optimizer.state_bytes
     tables = tuple(
-        TableSize(name, rows[name], each.dim or dim, "fp32", *state_bytes) for name, each in config.named.items()
+        TableSize(
+            name,
+            rows[name],
+            each.dim or dim,
+            "fp32",
+            *state_bytes,
+            group=config.cache.group_suffix(name),
+            **host_type(config.cache, name, rows[name]),
+        )
+        for name, each in config.named.items()
     )
     schema = schema_of(config.data)
     flops, parameters, kept, products, passes = dense_part_over_bags(config, schema.num_dense, len(tables))

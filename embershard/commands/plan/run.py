@@ -27,6 +27,7 @@ from embershard.planning.what_if.uncertainty import uncertainty
 from embershard.settings.files import load_config
 from embershard.sharding.sizes import ModelSize
 from embershard.training.config import RunConfig
+from embershard.training.fit.model_size import no_small_rows_note
 
 _MOST_RANKS = 4096
 #: Settings without effect beside `--plan`, which gives them.
@@ -83,17 +84,19 @@ class _Setup:
         )
         files = [each for each in ("config", "profile", "tables", "topology") if getattr(arguments, each) is not None]
         most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
+        workload = make_workload(
+            config,
+            self.data,
+            num_ranks,
+            ranks_per_node=topology.ranks_per_node,
+            device=topology.device,
+            cores_per_node=topology.cores_per_node,
+            reserve_bytes=topology.reserve_within(device_bytes),
+            model=self.model,
+        )
+        notes = self.note, *of_machine, hot_cold, small_rows, no_small_rows_note(workload.model.tables)
         return PlanRequest(
-            workload=make_workload(
-                config,
-                self.data,
-                num_ranks,
-                ranks_per_node=topology.ranks_per_node,
-                device=topology.device,
-                cores_per_node=topology.cores_per_node,
-                reserve_bytes=topology.reserve_within(device_bytes),
-                model=self.model,
-            ),
+            workload=workload,
             rates=topology.rates_for(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio, limits if len(set(limits)) > 1 else ()),
             types=arguments.types,
@@ -102,7 +105,7 @@ class _Setup:
             most_ranks_per_node=arguments.ranks_per_node or most_ranks,
             settings=config.predicted_from(topology.device, num_ranks),
             made_from={**{name: str(getattr(arguments, name)) for name in files}, "command": self.command},
-            notes=[note for note in (self.note, *of_machine, hot_cold, small_rows) if note is not None],
+            notes=[note for note in notes if note is not None],
             on_ranks=lambda other: self.request(other, ratio),
             topology=topology,
             effort=arguments.effort,

@@ -29,7 +29,7 @@ from embershard.stages import TRACES
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import tables_of_run
+from embershard.training.fit.model_size import no_small_rows_note, table_rows, table_sizes, tables_of_run
 from embershard.training.parts.step_trace import StepTrace
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
@@ -267,6 +267,8 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     steps = "" if trainer.total_steps is None else f"{trainer.total_steps:,} "
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
     notes += [note for part in trainer.parts for note in part.notes()]
+    if note := no_small_rows_note(table_sizes(config, table_rows(config))):
+        notes.append(note)
     if trainer.memory_warning:
         notes.append(trainer.memory_warning)
     if config.cache.enabled and (trainer.steps or config.cache.policy_for(config.has_profile).warmup):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from embershard.cache.rows.sizes import num_full_rows
+from embershard.cache.config import CacheConfig
+from embershard.cache.rows.sizes import SMALL_TABLE_ROWS, num_full_rows
 from embershard.data import schema_of
 from embershard.errors import ConfigError
 from embershard.models import ModelTable, model_tables, num_parameters
@@ -63,29 +65,10 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     >>> model_size(RunConfig(), table_rows(RunConfig())).num_rows
     337648
     """
-    tables, groups = {table.name: table for table in tables_of_run(config)}, table_groups(config)
     schema = schema_of(config.data)
     flops, parameters, activations, products, passes = _dense_part(config)
-    ids = id_rules(config)
-    check_host_dtypes(config)
     return ModelSize(
-        tables=tuple(
-            TableSize(
-                name,
-                count,
-                tables[name].dim,
-                tables[name].dtype,
-                *config.embedding_optimizer.state_bytes,
-                group=groups[name],
-                is_sequence=tables[name].is_sequence,
-                num_features=len(tables[name].features),
-                buckets=ids[name].buckets_of(name, count).num_buckets if name in ids else 0,
-                id_map_bytes=ids[name].row_bytes if name in ids else 0,
-                host_dtype=config.cache.small_type_of(name) if config.cache.enabled else None,
-                full_share=num_full_rows(count, config.cache.full_share) / max(1, count),
-            )
-            for name, count in rows.items()
-        ),
+        tables=table_sizes(config, rows),
         dense_flops_per_sample=flops,
         dense_parameter_bytes=parameters,
         dense_state_bytes=parameters * config.num_dense_states,
@@ -93,6 +76,59 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
         input_bytes_per_sample=_FLOAT_BYTES * (schema.num_dense + len(schema.target.labels)),
         products=products,
         passes=passes,
+    )
+
+
+def table_sizes(config: RunConfig, rows: Mapping[str, int]) -> tuple[TableSize, ...]:
+    """Return the sizes of the config's tables with these rows.
+
+    >>> table_sizes(RunConfig(), {"t_C1": 15})
+    (TableSize(table='t_C1', rows=15, dim=16, ...),)
+    """
+    tables, groups, ids = {table.name: table for table in tables_of_run(config)}, table_groups(config), id_rules(config)
+    check_host_dtypes(config)
+    return tuple(
+        TableSize(
+            name,
+            count,
+            tables[name].dim,
+            tables[name].dtype,
+            *config.embedding_optimizer.state_bytes,
+            group=groups[name],
+            is_sequence=tables[name].is_sequence,
+            num_features=len(tables[name].features),
+            buckets=ids[name].buckets_of(name, count).num_buckets if name in ids else 0,
+            id_map_bytes=ids[name].row_bytes if name in ids else 0,
+            **host_type(config.cache, name, count),
+        )
+        for name, count in rows.items()
+    )
+
+
+def host_type(cache: CacheConfig, table: str, rows: int) -> dict[str, Any]:
+    """Return what a `TableSize` has of rows that are small in host memory.
+
+    >>> host_type(CacheConfig(host_dtype="int8"), "t_clicks", 1_000_000)
+    {'host_dtype': 'int8', 'full_share': 0.01}
+    """
+    return {
+        "host_dtype": cache.small_type_of(table) if cache.enabled else None,
+        "full_share": num_full_rows(rows, cache.full_share) / max(1, rows),
+    }
+
+
+def no_small_rows_note(tables: Iterable[TableSize]) -> str | None:
+    """Return what to say where tables are int8 in host memory and none of their rows is; else None.
+
+    >>> no_small_rows_note([TableSize("t_C1", rows=15, dim=16, host_dtype="int8", full_share=1.0)])
+    'cache.host_dtype = "int8" rounds no row and takes more memory than "fp32": no int8 table has more than 4,096 ...'
+    """
+    int8 = [table for table in tables if table.host_dtype == "int8"]
+    if not int8 or any(table.full_share < 1 for table in int8):
+        return None
+    return (
+        f'cache.host_dtype = "int8" rounds no row and takes more memory than "fp32": no int8 table has more than '
+        f'{SMALL_TABLE_ROWS:,} rows, and such tables stay full. Set "fp32", or cache.full_rows = 0 to round all rows.'
     )
 
 

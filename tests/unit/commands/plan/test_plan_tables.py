@@ -65,6 +65,20 @@ def test_less_memory_takes_caches(file, capsys):
     assert "cached" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("small", "more"), [("cache.host_dtype", 3 * 2000 * (16 + 2)), ("cache.host_dtypes.item", 0)])
+def test_small_host_rows_take_the_memory_that_they_take(file, tmp_path, capsys, small, more):
+    """Of the large table; those of contexts are few, stay full, and take `more`."""
+    given = ("--ranks", "1", "--device-memory", "4GiB", "-o", str(tmp_path / "plan.json"))
+    note, profile, rows = 'cache.host_dtype = "int8" rounds no row', ("--set", "profile.samples=1000"), []
+    for changes in ((), ("--set", f"{small}=int8", *profile)):
+        assert plan(file, *given, *changes) == 0
+        assert note not in " ".join(capsys.readouterr().out.split())
+        rows.append(Plan.load(tmp_path / "plan.json").prediction.ranks[0].host_bytes["rows"])
+    assert rows[0] - rows[1] == 40_000_000 * (4 * 32 - (32 + 2)) - 400_000 * 4 * 32 - more
+    assert plan(file, *given, "--set", "cache.host_dtypes.context_1=int8", *profile) == 0
+    assert note in " ".join(capsys.readouterr().out.split())
+
+
 def test_several_ranks_are_compared(file, capsys):
     assert plan(file, "--ranks", "1,2,4") == 0
     assert "ranks" in capsys.readouterr().out
