@@ -73,8 +73,7 @@ def load_from(
 
     tensors = partial(_tensors, model, dense_optimizer)
     with without_small_flushes(model):  # only sizes are read
-        found = tensors()
-    plan = _planned(start, trained, found, _id_rules(model), has_dense=dense_optimizer is not None)
+        plan = _planned(start, trained, tensors(), _id_rules(model), has_dense=dense_optimizer is not None)
     fill_model(plan, model, dense_optimizer, tensors)
     return plan
 

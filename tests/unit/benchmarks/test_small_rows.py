@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from benchmarks import small_rows
+from benchmarks import small_rows, small_rows_step
+from benchmarks.common import single_process
 from embershard.data import DataConfig, SyntheticConfig
 from embershard.distributed import process_group
 from embershard.training.config import RunConfig, TrainConfig
@@ -38,3 +39,18 @@ def test_differences_are_of_the_same_seed() -> None:
     assert found["fp32"]["mean_difference"] == 0
     fp32, fp16 = (found[kind]["runs"][0]["host_bytes"] for kind in ("fp32", "fp16"))
     assert fp16 < fp32
+
+
+@pytest.mark.slow
+def test_types_are_timed_on_the_same_batches() -> None:
+    options = argparse.Namespace(
+        dims=[8], ratio=0.05, full_rows=0.01, batch_size=64, scale=0.002, profile_batches=4, warmup_batches=2, batches=3
+    )
+    with single_process() as device:
+        found = small_rows_step.measure(options, device)["dim_8"]
+    assert found["rows_per_batch"]["fills"] > 0
+    for part in ("whole_step", "embeddings_alone"):
+        assert found[part].keys() == {
+            *(f"{kind}_{unit}" for kind in ("fp32", "fp16", "int8") for unit in ("ms", "processor_ms")),
+            *(f"{kind}_over_fp32{unit}" for kind in ("fp16", "int8") for unit in ("", "_processor")),
+        }
