@@ -16,10 +16,11 @@ from embershard import load_from
 from embershard.cache import CacheConfig
 from embershard.cache.rows import sizes
 from embershard.cache.rows.small_rows import SmallRows
-from embershard.distributed import Ranks
+from embershard.distributed import Ranks, complete_checkpoints
 from embershard.errors import CacheError
 from embershard.frequency.config import ProfileConfig
 from embershard.models.config import PretrainedTable
+from embershard.serving.write import export_base
 from embershard.sharding.torchrec import cache_stats, cached_embeddings
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig
@@ -28,7 +29,7 @@ from embershard.training.rounding import TableRounding
 from embershard.training.trainer import Trainer
 from embershard.training.warm.request import WarmStart
 from tests.small_rounding import round_fp16, round_int8, seed_of
-from tests.unit.training.warm.models import DIM, features, run_of, write_samples
+from tests.unit.training.warm.models import DIM, features, record, run_of, write_samples
 from tests.unit.training.warm.test_program import program, save, step
 from tests.unit.training.warm.test_warm_starts import rows_of, train
 
@@ -171,6 +172,25 @@ def test_rows_of_a_file_are_rounded(ranks: Ranks, samples: Path, tmp_path: Path,
     list(_train(trainer, 4))
     fresh.close()
     trainer.close()
+
+
+@TYPES
+def test_rows_that_are_rounded_already_stay_as_they_are(
+    ranks: Ranks, samples: Path, tmp_path: Path, host_dtype: str
+) -> None:
+    """From a run with the same seed and full rows; from its export; and a run of fp32 has them, too."""
+    old = Trainer(small_run(samples, host_dtype), ranks, tmp_path / "checkpoints")
+    list(old.train())
+    record(old.config, tmp_path)
+    expected = tables_in(old)
+    old.close()
+    export_base(old.config, complete_checkpoints(tmp_path / "checkpoints")[-1], "fp32", tmp_path / "exported")
+    for source in (tmp_path, tmp_path / "exported"):
+        for config in (small_run(samples, host_dtype), run_of(samples)):
+            trainer = begun(config, ranks, source)
+            found = tables_in(trainer)
+            trainer.close()
+            assert all(torch.equal(found[table], rows) for table, rows in expected.items())
 
 
 @TYPES
