@@ -248,6 +248,11 @@ def _check(config: RunConfig, ranks: Ranks) -> None:
     refuse_ids(config.data, "stock TorchRec trains rows whose ids never change")
     if not config.cache.enabled:
         raise ConfigError("cache.enabled is false: there is no cache to compare with stock TorchRec. Set it to true.")
+    if config.model.frozen:
+        raise ConfigError(
+            f"model.frozen: got {list(config.model.frozen)}, needed none: stock TorchRec trains every table. Compare "
+            "with `--set model.frozen=[]`."
+        )
     if config.sharding.mode != "sharded":
         raise ConfigError(
             f'sharding.mode = "{config.sharding.mode}" adds up in another order than stock TorchRec, or trains on '

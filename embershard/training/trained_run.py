@@ -121,6 +121,7 @@ def for_scoring(config: RunConfig, device: str) -> RunConfig:
         cache=replace(cache, policy=policy, policy_folder=None, warmup=None, **_AS_SLOTS)
         if is_cached
         else CacheConfig(enabled=False),
+        model=replace(config.model, frozen=()),  # nothing is trained; and frozen tables need a cache
         profile=ProfileConfig(),
         sharding=ShardingConfig(),
         embedding_optimizer=EmbeddingOptimizerConfig(kind="sgd"),

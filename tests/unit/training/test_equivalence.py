@@ -166,6 +166,9 @@ def test_what_cannot_be_compared_is_refused(ranks: Ranks) -> None:
     config = make_config(lookahead=0)
     with pytest.raises(ConfigError, match="there is no cache"):
         compare_with_stock(dataclasses.replace(config, cache=CacheConfig(enabled=False)), ranks, 2)
+    frozen = dataclasses.replace(config, model=dataclasses.replace(config.model, frozen=("C1",)))
+    with pytest.raises(ConfigError, match=r"model\.frozen.*trains every table"):
+        compare_with_stock(frozen, ranks, 2)
     rows = dataclasses.replace(config, sharding=ShardingConfig(exchange="rows"))
     with pytest.raises(ConfigError, match="another order"):
         compare_with_stock(rows, dataclasses.replace(ranks, world_size=2), 2)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from embershard.cache.ids.config import IdTable
-from embershard.distributed import CheckpointConfig, Manifest, Ranks
+from embershard.data import open_source
+from embershard.distributed import CheckpointConfig, Manifest, Ranks, Supervision
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.distributed.checkpoint.boxes import Box, Saved
 from embershard.distributed.checkpoint.compact import compact
@@ -25,6 +26,7 @@ from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.parts.average import AveragedWeights
 from embershard.training.parts.part import Part
+from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
 from embershard.training.warm import fill, start
 from embershard.training.warm.part import WarmStartReport
@@ -486,6 +488,18 @@ def test_frozen_tables_stay_as_they_are(ranks, samples, tmp_path, sections):
         assert torch.equal(before[rows_of("t_item")], after[rows_of("t_item")])
         assert torch.equal(before[state_of("t_item")], after[state_of("t_item")])
         assert not torch.equal(before[rows_of("t_user")], after[rows_of("t_user")])
+
+
+def test_a_model_with_frozen_tables_scores_as_it_did(ranks, samples, tmp_path):
+    config = run_of(samples, model={"frozen": ("item",)})
+    config = replace(config, data=replace(config.data, eval_fraction=0.2))
+    trainer = Trainer(config, ranks, tmp_path)
+    list(trainer.train())
+    evaluated = trainer.evaluate()
+    trainer.close()
+    assert evaluated is not None
+    scorer = Scorer(open_trained(config, tmp_path, ranks), open_source(config.data), ranks, Supervision())
+    assert scorer.evaluate().quality == evaluated.quality
 
 
 class PutBack(Part):
