@@ -295,8 +295,9 @@ class Gpu:
 
     def watch_host(self, tensor: Tensor, row_bytes: int | None = None) -> None:
         """Host memory that the device reads or writes by itself, once it is locked."""
-        self._kept.append(tensor)
-        self._host[tensor.untyped_storage().data_ptr()] = Memory(HOST, _where(), row_bytes)
+        if address := tensor.untyped_storage().data_ptr():  # 0 is where all that is empty is
+            self._kept.append(tensor)
+            self._host[address] = Memory(HOST, _where(), row_bytes)
 
     def lock(self, address: int) -> None:
         """Kernels may address the host memory that begins there."""
@@ -498,6 +499,8 @@ class _Functions(TorchFunctionMode):
         gpu = self._gpu
         dtype = next((each for each in [*rest, *named.values()] if isinstance(each, torch.dtype)), tensor.dtype)
         moved = torch.empty(tensor.shape, dtype=dtype).copy_(_inner(tensor).detach())
+        if not moved.numel():  # torch copies nothing, and waits for nothing
+            return moved if isinstance(tensor, GpuTensor) else gpu.wrap(moved)
         if isinstance(tensor, GpuTensor):
             assert not non_blocking, f"a copy to the CPU that nobody waits for ({_where()})"
             gpu.launch("copy to the host", [tensor], [])
@@ -571,6 +574,8 @@ class _Operations(TorchDispatchMode):
         target, source = args[0], args[1]
         non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
         _inner(target).copy_(_inner(source))
+        if not target.numel():  # nothing is copied, and nobody waits
+            return target
         host = [each for each in (target, source) if not isinstance(each, GpuTensor)]
         locked = [each for each in host if gpu.host_memory(each) is not None]
         to_host = not isinstance(target, GpuTensor)

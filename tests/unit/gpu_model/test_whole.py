@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,28 +28,38 @@ from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.rows import choose_transfer, sizes
 from embershard.cache.rows.uva_transfer import RowKernel
+from embershard.commands.plan.command import main as plan_command
+from embershard.commands.profile.command import main as profile_command
 from embershard.data import open_source
 from embershard.data.schema import Pooling, Task
 from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
-from embershard.models.config import WITH_HISTORY
+from embershard.models.config import WITH_HISTORY, PretrainedTable
+from embershard.settings.decoding import to_toml
+from embershard.settings.files import RUN_CONFIG
 from embershard.sharding.config import ShardingConfig
+from embershard.sharding.pins import TablePin
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import Kernel
 from embershard.sharding.torchrec import accumulation, slots
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.sharding.torchrec.modes.hot_tables import HotTables
+from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig
 from embershard.training.reports import TrainReport
 from embershard.training.steps import Steps
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
+from embershard.training.warm.part import WarmStarted
+from embershard.training.warm.request import WarmStart
+from embershard.training.warm.source import WARM_START
 from tests.covering import matrix
 from tests.ranks import parity, rows_exchange
 from tests.ranks.parity import snapshot
 from tests.ranks.small_rows import snapshot as small_snapshot
 from tests.unit.cache.torch_operations import torch_planning
+from tests.unit.data.targets import FEATURES
 from tests.unit.gpu_model.cases import STEPS, Case, cases, config_of, write_samples
 from tests.unit.gpu_model.collectives import mirrored_ranks
 from tests.unit.gpu_model.device import CUDA, Gpu
@@ -286,25 +297,95 @@ def test_a_life_on_the_device(case: Case, samples: Path, tmp_path: Path) -> None
         assert found.life.different(life_on_cpu(case, samples, tmp_path / "cpu", is_whole)) == []
 
 
+def _with_vectors(config: RunConfig) -> RunConfig:
+    """The rows of a table begin with those of a file, and stay as they are."""
+    file = str(Path(config.publish.folder or "").with_name("vectors.npz"))
+    np.savez(file, row=np.arange(150), embedding=np.random.default_rng(3).random((150, 8), np.float32))
+    return replace(
+        config, model=replace(config.model, frozen=("user",), pretrained={"user": PretrainedTable(file, rows="row")})
+    )
+
+
 #: What no choice among values turns on, each beside the settings of a case.
 TURNED_ON: dict[str, Callable[[RunConfig], RunConfig]] = {
     "average": lambda config: replace(config, train=replace(config.train, ema=0.9)),
     "saves of what changed": lambda config: replace(
         config, checkpoint=replace(config.checkpoint, every_steps=1, full_every=4, keep_last=9)
     ),
+    "a frozen table": _with_vectors,
 }
+#: The case beside which something is turned on.
+_PLAIN = next(each for each in KEPT if each.mode == "pooled" and each.num_ranks == 1)
+
+
+def _lives_on_the_device(samples: Path, folder: Path) -> None:
+    """`_PLAIN` goes on from its checkpoint, waits in no step for more than without what is turned on, and is as on a
+    CPU."""
+    found = life_on_model(_PLAIN, samples, folder / "gpu", goes_on=True)
+    assert found.problems == []
+    assert len(found.waiting_lines) <= most_waits(_PLAIN), found.waits
+    assert found.life.different(life_on_cpu(_PLAIN, samples, folder / "cpu", goes_on=True)) == []
+
+
+_config_of = config_of
+
+
+def _turn_on(monkeypatch: pytest.MonkeyPatch, change: Callable[[RunConfig], RunConfig]) -> None:
+    monkeypatch.setitem(globals(), "config_of", lambda *args: change(_config_of(*args)))
 
 
 @pytest.mark.parametrize("name", TURNED_ON)
 def test_what_is_turned_on_lives_on_the_device(samples, tmp_path, monkeypatch, name) -> None:
-    """It goes on from its checkpoint, waits in no step for more than without, and is as on a CPU."""
-    case = next(each for each in KEPT if each.mode == "pooled" and each.num_ranks == 1)
-    given = config_of
-    monkeypatch.setitem(globals(), "config_of", lambda *args: TURNED_ON[name](given(*args)))
-    found = life_on_model(case, samples, tmp_path / "gpu", goes_on=True)
-    assert found.problems == []
-    assert len(found.waiting_lines) <= most_waits(case), found.waits
-    assert found.life.different(life_on_cpu(case, samples, tmp_path / "cpu", goes_on=True)) == []
+    _turn_on(monkeypatch, TURNED_ON[name])
+    _lives_on_the_device(samples, tmp_path)
+
+
+def test_a_warm_start_lives_on_the_device(samples, tmp_path, monkeypatch) -> None:
+    """Tables have more rows or are new, and a layer has more columns."""
+    before, parts = tmp_path / "before", list[WarmStarted]()
+    _turn_on(monkeypatch, lambda config: _with_items(config, 300, "user"))
+    life_on_cpu(_PLAIN, samples, before)
+    (before / RUN_CONFIG).write_text(to_toml(config_of(_PLAIN, samples, before, "cpu")))
+
+    def begun(run: Trainer, _: object) -> WarmStarted:
+        parts.append(WarmStarted(run, WarmStart(before)))
+        return parts[-1]
+
+    monkeypatch.setattr(trainer_module, "WarmStarted", begun)
+    _turn_on(monkeypatch, lambda config: _with_items(config, 340))
+    _lives_on_the_device(samples, tmp_path)
+    assert [part.state()[WARM_START]["state_steps"] for part in parts] == [STEPS] * 4
+
+
+def _with_items(config: RunConfig, num_rows: int, *without: str) -> RunConfig:
+    items = {name: replace(FEATURES[name], num_rows=num_rows, mapping="none") for name in ("item", "seen")}
+    found = {name: each for name, each in {**FEATURES, **items}.items() if name not in without}
+    return replace(config, data=replace(config.data, table=replace(config.data.table, features=found)))
+
+
+def test_a_plan_with_pins_lives_on_the_device(samples, tmp_path, monkeypatch) -> None:
+    pins = {
+        "t_user": TablePin(kernel="device"),
+        "t_item": TablePin("table_wise", slots=180),
+        "t_tags": TablePin(slots=40),
+    }
+    (tmp_path / "made").mkdir()
+    config = config_of(_PLAIN, samples, tmp_path / "made", "cuda")
+    pinned = ShardingConfig(pin=pins)
+    files = {name: str(tmp_path / name) for name in ("run.toml", "profile.npz", "plan.json")}
+    Path(files["run.toml"]).write_text(to_toml(replace(config, sharding=pinned)))
+    assert profile_command(["--config", files["run.toml"], "-o", files["profile.npz"]]) == 0
+    words = ["--topology", "h100x8", "--ranks", "1", "--profile", files["profile.npz"], "-o", files["plan.json"]]
+    assert plan_command([files["run.toml"], *words]) == 0
+    _turn_on(
+        monkeypatch,
+        lambda config: replace(
+            config,
+            cache=replace(config.cache, ratio=None),
+            sharding=replace(pinned, plan=files["plan.json"]),
+        ),
+    )
+    _lives_on_the_device(samples, tmp_path)
 
 
 #: Settings of which no value, or not these, chooses what a GPU does, or whose operations nothing here stands in for.
