@@ -157,20 +157,29 @@ class WindowReport(Report):
 
 @dataclass(frozen=True)
 class SaveReport(Report):
-    """A completed checkpoint; `stall_seconds` of its `seconds` no step was trained."""
+    """A completed checkpoint; `stall_seconds` of its `seconds` no step was trained. `why_whole`: with
+    `checkpoint.full_every`, of one that is no delta."""
 
     kind = "checkpoint"
 
     path: Path
     seconds: float
     stall_seconds: float
+    why_whole: str = ""
 
     def values(self) -> dict[str, Any]:
-        return {**asdict(self), "path": self.path.name}
+        """Return what a record has; `why_whole` only where there is a reason.
+
+        >>> SaveReport(3, Path("runs/a/checkpoints/step_3"), 0.5, 0.5, "the first one").values()["why_whole"]
+        'the first one'
+        """
+        values = {**asdict(self), "path": self.path.name}
+        return values if self.why_whole else {name: value for name, value in values.items() if name != "why_whole"}
 
     def line(self) -> str:
         waited = f"; training waited {self.stall_seconds:.1f} s" if self.stall_seconds < self.seconds else ""
-        return self.at_step(f"saved {self.path} ({self.seconds:.1f} s{waited})")
+        whole = f"; whole: {self.why_whole}" if self.why_whole else ""
+        return self.at_step(f"saved {self.path} ({self.seconds:.1f} s{waited}{whole})")
 
 
 @dataclass(frozen=True)

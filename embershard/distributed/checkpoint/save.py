@@ -39,11 +39,13 @@ class NewLink:
         token: names the save; the same on all ranks.
         parent: the save that a delta follows; None: all tensors are written whole.
         shards: of a delta, this rank's shards with the rows that changed since the parent.
+        why_whole: without a parent, for a reader.
     """
 
     token: str
     parent: Parent | None = None
     shards: tuple[ChangedShard, ...] = ()
+    why_whole: str = ""
 
 
 def save_checkpoint(

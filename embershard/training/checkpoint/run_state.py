@@ -71,6 +71,11 @@ class PreparedSave:
     chain: SaveChain | None = None
     waits: Sequence[Callable[[], None]] = ()
 
+    @property
+    def why_whole(self) -> str:
+        """Why it is whole, where it might be a delta."""
+        return "" if self.link is None else self.link.why_whole
+
     def write(self, ranks: Ranks, before_block: Callable[[], None] = lambda: None) -> Path:
         """Write the checkpoint and return it. All ranks call it together.
 

@@ -33,6 +33,7 @@ from embershard.training.checkpoint.table_shards import (
 _SMALL_BYTES = 16 << 20
 #: A save of at least this share of the bytes of all rows is whole: a chain of such deltas takes more than it saves.
 MOST_CHANGED = 0.6
+_NOT_WRITTEN = "the save before it was not written"
 _Key = tuple[str, int]
 
 
@@ -95,17 +96,17 @@ class SaveChain:
         self._copies = dict[_Key, list[Tensor | None]]()  # of what is compared, as the last save has it
         self._again = dict[_Key, Tensor]()  # rows of saves that failed
         self._row_tables: set[str] | None = None  # whose changed rows deltas have
-        self._parent: Parent | None = None
+        self._parent: Parent | str = "the first one"  # or why the next save follows none
         self._num_deltas = 0  # since the last whole save
         self._open: _PreparedLink | None = None
 
     def go_on_from(
-        self, parent: Parent | None, num_deltas: int, tensors: Mapping[str, Any], saved: Mapping[str, torch.Size]
+        self, parent: Parent | str, num_deltas: int, tensors: Mapping[str, Any], saved: Mapping[str, torch.Size]
     ) -> None:
         """Begin with a state that was loaded. Collective.
 
         Args:
-            parent: the save that has it; None: the next one is whole.
+            parent: the save that has it; or why the next one is whole.
             num_deltas: in the chain of that save.
             tensors: of the run, by group.
             saved: sizes of the tensors in that save. The next one is whole if one has another size now.
@@ -116,8 +117,10 @@ class SaveChain:
         self._changed(shards, self._take_written())
         with without_known_warnings():
             names = {name: t.size() for parts in tables_in(tensors, self._tables).values() for name, t in parts.items()}
-        is_same = all(saved.get(name) == size for name, size in names.items())
-        self._parent, self._num_deltas, self._open = parent if is_same else None, num_deltas, None
+        other = next((name for name, size in names.items() if saved.get(name) != size), None)
+        if isinstance(parent, Parent) and other is not None:
+            parent = f"{other} has another size than in step_{parent.step}"
+        self._parent, self._num_deltas, self._open = parent, num_deltas, None
 
     def cut(self, tensors: Mapping[str, Any], frozen: Sequence[FrozenRows]) -> tuple[dict[str, Any], NewLink]:
         """Return the tensors that the next save has whole, and its link. `written` or `failed` says what became of it.
@@ -128,16 +131,12 @@ class SaveChain:
             frozen: the rows of each pool, in which all trained ones were written back.
         """
         token, shards = self._ranks.from_first(lambda: uuid.uuid4().hex), self._shards(tensors)
-        is_known = self._parent is not None and self._open is None
-        is_known = is_known and self._versions == [pool.host.version for pool in self._pools]
+        why = self._why_none_follows()
         keys = self._take_written()
         changed = self._changed(shards, keys)
-        some = sum(shard.row_bytes * len(rows) for (shard, _), rows in zip(shards, changed, strict=True))
-        everything = sum(shard.row_bytes * shard.num_rows for shard, _ in shards)
-        told = self._ranks.all_gather_objects((is_known, some, everything))
-        is_little = sum(part for _, part, _ in told) < MOST_CHANGED * sum(whole for *_, whole in told)
-        if not is_little or self._num_deltas + 1 >= self._full_every or not all(known for known, *_ in told):
-            self._open = _PreparedLink(NewLink(token), (), {})
+        parent, why = self._parent, self._why_whole(why, shards, changed)
+        if why or isinstance(parent, str):
+            self._open = _PreparedLink(NewLink(token, why_whole=why), (), {})
             return dict(tensors), self._open.link
         pools = [_PoolRows(rows, own) for rows, own in zip(frozen, self._last_keys(shards, changed), strict=True)]
         parts = [
@@ -145,10 +144,31 @@ class SaveChain:
             for (shard, place), rows in zip(shards, changed, strict=True)
         ]
         of_shards = {shard.key: rows for (shard, _), rows in zip(shards, changed, strict=True)}
-        self._open = _PreparedLink(NewLink(token, self._parent, tuple(parts)), keys, of_shards)
+        self._open = _PreparedLink(NewLink(token, parent, tuple(parts)), keys, of_shards)
         tables = tables_in(tensors, self._tables)
         names = {name for table in self._row_tables or () for name in (*weights_and_ids(table), *tables.get(table, ()))}
         return without(tensors, names), self._open.link
+
+    def _why_none_follows(self) -> str:
+        if isinstance(self._parent, str):
+            return self._parent
+        if self._open is not None:
+            return _NOT_WRITTEN
+        return "" if self._versions == [pool.host.version for pool in self._pools] else "other rows were loaded"
+
+    def _why_whole(self, why: str, shards: Sequence[tuple[TableShard, _Place]], changed: Sequence[Tensor]) -> str:
+        """Return the reason for a whole save, or nothing, the same on all ranks. Collective."""
+        some = sum(shard.row_bytes * len(rows) for (shard, _), rows in zip(shards, changed, strict=True))
+        everything = sum(shard.row_bytes * shard.num_rows for shard, _ in shards)
+        told = self._ranks.all_gather_objects((why, some, everything))
+        if reasons := [reason for reason, *_ in told if reason]:
+            return reasons[0]
+        if self._num_deltas + 1 >= self._full_every:
+            return f"one of {self._full_every} is"
+        some, everything = (sum(numbers) for numbers in zip(*(rest for _, *rest in told), strict=True))
+        if not everything:
+            return "all tables are small"
+        return "" if some < MOST_CHANGED * everything else f"{some / everything:.0%} of the rows' bytes changed"
 
     def written(self, step: int) -> None:
         """The save is complete: the next one may follow it."""
@@ -160,7 +180,7 @@ class SaveChain:
         """The save was not written: its rows are in the next one."""
         assert self._open is not None, "a save was cut"
         if self._open.link.parent is None:
-            self._parent = None
+            self._parent = _NOT_WRITTEN
         else:
             for pool, keys in zip(self._pools, self._open.of_pools, strict=True):
                 pool.host.note_written(keys)

@@ -72,8 +72,9 @@ class Saves(Part):
         """Let the next save follow the checkpoint whose state was loaded, where it can."""
         if self._chain is None:
             return
-        parent, num_deltas, sizes = None, 0, dict[str, torch.Size]()
+        num_deltas, sizes = 0, dict[str, torch.Size]()
         is_own = self.run.checkpoints is not None and checkpoint.absolute().parent == self.run.checkpoints.absolute()
+        parent: Parent | str = f"{checkpoint.name} is {'in no chain' if is_own else 'of another folder'}"
         if is_own and manifest is not None and manifest.token:
             parent = Parent(manifest.step, manifest.token)
             num_deltas = self._ranks.from_first(lambda: len(Chain.of(checkpoint).links)) - 1
@@ -153,9 +154,10 @@ class Saves(Part):
         if isinstance(ended, SaveReport):  # one that failed is tried again
             return ended
         started = time.perf_counter()
-        path = self.prepare(0).write(self._ranks)
+        prepared = self.prepare(0)
+        path = prepared.write(self._ranks)
         self.run.saved_step, seconds = step, time.perf_counter() - started
-        return SaveReport(step, path, seconds, seconds)
+        return SaveReport(step, path, seconds, seconds, prepared.why_whole)
 
     def start(self) -> Iterator[SaveReport | FailedSaveReport]:
         """Save the step, beside those that follow where the settings say so. Yield the reports of saves that ended.
@@ -220,7 +222,7 @@ class Saves(Part):
 
     def _result(self, running: BackgroundSave) -> SaveReport:
         path, self.run.saved_step = running.result(), running.step
-        return SaveReport(running.step, path, running.seconds, self._stall_seconds)
+        return SaveReport(running.step, path, running.seconds, self._stall_seconds, running.why_whole)
 
     @staticmethod
     def _written(step: int, save: Callable[[], SaveReport]) -> SaveReport | FailedSaveReport:
@@ -246,12 +248,12 @@ class BackgroundSave:
         ranks: with a group that only background saves use.
 
     Attributes:
-        step: of the checkpoint.
+        step, why_whole: of the checkpoint.
         seconds: time since the constructor was called, until it was written.
     """
 
     def __init__(self, prepared: PreparedSave, ranks: Ranks) -> None:
-        self.step = prepared.step
+        self.step, self.why_whole = prepared.step, prepared.why_whole
         self._prepared, self._ranks = prepared, ranks
         self._may_go_on, self._is_awaited = threading.Event(), threading.Event()
         self._cpu_seconds = 0.0  # of the thread, at the end of its last pause

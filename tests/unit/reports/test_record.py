@@ -248,7 +248,8 @@ def test_plain_lines_when_not_a_terminal():
     display = ProgressDisplay(Console(file=screen, force_terminal=False), 20, 0)
     saved = SaveReport(10, Path("r/step_10"), 12.34, 0.2)
     failed = FailedSaveReport(20, "no space.")
-    saves = (saved, dataclasses.replace(saved, stall_seconds=12.34), failed, dataclasses.replace(failed, run_ends=True))
+    waiting = dataclasses.replace(saved, stall_seconds=12.34, why_whole="the first one")
+    saves = (saved, waiting, failed, dataclasses.replace(failed, run_ends=True))
     for report in (train_report(10), eval_report(10), *saves):
         display.show(report)
     display.close()
@@ -256,7 +257,7 @@ def test_plain_lines_when_not_a_terminal():
     assert first.startswith("step 10/20  1,234 samples/s  loss 0.5000  AUC n/a  hit rate 75.0%  sent 2.86 MiB/step  ")
     assert second.startswith("step 10: held-out AUC 0.7000  NE 0.9000")
     assert third == "step 10: saved r/step_10 (12.3 s; training waited 0.2 s)"
-    assert fourth == "step 10: saved r/step_10 (12.3 s)"
+    assert fourth == "step 10: saved r/step_10 (12.3 s; whole: the first one)"
     assert fifth == "no space. Training goes on (checkpoint.on_failed_save)."
     assert sixth == "no space."
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,6 +57,11 @@ def parents(folder: Path) -> dict[int, int | None]:
     return {each.step: None if each.parent is None else each.parent.step for each in manifests}
 
 
+def reasons(reports: list[Report]) -> dict[int, str]:
+    """Why saves are whole, by step."""
+    return {each.step: each.why_whole for each in reports if isinstance(each, SaveReport) and each.why_whole}
+
+
 def different(folder: Path, name: str = "chain") -> list[str]:
     found = []
     for saved in complete_checkpoints(folder / name):
@@ -75,8 +82,10 @@ def failing(*steps: int) -> Any:
 
 
 def test_one_of_so_many_is_whole(ranks: Ranks, tmp_path: Path):
-    train(Trainer(config(), ranks, tmp_path / "chain"), tmp_path)
+    reports = train(Trainer(config(), ranks, tmp_path / "chain"), tmp_path)
     assert parents(tmp_path / "chain") == {1: None, 2: 1, 3: 2, 4: 3, 5: None, 6: 5, 7: 6, 8: 7}
+    assert reasons(reports) == {1: "the first one", 5: "one of 4 is"}
+    assert reports[4].line().endswith("; whole: one of 4 is)")
     assert different(tmp_path) == []
 
 
@@ -87,6 +96,9 @@ def test_rows_of_a_save_that_failed_are_in_the_next(ranks: Ranks, tmp_path: Path
     assert {each.step for each in reports if isinstance(each, FailedSaveReport)} == set(failed)
     found = parents(tmp_path / "chain")
     assert sum(parent is not None for parent in found.values()) >= 2
+    assert set(reasons(reports)) == {step for step, parent in found.items() if parent is None}
+    if failed == (1,):
+        assert reasons(reports)[2] == "the save before it was not written"
     assert different(tmp_path) == []
 
 
@@ -101,16 +113,21 @@ def test_without_them_the_next_one_would_lack_rows(ranks: Ranks, tmp_path: Path)
 
 def test_where_most_rows_changed_the_save_is_whole(ranks: Ranks, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(save_chain, "MOST_CHANGED", 0.0)
-    train(Trainer(config(3), ranks, tmp_path / "chain"), tmp_path)
+    reports = train(Trainer(config(3), ranks, tmp_path / "chain"), tmp_path)
     assert parents(tmp_path / "chain") == {1: None, 2: None, 3: None}
+    assert re.fullmatch(r"\d+% of the rows' bytes changed", reasons(reports)[2])
+
+
+WHY_WHOLE = {"torch": "other rows were loaded", "announced": "100% of the rows' bytes changed"}
 
 
 @pytest.mark.parametrize("how", keep(["announced, of a table"], ["torch", "announced", "announced, of a table"]))
 def test_rows_that_somebody_else_wrote_are_saved(ranks: Ranks, tmp_path: Path, how: str):
-    trainer = Trainer(config(4), ranks, tmp_path / "chain")
+    trainer, why = Trainer(config(4), ranks, tmp_path / "chain"), dict[int, str]()
     for report in trainer.train():
         if not isinstance(report, SaveReport):
             continue
+        why |= reasons([report])
         trainer.prepare_save(tmp_path / "whole").write(ranks)
         if report.step == 2:
             flush(trainer.model)
@@ -124,6 +141,7 @@ def test_rows_that_somebody_else_wrote_are_saved(ranks: Ranks, tmp_path: Path, h
                 host_rows_changed(trainer.model, *((name, torch.tensor([first])) if "table" in how else ()))
     trainer.close()
     assert parents(tmp_path / "chain")[3] == (2 if "table" in how else None)
+    assert why == {1: "the first one"} | ({3: WHY_WHOLE[how]} if how in WHY_WHOLE else {})
     assert different(tmp_path) == []
 
 
@@ -138,7 +156,14 @@ def test_a_resume_goes_on_with_the_chain(ranks: Ranks, tmp_path: Path):
     assert different(tmp_path) == []
 
 
-@pytest.mark.parametrize("why", keep(["no token"], ["another folder", "no token", "other sizes"]))
+WHY_NONE_FOLLOWS = {
+    "another folder": "step_2 is of another folder",
+    "no token": "step_2 is in no chain",
+    "other sizes": "model.* has another size than in step_2",
+}
+
+
+@pytest.mark.parametrize("why", keep(["no token"], WHY_NONE_FOLLOWS))
 def test_a_resume_that_cannot_go_on_with_it_saves_whole(ranks: Ranks, tmp_path: Path, monkeypatch, why: str):
     first = config(2, full_every=1 if why == "no token" else 4)
     train(Trainer(first, ranks, tmp_path / "chain"), tmp_path)
@@ -147,9 +172,10 @@ def test_a_resume_that_cannot_go_on_with_it_saves_whole(ranks: Ranks, tmp_path: 
         monkeypatch.setattr("embershard.training.parts.saves.saved_tensors", lambda checkpoint: {})
     trainer = Trainer(config(4), ranks, folder)
     trainer.resume(tmp_path / "chain" / "step_2")
-    train(trainer, tmp_path)
+    reports = train(trainer, tmp_path)
     found = parents(folder)
     assert (found[3], found[4]) == (None, 3)
+    assert fnmatch(reasons(reports)[3], WHY_NONE_FOLLOWS[why])
     assert different(tmp_path, folder.name) == []
 
 
