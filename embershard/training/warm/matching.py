@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from embershard.training.warm.columns import Label, LabelledDim, renamed
+from embershard.training.warm.request import OF_COMMAND, Words
 from embershard.training.warm.shapes import LayerShape, ModelShape, TableShape
 
 Fate = Literal["taken", "renamed", "grown", "moved", "widened", "new", "dropped", "refused"]
@@ -67,18 +68,25 @@ class Matching:
         return (entry for entry in self.entries if entry.kind == kind and entry.is_taken)
 
 
-def match(old: ModelShape, new: ModelShape, renames: Iterable[tuple[str, str]], left_out: Collection[str]) -> Matching:
+def match(
+    old: ModelShape,
+    new: ModelShape,
+    renames: Iterable[tuple[str, str]],
+    left_out: Collection[str],
+    words: Words = OF_COMMAND,
+) -> Matching:
     """Return what each table and layer of `new` takes from `old`; problems are entries, too.
 
     Args:
         renames: old and new names, of features, tables, layers, or what names of layers begin with.
         left_out: such names of the new model, which begins anew with them, or of the old one.
+        words: of the user, for what problems advise.
 
     >>> tables = {"t_a": TableShape("t_a", 10, 8, "model.ebc.embedding_bags.t_a.weight")}
     >>> [(entry.name, entry.fate) for entry in match(ModelShape(tables, {}), ModelShape(tables, {}), (), ()).entries]
     [('t_a', 'taken')]
     """
-    names = _Names(old, new, tuple(renames), tuple(left_out))
+    names = _Names(old, new, tuple(renames), tuple(left_out), words)
     entries = [*names.problems, *_dense_features(old, new, names), *_tables(old, new, names)]
     entries += _layers(old, new, names)
     return Matching(tuple(entries), tuple(_notes(old, new, names)))
@@ -92,14 +100,24 @@ class _Names:
     """
 
     def __init__(
-        self, old: ModelShape, new: ModelShape, renames: tuple[tuple[str, str], ...], left_out: tuple[str, ...]
+        self,
+        old: ModelShape,
+        new: ModelShape,
+        renames: tuple[tuple[str, str], ...],
+        left_out: tuple[str, ...],
+        words: Words,
     ) -> None:
         self._new_name = dict(renames)
         self._left_out = set(left_out)
-        self.problems = [*_map_problems(old, new, renames), *_left_out_problems(old, new, left_out)]
+        self._words = words
+        self.problems = [*_map_problems(old, new, renames, words), *_left_out_problems(old, new, left_out, words)]
         for old_name, new_name in renames:  # tables that are named after features
             if old_name in old.features and f"t_{old_name}" in old.tables and f"t_{new_name}" in new.tables:
                 self._new_name.setdefault(f"t_{old_name}", f"t_{new_name}")
+
+    def anew(self, name: str) -> str:
+        """Return how a table, a feature or a layer begins anew, as the end of a message."""
+        return f"{self._words.without.format(name)} begins it anew"
 
     def is_left_out(self, name: str) -> bool:
         """Return True for a table, a feature or a layer that begins anew."""
@@ -134,7 +152,9 @@ def _known(shape: ModelShape, name: str) -> bool:
     return name in shape.features or name in shape.tables or is_layer
 
 
-def _map_problems(old: ModelShape, new: ModelShape, renames: tuple[tuple[str, str], ...]) -> Iterator[Entry]:
+def _map_problems(
+    old: ModelShape, new: ModelShape, renames: tuple[tuple[str, str], ...], words: Words
+) -> Iterator[Entry]:
     sources, targets = [was for was, _ in renames], [name for _, name in renames]
     for was, name in renames:
         problem = ""
@@ -147,16 +167,16 @@ def _map_problems(old: ModelShape, new: ModelShape, renames: tuple[tuple[str, st
         elif targets.count(name) > 1:
             problem = f"two names become {name!r}. Map one of them"
         elif name in {*old.tables, *old.features} and name not in sources:
-            problem = f"the trained model has {name!r}, too. Map that to another name, or take it without --map"
+            problem = f"the trained model has {name!r}, too. Map that to another name, or do not map {was!r}"
         if problem:
-            yield Entry("option", f"--map {was}={name}", "refused", why=problem)
+            yield Entry("option", words.renames.format(was, name), "refused", why=problem)
 
 
-def _left_out_problems(old: ModelShape, new: ModelShape, left_out: tuple[str, ...]) -> Iterator[Entry]:
+def _left_out_problems(old: ModelShape, new: ModelShape, left_out: tuple[str, ...], words: Words) -> Iterator[Entry]:
     for name in left_out:
         if not _known(old, name) and not _known(new, name):
             problem = f"neither model has {name!r}. The new one has {_some(new)}"
-            yield Entry("option", f"--without {name}", "refused", why=problem)
+            yield Entry("option", words.without.format(name), "refused", why=problem)
 
 
 def _some(shape: ModelShape) -> str:
@@ -169,7 +189,7 @@ def _dense_features(old: ModelShape, new: ModelShape, names: _Names) -> Iterator
     for was, scale in old.dense.items():
         name = names.feature(was)
         if name in new.dense and new.dense[name] != scale:
-            problem = f"its values are scaled in another way. Set the scale back, or --without {name}"
+            problem = f"its values are scaled in another way. Set the scale back, or {names.anew(name)}"
             yield Entry("feature", name, "refused", was, scale, new.dense[name], problem)
 
 
@@ -183,7 +203,9 @@ def _tables(old: ModelShape, new: ModelShape, names: _Names) -> Iterator[Entry]:
             yield Entry("table", name, "new", now=table.size)
             continue
         was = found[0]
-        problem = _table_problem(was, table) if len(found) == 1 else "two tables become this one. Map one of them"
+        problem = "two tables become this one. Map one of them"
+        if len(found) == 1:
+            problem = _table_problem(was, table, names.anew(name))
         fate: Fate = "refused" if problem else _table_fate(was, table)
         why = problem or (
             "" if was.meaning and table.meaning else "whether values have the rows of before is not known"
@@ -199,16 +221,15 @@ def _table_fate(was: TableShape, table: TableShape) -> Fate:
     return "taken" if was.name == table.name else "renamed"
 
 
-def _table_problem(was: TableShape, table: TableShape) -> str:
-    anew = f"--without {table.name} begins it anew"
+def _table_problem(was: TableShape, table: TableShape, anew: str) -> str:
     if was.dim != table.dim:
         return f"rows of {was.dim} numbers do not fit rows of {table.dim}. Keep the dim, or {anew}"
     if was.layout != table.layout:
         before, now = was.layout or f"{was.dim} factors", table.layout or f"{table.dim} factors"
-        return f"its rows were {before}, and are {now} now: their numbers mean something else. {anew.capitalize()}"
+        return f"its rows were {before}, and are {now} now: their numbers mean something else. {anew}"
     if was.has_ids != table.has_ids:
         before, now = ("any ids" if each.has_ids else "row numbers" for each in (was, table))
-        return f"it took {before}, and takes {now} now: nobody knows which row an id had. {anew.capitalize()}"
+        return f"it took {before}, and takes {now} now: nobody knows which row an id had. {anew}"
     if was.meaning is not None and table.meaning is not None and was.meaning != table.meaning:
         return f"values became rows by {was.meaning}, and do by {table.meaning} now. Set the mapping back, or {anew}"
     if table.num_rows < was.num_rows and not table.has_ids:
@@ -245,13 +266,13 @@ def _layer(was: LayerShape, layer: LayerShape, names: _Names, *, same_arch: bool
         elif was.size[dim] == layer.size[dim]:
             found, zero = None, ()
         else:
-            why = "" if layer.dims else ", and what its columns stand for is not known"
-            problem = problem or f"dimension {dim} had {was.size[dim]} entries, and has {layer.size[dim]} now{why}"
+            why = "" if layer.dims else ": what its columns stand for is not known"
+            problem = problem or f"dimension {dim}: got {layer.size[dim]} entries, needed {was.size[dim]}{why}"
             continue
         places.append(found)
         zeros.append(zero)
     if problem:
-        why = f"{problem}. Set the model's sizes back, or --without {layer.name} begins it anew"
+        why = f"{problem}. Set the model's sizes back, or {names.anew(layer.name)}"
         return Entry("layer", layer.name, "refused", *sizes, why)
     is_same = all(each is None for each in places)
     fate: Fate = "widened" if not is_same else "taken" if was.name == layer.name else "renamed"

@@ -18,7 +18,7 @@ from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.checkpoint.host_rows import without_small_flushes
-from embershard.training.warm.request import Step, WarmStart
+from embershard.training.warm.request import IN_PROGRAM, Step, WarmStart
 from embershard.training.warm.shapes import MODEL, shape_of
 from embershard.training.warm.source import TrainedModel, open_model
 from embershard.training.warm.start import PlannedStart, fill_model, init_states, planned
@@ -66,7 +66,7 @@ def load_from(
     """
     if dense_optimizer is not None and not isinstance(dense_optimizer, KeyedOptimizer):
         raise ConfigError(f"dense_optimizer: got {type(dense_optimizer).__name__}, needed a KeyedOptimizerWrapper.")
-    start = WarmStart(Path(path), step, tuple(renames.items()), tuple(without))
+    start = WarmStart(Path(path), step, tuple(renames.items()), tuple(without), words=IN_PROGRAM)
     trained = open_model(start.path, step, allow_unverified=allow_unverified)
     if dense_optimizer is not None and start.has_states and trained.has_states:
         init_states(dense_optimizer)

@@ -15,13 +15,13 @@ def refusal(matching: Matching, title: str) -> str:
 
     >>> entry = Entry("table", "t_a", "refused", "t_a", "10 x 8", "10 x 4", "rows do not fit. Keep the dim")
     >>> print(refusal(Matching((entry,)), "runs/a"))
-    runs/a does not fit this model, and nothing was built:
+    runs/a does not fit this model, and nothing was taken:
       what       saved   now     problem
       table t_a  10 x 8  10 x 4  rows do not fit. Keep the dim
     """
     rows = [("what", "saved", "now", "problem")]
     rows += [(_what(entry), entry.saved, entry.now, entry.why) for entry in matching.refused]
-    return "\n".join([f"{title} does not fit this model, and nothing was built:", *_lines(rows)])
+    return "\n".join([f"{title} does not fit this model, and nothing was taken:", *_lines(rows)])
 
 
 def summary(matching: Matching, title: str) -> str:

@@ -13,6 +13,21 @@ OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True)
+class Words:
+    """How a user asks for what messages advise: templates of options, or of arguments.
+
+    >>> IN_PROGRAM.without.format("over")
+    'without=["over"]'
+    """
+
+    renames: str = "--map {}={}"
+    without: str = "--without {}"
+
+
+OF_COMMAND, IN_PROGRAM = Words(), Words('renames={{"{}": "{}"}}', 'without=["{}"]')
+
+
+@dataclass(frozen=True)
 class WarmStart:
     """What to begin with.
 
@@ -22,6 +37,7 @@ class WarmStart:
         renames: old and new names, of features, tables, or layers.
         without: such names that begin anew; "optimizer": the states of both optimizers do.
         keep_steps: the schedule goes on where it was.
+        words: of who asks.
 
     >>> WarmStart(Path("runs/monday"), renames=(("item", "product"),), without=("optimizer",)).has_states
     False
@@ -32,6 +48,7 @@ class WarmStart:
     renames: tuple[tuple[str, str], ...] = ()
     without: tuple[str, ...] = ()
     keep_steps: bool = False
+    words: Words = OF_COMMAND
 
     @property
     def has_states(self) -> bool:

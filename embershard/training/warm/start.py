@@ -25,7 +25,7 @@ from embershard.training.warm.fill import fill_layers, fill_tables
 from embershard.training.warm.id_moves import clock_of, fill_ids
 from embershard.training.warm.matching import Entry, Matching, match
 from embershard.training.warm.report import refusal, summary
-from embershard.training.warm.request import OPTIMIZER, WarmStart
+from embershard.training.warm.request import OPTIMIZER, WarmStart, Words
 from embershard.training.warm.shapes import MODEL, ModelShape, shape_of
 from embershard.training.warm.source import TrainedModel, open_model
 
@@ -84,10 +84,10 @@ def planned(
         ConfigError: as `plan_start`.
     """
     names = [name for name in start.without if name != OPTIMIZER]
-    found = match(model.shape, shape, start.renames, names)
+    found = match(model.shape, shape, start.renames, names, start.words)
     entries = [_with_rules(entry, model, ids) for entry in found.entries]
     if start.has_states:
-        entries += _optimizer_problems(model, kinds)
+        entries += _optimizer_problems(model, kinds, start.words)
     notes = [*(f"Not used: {reason}." for reason in model.skipped), *found.notes]
     if start.has_states and not model.has_states:
         notes.append("It has no states of optimizers: they begin at 0.")
@@ -99,7 +99,8 @@ def planned(
     return PlannedStart(model, shape, found, has_states, schedule_steps, model.state_steps * has_states, ids)
 
 
-def _optimizer_problems(model: TrainedModel, kinds: Mapping[str, str]) -> list[Entry]:
+def _optimizer_problems(model: TrainedModel, kinds: Mapping[str, str], words: Words) -> list[Entry]:
+    anew = words.without.format(OPTIMIZER)
     return [
         Entry(
             "optimizer",
@@ -108,7 +109,7 @@ def _optimizer_problems(model: TrainedModel, kinds: Mapping[str, str]) -> list[E
             section,
             was,
             kinds[section],
-            "states of one are none of the other. Set the kind back, or --without optimizer begins with none",
+            f"states of one are none of the other. Set the kind back, or {anew} begins with none",
         )
         for section, was in (model.optimizers or {}).items()
         if was != kinds[section] and model.has_states

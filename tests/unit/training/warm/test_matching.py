@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[RunConfig, RunConfig, tuple[str, ...], tuple[str, ...],
     "ids of texts": (run(ids(240)), run(features(item=sparse(240, "text_ids"))), (), (), ["ids", "text_ids"]),
     "weights in the rows": (run(), run(arch="deepfm"), (), (), ["table t_item", "7 factors, 1 weights"]),
     "another hidden width": (
-        run(), run(model={"over_arch_layer_sizes": (9, 1)}), (), (), [f"layer {OVER}", "dimension 0 had 6", "now"],
+        run(), run(model={"over_arch_layer_sizes": (9, 1)}), (), (), [f"layer {OVER}", "0: got 9 entries, needed 6"],
     ),
     "another arch": (run(), run(arch="dlrm_dcn"), (), (), [f"layer {OVER}", "depends on model.arch"]),
     "columns nobody knows": (
@@ -201,7 +201,7 @@ def test_all_problems_are_in_one_table() -> None:
     with pytest.raises(ConfigError) as error:
         plan(run(), new, "itm=item")
     first, titles, *rows = str(error.value).splitlines()
-    assert first == "runs/old does not fit this model, and nothing was built:"
+    assert first == "runs/old does not fit this model, and nothing was taken:"
     assert titles.split() == ["what", "saved", "now", "problem"]
     assert [row.split("  ")[1] for row in rows][:3] == ["--map itm=item", "table t_user", "table t_item"]
     assert any(row.startswith("  optimizer embedding_optimizer") for row in rows)
