@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from embershard.units import size
 
 _MOST_RANKS = 1024
 _MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message
+_MOST_BALANCED = 400  # of which whole tables are placed for it: under a second
+_MOST_SCANNED = 12  # numbers of ranks that are tried one after the other
 _STAYING = 0.1
 
 
@@ -171,6 +174,14 @@ def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
     found = _small_placements(request, by_rows) if request.sharded else [[]]
     needs = [need_of(request, placed(request, each)) for each in found]
     return min(needs, key=lambda need: (need.excess_rows, need.asked(request.budget), need.host_bytes))
+
+
+def least_needs(request: PlanRequest) -> list[LeastNeed]:
+    """Return the least need with caches, and where tables may be whole on the devices, those without them and with
+    some."""
+    need = least_need(request)
+    others = (least_need_without_caches(request), least_need_of_some_caches(request, need))
+    return [need, *(other for other in others if other is not None)]
 
 
 def least_need_without_caches(request: PlanRequest) -> LeastNeed | None:
@@ -322,18 +333,27 @@ def _rank_need(request: PlanRequest, rank: int, here: Sequence[PlacedShard]) -> 
 
 
 def _other_changes(request: PlanRequest, device: int | None = None, host: int | None = None) -> str:
-    """Return the advice to use another number of ranks: the fewest that fit, if each more fits, too. Of these limits
-    at least one is too low; what so many ranks may use is in their own request."""
-    low, high = request.workload.shape.world_size, 2 * request.workload.shape.world_size
-    while high <= _MOST_RANKS and high * len(request.sharded) <= _MOST_SHARDS:
+    """Return the advice to use another number of ranks, where one is found: the fewest that fit, of a few more ranks;
+    else the fewest whose blocks of rows fit, if each more fits, too. Of these limits at least one is too low; what so
+    many ranks may use is in their own request."""
+    world_size, num_tables = request.workload.shape.world_size, len(request.sharded)
+    low = world_size
+    for num_ranks in range(world_size + 1, world_size + 1 + _MOST_SCANNED):  # whole tables may need more on more
+        if num_ranks * num_tables > _MOST_BALANCED:
+            break
+        other = _for_ranks(request, num_ranks)
+        if other is not None and (_fits_by_rows(other) or _fits(other.budget, least_needs(other))):
+            return f"; or --ranks {num_ranks}"
+        low = num_ranks
+    high = max(low, 2 * world_size)
+    while high <= _MOST_RANKS and high * num_tables <= _MOST_SHARDS:
+        if (other := _for_ranks(request, high)) is None:
+            high += 1
+            continue
         try:
-            other = request.for_ranks(high)
             if _fits_by_rows(other):
                 break
             need = least_need(other, by_rows=True)
-        except ConfigError:  # so many do not fill nodes
-            low, high = low, high + 1
-            continue
         except ShardingError:  # TorchRec has no names for so many devices of one node
             return ""
         own = other.budget
@@ -342,36 +362,37 @@ def _other_changes(request: PlanRequest, device: int | None = None, host: int | 
         low, high = high, 2 * high
     else:
         return ""
-    while high - low > 1:
-        middle = (low + high) // 2
-        tried = next((n for n in range(middle, high) if _may_fill_nodes(request, n)), high)
-        if tried < high and _fits_by_rows(request.for_ranks(tried)):
-            high = tried
-        else:
-            low = middle if tried == high else tried
-    return f"; or --ranks {high}"
+    between = [other for num_ranks in range(low + 1, high) if (other := _for_ranks(request, num_ranks)) is not None]
+    fewest = bisect.bisect_left(between, True, key=_fits_by_rows)
+    return f"; or --ranks {between[fewest].workload.shape.world_size if fewest < len(between) else high}"
 
 
-def _may_fill_nodes(request: PlanRequest, num_ranks: int) -> bool:
+def _for_ranks(request: PlanRequest, num_ranks: int) -> PlanRequest | None:
+    """Return the request for another number of ranks; None where so many do not fill nodes."""
     try:
-        request.for_ranks(num_ranks)
+        return request.for_ranks(num_ranks)
     except ConfigError:
-        return False
-    return True
+        return None
 
 
 def _fits_by_rows(request: PlanRequest) -> bool:
-    """Return whether all tables, cut by rows, fit the memory of such a request, in caches or whole on the devices: then
-    it has a plan."""
-    budget, ranks_per_node = request.budget, request.workload.shape.ranks_per_node
+    """Return whether all tables, cut by rows, fit the memory of such a request, in caches, whole on the devices, or
+    partly: then it has a plan."""
     need = least_need(request, by_rows=True)
-    is_host_enough = budget.host_bytes is None or need.host_bytes <= budget.host_bytes
-    if not need.excess_rows and need.fits_device(budget) and is_host_enough:
-        return True
-    whole = without_caches(request, need.tables)
-    if not request.may_mix or no_rows_problem(whole, ranks_per_node):
-        return False
-    return need_of(request, whole).fits_device(budget)
+    whole, mixed = without_caches(request, need.tables), least_need_of_some_caches(request, need)
+    may_be_whole = request.may_mix and not no_rows_problem(whole, need.ranks_per_node)
+    found = [need, *([need_of(request, whole)] if may_be_whole else []), *([] if mixed is None else [mixed])]
+    return _fits(request.budget, found)
+
+
+def _fits(budget: Budget, needs: Sequence[LeastNeed]) -> bool:
+    """Return whether one of these needs fits."""
+    return any(
+        not need.excess_rows
+        and need.fits_device(budget)
+        and (budget.host_bytes is None or need.host_bytes <= budget.host_bytes)
+        for need in needs
+    )
 
 
 def _bytes(count: int) -> str:

@@ -18,9 +18,7 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.planning.budget import (
     LeastNeed,
     device_memory,
-    least_need,
-    least_need_of_some_caches,
-    least_need_without_caches,
+    least_needs,
     need_of,
     placed,
     split_slots,
@@ -104,9 +102,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
     gap = bound.gap(min(each.step_seconds for each in found)) if found and bound is not None else 0.0
     if not found or not -_AS_FAST <= gap <= _CLOSE:  # a bound above a plan is none
         if not found or _is_for_torchrec(request):
-            need = least_need(request)
-            others = (least_need_without_caches(request), least_need_of_some_caches(request, need))
-            needs = [need, *(other for other in others if other is not None)]
+            needs = least_needs(request)
             found += all_sized(request, [*(need.tables for need in needs), *by_torchrec(request, needs[0])])
         if found:
             fastest = sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]

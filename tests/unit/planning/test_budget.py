@@ -166,6 +166,19 @@ def test_the_number_of_ranks_that_it_names_fits(budget, fits_from, devices):
         refusal(on_ranks(request, fewer[-1]))
 
 
+@pytest.mark.parametrize(("limit", "fewest"), [(4_000_000, 2), (3_700_000, 5)])
+def test_the_fewest_ranks_are_named_where_more_need_more(limit, fewest):
+    """Cut by rows, or with as many whole tables on each rank, more ranks may need more: 4 do not fit, 5 do."""
+    rows = (100_000, 100_000, 1000, 900)
+    data, budget = data_of(rows, bag_size=5), Budget(device_bytes=limit)
+    request = make_request(budget, rows=rows, dims=(64, 64, 128, 128), batch_size=256, world_size=1, data=data)
+    request = replace(request, effort=0.3)
+    assert refusal(request).endswith(f"; or --ranks {fewest}")
+    make_plan(request.for_ranks(fewest))
+    for fewer in range(2, fewest):
+        assert "does not fit" in refusal(request.for_ranks(fewer))
+
+
 def test_where_no_number_of_ranks_helps_it_says_what_does():
     request = make_request(Budget(device_bytes=300_000), world_size=1)
     said = refusal(request)
