@@ -187,12 +187,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = {make.__name__: make for make in NUM_TASKS}
     parser.add_argument("--tasks", type=int, default=max(NUM_TASKS.values()), help="of a kind, at most (default: all)")
+    parser.add_argument("--first", type=int, default=0, help="of the tasks of a kind (default: %(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds), help="default: all")
     options = parser.parse_args()
     num_wrong = 0
     for make in (kinds[name] for name in options.kinds):
         of_kind = []
-        for seed in range(min(NUM_TASKS[make], options.tasks)):
+        for seed in range(options.first, min(NUM_TASKS[make], options.first + options.tasks)):
             of_kind.append(tried(make(seed)))
             if of_kind[-1].problem:
                 num_wrong += 1
@@ -201,8 +202,9 @@ def main() -> int:
         above = [100 * (each.found / each.best - 1) for each in fitting]  # type: ignore[operator]
         told = [100 * (each.found / each.bound - 1) for each in fitting]  # type: ignore[operator]
         print(
-            f"{make.__name__}: {len(of_kind)} tasks, {sum(each.num_plans for each in of_kind):,} plans; "
-            f"{sum(bool(each.problem) for each in of_kind)} wrong. Found over the best, percent: median "
+            f"{make.__name__}: {len(of_kind)} tasks, {len(fitting)} with a plan, "
+            f"{sum(each.num_plans for each in of_kind):,} plans; {sum(bool(each.problem) for each in of_kind)} wrong. "
+            f"The best was not found in {sum(each > 1e-6 for each in above)}. Found over the best, percent: median "
             f"{statistics.median(above):.2f}, most {max(above):.2f}; over the bound: median "
             f"{statistics.median(told):.2f}, most {max(told):.2f}",
             flush=True,
