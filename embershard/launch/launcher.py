@@ -160,6 +160,8 @@ def planned_ranks(config: RunConfig, nproc: int | None, *, is_started: bool = Tr
     """
     config.check_planned()
     if config.sharding.plan is None:
+        if is_started and nproc is not None:
+            config.sharding.device_limits(nproc)  # are for as many
         return nproc
     plan = Plan.load(config.sharding.plan)
     if nproc is None and plan.ranks_per_node != plan.world_size:
@@ -174,4 +176,5 @@ def planned_ranks(config: RunConfig, nproc: int | None, *, is_started: bool = Tr
     num_ranks = nproc or plan.world_size
     if is_started:
         plan.check_ranks(num_ranks, num_ranks)  # all of them on this machine
+        config.sharding.device_limits(num_ranks)
     return num_ranks

@@ -55,6 +55,10 @@ class ShardingConfig:
     """What you decide of single tables' places, by table; for planning, which decides the rest. `[sharding.pin.t_C3]`
     with `type`, `ranks`, `kernel` ("cached", or whole on the "device") or `slots` of each cache that has rows of it."""
 
+    device_bytes: Free[int | tuple[int, ...] | None] = None
+    """Device memory that a rank may use for everything, in bytes: one number for all ranks, or one for each. A plan
+    keeps to it, where the command line has no other, and a run that needs more is refused at its start."""
+
     def __post_init__(self) -> None:
         choices = {"exchange": ExchangeChoice, "forward_dtype": CommDtype, "backward_dtype": CommDtype, "mode": Mode}
         for name, choice in choices.items():
@@ -76,6 +80,29 @@ class ShardingConfig:
                 )
         if self.hot_bytes is not None and self.hot_bytes < 1:
             raise ConfigError(f"sharding.hot_bytes: got {self.hot_bytes}, needed at least 1.")
+        limits = self.device_bytes if isinstance(self.device_bytes, tuple) else (self.device_bytes or 1,)
+        if self.device_bytes == 0 or not limits or min(limits) < 1:
+            raise ConfigError(f"sharding.device_bytes: got {self.device_bytes}, needed 1 or more, of all or of each.")
+
+    def device_limits(self, world_size: int) -> tuple[int, ...]:
+        """Return the device memory that each rank may use, [ranks]; empty: it is not limited.
+
+        Raises:
+            ConfigError: the limits are for another number of ranks.
+
+        >>> ShardingConfig(device_bytes=9).device_limits(2), ShardingConfig(device_bytes=(9, 5)).device_limits(2)
+        ((9, 9), (9, 5))
+        """
+        if self.device_bytes is None:
+            return ()
+        if isinstance(self.device_bytes, int):
+            return (self.device_bytes,) * world_size
+        if len(self.device_bytes) != world_size:
+            raise ConfigError(
+                f"sharding.device_bytes: got {len(self.device_bytes)} numbers, needed one, or one for each of "
+                f"{world_size} ranks."
+            )
+        return self.device_bytes
 
     @property
     def mode_memory(self) -> ModeMemory | None:

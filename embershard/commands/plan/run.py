@@ -67,7 +67,7 @@ class _Setup:
         """Return the request for so many ranks; `ratio` overrides the config's share of rows on the device."""
         config, arguments = self.config, self.arguments
         topology = self.shaped(num_ranks)
-        limits, host_bytes = arguments.device_memory or (), arguments.host_memory
+        limits, host_bytes = arguments.device_memory or config.sharding.device_limits(num_ranks), arguments.host_memory
         if len(limits) not in (0, 1, num_ranks):
             raise ConfigError(
                 f"--device-memory: got {len(limits)} sizes, needed one, or one for each of {num_ranks} ranks."

@@ -31,20 +31,30 @@ class MachineLimits:
     Attributes:
         device_bytes: free memory of a rank's GPU; None without one.
         disk_bytes: free space in `cache.host_dir`; None where there is no such folder in the settings.
+        by_rank: device memory that each rank here may use, [ranks here]; empty: all that there is.
     """
 
     host: HostMemory
     device_bytes: int | None = None
     disk_bytes: int | None = None
+    by_rank: tuple[int, ...] = ()
 
     @classmethod
-    def here(cls, config: RunConfig, device: torch.device) -> MachineLimits:
-        """Return what this machine has left, for a rank on `device`. (GPU memory was never read on a GPU yet.)"""
+    def here(cls, config: RunConfig, ranks: Ranks, plan: Plan | None) -> MachineLimits:
+        """Return what this machine has left for a rank, and what the settings or the plan let each rank here use. (GPU
+        memory was never read on a GPU yet.)
+
+        Raises:
+            ConfigError: the settings' limits are for other ranks.
+        """
+        device, first = ranks.device, ranks.rank - ranks.local_rank
+        limits = config.sharding.device_limits(ranks.world_size) or (plan.memory_bytes_by_rank if plan else ())
         is_gpu, folder = device.type == "cuda", config.cache.host_dir
         return cls(
             host_memory(),
             torch.cuda.mem_get_info(device)[0] if is_gpu else None,
             None if folder is None else shutil.disk_usage(nearest_folder(Path(folder))).free,
+            limits[first : first + ranks.local_world_size],
         )
 
     def has_room_for(self, needs: MemoryNeeds) -> bool:
@@ -53,7 +63,15 @@ class MachineLimits:
             needs.host_bytes <= self.host.available_bytes
             and (self.device_bytes is None or needs.device_bytes <= self.device_bytes)
             and (self.disk_bytes is None or needs.disk_bytes <= self.disk_bytes)
+            and self.short_rank(needs) is None
         )
+
+    def short_rank(self, needs: MemoryNeeds) -> int | None:
+        """Return the rank here, from 0, that needs most above what it may use of its device; None: all have enough."""
+        pairs = zip(needs.by_rank, self.by_rank, strict=True) if self.by_rank else ()
+        excess = [sum(taken.values()) - limit for taken, limit in pairs]
+        most = max(excess, default=0)
+        return excess.index(most) if most > 0 else None
 
 
 def disk_of(folder: Path) -> int:
@@ -148,6 +166,8 @@ class MemoryChanges:
         """Return the least number of machines that fits, of those whose ranks can share the batch; else None."""
         ranks = self._ranks
         if self._config.sharding.mode == "data_parallel":  # runs on one
+            return None
+        if isinstance(self._config.sharding.device_bytes, tuple):  # they are for these ranks
             return None
         for count in range(ranks.world_size // ranks.ranks_per_node + 1, _MOST_MACHINES + 1):
             more = replace(ranks, world_size=count * ranks.ranks_per_node, first=0)

@@ -30,6 +30,7 @@ _USES = {
     "input_buffers": "known batches",
     "read_ahead": "batches read ahead",
     "runtime": "libraries at work",
+    "reserve": "left free for the driver and torch",
 }
 _LEAST_SHOWN = 0.005  # of a sum
 
@@ -46,7 +47,8 @@ def check_memory(
         A warning where the run fits only as long as not all rows are used; else an empty string.
 
     Raises:
-        ConfigError: host memory, GPU memory or disk space does not suffice: with figures, and changes that fit.
+        ConfigError: host memory, GPU memory or disk space does not suffice, or is more than a rank may use: with
+            figures, and changes that fit.
 
     >>> from embershard.machine import HostMemory
     >>> ranks, machine = RanksHere(2, 2, "cpu"), MachineLimits(HostMemory(24 << 30, 20 << 30))
@@ -69,6 +71,13 @@ def check_memory(
         raise ConfigError(
             f"This run does not fit: a rank needs {size(needs.device_bytes)} of GPU memory, and "
             f"{size(machine.device_bytes)} are free. {_figures(needs.device, config, rows)}. {fitting.text()}"
+        )
+    if (short := machine.short_rank(needs)) is not None:
+        taken, limited = needs.by_rank[short], config.sharding.device_bytes is not None
+        raise ConfigError(
+            f"This run does not fit: rank {ranks.first + short} needs {size(sum(taken.values()))} of device memory, "
+            f"and may use {size(machine.by_rank[short])} ({'sharding.device_bytes' if limited else 'its plan'}). "
+            f"{_figures(taken, config, rows)}. {fitting.text()}"
         )
     if machine.disk_bytes is not None and needs.disk_bytes > machine.disk_bytes:
         raise ConfigError(
@@ -99,7 +108,7 @@ def check_memory_for_run(config: RunConfig, plan: Plan | None, ranks: Ranks) -> 
         plan.check_model({table.table: (table.rows, table.dim, table.dtype) for table in tables})
     error = warning = ""
     try:
-        machine = MachineLimits.here(config, ranks.device)
+        machine = MachineLimits.here(config, ranks, plan)
         warning = check_memory(config, table_rows(config), RanksHere.of(ranks), machine, plan)
     except ConfigError as problem:
         error = str(problem)

@@ -33,18 +33,22 @@ class RanksHere:
 
     Attributes:
         first: the lowest rank on this machine.
+        own: of these, the one that asks, from 0; None: none of them.
     """
 
     world_size: int
     ranks_per_node: int
     device: Literal["cpu", "cuda"]
     first: int = 0
+    own: int | None = None
 
     @classmethod
     def of(cls, ranks: Ranks) -> RanksHere:
         """Return the ranks of this process's machine."""
         device: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
-        return cls(ranks.world_size, ranks.local_world_size, device, ranks.rank - ranks.local_rank)
+        return cls(
+            ranks.world_size, ranks.local_world_size, device, ranks.rank - ranks.local_rank, own=ranks.local_rank
+        )
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,10 @@ class MemoryNeeds:
 
     Attributes:
         host: host memory. On a CPU it includes what would be on GPUs.
-        device: GPU memory of the rank that takes most; empty on a CPU.
+        device: GPU memory of the rank that asks, or of the one that takes most; empty on a CPU.
         disk: in files in `cache.host_dir`.
         lazy_bytes: the part of `host` that rows take when they are first used.
+        by_rank: what each rank here takes where its tables' device is, [ranks here]; on a CPU a part of `host`.
 
     >>> MemoryNeeds({"weights": 80, "caches": 20}, {}, disk_bytes=0, lazy_bytes=80).start_bytes
     20
@@ -65,6 +70,7 @@ class MemoryNeeds:
     device: Mapping[str, int]
     disk_bytes: int
     lazy_bytes: int
+    by_rank: tuple[Mapping[str, int], ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -78,7 +84,7 @@ class MemoryNeeds:
 
     @property
     def device_bytes(self) -> int:
-        """All memory of the fullest GPU."""
+        """All memory of that GPU."""
         return sum(self.device.values())
 
 
@@ -123,6 +129,8 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps")})
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         host["runtime"] += _RUNTIME_BYTES
+    taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
+    of_ranks = tuple(+(each | Counter(marks=own["marks"])) for each, own in taken)
     rows_bytes, disk_bytes = host["weights"] + host["optimizer_states"], 0
     if config.cache.host != "memory":
         disk_bytes, host["weights"], host["optimizer_states"] = rows_bytes, 0, 0
@@ -130,8 +138,21 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     if ranks.device == "cpu":
         host, device = host + sum(device, Counter()), []
     is_lazy = config.train.init == "counter" and ranks.device == "cpu" and not disk_bytes and not has_one_copy
-    fullest = max(device, key=Counter.total, default=Counter[str]())
-    return MemoryNeeds(+host, +fullest, disk_bytes, rows_bytes if is_lazy else 0)
+    of_gpu = max(device, key=Counter.total, default=Counter[str]())
+    if device and ranks.own is not None:
+        of_gpu = device[ranks.own]
+    return MemoryNeeds(+host, +of_gpu, disk_bytes, rows_bytes if is_lazy else 0, of_ranks)
+
+
+def _predicted(config: RunConfig, ranks: RanksHere, plan: Plan | None) -> list[Counter[str]]:
+    """Return the device memory of each rank here by its plan, which knows how often the data look rows up; empty where
+    the plan was edited, or assumed other settings."""
+    if plan is None or plan.prediction is None or not config.cache.enabled:
+        return []
+    if plan.other_settings(config.predicted_from(ranks.device, ranks.world_size)):
+        return []
+    here = plan.prediction.ranks[ranks.first : ranks.first + ranks.ranks_per_node]
+    return [Counter(rank.device_bytes) for rank in here]
 
 
 def _file_tier(config: RunConfig, rows_bytes: int, shards: Sequence[Sequence[PlacedShard]]) -> Counter[str]:

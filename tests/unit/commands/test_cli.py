@@ -198,6 +198,15 @@ _GLOBAL_BATCH = ("--set", "train.batch_size=none", "--set", "train.global_batch_
         ),
         (["--config", QUICK, "--set", "sharding.pin.t_C3.kernel=uvm"], "sharding.pin.t_C3.kernel: got 'uvm', needed"),
         (["--config", QUICK, "--set", "sharding.pin.t_C3.slots=0"], "sharding.pin: slots: got 0"),
+        (
+            ["--config", QUICK, "--nproc", "1", "--set", "sharding.device_bytes=[9, 9]"],
+            "sharding.device_bytes: got 2 numbers, needed one, or one for each of 1 ranks.",
+        ),
+        (
+            ["--config", QUICK, "--set", "sharding.device_bytes=[]"],
+            "sharding.device_bytes: got (), needed 1 or more",
+        ),
+        (["--config", QUICK, "--set", "sharding.device_bytes=0"], "sharding.device_bytes: got 0, needed 1 or more"),
         (["--config", QUICK, "--resume"], "--resume needs --run-dir"),
         (["--config", QUICK, "--allow-change", "data.seed"], "--allow-change has no effect without --resume"),
         (["--config", QUICK, "--run-dir", "x", "--resume", "--allow-change", "data.sed"], "Did you mean data.seed?"),

@@ -119,6 +119,21 @@ def test_a_plan_is_shown_and_written(files, tmp_path, capsys):
     assert Plan.load(f"{file}2").digest == plan.digest
 
 
+def test_limits_of_the_settings_are_those_of_the_plan(files, tmp_path, capsys):
+    """The command line's come first; limits for other ranks are refused."""
+    file, setting = tmp_path / "plan.json", "sharding.device_bytes=[4_000_000, 3_000_000]"
+    of_ranks = ("--topology", "h100x8", "--set", setting)
+    assert main(given(files, "--ranks", "2", *of_ranks, "-o", str(file))) == 0
+    plan = Plan.load(file)
+    assert plan.memory_bytes_by_rank == (4_000_000, 3_000_000)
+    assert f"--set '{setting}'" in " ".join(capsys.readouterr().out.split())
+    assert main(given(files, "--ranks", "2", *of_ranks, "--device-memory", "5MB", "-o", str(file))) == 0
+    assert (Plan.load(file).device_memory_bytes, Plan.load(file).memory_bytes_by_rank) == (5_000_000, ())
+    capsys.readouterr()
+    said = refused(capsys, given(files, "--ranks", "4", *of_ranks))
+    assert "sharding.device_bytes: got 2 numbers, needed one, or one for each of 4 ranks" in said
+
+
 def test_the_command_that_trains_keeps_the_settings(files, tmp_path, capsys):
     settings = ("sharding.mode=hot_cold", "sharding.hot_bytes=9000", "cache.ratio=0.2", "sharding.exchange=rows")
     words = [word for text in settings for word in ("--set", text)]

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from embershard.commands.plan.inputs import make_workload
 from embershard.distributed import process_group
 from embershard.errors import ConfigError, ShardingError
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.machine import HostMemory
+from embershard.planning.cost.topology import load_topology
+from embershard.planning.make_plan import make_plan
+from embershard.planning.request import Budget, PlanRequest
 from embershard.settings.decoding import decode
 from embershard.settings.files import apply_override
 from embershard.sharding.plan import Plan
@@ -206,6 +211,77 @@ def test_a_plan_says_what_each_rank_holds():
     message = refusal(*EAGER, machine=limits(0.5), ranks=RanksHere(2, 1, "cpu"), plan=plan)
     assert message.endswith("Or plan for this machine: embershard plan --host-memory, --device-memory.")
     assert "cache.ratio" not in message  # the plan's slots apply
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan for GPUs that uses the memory that each of two ranks may use."""
+    config = config_of(*PLANNED)
+    rows = table_rows(config)
+    data = assumed_statistics([AssumedTable(name, count, 1.0, 1) for name, count in rows.items()], 10**6)
+    workload = make_workload(config, data, 2, ranks_per_node=2, device="cuda", reserve_bytes=10_000_000)
+    rates, settings = load_topology("h100x2").rates_for(2), config.predicted_from("cuda", 2)
+    budget = Budget(device_bytes=30_000_000, less_bytes=(0, 9_000_000))
+    return make_plan(PlanRequest(workload, rates, budget, settings=settings, effort=0.2))
+
+
+PLANNED = ("data.synthetic.scale=0.02", "train.batch_size=64")
+GPUS = RanksHere(2, 2, "cuda")
+
+
+def test_ranks_keep_to_what_each_may_use(plan: Plan):
+    """By the plan's own count, which knows how often the data look rows up; a byte less is refused."""
+    taken = [sum(each.values()) for each in needs_of(*PLANNED, ranks=GPUS, plan=plan).by_rank]
+    assert plan.prediction is not None
+    assert taken == [rank.total_device_bytes for rank in plan.prediction.ranks]
+    assert max(plan.memory_bytes_by_rank) > taken[0] > plan.memory_bytes_by_rank[1] >= taken[1]
+    machine = dataclasses.replace(limits(9), by_rank=plan.memory_bytes_by_rank)
+    assert check(*PLANNED, machine=machine, ranks=GPUS, plan=plan) == ""
+    machine = dataclasses.replace(machine, by_rank=(taken[0], taken[1] - 1))
+    said = refusal(*PLANNED, machine=machine, ranks=GPUS, plan=plan)
+    assert re.search(r"rank 1 needs \S+ MiB of device memory, and may use \S+ MiB \(its plan\)\. It is for", said), said
+    given = (*PLANNED, f"sharding.device_bytes=[{taken[0]}, {taken[1] - 1}]")
+    assert "(sharding.device_bytes)" in refusal(*given, machine=machine, ranks=GPUS, plan=plan)
+
+
+def test_what_an_edited_plan_takes_is_counted_anew(plan: Plan):
+    """Its prediction is gone, and more slots are more memory."""
+    machine = dataclasses.replace(limits(9), by_rank=plan.memory_bytes_by_rank)
+    edited = dataclasses.replace(plan, prediction=None)
+    assert check(*PLANNED, machine=machine, ranks=GPUS, plan=edited) == ""
+    tables = [dataclasses.replace(table, kernel="cached") for table in plan.tables]
+    pools = tuple(pool.with_slots(pool.rows) for pool in pools_of(tables, ranks_per_node=2))
+    edited = dataclasses.replace(edited, tables=tuple(tables), pools=pools)
+    assert "(its plan)" in refusal(*PLANNED, machine=machine, ranks=GPUS, plan=edited)
+
+
+def test_each_gpu_has_to_hold_its_own_rank(plan: Plan):
+    """Not the fullest rank of all: GPUs may have other amounts of free memory."""
+    own = [needs_of(*PLANNED, ranks=dataclasses.replace(GPUS, own=n), plan=plan).device_bytes for n in (0, 1)]
+    assert own[0] > own[1] > 0
+    machine = limits(9, device=own[1] / GB)
+    assert check(*PLANNED, machine=machine, ranks=dataclasses.replace(GPUS, own=1), plan=plan) == ""
+    assert "of GPU memory, and" in refusal(*PLANNED, machine=machine, ranks=dataclasses.replace(GPUS, own=0), plan=plan)
+
+
+@pytest.mark.parametrize("cache", [(), ("cache.enabled=false",)])
+def test_a_run_without_a_plan_keeps_to_what_its_ranks_may_use(cache: tuple[str, ...]):
+    """On a CPU, too; what is proposed fits."""
+    taken = [sum(each.values()) for each in needs_of(*PLANNED, *cache).by_rank]
+    for limit, fits in ((max(taken), True), (max(taken) - 1, False)):
+        settings = (*PLANNED, *cache, f"sharding.device_bytes={limit}")
+        with process_group("cpu") as ranks:
+            ranks = dataclasses.replace(ranks, world_size=2, local_world_size=2)
+            machine = dataclasses.replace(MachineLimits.here(config_of(*settings), ranks, None), host=limits(9).host)
+        assert machine.by_rank == (limit, limit)
+        if fits:
+            assert check(*settings, machine=machine) == ""
+            continue
+        said = refusal(*settings, machine=machine)
+        assert "of device memory, and may use" in said
+        assert changes_in(said)
+        for change in changes_in(said):
+            assert check(*settings, *change, machine=machine) == "", change
 
 
 def test_a_plan_for_another_model_is_refused_as_such():
