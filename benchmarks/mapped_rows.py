@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -22,6 +19,7 @@ import torch
 from benchmarks.common import machine, make_parser, report, settings_of
 from embershard.cache import HostStore
 from embershard.cache.rows import frozen_rows, memory
+from tests.limited_memory import limited_memory
 
 _DIM = 16
 
@@ -37,7 +35,8 @@ def main() -> None:
     parser.add_argument("--folder", default="/var/tmp", help="on the disk to measure")
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {"system's default": [], "advised": []}
-    with limited(options.limit_bytes):
+    with limited_memory(options.limit_bytes) as group:
+        group.enter()
         for _ in range(options.rounds):
             for name, measured in found.items():
                 measured.append(passes(options, is_advised=name == "advised"))
@@ -45,22 +44,6 @@ def main() -> None:
     settings = {name: value for name, value in settings_of(options).items() if name != "folder"}
     result = {"benchmark": "mapped_rows", "settings": settings, "best": best, "runs": found, "machine": machine()}
     report(result, options.output)
-
-
-@contextlib.contextmanager
-def limited(num_bytes: int) -> Iterator[None]:
-    """Keep this process, and the pages of its files, in so much memory."""
-    base = Path("/sys/fs/cgroup")
-    is_second = (base / "cgroup.controllers").exists()
-    group = base / ("embershard_benchmark" if is_second else "memory/embershard_benchmark")
-    group.mkdir(exist_ok=True)
-    limit, members = ("memory.max", "cgroup.procs") if is_second else ("memory.limit_in_bytes", "cgroup.procs")
-    (group / limit).write_text(str(num_bytes))
-    (group / members).write_text(str(os.getpid()))
-    try:
-        yield
-    finally:
-        (group.parent / members).write_text(str(os.getpid()))
 
 
 def passes(options: argparse.Namespace, is_advised: bool) -> dict[str, float]:
