@@ -241,10 +241,8 @@ class HostStore:
 
     def read(self, keys: Tensor, pinned: bool = False) -> Tensor:
         """Return the weights of rows `keys` (int64 [M]): [M, D] in host memory, page-locked if asked for."""
-        if self.small is not None or self.away is not None:
-            return (self.small or self.away).read(keys)  # type: ignore[union-attr]
-
-    @property
+        if self.away is not None:
+            return self.away.read(keys)
         if self.small is not None:
             return self.small.read(keys.cpu(), torch.empty(keys.numel(), self.dim, pin_memory=pinned))
         self.make(keys)

@@ -84,7 +84,6 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
     >>> load_weights(model, model.state_dict())  # a sharded model
     """
-    small = small_tables(model)
     with without_small_flushes(model):  # TorchRec flushes first, and there is nothing to read
         is_whole = all(pool.host.is_memory for _, pool in pools_by_module(model))
         model.load_state_dict(without_small_rows(model, weights), strict=is_whole)

@@ -9,7 +9,7 @@ from typing import Any
 
 from embershard.distributed import complete_checkpoints
 from embershard.distributed.checkpoint.load import without_known_warnings
-from embershard.errors import EmbershardError
+from embershard.errors import ConfigError, EmbershardError
 from embershard.training.checkpoint.host_rows import load_weights, tensors_to_fill
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part, Training
@@ -64,6 +64,12 @@ class WarmStarted(Part):
         Raises:
             ConfigError, CheckpointError, DataError: as `plan_start` and `read_pretrained`.
         """
+        if self._is_due and self.run.config.cache.host == "file":
+            raise ConfigError(
+                'cache.host: got "file", needed "memory" or "mmap" where a run begins with a trained model, or with '
+                'rows of a file. Save its first step with cache.host = "mmap", then go on: --resume --set '
+                "cache.host=file --set cache.host_bytes=..."
+            )
         folder = self.run.checkpoints
         if self._is_due and not self.run.ranks.from_first(lambda: folder and complete_checkpoints(folder)):
             self._prepare()

@@ -81,7 +81,11 @@ def made(root: Path, groups: str, files: dict[str, str]) -> Path:
     [
         ("0::/a/b", {"a/cgroup.subtree_control": "cpu memory", "a/b/cgroup.subtree_control": ""}, "a"),
         ("0::/a/b", {"a/cgroup.subtree_control": "memory", "a/b/cgroup.subtree_control": "memory"}, "a/b"),
-        ("4:memory:/c\n0::/a", {"memory/memory.limit_in_bytes": "9", "memory/c/memory.limit_in_bytes": "9"}, "memory/c"),
+        (
+            "4:memory:/c\n0::/a",
+            {"memory/memory.limit_in_bytes": "9", "memory/c/memory.limit_in_bytes": "9"},
+            "memory/c",
+        ),
         ("4:cpu,memory:/the/hosts/path", {"memory/memory.limit_in_bytes": "9"}, "memory"),
     ],
 )
