@@ -96,7 +96,7 @@ class CacheConfig:
     host: Free[HostKind] = "memory"
     """Storage of a rank's full shard. `memory`: plain host memory. `mmap`: files mapped into memory; the system chooses
     what stays there. `file`: a file, of whose rows those that are used next are in `host_bytes` of memory; the
-    look-ahead chooses, and reads rows before a step needs them. On a CPU only so far."""
+    look-ahead chooses, and reads rows before a step needs them."""
 
     host_dir: Free[str | None] = None
     """Folder for the files of `host = "mmap"` and `host = "file"`. They are working storage, freed with the process."""
@@ -202,16 +202,15 @@ class CacheConfig:
         """Raise where rows in a file meet settings that know only rows in memory, or choose rows otherwise."""
         others = {
             "cache.policy": (self.policy, (None, "lookahead")),
-            "cache.transfer": (self.transfer, (None, "plain")),
+            "cache.transfer": (self.transfer, (None,)),
             "cache.host_dtype": (", ".join(self.small_types) or None, (None,)),
-            "cache.slot_map": (self.slot_map, (None, "array")),
         }
         for name, (got, allowed) in others.items():
             if got not in allowed:
                 needed = " or ".join(f'"{each}"' for each in allowed if each is not None) or "the default"
                 raise ConfigError(
                     f'{name}: got {got!r} with cache.host="file", needed {needed}: rows are read from the file by what '
-                    "the look-ahead knows, as fp32, to slots in host memory. Leave it out"
+                    "the look-ahead knows, as fp32, and move between slots and memory in one way. Leave it out"
                 )
 
     def _check_small_rows(self) -> None:

@@ -180,11 +180,6 @@ class Planner(ABC):
                 self._order.offer(*arrived, plan.batch)
         self._is_open = False
 
-    def offer(self, slots: Tensor, batch: int) -> None:
-        """Consider `slots` (int64 [M]) for eviction, which may be evicted again, once `batch` is not in flight."""
-        if self._next_use_index is not None:
-            self._order.offer(slots, self._next_use_index.next_use.index_select(0, slots), batch)
-
     def forget_known(self) -> None:
         """Forget all known batches, and the ranking of victims that follows from them."""
         assert self._next_use_index is not None, "only an index of next uses knows batches"
@@ -240,8 +235,12 @@ class CachePlanner(Planner):
         return CachePlan(batch, slots, *fills, *evictions, *write_backs, first_hits, missed)
 
     def worst(self, count: int, oldest_pinned: int) -> Tensor:
-        """Return the `count` slots to evict first, fewer if the others are pinned: int64. The caller evicts them."""
-        return self._queue.pop(count, oldest_pinned)
+        """Return the `count` slots to evict first, by a new ranking; fewer if the others are pinned: int64. The caller
+        evicts them."""
+        self._queue.clear()
+        victims = self._queue.pop(count, oldest_pinned)
+        self._queue.clear()
+        return victims
 
     def _choose_victims(self, count: int, oldest_pinned: int) -> Tensor:
         """Slots to evict so that `count` rows fit: int64; fewer than needed when the others are pinned."""

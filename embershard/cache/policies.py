@@ -44,6 +44,10 @@ class SlotScores:
         """Return the score of every slot, non-negative float32 [S + 1]; None if only recency counts."""
         return None
 
+    def of_rows(self) -> Tensor | None:
+        """Return the scores of all rows that are in no slot, float32 [R] in host memory; None without scores."""
+        return None
+
     def counted(self, slots: Tensor) -> Tensor:
         """Return the scores of `slots`, for a checkpoint: float32 [M], with the newest use as 1; 0 without scores."""
         return torch.zeros(len(slots))
@@ -96,6 +100,9 @@ class FrequencyScores(SlotScores):
 
     def of_slots(self) -> Tensor | None:
         return self._slot_scores
+
+    def of_rows(self) -> Tensor | None:
+        return self._row_scores
 
     def counted(self, slots: Tensor) -> Tensor:
         return self._slot_scores[slots].cpu()

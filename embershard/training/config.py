@@ -278,11 +278,6 @@ class RunConfig:
             raise ConfigError(
                 'look_ahead.lookahead: got 0, needed 1 or more with cache.host = "file": rows are read ahead.'
             )
-        if self.train.device == "cuda":
-            raise ConfigError(
-                'train.device: got "cuda", needed "cpu" with cache.host = "file": no transfer to a GPU knows rows that '
-                'move in host memory so far. Set cache.host = "mmap".'
-            )
 
     def _check_rows_away(self, setting: str, needs: Mapping[str, str]) -> None:
         """Raise where rows that are not in host memory as they are in slots meet other settings; `needs` says why."""

@@ -34,8 +34,8 @@ from embershard.training.fit.memory_check import check_memory_for_run
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.steps import open_stream
 
-#: Settings of a cache whose host rows are as the slots: a checkpoint has them so.
-_AS_SLOTS: dict[str, Any] = {"host_dtype": "fp32", "host_dtypes": {}, "full_rows": None}
+#: Settings of a cache whose host rows are as the slots: a checkpoint has them so, and is read as memory.
+_AS_SLOTS: dict[str, Any] = {"host_dtype": "fp32", "host_dtypes": {}, "full_rows": None, "host_bytes": None}
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,12 @@ def for_scoring(config: RunConfig, device: str) -> RunConfig:
     """
     cache = config.cache
     policy = "lfu" if cache.policy in ("frequency", "static") or cache.has_own_policy else cache.policy
-    is_cached = cache.enabled and (device != "cpu" or config.data.has_ids)
+    in_file = cache.host == "file"
+    is_cached = cache.enabled and (device != "cpu" or config.data.has_ids or in_file)
+    host = "mmap" if in_file else cache.host
     return replace(
         config,
-        cache=replace(cache, policy=policy, policy_folder=None, warmup=None, **_AS_SLOTS)
+        cache=replace(cache, policy=policy, policy_folder=None, warmup=None, host=host, **_AS_SLOTS)
         if is_cached
         else CacheConfig(enabled=False),
         model=replace(config.model, frozen=()),  # nothing is trained; and frozen tables need a cache

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,32 +19,14 @@ from torch import Tensor
 
 from embershard.cache import loops
 from embershard.cache.file.file_rows import FileRows, FileWork, PageIo
-from embershard.cache.next_use import KnownBatch, NextUseIndex, OtherTables
-from embershard.cache.planner import CachePlan, CachePlanner, Shortage
-from embershard.cache.policies import RecencyScores
+from embershard.cache.file.places import Claim, RowPlaces
+from embershard.cache.next_use import KnownBatch, OtherTables
 from embershard.cache.rows import memory
 from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array
 from embershard.cache.rows.memory import widest_views
 from embershard.cache.rows.transfer import RowTable
-from embershard.cache.slot_map import SlotMap
-from embershard.cache.slot_state import SlotState
 from embershard.cache.totals import FileCounts
 from embershard.errors import CacheOverflowError, ConfigError
-
-#: Stamp of a place whose row is on the device: newer than any batch, so it is no victim.
-_LENT = SlotMap.first_stamp(2**31 - 2)
-#: With fewer free places than the first share, the worst rows leave, as many as the second. Many that leave together
-#: have pages of the file in common.
-_LEAST_FREE, _LEAVING = 0.02, 1 / 16
-
-
-@dataclass(frozen=True, eq=False)
-class _Filed:
-    """A batch whose rows have places, and the reads that bring some of them in."""
-
-    batch: int
-    known: KnownBatch
-    work: FileWork | None
 
 
 class FiledRows:
@@ -70,7 +51,7 @@ class FiledRows:
     >>> tables = [ShardWeights("clicks", 7, 4, -0.5, 0.5)]
     >>> rows = FiledRows([1000], tables, [torch.empty(0, 4)], num_places=20, folder=".")
     >>> rows.bring_in(torch.tensor([500, 3]), None)
-    >>> rows.parts[0][rows.places(torch.tensor([3]))] = 1.0  # as the device writes a row back
+    >>> rows.parts[0][rows.places_of(torch.tensor([3]))] = 1.0  # as the device writes a row back
     >>> rows.give_back(torch.tensor([500, 3]))
     >>> for first in range(0, 400, 10):
     ...     some = torch.arange(first, first + 10)
@@ -103,13 +84,9 @@ class FiledRows:
             memory.zeros(count * math.prod(part.shape[1:]), part.dtype).view(count, *part.shape[1:]) for part in like
         ]
         self._file = FileRows(folder, self._num_rows, like, io=io)
-        self._map = SlotMap(self._num_rows, self.num_places)
-        self.index = NextUseIndex(self._map, others)
-        self._planner = CachePlanner(SlotState(self._map, RecencyScores(), self.index))
-        self._last_filed = torch.zeros(self.num_places + 1, dtype=torch.int64)  # by place: the last batch that wants it
-        self._filed: deque[_Filed] = deque()
-        self._works: list[FileWork] = []  # reads that nobody has waited for
-        self._newest = self._num_returns = 0
+        self.places = RowPlaces(self._num_rows, self.num_places, others)
+        self._works: dict[KnownBatch, FileWork] = {}  # of claims
+        self._reading: list[FileWork] = []  # what nobody has waited for, of any batch
         self._lock = threading.RLock()
         self._counts = FileCounts()
 
@@ -118,7 +95,7 @@ class FiledRows:
     def know(self, keys: Tensor, feature_lengths: Tensor) -> KnownBatch:
         """Announce a batch that will be filed after all those known; arguments as for `RowCache.know`."""
         with self._lock:
-            return self.index.know(keys, feature_lengths)
+            return self.places.know(keys, feature_lengths)
 
     def file(self, keys: Tensor, known: KnownBatch) -> bool:
         """Give the rows of the oldest known batch (`keys` int64 [N]) places, and begin to read those in the file; False
@@ -128,13 +105,13 @@ class FiledRows:
             CacheError: the file could not be read or written.
         """
         with self._lock:
-            if any(filed.known is known for filed in self._filed):
+            if self.places.has_claim(known):
                 return True
-            oldest = self._filed[0].batch if self._filed else self._newest + 1
-            work = self._claim(keys, known, oldest)
-            if isinstance(work, Shortage):
+            claim = self.places.claim(keys, known)
+            if claim is None:
                 return False
-            self._filed.append(_Filed(self._newest, known, work))
+            if (work := self._bring(claim)) is not None:
+                self._works[known] = work
             return True
 
     def bring_in(self, keys: Tensor, known: KnownBatch | None) -> None:
@@ -149,53 +126,46 @@ class FiledRows:
             CacheError: the file could not be read or written.
         """
         with self._lock:
-            filed = self._take_filed(known)
-            if filed is None:
+            if known is None or not self.places.release(known):
                 self._wait_all()  # any row may be on its way, for another batch
-            elif filed.work is not None:
-                self._wait(filed.work)
-            places = self._map.lookup(keys)
-            if not bool((places > 0).all()):  # not filed, or given away: there was too little room
+            elif (work := self._works.pop(known, None)) is not None:
+                self._wait(work)
+            if not self.places.lend(keys):  # not filed, or given away: there was too little room
                 self._wait_all()
-                found = self._claim(keys, None, self._newest + 1)  # nobody else keeps places
-                if isinstance(found, Shortage):
+                claim = self.places.claim_now(keys)
+                if claim is None:
                     raise CacheOverflowError(
-                        f"a batch needs {found.num_slots} rows more than host memory has places for beside those on "
-                        f"the device ({self.num_places} in all); set a larger cache.host_bytes, or a smaller batch"
+                        f"a batch needs {keys.numel()} rows in host memory, which has {self.num_places} places, and "
+                        "too many of them are of rows on the device; set a larger cache.host_bytes, or a smaller batch"
                     )
-                if found is not None:
-                    self._wait(found)
-                places = self._map.lookup(keys)
-            self._map.use_stamp.index_fill_(0, places, _LENT)
+                if (work := self._bring(claim)) is not None:
+                    self._wait(work)
+                is_lent = self.places.lend(keys)
+                assert is_lent, "places were claimed just now"
 
     def give_back(self, keys: Tensor) -> None:
         """Take back the places of rows `keys` (int64 [M], distinct), which are not on the device any more and were
         written back if they had changed."""
-        if not keys.numel():
-            return
-        with self._lock:
-            places = self._map.lookup(keys)
-            assert bool((self._map.use_stamp[places] == _LENT).all()), "rows that were not lent"
-            self._map.use_stamp[places] = self._last_filed[places] << 32
-            self._num_returns += 1
-            self._planner.offer(places, batch=-self._num_returns)
+        if keys.numel():
+            with self._lock:
+                self.places.give_back(keys)
 
     def skip(self, known: KnownBatch, keys: Tensor) -> None:
         """Take back the oldest known batch, with these keys (int64 [N]), which will not be brought in."""
         with self._lock:
-            if self._take_filed(known) is None:
-                self.index.skip(known, keys)
+            self._works.pop(known, None)
+            self.places.skip(known, keys)
 
     def forget(self) -> None:
         """Take back all known batches that were not brought in."""
         with self._lock:
-            self._filed.clear()
-            self._planner.forget_known()
+            self._works.clear()
+            self.places.forget()
 
-    def places(self, keys: Tensor) -> Tensor:
+    def places_of(self, keys: Tensor) -> Tensor:
         """Return the places of rows that are lent: int64, as `keys`."""
         with self._lock:
-            places = self._map.lookup(keys)
+            places = self.places.of(keys)
         assert bool((places > 0).all()), "rows without a place in memory"
         return places
 
@@ -239,14 +209,14 @@ class FiledRows:
         with self._lock:
             self._wait_all()
             self._file.write_block(first, rows)
-            places = self._map.lookup(torch.arange(first, first + rows[0].shape[0]))
+            places = self.places.of(torch.arange(first, first + rows[0].shape[0]))
             here = places.nonzero().flatten()
             for part, values in zip(self.parts, rows, strict=True):
                 part.data[places[here]] = values[here]
 
     def copy_lent(self, keys: Tensor, out: Sequence[Tensor], to: Tensor) -> None:
         """Copy the parts of lent rows `keys` to rows `to` (both int64 [M]) of `out`."""
-        places = self.places(keys)
+        places = self.places_of(keys)
         for own, other in zip(self.parts, out, strict=True):
             of, into = widest_views(own.data, other)
             RowTable(into).copy(to, RowTable(of), places)
@@ -267,52 +237,23 @@ class FiledRows:
         """Bytes on the disk."""
         return self._file.file_bytes
 
-    # -- places
+    # -- the file
 
-    def _claim(self, keys: Tensor, known: KnownBatch | None, oldest: int) -> FileWork | Shortage | None:
-        """Give the rows of a batch places, those that no batch from `oldest` on wants, and begin to read; None if all
-        are in memory. The batch gets the next number, whether it fits or not."""
-        self._newest = batch = self._newest + 1
-        self._make_room(oldest)
-        slots = self._map.lookup(keys)
-        lent = slots[self._map.use_stamp.index_select(0, slots) == _LENT]
-        plan = self._planner.plan(keys, batch, oldest)
-        self._map.use_stamp.index_fill_(0, lent, _LENT)
-        if isinstance(plan, Shortage):
-            return plan
-        self._put_out(plan)
-        self._planner.evict(plan)
-        work = self._bring(plan.fill_keys, plan.fill_slots)
-        self._planner.admit(plan, known)
-        self._last_filed.index_fill_(0, plan.slots, batch)
-        return work
-
-    def _make_room(self, oldest: int) -> None:
-        """Let the worst rows leave where few places are free."""
-        if self._map.num_free < max(1, int(_LEAST_FREE * self.num_places)):
-            worst = self._planner.worst(max(1, int(_LEAVING * self.num_places)), oldest)
-            leaving = self._planner.removal(worst)
-            self._put_out(leaving)
-            self._planner.remove(leaving)
-
-    def _put_out(self, plan: CachePlan) -> None:
-        """Write a plan's victims to the file."""
-        if plan.evicted_keys.numel():
-            order = plan.evicted_keys.argsort()
-            self._file.write(plan.evicted_keys[order], self.parts, plan.evicted_slots[order])
-
-    def _bring(self, keys: Tensor, places: Tensor) -> FileWork | None:
-        """Begin to read rows that are in the file, and make the others."""
-        is_written = self._file.is_written(keys)
+    def _bring(self, claim: Claim) -> FileWork | None:
+        """Write what leaves, and begin to read the rows of a claim that are in the file; make the others. None if none
+        is read."""
+        if claim.leaving_keys.numel():
+            self._file.write(claim.leaving_keys, self.parts, claim.leaving_places)
+        is_written = self._file.is_written(claim.keys)
         unmade = (~is_written).nonzero().flatten()
         if unmade.numel():
             for part in self.parts[1:]:
-                part.data.index_fill_(0, places[unmade], 0)
-            self._make(keys[unmade], self.parts, places[unmade])
-        if unmade.numel() == keys.numel():
+                part.data.index_fill_(0, claim.places[unmade], 0)
+            self._make(claim.keys[unmade], self.parts, claim.places[unmade])
+        if unmade.numel() == claim.keys.numel():
             return None
-        work = self._file.read(keys[is_written], self.parts, places[is_written])
-        self._works = [*(other for other in self._works if not other.is_done), work]
+        work = self._file.read(claim.keys[is_written], self.parts, claim.places[is_written])
+        self._reading = [*(other for other in self._reading if not other.is_done), work]
         return work
 
     def _make(self, keys: Tensor, parts: Sequence[Tensor], places: Tensor) -> None:
@@ -325,17 +266,9 @@ class FiledRows:
         """Return the positions of those of `keys` that are in memory, and copies of their parts."""
         with self._lock:
             self._wait_all()
-            places = self._map.lookup(keys)
+            places = self.places.of(keys)
             here = places.nonzero().flatten()
             return here, [part.data.index_select(0, places[here]) for part in self.parts]
-
-    def _take_filed(self, known: KnownBatch | None) -> _Filed | None:
-        """Remove a batch from those that were filed, if it is one of them; the batches before it were lost."""
-        if known is None or all(filed.known is not known for filed in self._filed):
-            return None
-        while (filed := self._filed.popleft()).known is not known:
-            pass
-        return filed
 
     def _wait(self, work: FileWork) -> None:
         """Wait for reads that a batch needs now."""
@@ -345,6 +278,6 @@ class FiledRows:
             self._counts = replace(self._counts, late_batches=late, wait_seconds=waited)
 
     def _wait_all(self) -> None:
-        works, self._works = self._works, []
+        works, self._reading = self._reading, []
         for work in works:
             work.wait()

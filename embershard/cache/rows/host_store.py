@@ -105,8 +105,7 @@ class HostStore:
         self._table_ends = torch.tensor(self.rows_per_table).cumsum(0)
         state_bytes = sum(math.prod(shape) * t.itemsize for _, shape, t in states)
         weight_bytes = dim * dtype.itemsize if small_type is None else small_row_bytes(small_type, dim)
-        mark_bytes = 0 if small_type is None else MARK_BYTES
-        self.slot_row_bytes = dim * dtype.itemsize + state_bytes + mark_bytes
+        self.slot_row_bytes = dim * dtype.itemsize + state_bytes + (0 if small_type is None else MARK_BYTES)
         self.row_bytes = weight_bytes + state_bytes
         # Where all is written at once, huge pages take less time; locking touches every page anyway. Elsewhere the
         # first write to a row would wait for the system to find and clear a huge one (decision 0057).
@@ -118,8 +117,9 @@ class HostStore:
         addresses = functools.partial(memory.zeros, small_pages=True)  # no page, as long as nobody writes
         self.flat_weights = (allocate if self.is_memory else addresses)(self.num_rows * dim, dtype)
         self.weights = self.flat_weights.view(self.num_rows, dim)
-        take = allocate if away is None else addresses
-        self.states = self._make_states(states, take, initial is None and host == "memory")
+        self.states = self._make_states(
+            states, allocate if away is None else addresses, initial is None and host == "memory"
+        )
         self._is_mapped = host == "mmap"
         for tensor in self.payload if self._is_mapped else ():
             memory.expect_random_reads(tensor)
@@ -242,7 +242,7 @@ class HostStore:
     def read(self, keys: Tensor, pinned: bool = False) -> Tensor:
         """Return the weights of rows `keys` (int64 [M]): [M, D] in host memory, page-locked if asked for."""
         if self.away is not None:
-            return self.away.read(keys)
+            return self.away.read(keys.cpu())
         if self.small is not None:
             return self.small.read(keys.cpu(), torch.empty(keys.numel(), self.dim, pin_memory=pinned))
         self.make(keys)

@@ -144,7 +144,6 @@ class _Cached:
                 f"{sorted(params)[:5]}, or DistributedModelParallel over all ranks"
             )
         device_type = torch.device(device or "cpu").type
-        self._check_device(device_type)
         modes = tuple(mode for mode in self._modes if env.world_size > 1 or not mode.needs_ranks)
         check_groups(module, params, device_type, modes)
         for mode in modes:
@@ -175,14 +174,6 @@ class _Cached:
         if init is not None:
             write_initial_weights(sharded, init)
         return sharded
-
-    def _check_device(self, device_type: str) -> None:
-        """Raise `ConfigError` where no transfer knows rows in files."""
-        if device_type != "cpu" and self._cache.host == "file":
-            raise ConfigError(
-                f'cache.host: got "file" on {device_type!r}: no transfer to a GPU knows rows that move in host memory '
-                'so far. Set "mmap", or train on a CPU'
-            )
 
     def _warn_without_cache(self, params: dict[str, ParameterSharding]) -> None:
         """Warn if TorchRec's plan caches none of a module's tables, unless a plan of ours says so."""

@@ -99,8 +99,8 @@ def load_rows_of_files(model: nn.Module, checkpoint: Path, groups: Mapping[str, 
             hosts[pool].put_away(first + start, rows)
     for embeddings in cached_embeddings(model):
         if embeddings.host.away is not None:
-            embeddings.host.note_written()
-            embeddings.cache.host_rows_changed(torch.arange(embeddings.host.num_rows))
+            for table in dict.fromkeys(embeddings.cache.tables):
+                embeddings.host_rows_changed(table)
 
 
 def _hosts(model: nn.Module) -> list[HostStore]:

@@ -16,6 +16,8 @@ from embershard.units import size
 _USES = {
     "weights": "weights",
     "optimizer_states": "optimizer states",
+    "rows_in_memory": "rows in front of files",
+    "file_maps": "maps of rows in files",
     "scores": "scores of rows",
     "id_maps": "rows of ids",
     "slots": "slots of the caches",
@@ -73,12 +75,8 @@ def check_memory(
             f"{size(machine.device_bytes)} are free. {_figures(needs.device, config, rows)}. {fitting.text()}"
         )
     if (short := machine.short_rank(needs)) is not None:
-        taken, limited = needs.by_rank[short], config.sharding.device_bytes is not None
-        raise ConfigError(
-            f"This run does not fit: rank {ranks.first + short} needs {size(sum(taken.values()))} of device memory, "
-            f"and may use {size(machine.by_rank[short])} ({'sharding.device_bytes' if limited else 'its plan'}). "
-            f"{_figures(taken, config, rows)}. {fitting.text()}"
-        )
+        why = _short(needs.by_rank[short], machine.by_rank[short], config, rows)
+        raise ConfigError(f"This run does not fit: rank {ranks.first + short} {why}. {fitting.text()}")
     if machine.disk_bytes is not None and needs.disk_bytes > machine.disk_bytes:
         raise ConfigError(
             f"This run does not fit: the rows of its {who} need {size(needs.disk_bytes)} of disk in "
@@ -91,6 +89,13 @@ def check_memory(
             f"{_figures(needs.host, config, rows)}. {fitting.text()}"
         )
     return ""
+
+
+def _short(taken: Mapping[str, int], may_use: int, config: RunConfig, rows: Mapping[str, int]) -> str:
+    """Say what a rank needs of device memory, and what it may use."""
+    by = "its plan" if config.sharding.device_bytes is None else "sharding.device_bytes"
+    needs = f"needs {size(sum(taken.values()))} of device memory, and may use {size(may_use)} ({by})"
+    return f"{needs}. {_figures(taken, config, rows)}"
 
 
 def check_memory_for_run(config: RunConfig, plan: Plan | None, ranks: Ranks) -> str:

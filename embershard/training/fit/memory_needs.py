@@ -131,16 +131,13 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host["runtime"] += _RUNTIME_BYTES
     taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
     of_ranks = tuple(+(each | Counter(marks=own["marks"])) for each, own in taken)
-    rows_bytes, disk_bytes = host["weights"] + host["optimizer_states"], 0
-    if config.cache.host != "memory":
-        disk_bytes, host["weights"], host["optimizer_states"] = rows_bytes, 0, 0
-        host += _file_tier(config, rows_bytes, shards[ranks.first : ranks.first + ranks.ranks_per_node])
+    rows_bytes = host["weights"] + host["optimizer_states"]
+    disk_bytes = _move_to_files(config, host, shards[ranks.first : ranks.first + ranks.ranks_per_node])
     if ranks.device == "cpu":
         host, device = host + sum(device, Counter()), []
     is_lazy = config.train.init == "counter" and ranks.device == "cpu" and not disk_bytes and not has_one_copy
-    of_gpu = max(device, key=Counter.total, default=Counter[str]())
-    if device and ranks.own is not None:
-        of_gpu = device[ranks.own]
+    fullest = max(device, key=Counter.total, default=Counter[str]())
+    of_gpu = device[ranks.own] if device and ranks.own is not None else fullest
     return MemoryNeeds(+host, +of_gpu, disk_bytes, rows_bytes if is_lazy else 0, of_ranks)
 
 
@@ -155,14 +152,18 @@ def _predicted(config: RunConfig, ranks: RanksHere, plan: Plan | None) -> list[C
     return [Counter(rank.device_bytes) for rank in here]
 
 
-def _file_tier(config: RunConfig, rows_bytes: int, shards: Sequence[Sequence[PlacedShard]]) -> Counter[str]:
-    """Return the host memory of rows in files, by use; none where the system chooses what it keeps of them."""
-    if config.cache.host_bytes is None:
-        return Counter()
-    num_rows = sum(shard.rows for here in shards for shard in here)
-    in_memory = min(rows_bytes, config.cache.host_bytes * len(shards))
-    of_places = num_rows * in_memory // max(1, rows_bytes) * PLACE_BYTES
-    return Counter(rows_in_memory=in_memory, file_maps=int(num_rows * FILED_ROW_BYTES) + of_places)
+def _move_to_files(config: RunConfig, host: Counter[str], shards: Sequence[Sequence[PlacedShard]]) -> int:
+    """Count the rows of these ranks' shards in files, where they are there, and what host memory keeps of them in place
+    of the rows in `host`; return their bytes on the disk. What the system keeps of mapped files is its own choice."""
+    if config.cache.host == "memory":
+        return 0
+    rows_bytes, host["weights"], host["optimizer_states"] = host["weights"] + host["optimizer_states"], 0, 0
+    if config.cache.host_bytes is not None:
+        num_rows = sum(shard.rows for here in shards for shard in here)
+        host["rows_in_memory"] = min(rows_bytes, config.cache.host_bytes * len(shards))
+        of_places = num_rows * host["rows_in_memory"] // max(1, rows_bytes) * PLACE_BYTES
+        host["file_maps"] = int(num_rows * FILED_ROW_BYTES) + of_places
+    return rows_bytes
 
 
 def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:

@@ -71,16 +71,20 @@ def load_from(
     if dense_optimizer is not None and start.has_states and trained.has_states:
         init_states(dense_optimizer)
 
-    if any(pool.filed is not None for pool in cached_embeddings(model)):
-        raise ConfigError(
-            'cache.host: got "file", needed "memory" or "mmap" for a model that is filled from a trained one. Load with '
-            'cache.host = "mmap", save, and restore the checkpoint where rows are in a file.'
-        )
+    _refuse_files(model)
     tensors = partial(_tensors, model, dense_optimizer)
     with without_small_flushes(model):  # only sizes are read
         plan = _planned(start, trained, tensors(), _id_rules(model), has_dense=dense_optimizer is not None)
     fill_model(plan, model, dense_optimizer, tensors)
     return plan
+
+
+def _refuse_files(model: DistributedModelParallel) -> None:
+    if any(pool.filed is not None for pool in cached_embeddings(model)):
+        raise ConfigError(
+            'cache.host: got "file", needed "memory" or "mmap" for a model that is filled from a trained one. Load '
+            'with cache.host = "mmap", save, and restore the checkpoint where rows are in a file.'
+        )
 
 
 def _tensors(model: DistributedModelParallel, dense_optimizer: KeyedOptimizer | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import batched_embedding_kernel, model_parallel
 
+from embershard.cache import CacheConfig
 from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.rows import choose_transfer, sizes
@@ -36,6 +37,7 @@ from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
 from embershard.models.config import WITH_HISTORY, PretrainedTable
+from embershard.pipeline.config import LookAheadConfig
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import RUN_CONFIG
 from embershard.sharding.config import ShardingConfig
@@ -47,6 +49,7 @@ from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.sharding.torchrec.modes.hot_tables import HotTables
 from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig
+from embershard.training.equivalence import _tensors_of
 from embershard.training.reports import TrainReport
 from embershard.training.steps import Steps
 from embershard.training.trained_run import Scorer, open_trained
@@ -139,9 +142,17 @@ def _train(trainer: Trainer) -> Life:
     for report in trainer.train():
         if isinstance(report, TrainReport):
             losses += [report.loss, *(math.nan if each is None else each for each in report.label_losses.values())]
-    rows = (small_snapshot if trainer.config.cache.small_types else snapshot)(trainer.model)
+    if trainer.config.cache.host == "file":
+        rows = _filed_snapshot(trainer)
+    else:
+        rows = (small_snapshot if trainer.config.cache.small_types else snapshot)(trainer.model)
     trainer.close()
     return Life(losses, rows)
+
+
+def _filed_snapshot(trainer: Trainer) -> dict[str, Tensor]:
+    """As `snapshot`, with rows of files in place of the memory that stands for them."""
+    return {f"{name}/{first}": rows.clone() for name, (first, rows) in _tensors_of(trainer).items()}
 
 
 def _export(checkpoint: Path, dtype: str, folder: Path) -> None:
@@ -313,6 +324,12 @@ TURNED_ON: dict[str, Callable[[RunConfig], RunConfig]] = {
         config, checkpoint=replace(config.checkpoint, every_steps=1, full_every=4, keep_last=9)
     ),
     "a frozen table": _with_vectors,
+    "rows in a file": lambda config: replace(
+        config,
+        cache=CacheConfig(ratio=0.3, host="file", host_dir=config.publish.folder, host_bytes=16_000),
+        look_ahead=LookAheadConfig(2, 1),
+        train=replace(config.train, init="counter"),
+    ),
 }
 #: The case beside which something is turned on.
 _PLAIN = next(each for each in KEPT if each.mode == "pooled" and each.num_ranks == 1)

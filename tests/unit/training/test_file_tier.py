@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache import CacheConfig
-from embershard.cache.file import filed_rows
+from embershard.cache.file import filed_rows, places
 from embershard.cache.file.file_rows import FileRows, FileWork, PageIo
 from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.next_use import KnownBatch
@@ -128,8 +128,7 @@ def test_the_result_is_that_of_rows_in_memory(
 
 def lend_without_wait(rows: FiledRows, keys: Tensor, known: KnownBatch | None) -> None:
     """As `bring_in`, but for reads that are not awaited."""
-    rows._filed = type(rows._filed)(replace(filed, work=None) for filed in rows._filed)
-    rows._works = []
+    rows._works, rows._reading = {}, []
     right_bring_in(rows, keys, known)
 
 
@@ -183,7 +182,7 @@ def test_a_victim_that_is_on_the_device_is_noticed(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its place is another row's when it is to be written back."""
-    monkeypatch.setattr(filed_rows, "_LENT", 0)
+    monkeypatch.setattr(places, "_LENT", 0)
     with pytest.raises((AssertionError, CacheError)):
         trained(make_config(tmp_path, 0.06), ranks)
 
@@ -274,7 +273,6 @@ def test_rows_in_a_file_are_not_read_as_zeros(ranks: Ranks, tmp_path: Path) -> N
     ("changes", "message"),
     [
         ({"train": TrainConfig(init="torchrec")}, 'train.init: got "torchrec", needed "counter" with cache.host = "fi'),
-        ({"train": TrainConfig(device="cuda")}, 'train.device: got "cuda", needed "cpu" with cache.host = "file"'),
         (
             {"sharding": ShardingConfig(mode="data_parallel")},
             'sharding.mode: got "data_parallel", needed "sharded" with',
@@ -297,9 +295,8 @@ def test_settings_that_know_only_rows_in_memory_are_refused(
         ({"host_bytes": 0}, "cache.host_bytes must be positive, got 0"),
         ({"host_dir": None}, 'cache.host="file" needs cache.host_dir'),
         ({"policy": "lru"}, 'cache.policy: got .lru. with cache.host="file", needed "lookahead"'),
-        ({"transfer": "staged"}, 'cache.transfer: got .staged. with cache.host="file", needed "plain"'),
+        ({"transfer": "staged"}, 'cache.transfer: got .staged. with cache.host="file", needed the default'),
         ({"host_dtype": "fp16"}, "cache.host_dtype: got .fp16. with cache.host="),
-        ({"slot_map": "hashed"}, "cache.slot_map: got .hashed. with cache.host="),
     ],
 )
 def test_settings_of_files_that_contradict_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
