@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.trainer import Trainer
 from tests.faults import bad_files
+from tests.faults.children import fork
 from tests.ranks.time_order import GLOBAL_BATCH, HOUR, NUM_ITEMS, NUM_USERS, make_config
 
 IDLE_SECONDS, MOST_SECONDS = 1.5, 900.0
@@ -260,28 +262,18 @@ def _start(root: Path, number: int, world_size: int, config: RunConfig, kill_at:
     """Start the ranks of a life; return their process ids."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    children = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        status = 1
-        try:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-            os.environ.update({name: str(value) for name, value in place.items()}, MASTER_PORT=port)
-            os.environ.update(MASTER_ADDR="127.0.0.1")
-            said = os.open(root / f"life_{number}_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(said, 1)
-            os.dup2(said, 2)
-            _HERE.at = kill_at if rank == 0 else -1
-            _live(root, config, root / f"life_{number}_{rank}.jsonl", without)
-            status = 0
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        finally:
-            os._exit(status)
-    return children
+
+    def live(rank: int) -> None:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_PORT=port)
+        os.environ.update(MASTER_ADDR="127.0.0.1")
+        said = os.open(root / f"life_{number}_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        _HERE.at = kill_at if rank == 0 else -1
+        _live(root, config, root / f"life_{number}_{rank}.jsonl", without)
+
+    return [fork(partial(live, rank)) for rank in range(world_size)]
 
 
 def _end(

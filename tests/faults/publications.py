@@ -46,6 +46,7 @@ from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 from embershard.training.parts import publishing as publisher_module
 from embershard.training.parts.publishing import Publisher
 from embershard.whole_file import whole_file
+from tests.faults.children import in_child
 from tests.unit.distributed.publications import ABOUT, INPUTS, TABLES, OneRank, program
 
 IDS = IdTable(buckets=3, reserve=0.4)
@@ -265,31 +266,22 @@ class _OneRank(OneRank):
         return self
 
 
-def _in_child(root: Path, *given: Any, kill_at: int = -1) -> tuple[int, int]:
+def _live(root: Path, *given: Any, kill_at: int = -1) -> tuple[int, int]:
     """Run a life in a process of its own; return its exit status and the file operations that it made."""
-    count = root / "count"
-    count.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            sys.addaudithook(_watch)
-            _KILL.folder, _KILL.count = str(root / "published"), 0
-            _KILL.at = kill_at if kill_at >= 0 else 1 << 60
-            life = Life(root, *given)
-            life.run()
-            operations, _KILL.at = _KILL.count, -1
-            content = life.state()
-            with whole_file(root / "last") as partial:
-                partial.write_bytes(b"".join(safetensors(content)))
-            count.write_text(str(operations))
-            status = 0
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    return status, int(count.read_text()) if count.exists() else 0
+
+    def operations() -> int:
+        sys.addaudithook(_watch)
+        _KILL.folder, _KILL.count = str(root / "published"), 0
+        _KILL.at = kill_at if kill_at >= 0 else 1 << 60
+        life = Life(root, *given)
+        life.run()
+        found, _KILL.at = _KILL.count, -1
+        content = life.state()
+        with whole_file(root / "last") as partial:
+            partial.write_bytes(b"".join(safetensors(content)))
+        return found
+
+    return in_child(root / "count", operations)
 
 
 def try_schedule(seed: int, layers: bytes, operations: int) -> str:
@@ -306,7 +298,7 @@ def try_schedule(seed: int, layers: bytes, operations: int) -> str:
             is_last = life == 3 or (life > 0 and chance.random() < 0.3)
             kill_at = -1 if is_last else chance.randrange(operations)
             starts_again = life > 0 and start is None
-            status, _ = _in_child(root, start, starts_again, 1000 * seed + life, layers, kill_at=kill_at)
+            status, _ = _live(root, start, starts_again, 1000 * seed + life, layers, kill_at=kill_at)
             if status == signal.SIGKILL:
                 kills += 1
             elif status:
@@ -316,7 +308,7 @@ def try_schedule(seed: int, layers: bytes, operations: int) -> str:
                 return f"schedule {seed}, life {life}: {problem}"
         if status:
             start = _start(root, chance)
-            status, _ = _in_child(root, start, start is None, 1000 * seed + 99, layers)
+            status, _ = _live(root, start, start is None, 1000 * seed + 99, layers)
             if status:
                 return f"schedule {seed}: the last life failed ({status})"
         last = tensors_in((root / "last").read_bytes())
@@ -363,7 +355,7 @@ def _differs(replica: Replica, last: dict[str, Tensor]) -> str:
 def whole_life(layers: bytes) -> int:
     """Return the file operations of a life that is not killed."""
     with tempfile.TemporaryDirectory() as folder:
-        status, operations = _in_child(Path(folder), None, False, 1, layers)
+        status, operations = _live(Path(folder), None, False, 1, layers)
         assert status == 0, "a life without a kill"
         return operations
 

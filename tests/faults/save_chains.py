@@ -39,6 +39,7 @@ from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.reports import SaveReport
 from embershard.training.trainer import Trainer
+from tests.faults.children import in_child
 from tests.ranks import resharding
 from tests.ranks.planned import here
 from tests.ranks.resharding import Layout
@@ -94,30 +95,21 @@ def _is_writing(arguments: tuple[Any, ...]) -> bool:
     return bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
-def in_child(folder: Path, work: Callable[[], None], kill_at: int | None = None) -> tuple[int, int]:
+def _killed(folder: Path, work: Callable[[], None], kill_at: int | None = None) -> tuple[int, int]:
     """Do something in a process of its own, killed at an operation in `folder`; return its exit status, and how many
     operations there were if it was not."""
-    count = folder.parent / "count"
-    count.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            _be_alone()
-            kill = _Kill(str(folder), 1 << 60 if kill_at is None else kill_at)
-            sys.addaudithook(kill.watch)
-            digests._DigestedFile._write = lambda file, view: kill.write(file, view)  # type: ignore[method-assign]
-            os.fsync = kill.sync
-            work()
-            operations, kill.at = kill.count, 1 << 60
-            count.write_text(str(operations))
-            status = 0
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    return status, int(count.read_text()) if count.exists() else 0
+
+    def operations() -> int:
+        _be_alone()
+        kill = _Kill(str(folder), 1 << 60 if kill_at is None else kill_at)
+        sys.addaudithook(kill.watch)
+        digests._DigestedFile._write = lambda file, view: kill.write(file, view)  # type: ignore[method-assign]
+        os.fsync = kill.sync
+        work()
+        found, kill.at = kill.count, 1 << 60
+        return found
+
+    return in_child(folder.parent / "count", operations)
 
 
 def _be_alone() -> None:
@@ -191,7 +183,7 @@ class Schedules:
         """Kill at an operation; return what is wrong then, or nothing."""
         folder = self._new("run")
         if kind == "save":
-            status, _ = in_child(folder, lambda: live(self._samples, folder), at)
+            status, _ = _killed(folder, lambda: live(self._samples, folder), at)
         else:
             status, _ = self._on_copy(kind, at)
         if status != signal.SIGKILL:
@@ -202,11 +194,11 @@ class Schedules:
         if problem:
             return f"{kind} {at}: {problem}"
         if kind != "save":  # the lock of a run's folder is held to the end of a process
-            in_child(folder, lambda: self._again(kind, folder))
+            _killed(folder, lambda: self._again(kind, folder))
         elif at % _GOES_ON_EVERY:
             return ""
         else:
-            status, _ = in_child(folder, lambda: live(self._samples, folder))
+            status, _ = _killed(folder, lambda: live(self._samples, folder))
             if status:
                 return f"{kind} {at}: the resumed run ended with status {status}"
         left = [path.name for path in folder.iterdir() if path.name.startswith("step_") and path.name.endswith(".tmp")]
@@ -219,7 +211,7 @@ class Schedules:
     def _on_copy(self, kind: str, at: int | None) -> tuple[int, int]:
         folder = self._new("run")
         shutil.copytree(self._root / "chain", folder, dirs_exist_ok=True)
-        return in_child(folder, lambda: self._again(kind, folder), at)
+        return _killed(folder, lambda: self._again(kind, folder), at)
 
     def _again(self, kind: str, folder: Path) -> None:
         if kind == "compact":
@@ -269,7 +261,7 @@ class Schedules:
         return folder
 
     def _work(self, name: str, work: Callable[[], None]) -> int:
-        status, operations = in_child(self._root / name, work)
+        status, operations = _killed(self._root / name, work)
         assert status == 0, f"{name} ended with status {status}"
         return operations
 
@@ -283,11 +275,11 @@ def kill_small_saves(root: Path) -> tuple[int, list[str]]:
     def live() -> None:
         save_chain(folder, here(), steps, full_every=3, keep_last=2)
 
-    status, operations = in_child(folder, live)
+    status, operations = _killed(folder, live)
     assert status == 0, "a life without a kill"
     for at in range(operations):
         shutil.rmtree(folder, ignore_errors=True)
-        status, _ = in_child(folder, live, at)
+        status, _ = _killed(folder, live, at)
         if status != signal.SIGKILL:
             problems.append(f"small saves {at}: it ended with status {status}")
         for path in complete_checkpoints(folder):
