@@ -206,10 +206,10 @@ def whole_state(model: Any) -> list[tuple[str, int, int, Tensor]]:
             for shard in hot._shards:
                 if shard.host is pool.host and not hot._is_behind:
                     rows[shard.keys] = shard.rows.payload[0][shard.start : shard.start + len(shard.keys)]
-        places = zip(pool._shards, pool._first_columns, pool.host.row_offsets, pool.host.own_rows, strict=True)
-        for (name, row), column, offset, (first, count) in places:
-            cached.add(name)
-            found.append((name, row + first, column, rows[offset + first : offset + first + count].clone()))
+        for place, (first, count) in zip(pool._shards, pool.host.own_rows, strict=True):
+            cached.add(place.table)
+            key = place.first_key + first
+            found.append((place.table, place.first_row + first, place.column, rows[key : key + count].clone()))
     with without_flushes(model):
         state = model.state_dict()
     for name, weights in state.items():

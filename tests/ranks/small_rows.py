@@ -115,9 +115,9 @@ def snapshot(model: DistributedModelParallel) -> dict[str, Tensor]:
         states = {name: value for name, value in parity.snapshot(model).items() if name.startswith("state")}
     for pool in cached_embeddings(model):
         every = pool.cache.read(torch.arange(pool.host.num_rows, device=pool.cache.state.map.device)).cpu()
-        shards = zip(pool._shards, pool._first_columns, pool.host.row_offsets, pool.host.rows_per_table, strict=True)
-        for (table, row), column, key, count in shards:
-            found[f"weight/{table}/{row}/{column}"] = every[key : key + count]
+        for shard in pool._shards:
+            rows = every[shard.first_key : shard.first_key + shard.num_rows]
+            found[f"weight/{shard.table}/{shard.first_row}/{shard.column}"] = rows
     return {**found, **states}
 
 

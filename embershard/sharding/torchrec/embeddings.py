@@ -7,7 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,28 @@ if TYPE_CHECKING:
 
 #: What a pool knows of a batch before it is resident: `KnownBatch`, or `KnownIds` of tables that take any id; or None.
 Known = Any
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A table's rows in a pool; a table may have several, by columns. `first_row` and `column` are in the whole table,
+    `first_key` and `num_rows` in the pool."""
+
+    table: str
+    first_row: int
+    column: int
+    first_key: int
+    num_rows: int
+
+    def keys_of(self, rows: Tensor) -> Tensor:
+        """Return the keys of those rows, numbered in the whole table, that are here."""
+        is_here = (rows >= self.first_row) & (rows < self.first_row + self.num_rows)
+        return rows[is_here] - self.first_row + self.first_key
+
+    def rows_of(self, keys: Tensor) -> Tensor:
+        """Return the rows, numbered in the whole table, of those keys that are here."""
+        is_here = (keys >= self.first_key) & (keys < self.first_key + self.num_rows)
+        return keys[is_here] - self.first_key + self.first_row
 
 
 class CachedTableBatchedEmbeddings(HostTables):
@@ -103,8 +125,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         )
         self.cache = self._make_cache(spec, config)
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
-        self._shards = [(table.name, first_row(table)) for table in tables]  # a table may have several, by columns
-        self._first_columns = [first_column(table) for table in tables]
+        places = zip(tables, self.host.row_offsets, self.host.rows_per_table, strict=True)
+        self._shards = [_Shard(t.name, first_row(t), first_column(t), key, num_rows) for t, key, num_rows in places]
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
         if spec.has_ids(tables):
@@ -385,11 +407,10 @@ class CachedTableBatchedEmbeddings(HostTables):
             CacheError: a weight is NaN, infinite or too large.
         """
         assert self.host.small is not None, "other rows are loaded by load_state_dict"
-        shards = zip(self._shards, self._first_columns, self.host.rows_per_table, self.host.row_offsets, strict=True)
-        for (name, first), column, num_rows, key in shards:
-            if name == table:
-                for rows, weights in read(first, first + num_rows):
-                    self.host.small.put(rows - first + key, weights[:, column : column + self.host.dim])
+        for shard in self._shards_of(table):
+            for rows, weights in read(shard.first_row, shard.first_row + shard.num_rows):
+                columns = weights[:, shard.column : shard.column + self.host.dim]
+                self.host.small.put(rows - shard.first_row + shard.first_key, columns)
         self.host_rows_changed(table)
 
     @property
@@ -400,25 +421,17 @@ class CachedTableBatchedEmbeddings(HostTables):
     @property
     def full_rows(self) -> dict[str, Tensor]:
         """The rows that are not rounded (int64, ascending, numbered in the whole table), by table; of an int8 pool."""
-        found: dict[str, Tensor] = {}
-        if self.host.small is not None and self.host.small.small_type == "int8":
-            shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
-            keys = self.host.small.full_keys
-            for (name, first), num_rows, key in shards:
-                found[name] = keys[(keys >= key) & (keys < key + num_rows)] - key + first
-        return found
+        if self.host.small is None or self.host.small.small_type != "int8":
+            return {}
+        return {shard.table: shard.rows_of(self.host.small.full_keys) for shard in self._shards}
 
     def keep_full(self, rows: Mapping[str, Tensor]) -> None:
         """Let these rows be the full ones, as `full_rows` of all ranks names them; before any row is trained or loaded.
         Tables that are not named have none."""
         if self.host.small is not None and self.host.small.small_type == "int8":
             none = torch.empty(0, dtype=torch.int64)
-            shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
-            found = [none]
-            for (name, first), num_rows, key in shards:
-                own = rows.get(name, none)
-                found.append(own[(own >= first) & (own < first + num_rows)].unique() - first + key)
-            self.host.small.keep_full(torch.cat(found))
+            found = [shard.keys_of(rows.get(shard.table, none)).unique() for shard in self._shards]
+            self.host.small.keep_full(torch.cat([none, *found]))
 
     def host_rows_changed(self, table: str, rows: Tensor | None = None) -> None:
         """Fetch cached rows of `table` again, whose host rows somebody wrote to.
@@ -432,13 +445,15 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.cache.host_rows_changed(keys)
 
     def _keys_of(self, table: str, rows: Tensor | None) -> Tensor:
-        keys = [torch.empty(0, dtype=torch.int64)]
-        shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
-        for (name, start), num_rows, first_key in shards:
-            if name == table:
-                shard = torch.arange(num_rows) if rows is None else rows.flatten().long().cpu() - start
-                keys.append(shard[(shard >= 0) & (shard < num_rows)] + first_key)
-        return torch.cat(keys).to(self._device)
+        rows = None if rows is None else rows.flatten().long().cpu()
+        keys = [
+            torch.arange(shard.num_rows) + shard.first_key if rows is None else shard.keys_of(rows)
+            for shard in self._shards_of(table)
+        ]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *keys]).to(self._device)
+
+    def _shards_of(self, table: str) -> list[_Shard]:
+        return [shard for shard in self._shards if shard.table == table]
 
     def touch(self, table: str, behind: BehindRows) -> None:
         """Count rows of a table, numbered in the whole of it, as trained, and as had by these ids until now; others
@@ -446,9 +461,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         assert self.cache.touched is not None, "updates are not tracked"
         rows = behind.keys
         if self.ids is not None:
-            for name, first in self._shards:
-                if name == table:
-                    self.ids.touch(table, first, behind.id_rows, behind.ids)
+            for shard in self._shards_of(table):
+                self.ids.touch(table, shard.first_row, behind.id_rows, behind.ids)
         if self.copies is not None:
             rows = self.copies.touch(self.host, table, rows)
         self.cache.touched.add(self._keys_of(table, rows))
@@ -482,33 +496,29 @@ class CachedTableBatchedEmbeddings(HostTables):
             keys, changes = self.ids.take_changes(keys)
         rows, keys = self.cache.read(keys).cpu(), keys.cpu()
         bounds = torch.searchsorted(keys, torch.tensor([*self.host.row_offsets, self.host.num_rows])).tolist()
-        shards = zip(self._shards, self._first_columns, self.host.row_offsets, itertools.pairwise(bounds), strict=True)
         found = [
-            TouchedRows(name, column, keys[start:stop] - first_key + first, rows[start:stop])
-            for (name, first), column, first_key, (start, stop) in shards
+            TouchedRows(shard.table, shard.column, shard.rows_of(keys[start:stop]), rows[start:stop])
+            for shard, (start, stop) in zip(self._shards, itertools.pairwise(bounds), strict=True)
         ]
         if changes is not None:
-            firsts = [first for _, first in self._shards]
             found = [
-                replace(part, changed=replace(ids, rows=ids.rows + first))
-                for part, ids, first in zip(found, changes, firsts, strict=True)
+                replace(part, changed=replace(ids, rows=ids.rows + shard.first_row))
+                for part, ids, shard in zip(found, changes, self._shards, strict=True)
             ]
         return found if self.copies is None else [*found, *self.copies.take_touched(self.host)]
 
     def contents(self) -> Iterator[tuple[str, CacheContents]]:
         """Yield the name of every table shard, and its cached rows (this rank's own), numbered in the whole table."""
         found = self.cache.contents()
-        shards = zip(self._shards, self.host.own_rows, self.host.row_offsets, strict=True)
-        for (name, start), (first, num_rows), first_key in shards:
-            yield name, found.between(first_key + first, num_rows, start + first)
+        for shard, (first, num_rows) in zip(self._shards, self.host.own_rows, strict=True):
+            yield shard.table, found.between(shard.first_key + first, num_rows, shard.first_row + first)
 
     def restore(self, contents: Mapping[str, CacheContents]) -> None:
         """Fill the cache before the next batch with cached rows of tables, numbered in the whole table."""
-        shards = zip(self._shards, self.host.rows_per_table, self.host.row_offsets, strict=True)
         parts = [
-            contents[name].between(start, num_rows, first_key)
-            for (name, start), num_rows, first_key in shards
-            if name in contents
+            contents[shard.table].between(shard.first_row, shard.num_rows, shard.first_key)
+            for shard in self._shards
+            if shard.table in contents
         ]
         if any(len(part.rows) for part in parts):  # otherwise a profile's rows are better than none
             self.cache.restore(CacheContents.join(parts))

@@ -132,13 +132,15 @@ def test_rows_that_somebody_else_wrote_are_saved(ranks: Ranks, tmp_path: Path, h
         if report.step == 2:
             flush(trainer.model)
             pool = max(cached_embeddings(trainer.model), key=lambda pool: pool.host.num_rows)
-            name, first = pool._shards[0]
+            shard = pool._shards[0]
             if how == "torch":
                 with torch.no_grad():
                     pool.host.weights[0] += 1
             else:
                 pool.host.weights.data[0] += 1
-                host_rows_changed(trainer.model, *((name, torch.tensor([first])) if "table" in how else ()))
+                host_rows_changed(
+                    trainer.model, *((shard.table, torch.tensor([shard.first_row])) if "table" in how else ())
+                )
     trainer.close()
     assert parents(tmp_path / "chain")[3] == (2 if "table" in how else None)
     assert why == {1: "the first one"} | ({3: WHY_WHOLE[how]} if how in WHY_WHOLE else {})
