@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         load_tensors,
         read_scalars,
         saved_sizes,
+        saved_tensors,
         verify_checkpoint,
     )
     from embershard.distributed.checkpoint.manifest import Manifest
@@ -48,6 +49,7 @@ __all__ = [
     "rng_state",
     "save_checkpoint",
     "saved_sizes",
+    "saved_tensors",
     "set_aside",
     "set_rng_state",
     "shortest",

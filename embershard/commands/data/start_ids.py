@@ -17,7 +17,7 @@ from embershard.data import open_source
 from embershard.data.hashing import MISSING_ID, Ids, map_ids
 from embershard.data.order.stream import SampleReader
 from embershard.data.sources.kinds import serving_inputs
-from embershard.distributed import load_tensors, process_group, saved_sizes, without_empty
+from embershard.distributed import load_tensors, process_group, saved_sizes, saved_tensors, without_empty
 from embershard.distributed.checkpoint.load import saved_rows
 from embershard.errors import ConfigError, naming_file
 from embershard.launch.run_dir import check_run_dir
@@ -96,7 +96,7 @@ def _fill(trainer: Trainer, checkpoint: Path, mappings: Mapping[str, tuple[str, 
         for group, values in tensors.items()
     }
     num_rows = {name: value.size(0) for name, value in rest["model"].items() if value.dim()}
-    states = RowStates(rest[_STATES], saved_sizes(checkpoint, _STATES), num_rows)
+    states = RowStates(rest[_STATES], saved_sizes(saved_tensors(checkpoint), _STATES), num_rows)
     load_tensors(checkpoint, without_empty({**rest, _STATES: states.to_load}))
     states.spread()
     counted = _count(config, [table.features for table in tables.values()])

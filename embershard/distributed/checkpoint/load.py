@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -186,12 +186,19 @@ def load_group(checkpoint: Path, group: str) -> dict[str, torch.Tensor]:
     >>> sorted(load_group(saved, "a"))
     ['x', 'y']
     """
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in _entries(checkpoint, group)
-    }
+    tensors = empty_group(saved_tensors(checkpoint), group)
     if tensors:
-        load_tensors(checkpoint, {f"{group}.{name}": tensor for name, tensor in tensors.items()})
+        load_tensors(checkpoint, {group: tensors})
     return tensors
+
+
+def empty_group(saved: Mapping[str, TensorStorageMetadata], group: str) -> dict[str, torch.Tensor]:
+    """Return tensors to load a group into, by their names without it.
+
+    Args:
+        saved: of a checkpoint, as `saved_tensors` returns them.
+    """
+    return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in _entries(saved, group)}
 
 
 def load_served(checkpoint: Path, weights: dict[str, Any], *, alone: bool = False) -> None:
@@ -213,25 +220,25 @@ def load_served(checkpoint: Path, weights: dict[str, Any], *, alone: bool = Fals
     >>> weights
     {'a': tensor([1.]), 'b': tensor([0.5000])}
     """
-    averaged = {name: weights[name] for name in saved_sizes(checkpoint, AVERAGE) if name in weights}
+    averaged = {name: weights[name] for name in saved_sizes(saved_tensors(checkpoint), AVERAGE) if name in weights}
     others = {name: weight for name, weight in weights.items() if name not in averaged}
     groups = {"model": others, AVERAGE: averaged}
     load_tensors(checkpoint, {name: tensors for name, tensors in groups.items() if tensors}, alone=alone)
 
 
-def saved_sizes(checkpoint: Path, group: str) -> dict[str, torch.Size]:
+def saved_sizes(saved: Mapping[str, TensorStorageMetadata], group: str) -> dict[str, torch.Size]:
     """Return the sizes of all tensors whose names begin with `group.`, by their names without it.
 
-    Raises:
-        InvalidCheckpointError: the checkpoint's `.metadata` is damaged, or would run code.
+    Args:
+        saved: of a checkpoint, as `saved_tensors` returns them.
 
     >>> from embershard.distributed import process_group, save_checkpoint
     >>> with process_group("cpu") as ranks:
     ...     saved = save_checkpoint(Path("sizes"), 4, {"a": {"x": torch.ones(2)}}, {}, ranks, keep_last=1, run_id="8c")
-    >>> saved_sizes(saved, "a")
+    >>> saved_sizes(saved_tensors(saved), "a")
     {'x': torch.Size([2])}
     """
-    return {name: entry.size for name, entry in _entries(checkpoint, group)}
+    return {name: entry.size for name, entry in _entries(saved, group)}
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
@@ -249,10 +256,9 @@ def saved_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     return tensors_of(Chain.of(checkpoint).metadata()[0])
 
 
-def _entries(checkpoint: Path, group: str) -> list[tuple[str, TensorStorageMetadata]]:
+def _entries(saved: Mapping[str, TensorStorageMetadata], group: str) -> list[tuple[str, TensorStorageMetadata]]:
     prefix = f"{group}."
-    found = saved_tensors(checkpoint).items()
-    return [(name.removeprefix(prefix), entry) for name, entry in found if name.startswith(prefix)]
+    return [(name.removeprefix(prefix), entry) for name, entry in saved.items() if name.startswith(prefix)]
 
 
 def newest_valid(checkpoints: Sequence[Path], use: Callable[[Path], T]) -> tuple[tuple[Path, T] | None, list[str]]:

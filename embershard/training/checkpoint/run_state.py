@@ -17,16 +17,16 @@ from embershard.data.sources.source import GrowingSource
 from embershard.distributed import (
     Ranks,
     TensorBlocks,
-    load_group,
     load_tensors,
     rng_state,
     save_checkpoint,
     saved_sizes,
+    saved_tensors,
     set_rng_state,
     without_empty,
 )
 from embershard.distributed.checkpoint.boxes import CheckpointSaved, fill
-from embershard.distributed.checkpoint.load import without_known_warnings
+from embershard.distributed.checkpoint.load import empty_group, without_known_warnings
 from embershard.distributed.checkpoint.save import NewLink
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates, restore_contents, saved_contents
@@ -205,16 +205,18 @@ class RunState:
         dense_optimizer.zero_grad()
         with without_small_flushes(self.model):
             tensors = self.tensors()
-        changed = {change.key for change in comparison.changes}
-        if not changed & {"cache.host_dtype", "cache.host_dtypes", "cache.full_rows"}:
-            restore_full_rows(self.model, load_group(checkpoint, FULL_ROWS))
+        there = saved_tensors(checkpoint)
+        groups = {group: empty_group(there, group) for group in (FULL_ROWS, _CACHE)}
         with without_known_warnings():
             num_rows = {name: value.size(0) for name, value in tensors[MODEL].items() if value.dim()}
             in_memory = without_rows_of_files(self.model, tensors)
-            states = RowStates(in_memory[STATES], saved_sizes(checkpoint, STATES), num_rows)
+            states = RowStates(in_memory[STATES], saved_sizes(there, STATES), num_rows)
             in_memory[MODEL] = without_small_rows(self.model, in_memory[MODEL])
-            load_tensors(checkpoint, without_empty({**in_memory, STATES: states.to_load}))
+            load_tensors(checkpoint, without_empty({**in_memory, STATES: states.to_load, **groups}))
             states.spread()
+        changed = {change.key for change in comparison.changes}
+        if not changed & {"cache.host_dtype", "cache.host_dtypes", "cache.full_rows"}:
+            restore_full_rows(self.model, groups[FULL_ROWS])
         load_rows_of_files(self.model, checkpoint, {name: tensors[name] for name in (MODEL, STATES)})
         load_weights(self.model, in_memory[MODEL])
         for name, rows in small_tables(self.model).items():
@@ -224,7 +226,7 @@ class RunState:
         self._optimizers.set_num_steps(saved.step)
         if saved.world_size == self._ranks.world_size:
             set_rng_state(saved.rng[self._ranks.rank], self._ranks.device)
-        restore_contents(self.model, load_group(checkpoint, _CACHE))
+        restore_contents(self.model, groups[_CACHE])
         self._config, self._identity = comparison.config, comparison.identity
         self.changes = (*saved.changes, *comparison.changes)
 

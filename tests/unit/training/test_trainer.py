@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.data import open_source
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints, rng_state
+from embershard.distributed.checkpoint.chain import Chain
 from embershard.errors import CheckpointError, FailedSaveError, InvalidCheckpointError
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
@@ -103,7 +105,9 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, optimizers, cached):
     )
     whole = run(config, ranks, tmp_path / "a")
     start = complete_checkpoints(tmp_path / "a")[0]
-    resumed = run(config, ranks, tmp_path / "b", start)
+    with mock.patch.object(Chain, "metadata", autospec=True, side_effect=Chain.metadata) as reads:
+        resumed = run(config, ranks, tmp_path / "b", start)
+    assert reads.call_count == 2  # for sizes, and by the reader of all tensors
     assert start.name == "step_12"
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 12}
     assert isinstance(whole[-1], EvalReport)

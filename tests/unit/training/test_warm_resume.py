@@ -10,6 +10,7 @@ import pytest
 
 from embershard.cache import CacheConfig
 from embershard.distributed import CheckpointConfig, Ranks, complete_checkpoints
+from embershard.distributed.checkpoint.load import load_group
 from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.checkpoint import run_state
@@ -93,4 +94,4 @@ def test_a_run_without_a_cache_saves_no_rows_of_one(ranks, tmp_path):
     for _ in trainer.train():
         pass
     trainer.close()
-    assert run_state.load_group(complete_checkpoints(tmp_path)[0], "cache") == {}
+    assert load_group(complete_checkpoints(tmp_path)[0], "cache") == {}
