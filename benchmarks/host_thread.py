@@ -2,9 +2,10 @@
 
     python -m benchmarks.host_thread [--modes pooled rows ...] [--batch-size 65536]
 
-One process, no GPU needed: 26 tables, one rank. For each mode two programs step in turn: ours, which is the trainer of
-`embershard train` with the cache, planning on the thread that trains as on a GPU; and stock, TorchRec's
-`TrainPipelineSparseDist` over the same model with all rows resident. Counted is the processor time of the thread:
+No GPU needed: 26 tables, one rank, or those of `torchrun`, whose collectives are operations, too. For each mode two
+programs step in turn: ours, which is the trainer of `embershard train` with the cache, planning on the thread that
+trains as on a GPU; and stock, TorchRec's `TrainPipelineSparseDist` over the same model with all rows resident. Counted
+is the processor time of the thread:
 
     grows_ms      per step, by part: what the host does for a batch of --batch-size samples beyond what it does for one
                   of --small. Operations of torch, FBGEMM's look-ups and the caches' compiled loops do not count: on a
@@ -116,6 +117,7 @@ def main() -> None:
     silence_libraries()
     result: dict[str, Any] = {"benchmark": "host_thread", "settings": settings_of(options), "machine": machine()}
     with process_group("cpu") as ranks:
+        options.output = None if ranks.rank else options.output
         result["quality_ms"] = {str(size): quality_ms(size, ranks) for size in options.quality_sizes}
         for mode in options.modes:
             result.setdefault("modes", {})[mode] = measure(mode, options, ranks)
@@ -256,7 +258,7 @@ class Steps:
 
     def _trainer(self, stack: contextlib.ExitStack, settings: dict[str, Any]) -> Trainer:
         options = self._options
-        count = 2 * (options.warmup + options.steps + 8) * self._batch_size
+        count = 2 * self._ranks.world_size * (options.warmup + options.steps + 8) * self._batch_size
         own = {"train.batch_size": self._batch_size, "data.synthetic.num_samples": count}
         own |= {"data.synthetic.scale": options.scale, **settings}
         if "model.arch" not in own:

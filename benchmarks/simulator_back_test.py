@@ -98,7 +98,7 @@ class Assumed:
         bags: ids are those of MLPerf's bags; False: one per feature.
         table_state_bytes: of a number of a row.
         wire_bytes: of a number between ranks.
-        host_seconds: of the host for a step, in place of the machine's.
+        host_seconds: of the host for a step, in place of the machine's, its collectives included.
         read_seconds: of the host's thread for a sample.
         why: the sources.
     """
@@ -256,6 +256,8 @@ def _public(point: PublishedPoint) -> dict[str, Any]:
     host_seconds = topology.assumptions.step_overhead_seconds if assumed.host_seconds is None else assumed.host_seconds
     host_seconds += assumed.read_seconds * point.batch_size
     assumptions = replace(topology.assumptions, step_overhead_seconds=host_seconds)
+    if assumed.host_seconds is not None:
+        assumptions = replace(assumptions, collective_host_seconds=0.0)
     topology = replace(topology, assumptions=assumptions)
     workload = Workload(size, assumed_statistics(tables, NUM_SAMPLES), shape)
     limits = Budget(device_bytes=topology.device_memory_bytes, host_bytes=topology.host_memory_bytes)

@@ -82,6 +82,7 @@ class Assumptions(Amounts):
         launch_seconds: that the smallest kernel takes on a GPU.
         ranks_per_host_link: GPUs that share one link to the host.
         step_overhead_seconds: of the host for a step: on a GPU its thread launches the kernels, beside the GPU's work.
+        collective_host_seconds: what that thread takes longer on several ranks, whose collectives it launches, too.
         input_threads: threads of a rank that parse during the training.
         reserve_bytes: of a GPU's memory, left free for the CUDA context, NCCL's buffers, and what torch's allocator
             cannot use.
@@ -103,6 +104,7 @@ class Assumptions(Amounts):
     launch_seconds: float = 3e-6
     ranks_per_host_link: float = 2
     step_overhead_seconds: float = 5.2e-3
+    collective_host_seconds: float = 1.1e-3
     input_threads: float = 2
     reserve_bytes: float = 2 * 2**30
 
@@ -373,7 +375,8 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
         seconds_per_collective=share.message_seconds * (num_ranks - 1)
         + (share.network_collective_seconds if outside else share.collective_seconds),
         seconds_per_input_second=1 if topology.device == "cpu" else _inverse(share.input_threads),
-        step_overhead_seconds=share.step_overhead_seconds,
+        step_overhead_seconds=share.step_overhead_seconds
+        + (share.collective_host_seconds if num_ranks > 1 and topology.device == "cuda" else 0.0),
     )
 
 

@@ -127,6 +127,12 @@ def test_the_nearest_calibrated_number_of_ranks_is_taken_and_named(wanted, taken
         assert f"calibrated for {taken} ranks, not for {wanted}" in note
 
 
+def test_a_gpus_host_launches_the_collectives_of_several_ranks() -> None:
+    for name, of_collectives in (("h100", 1.1e-3), ("a100-40", 1.5e-3), ("cpu", 0.0)):
+        alone, two, eight = (load_topology(f"{name}x{n}").rates_for(n).step_overhead_seconds for n in (1, 2, 8))
+        assert two == eight == pytest.approx(alone + of_collectives)
+
+
 def test_a_topology_survives_its_file(tmp_path) -> None:
     for topology in (calibrated(1, 4), load_topology("h200x8x2"), load_topology("cpu")):
         save_topology(topology, tmp_path / "machine.toml")

@@ -22,7 +22,8 @@ from tests.unit.planning.requests import make_request, make_workload
 #: Of no step time: a memory, and what plans have none of.
 NOT_OF_A_STEP = {"reserve_bytes", "jitter"}
 MACHINE = replace(
-    load_topology("h100x2x2"), assumptions=replace(load_topology("h100").assumptions, step_overhead_seconds=1e-5)
+    load_topology("h100x2x2"),
+    assumptions=replace(load_topology("h100").assumptions, step_overhead_seconds=1e-5, collective_host_seconds=1e-6),
 )
 
 
