@@ -273,7 +273,7 @@ def _public(point: PublishedPoint) -> dict[str, Any]:
         "error": round(found.samples_per_second / point.published - 1, 3),
         "published_ms": round(shape.global_batch_size / point.published * 1e3, 2),
         "simulated_ms": round(found.step_seconds * 1e3, 2),
-        "host_ms": round(host_seconds * 1e3, 2),
+        "host_ms": round(topology.rates_for().step_overhead_seconds * 1e3, 2),
         "limited_by": found.limit,
         "parts_ms": {part: round(seconds * 1e3, 2) for part, seconds in found.parts.items() if seconds > 5e-6},
     }
