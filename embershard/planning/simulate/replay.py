@@ -24,6 +24,7 @@ from embershard.cache.next_use import KnownBatch
 from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
+from embershard.cache.rows.transfer import MakeTransfer
 from embershard.cache.statistics import CacheReport, TableStats
 from embershard.cache.tickets import Ticket
 from embershard.frequency import SampledTrace, TableTrace
@@ -117,21 +118,45 @@ def _steps(trace: SampledTrace, global_batch_size: int, num_steps: int | None) -
 def _make_cache(
     batches: TraceBatches, shards: Sequence[RowRange], num_slots: int, settings: ReplaySettings, pinned: Sequence[str]
 ) -> RowCache:
-    rows, names = batches.rows_per_table or [1], [shard.table for shard in shards] or ["none"]
+    names = [shard.table for shard in shards]
+    rows, are_pinned = batches.rows_per_table, [name in pinned for name in names]
+    row_counts = None if settings.profile_samples == 0 else batches.row_counts
+    return bare_cache(names or ["none"], rows or [1], num_slots, settings, row_counts=row_counts, are_pinned=are_pinned)
+
+
+def bare_cache(
+    tables: Sequence[str],
+    rows: Sequence[int],
+    num_slots: int,
+    settings: ReplaySettings,
+    *,
+    row_counts: RowCounts | None = None,
+    are_pinned: Sequence[bool] = (),
+    transfer: MakeTransfer | None = None,
+) -> RowCache:
+    """Return a cache over rows of one byte.
+
+    Args:
+        tables, rows: name and rows of each table.
+        num_slots: at most as many as there are rows are taken.
+        are_pinned: for each table, whether its rows are resident for ever; none by default.
+        transfer: makes what moves rows; None: bytes are copied.
+    """
     host = HostStore(rows, 1, torch.uint8, [])
-    are_pinned = [number for number in np.argsort(rows, kind="stable") if names[number] in pinned]
-    pinned_keys = [torch.arange(rows[number]) + host.row_offsets[number] for number in are_pinned]
+    pinned = [number for number in np.argsort(rows, kind="stable") if number < len(are_pinned) and are_pinned[number]]
+    pinned_keys = [torch.arange(rows[number]) + host.row_offsets[number] for number in pinned]
     return RowCache(
-        tables=names,
+        tables=tables,
         host=host,
         device_payload=lambda slots: [torch.empty(slots + 1, 1, dtype=torch.uint8)],
         num_slots=min(num_slots, host.num_rows),
-        table_of_feature=range(len(names)),
+        table_of_feature=range(len(tables)),
         policy=dataclasses.replace(settings.policy, by_next_use=settings.lookahead > 0 and settings.policy.by_next_use),
         device=torch.device("cpu"),
-        row_counts=None if settings.profile_samples == 0 else batches.row_counts,
+        row_counts=row_counts,
         pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
         owner="replay",
+        transfer=transfer or "plain",
     )
 
 
