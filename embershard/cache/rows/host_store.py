@@ -103,9 +103,9 @@ class HostStore:
         bounds = torch.tensor([(offset + first, offset + first + count) for offset, (first, count) in own])
         self._first_own, self._end_own = bounds.view(-1, 2).unbind(1)
         self._table_ends = torch.tensor(self.rows_per_table).cumsum(0)
-        state_bytes = sum(math.prod(shape) * t.itemsize for _, shape, t in states)
-        weight_bytes = dim * dtype.itemsize if small_type is None else small_row_bytes(small_type, dim)
-        self.slot_row_bytes = dim * dtype.itemsize + state_bytes + (0 if small_type is None else MARK_BYTES)
+        state_bytes, slot_bytes = sum(math.prod(shape) * t.itemsize for _, shape, t in states), dim * dtype.itemsize
+        weight_bytes = slot_bytes if small_type is None else small_row_bytes(small_type, dim)
+        self.slot_row_bytes = slot_bytes + state_bytes + (0 if small_type is None else MARK_BYTES)
         self.row_bytes = weight_bytes + state_bytes
         # Where all is written at once, huge pages take less time; locking touches every page anyway. Elsewhere the
         # first write to a row would wait for the system to find and clear a huge one (decision 0057).
@@ -114,11 +114,10 @@ class HostStore:
         allocate = self._allocator(host_dir if host == "mmap" else None, whole_pages)
         if small_type is not None:
             self.small = self._make_small(small_type, initial, full_keys, allocate)
-        addresses = functools.partial(memory.zeros, small_pages=True)  # no page, as long as nobody writes
-        self.flat_weights = (allocate if self.is_memory else addresses)(self.num_rows * dim, dtype)
+        self.flat_weights = (allocate if self.is_memory else _addresses)(self.num_rows * dim, dtype)
         self.weights = self.flat_weights.view(self.num_rows, dim)
         self.states = self._make_states(
-            states, allocate if away is None else addresses, initial is None and host == "memory"
+            states, allocate if away is None else _addresses, initial is None and host == "memory"
         )
         self._is_mapped = host == "mmap"
         for tensor in self.payload if self._is_mapped else ():
@@ -385,6 +384,11 @@ class HostStore:
     def _own_of_tables(self, rows: Tensor) -> list[Tensor]:
         own = zip(self.row_offsets, self.own_rows, strict=True)
         return [rows.detach()[offset + first : offset + first + count] for offset, (first, count) in own]
+
+
+def _addresses(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return memory that takes no page, as long as nobody writes."""
+    return memory.zeros(numel, dtype, small_pages=True)
 
 
 class _MappedFiles:

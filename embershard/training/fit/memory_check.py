@@ -58,8 +58,7 @@ def check_memory(
     ''
     """
     needs = memory_needs(config, rows, ranks, plan)
-    count = ranks.ranks_per_node
-    who, need = (f"{count} ranks on this machine", "need") if count > 1 else ("one rank on this machine", "needs")
+    who, need = _who(ranks.ranks_per_node)
     fitting = MemoryChanges(config, rows, ranks, machine, plan)
     has = machine.host
     left = f"{size(has.available_bytes)} of {size(has.total_bytes)} are available ({has.limit})"
@@ -84,11 +83,14 @@ def check_memory(
         )
     if needs.host_bytes > has.available_bytes:
         return (
-            f"Rows take memory when they are first used. If all are, the {who} {need} "
-            f"{size(needs.host_bytes)}, and {left}: the system would end the run. "
-            f"{_figures(needs.host, config, rows)}. {fitting.text()}"
+            f"Rows take memory when they are first used. If all are, the {who} {need} {size(needs.host_bytes)}, and "
+            f"{left}: the system would end the run. {_figures(needs.host, config, rows)}. {fitting.text()}"
         )
     return ""
+
+
+def _who(count: int) -> tuple[str, str]:
+    return (f"{count} ranks on this machine", "need") if count > 1 else ("one rank on this machine", "needs")
 
 
 def _short(taken: Mapping[str, int], may_use: int, config: RunConfig, rows: Mapping[str, int]) -> str:

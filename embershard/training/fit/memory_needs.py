@@ -110,8 +110,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     has_one_copy = config.sharding.mode == "data_parallel" and ranks.world_size > 1
     lookups = _lookups_per_sample(config)
     per_sample = sum(lookups.values())
-    host: Counter[str] = Counter()
-    device: list[Counter[str]] = []
+    host, device = Counter[str](), list[Counter[str]]()
     for here in shards[ranks.first : ranks.first + ranks.ranks_per_node]:
         cacheable = here
         if has_one_copy:  # of whole tables, on this machine; every rank caches rows of them
@@ -129,8 +128,8 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps")})
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         host["runtime"] += _RUNTIME_BYTES
-    taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
-    of_ranks = tuple(+(each | Counter(marks=own["marks"])) for each, own in taken)
+    taken = _predicted(config, ranks, plan) or device
+    of_ranks = tuple(+(each | Counter(marks=own["marks"])) for each, own in zip(taken, device, strict=True))
     rows_bytes = host["weights"] + host["optimizer_states"]
     disk_bytes = _move_to_files(config, host, shards[ranks.first : ranks.first + ranks.ranks_per_node])
     if ranks.device == "cpu":

@@ -70,7 +70,6 @@ def load_from(
     trained = open_model(start.path, step, allow_unverified=allow_unverified)
     if dense_optimizer is not None and start.has_states and trained.has_states:
         init_states(dense_optimizer)
-
     _refuse_files(model)
     tensors = partial(_tensors, model, dense_optimizer)
     with without_small_flushes(model):  # only sizes are read
