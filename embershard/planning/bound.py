@@ -34,7 +34,7 @@ from embershard.sharding.run_shape import RunShape
 Floats = NDArray[np.float64]
 
 
-#: Stages that need a core, on a CPU; the others need the link.
+#: Stages that need a core, on a CPU; the others need the link, or on one node cores, too.
 _NEEDS_CORE = {STAGES.index(name) for name in ("plan", "copies", "lookup", "update")}
 #: So near a plan, the bound is not tightened; else with so many linear programs at most, of 10 to 200 ms each.
 _NEAR, _MOST_PROGRAMS = 0.01, 24
@@ -214,10 +214,11 @@ def _slowest(
 
 def _alone(costs: CostArrays, columns: list[int]) -> float:
     """Return the seconds of such work on a rank whose node has none but that of all ranks, relative to those on one
-    whose ranks are all busy: where L ranks take turns on C cores, C/L. Links are not shared so."""
+    whose ranks are all busy: where L ranks take turns on C cores, C/L. Links of nodes are not shared so."""
     formula, local = costs.formula, min(costs.ranks_per_node, costs.world_size)
     cores = formula.pipeline.cores_for(costs.world_size)
-    return 1.0 if cores is None or not _NEEDS_CORE.issuperset(columns) else cores / local
+    on_cores = formula.pipeline.cores_copy(costs.world_size) or _NEEDS_CORE.issuperset(columns)
+    return cores / local if cores is not None and on_cores else 1.0
 
 
 def _add_step(

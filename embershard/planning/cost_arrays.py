@@ -41,7 +41,7 @@ Ints = NDArray[np.int64]
 #: Columns of the seconds of shards and ranks: the stages of a step whose work depends on the tables.
 STAGES = ("plan", "copies", "lookup", "embeddings", "gradients", "update", "ids")
 _OF_STAGE = {"copies": ("write_backs", "fills")}
-#: Of `StepFormula.columns` on a CPU, those that need a core; the others need the link.
+#: Of `StepFormula.columns` on a CPU, those that need a core; the others need the link, or on one node cores, too.
 _ON_CORES = [0, 3, 5]
 #: Columns of the device memory of shards and ranks: what is there whatever the caches' sizes, and of pooled rows
 #: without the ids; caches as large as a batch needs; caches as large as the seconds are of; what is kept of each known
@@ -220,7 +220,7 @@ class StepFormula:
     planned and filled between the steps. On a CPU, stages follow each other,
     and the slowest rank decides in each segment between two collectives. Where L ranks take turns on C cores, each has
     C/L of one, and a whole one once C ranks are left. A node is then done after the work of its slowest rank, and 1/C
-    of that of the L - C ranks with the least, in seconds of a whole core.
+    of that of the L - C ranks with the least, in seconds of a whole core. So is an exchange on one node: cores copy it.
 
     Attributes:
         pipeline: what overlaps.
@@ -270,10 +270,11 @@ class StepFormula:
         columns = self.columns(totals)
         found, num_ranks = columns.max(axis=-2), columns.shape[-2]
         if (cores := self.pipeline.cores_for(num_ranks)) is not None:
-            local, own = min(self.pipeline.ranks_per_node, num_ranks), columns[..., _ON_CORES]
+            on_cores = slice(None) if self.pipeline.cores_copy(num_ranks) else _ON_CORES
+            local, own = min(self.pipeline.ranks_per_node, num_ranks), columns[..., on_cores]
             ranked = np.sort(own.reshape(*own.shape[:-2], -1, local, own.shape[-1]), axis=-2)
             ends = (cores * ranked[..., -1, :] + ranked[..., : local - cores, :].sum(axis=-2)) / local
-            found[..., _ON_CORES] = ends.max(axis=-2)
+            found[..., on_cores] = ends.max(axis=-2)
         return found
 
     def slowest_with(self, totals: Floats, added: Floats) -> Floats:

@@ -12,7 +12,8 @@ P is the prefetch depth and L the look-ahead (`embershard.pipeline.look_ahead` h
     input       samples i + L + 2
 
 A collective begins when the last rank reaches it. On a CPU all stages of a rank run one after the other, and the ranks
-of a node share its cores: where there are fewer cores than ranks, a rank that waits leaves its share to the others.
+of a node share its cores: where there are fewer cores than ranks, a rank that waits leaves its share to the others. So
+does one with little to send to ranks of its own node: cores copy those bytes.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ class Pipeline:
         take_turns = self.device == "cpu" and cores is not None and local > cores and num_ranks % local == 0
         return cores if take_turns else None
 
+    def cores_copy(self, num_ranks: int) -> bool:
+        """Return whether cores that ranks take turns on copy what is sent: all ranks are on one node."""
+        return num_ranks <= self.ranks_per_node and self.cores_for(num_ranks) is not None
+
 
 @dataclass(frozen=True)
 class StepReplay:
@@ -200,9 +205,11 @@ def _in_turn(stages: Mapping[str, Mapping[str, Floats]], pipeline: Pipeline, fac
             for part, seconds in own:
                 spent[part] += seconds * stretch
             spent[STRAGGLERS] += ends.max() - ends
-            slowest = int(np.sum(list(stages[collective].values()), axis=0).argmax())  # has most to send
+            sent = np.sum(list(stages[collective].values()), axis=0)
+            slowest = int(sent.argmax())  # has most to send
+            taken = _shared(sent, pipeline).max() if pipeline.cores_copy(num_ranks) else sent[slowest]
             for name, seconds in stages[collective].items():
-                spent[name] += seconds[slowest]
+                spent[name] += seconds[slowest] * (taken / sent[slowest] if sent[slowest] else 1.0)
     parts = {name: seconds / num_steps for name, seconds in spent.items()}
     return StepReplay(float(np.sum([seconds[0] for seconds in parts.values()])), parts)
 

@@ -144,6 +144,17 @@ def test_a_rank_that_waits_leaves_its_core_to_the_others() -> None:
     assert apart.step_seconds == pytest.approx(6)
 
 
+def test_cores_copy_what_ranks_of_one_node_send() -> None:
+    """A rank with less to send leaves its core, as above; over nodes there is a link, which no rank that waits speeds
+    up. With as much to send, nothing is shared."""
+    rates, pipeline = Rates(seconds_per_all_to_all_byte=1), Pipeline("cpu", 2, cores_per_node=1)
+    works = [StepWork(sent_embedding_bytes=2), StepWork(sent_embedding_bytes=6)]
+    assert replay_steps(works, rates, pipeline).step_seconds == pytest.approx(4)
+    assert replay_steps(works * 2, rates, pipeline).step_seconds == pytest.approx(6)
+    assert replay_steps(works[1:] * 2, rates, pipeline).step_seconds == pytest.approx(6)
+    assert replay_steps(works, rates, in_turn(pipeline)).step_seconds == pytest.approx(6)
+
+
 BY_HAND = StepWork(
     dense_flops=9,  # 3 forward, 6 backward
     embedding_bytes=3,  # 1 lookup, 2 update
