@@ -9,7 +9,7 @@ from embershard.errors import ConfigError
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 from embershard.training.fit.machine_limits import MachineLimits, MemoryChanges
-from embershard.training.fit.memory_needs import RanksHere, memory_needs
+from embershard.training.fit.memory_needs import MemoryNeeds, RanksHere, memory_needs
 from embershard.training.fit.model_size import model_size, table_rows
 from embershard.units import size
 
@@ -68,14 +68,7 @@ def check_memory(
             f"This run does not fit: its {who} {need} {size(needs.start_bytes)} of host memory{at_start}"
             f", and {left}. {_figures(needs.host, config, rows)}. {fitting.text()}"
         )
-    if machine.device_bytes is not None and needs.device_bytes > machine.device_bytes:
-        raise ConfigError(
-            f"This run does not fit: a rank needs {size(needs.device_bytes)} of GPU memory, and "
-            f"{size(machine.device_bytes)} are free. {_figures(needs.device, config, rows)}. {fitting.text()}"
-        )
-    if (short := machine.short_rank(needs)) is not None:
-        why = _short(needs.by_rank[short], machine.by_rank[short], config, rows)
-        raise ConfigError(f"This run does not fit: rank {ranks.first + short} {why}. {fitting.text()}")
+    _check_devices(config, rows, ranks, machine, needs, fitting)
     if machine.disk_bytes is not None and needs.disk_bytes > machine.disk_bytes:
         raise ConfigError(
             f"This run does not fit: the rows of its {who} need {size(needs.disk_bytes)} of disk in "
@@ -93,11 +86,26 @@ def _who(count: int) -> tuple[str, str]:
     return (f"{count} ranks on this machine", "need") if count > 1 else ("one rank on this machine", "needs")
 
 
-def _short(taken: Mapping[str, int], may_use: int, config: RunConfig, rows: Mapping[str, int]) -> str:
-    """Say what a rank needs of device memory, and what it may use."""
-    by = "its plan" if config.sharding.device_bytes is None else "sharding.device_bytes"
-    needs = f"needs {size(sum(taken.values()))} of device memory, and may use {size(may_use)} ({by})"
-    return f"{needs}. {_figures(taken, config, rows)}"
+def _check_devices(
+    config: RunConfig,
+    rows: Mapping[str, int],
+    ranks: RanksHere,
+    machine: MachineLimits,
+    needs: MemoryNeeds,
+    fitting: MemoryChanges,
+) -> None:
+    if machine.device_bytes is not None and needs.device_bytes > machine.device_bytes:
+        raise ConfigError(
+            f"This run does not fit: a rank needs {size(needs.device_bytes)} of GPU memory, and "
+            f"{size(machine.device_bytes)} are free. {_figures(needs.device, config, rows)}. {fitting.text()}"
+        )
+    if (short := machine.short_rank(needs)) is not None:
+        limit = "sharding.device_bytes" if config.sharding.device_bytes is not None else "its plan"
+        raise ConfigError(
+            f"This run does not fit: rank {ranks.first + short} needs {size(needs.bytes_of(short))} of device memory, "
+            f"and may use {size(machine.by_rank[short])} ({limit}). {_figures(needs.by_rank[short], config, rows)}. "
+            f"{fitting.text()}"
+        )
 
 
 def check_memory_for_run(config: RunConfig, plan: Plan | None, ranks: Ranks) -> str:

@@ -87,6 +87,10 @@ class MemoryNeeds:
         """All memory of that GPU."""
         return sum(self.device.values())
 
+    def bytes_of(self, rank: int) -> int:
+        """Return what a rank here, from 0, takes on its device."""
+        return sum(self.by_rank[rank].values())
+
 
 def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, plan: Plan | None) -> MemoryNeeds:
     """Return the memory that a run takes on this machine, beyond that of programs which have just started. Left out: a
@@ -103,10 +107,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     21609472
     """
     model, shape = model_size(config, rows), _shape(config, ranks)
-    tables = _cut_evenly(model, shape) if plan is None else plan.tables
-    if not config.cache.enabled:  # cached tables are built whole on the device
-        tables = [table.without_cache for table in tables]
-    shards = by_rank(place_shards(model, tables, plan or shape), (plan or shape).world_size)
+    shards = _shards(config, model, shape, plan)
     has_one_copy = config.sharding.mode == "data_parallel" and ranks.world_size > 1
     lookups = _lookups_per_sample(config)
     per_sample = sum(lookups.values())
@@ -128,16 +129,16 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps")})
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         host["runtime"] += _RUNTIME_BYTES
-    taken = _predicted(config, ranks, plan) or device
-    of_ranks = tuple(+(each | Counter(marks=own["marks"])) for each, own in zip(taken, device, strict=True))
+    taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
+    by_device = tuple(+(each | Counter(marks=own["marks"])) for each, own in taken)
     rows_bytes = host["weights"] + host["optimizer_states"]
     disk_bytes = _move_to_files(config, host, shards[ranks.first : ranks.first + ranks.ranks_per_node])
     if ranks.device == "cpu":
         host, device = host + sum(device, Counter()), []
     is_lazy = config.train.init == "counter" and ranks.device == "cpu" and not disk_bytes and not has_one_copy
-    fullest = max(device, key=Counter.total, default=Counter[str]())
-    of_gpu = device[ranks.own] if device and ranks.own is not None else fullest
-    return MemoryNeeds(+host, +of_gpu, disk_bytes, rows_bytes if is_lazy else 0, of_ranks)
+    asking = device if ranks.own is None else device[ranks.own : ranks.own + 1]
+    of_gpu = max(asking, key=Counter.total, default=Counter[str]())
+    return MemoryNeeds(+host, +of_gpu, disk_bytes, rows_bytes if is_lazy else 0, by_device)
 
 
 def _predicted(config: RunConfig, ranks: RanksHere, plan: Plan | None) -> list[Counter[str]]:
@@ -179,6 +180,14 @@ def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
         mode_memory=config.sharding.mode_memory,
         accumulate=config.train.accumulate,
     )
+
+
+def _shards(config: RunConfig, model: ModelSize, shape: RunShape, plan: Plan | None) -> list[list[PlacedShard]]:
+    tables = _cut_evenly(model, shape) if plan is None else plan.tables
+    if not config.cache.enabled:  # cached tables are built whole on the device
+        tables = [table.without_cache for table in tables]
+    layout = plan or shape
+    return by_rank(place_shards(model, tables, layout), layout.world_size)
 
 
 def _cut_evenly(model: ModelSize, shape: RunShape) -> list[TablePlacement]:
