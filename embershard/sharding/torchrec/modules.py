@@ -186,7 +186,14 @@ class CachedModule:
             lookup.flush()
         if module._id_states is not None:
             module._id_states.take_from(state_dict, prefix)
-        super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
+        # TorchRec's hook of a collection for sequences reads every table out of the state dict, there or not.
+        there = {name.rpartition(".")[0].rpartition(".")[2] for name in state_dict if name.startswith(prefix)}
+        shards = module._model_parallel_name_to_local_shards
+        module._model_parallel_name_to_local_shards = {t: each for t, each in shards.items() if t in there}
+        try:
+            super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
+        finally:
+            module._model_parallel_name_to_local_shards = shards
 
     def in_batch(self, batch: Any) -> AbstractContextManager[None]:
         """Return a context in which this module gets ids of `batch`; for modes whose work depends on the batch."""

@@ -29,7 +29,9 @@ from embershard.training.equivalence import _tensors_of, compare_with_stock
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
 from embershard.training.fit.model_size import table_rows
 from embershard.training.trainer import Trainer
+from tests.ranks.own_models import history_config
 from tests.small_runs import small_data, small_run
+from tests.unit.data.windows import make_windows
 
 STEPS = 24
 _ROWS = ("weights", "optimizer_states", "scores")
@@ -189,6 +191,18 @@ def test_a_checkpoint_goes_on_with_any_type_of_rows(ranks: Ranks, tmp_path: Path
     again = {name: rows.clone() for name, (_, rows) in _tensors_of(loaded).items()}
     loaded.close()
     assert all(torch.equal(again[name], rows[3][name]) for name in weights)
+
+
+@pytest.mark.slow
+def test_tables_of_sequences_go_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """TorchRec loads those by another hook, and small rows are in no state dict."""
+    config = history_config(
+        "din", make_windows(tmp_path, users=200, items=3000, history=6),
+        cache=CacheConfig(ratio=0.12, host_dtype="fp16"),
+        checkpoint=CheckpointConfig(every_steps=12, at_end=False, keep_last=9),
+    )  # fmt: skip
+    whole = trained(config, ranks, tmp_path / "checkpoints")
+    assert_same(whole, trained(config, ranks, None, complete_checkpoints(tmp_path / "checkpoints")[0]))
 
 
 @pytest.mark.slow
