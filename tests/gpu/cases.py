@@ -16,7 +16,7 @@ from embershard.distributed import PublishConfig
 from embershard.settings.decoding import to_toml
 from embershard.training.config import RunConfig
 from embershard.training.equivalence import Equivalence, compare_with_stock
-from tests.ranks import own_models, parity, planned, replicated_tables, rows_exchange
+from tests.ranks import own_models, parity, planned, replicated_tables, rows_exchange, small_rows
 from tests.ranks.rows_exchange import Case
 from tests.ranks.workers import RankPool
 from tests.unit.data.targets import target_config, write_targets
@@ -47,6 +47,15 @@ REPLICATED: dict[str, Case] = {
 }
 #: Thousands of uses of each row of one table in a batch: FBGEMM cuts them at 1,024, and adds the parts with atomics.
 MANY_USES = parity.Case(rows=(60_000, 3), dims=(16, 16), batch_size=4096, ratio=0.3, steps=6)
+#: Small rows in host memory, beside rounded stock.
+SMALL_ROWS: dict[str, parity.Case] = {
+    "int8": small_rows.small_case(steps=60),
+    "int8, staged, sgd": small_rows.small_case(steps=60, transfer="staged", optimizer="sgd"),
+    "fp16": small_rows.small_case(steps=60, host_dtype="fp16", full_rows=None),
+    "fp16, staged, adagrad": small_rows.small_case(
+        steps=60, host_dtype="fp16", full_rows=None, transfer="staged", optimizer="adagrad"
+    ),
+}
 TARGETS = ("several", "weighted regression", "tasks", "classes")
 HISTORIES = ("din", "tbsm", "hstu")
 RUNS = (*TARGETS, *HISTORIES, "own model")
@@ -79,6 +88,15 @@ def check_many_uses(pool: RankPool, device: str) -> None:
     for outcome in pool.run(compare_deterministic, replace(MANY_USES, device=device)):
         assert outcome.different == []
         assert sum(stats.evictions for stats in outcome.stats) > 1000
+
+
+def check_small_rows(pool: RankPool, name: str, device: str) -> None:
+    """Rows are those of stock TorchRec, which NumPy rounds after each step."""
+    case = replace(SMALL_ROWS[name], device=device)
+    for found in pool.run(small_rows.compare, case if device == "cuda" else replace(case, transfer=None)):
+        assert found.different == []
+        assert found.evictions > 4000
+        assert found.num_rounded > 4000
 
 
 def run_config(name: str, folder: Path, device: str) -> RunConfig:

@@ -172,8 +172,8 @@ def _tests(place: Place, *files: str) -> None:
 
 
 def kernels(place: Place) -> None:
-    """Transfers, maps and plans by kernels, against loops."""
-    _tests(place, "transfers", "key_map", "plans")
+    """Transfers, small rows, maps and plans by kernels, against loops."""
+    _tests(place, "transfers", "small_rows", "key_map", "plans")
 
 
 def exactness(place: Place) -> None:
@@ -294,6 +294,7 @@ MODES: dict[str, dict[str, Any]] = {
     "hot_cold": {"sharding.mode": "hot_cold", "sharding.hot_bytes": 1_000_000},
     "static": {"cache.policy": "static", "look_ahead.lookahead": 0},
     "fp16": {"model.table_dtype": "fp16"},
+    "small_rows": {"cache.host_dtype": "int8"},
     "resident": {"cache.enabled": "false"},
 }
 
@@ -314,9 +315,11 @@ def modes(place: Place) -> None:
     cases = MODES | switches()
     for number, (name, settings) in enumerate(cases.items()):
         words = ["train", "quickstart", "--run-dir", str(place.out / place.name / "runs" / name)]
-        share = 1 / (len(cases) + 1 - number)
+        share = 1 / (len(cases) + 2 - number)
         place.command(name, [*EMBERSHARD, *words, *quickstart(place, **settings), "--nproc", "1"], share)
-    place.command("verify", [*EMBERSHARD, "verify", "quickstart", "--steps", "20", "--nproc", "1", *quickstart(place)])
+    for name, settings in (("verify", {}), ("verify_small_rows", MODES["small_rows"])):
+        words = ["verify", "quickstart", "--steps", "20", "--nproc", "1", *quickstart(place, **settings)]
+        place.command(name, [*EMBERSHARD, *words], 0.5)
 
 
 def figures(place: Place) -> None:

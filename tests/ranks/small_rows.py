@@ -80,10 +80,11 @@ class Reference:
         for name, first, column, rows in self._shards:
             own = small[(small >= first) & (small < first + len(rows))]
             if name == table and len(own):
-                before = rows[own - first].numpy()
-                after = torch.from_numpy(oracle(before, own, seed_of(table, SEED), column))
-                self.num_rounded += int((after != rows[own - first]).any(1).sum())
-                rows[own - first] = after
+                places = torch.from_numpy(own - first).to(rows.device)
+                before = rows[places].cpu()
+                after = torch.from_numpy(oracle(before.numpy(), own, seed_of(table, SEED), column))
+                self.num_rounded += int((after != before).any(1).sum())
+                rows[places] = after.to(rows.device)
 
 
 def _shards(model: DistributedModelParallel) -> Iterator[tuple[str, int, int, Tensor]]:
@@ -100,7 +101,7 @@ def train(model: DistributedModelParallel, case: Case, after: Callable[[KeyedJag
     losses = []
     for features, labels in parity.batches(case, dist.get_rank()):
         optimizer.zero_grad()
-        loss = model(features, labels)
+        loss = model(features.to(model.device), labels.to(model.device))
         loss.backward()
         optimizer.step()
         after(features)
@@ -111,7 +112,7 @@ def train(model: DistributedModelParallel, case: Case, after: Callable[[KeyedJag
 def snapshot(model: DistributedModelParallel) -> dict[str, Tensor]:
     """As `parity.snapshot`, with what small rows hold in place of the memory that stands for them."""
     with without_flushes(model):
-        found = {f"weight/{table}/{row}/{column}": rows.clone() for table, row, column, rows in _shards(model)}
+        found = {f"weight/{table}/{row}/{column}": rows.cpu().clone() for table, row, column, rows in _shards(model)}
         states = {name: value for name, value in parity.snapshot(model).items() if name.startswith("state")}
     for pool in cached_embeddings(model):
         every = pool.cache.read(torch.arange(pool.host.num_rows, device=pool.cache.state.map.device)).cpu()

@@ -25,6 +25,11 @@ def test_many_uses_of_a_row(one_rank: RankPool) -> None:
     cases.check_many_uses(one_rank, "cpu")
 
 
+@pytest.mark.parametrize("name", cases.SMALL_ROWS)
+def test_small_rows(one_rank: RankPool, name: str) -> None:
+    cases.check_small_rows(one_rank, name, "cpu")
+
+
 @pytest.mark.parametrize("name", cases.RUNS)
 def test_runs(one_rank: RankPool, name: str, tmp_path: Path) -> None:
     cases.check_run(one_rank, name, tmp_path, "cpu")

@@ -80,7 +80,7 @@ class RowCopies:
         if ticket.filled is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(ticket.filled)
-            for tensor in (ticket.slots, ticket.pool_slots, ticket.keys):  # the last two are used after the backward
+            for tensor in (ticket.slots, ticket.keys):  # the keys are marked as trained in the backward
                 if tensor is not None:
                     tensor.record_stream(stream)
 

@@ -472,7 +472,7 @@ def test_every_value_of_a_setting_is_run(samples: Path, tmp_path: Path) -> None:
 
 def test_rows_that_ranks_share_are_refused(samples: Path, tmp_path: Path) -> None:
     config = config_of(KEPT[0], samples, tmp_path, "cuda")
-    config = dataclasses.replace(config, sharding=ShardingConfig(mode="data_parallel"))
+    config = dataclasses.replace(config, sharding=ShardingConfig(mode="data_parallel"), cache=CacheConfig(ratio=0.6))
     with modelled_ranks(2) as (_, ranks), pytest.raises(ConfigError, match="Train on the CPU"):
         Trainer(config, ranks, tmp_path / "checkpoints", export=lambda *_: None)
 

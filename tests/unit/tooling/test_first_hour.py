@@ -147,7 +147,7 @@ def test_the_commands_of_the_steps_are_understood(num_gpus: int, tmp_path: Path,
     for words in trained:
         assert cli.main(["train", *words, "--dry-run"]) == 0, words
     files = [words[-1] for words in commands if "pytest" in words]
-    assert len(files) == 9
+    assert len(files) == 10
     assert all((hour_steps.PROJECT / file).is_file() for file in files)
 
 

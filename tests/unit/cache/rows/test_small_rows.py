@@ -27,14 +27,14 @@ def zeros(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(numel, dtype=dtype)
 
 
-def make_rows(small_type: Any, full: Tensor | None = None, first_column: int = 0) -> SmallRows:
+def make_rows(small_type: Any, full: Tensor | None = None, first_column: int = 0, allocate: Any = zeros) -> SmallRows:
     """Two tables, of which the first one's shard begins at another row than 0."""
     tables = [
         ShardWeights("clicks", 7, 64, -0.5, 0.5, FIRST_ROW, first_column),
         ShardWeights("users", 7, 64, -0.1, 0.1, 0, first_column),
     ]
     full = torch.empty(0, dtype=torch.int64) if full is None else full
-    return SmallRows(small_type, [ROWS, ROWS], tables, DIM, full, zeros)
+    return SmallRows(small_type, [ROWS, ROWS], tables, DIM, full, allocate)
 
 
 def all_sizes(small_type: str, num_rows: int = 2 * ROWS) -> Tensor:

@@ -1,0 +1,51 @@
+"""On the model of a GPU, tables with small rows in host memory train the bits of stock TorchRec's, rounded by NumPy
+after each step: what `tests/gpu` compares on a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from embershard.cache.gpu import small_rows as kernels
+from tests.covering import matrix
+from tests.ranks.small_rows import Found, compare, small_case
+from tests.unit.gpu_model.test_whole import modelled_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def found(host_dtype: str, transfer: str, **changes: Any) -> Found:
+    """Of a short run, in which nothing else goes wrong."""
+    full = 0.05 if host_dtype == "int8" else None
+    case = small_case(steps=14, device="cuda", host_dtype=host_dtype, full_rows=full, transfer=transfer, **changes)
+    with modelled_ranks(1) as (gpu, _):
+        # The model is made on the host: its parameters cannot become others, as those of a GPU would.
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outcome = compare(case)
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
+        assert gpu.problems == []
+    assert outcome.evictions > 300
+    assert outcome.num_rounded > 3000
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("host_dtype", "transfer"),
+    [("int8", "triton_uva"), ("fp16", "staged"), matrix("int8", "staged"), matrix("fp16", "triton_uva")],
+)
+def test_rows_are_those_of_rounded_stock(host_dtype: str, transfer: str) -> None:
+    """Not with row-wise Adagrad: FBGEMM on a CPU adds squares of slots in another order, with fp32 rows, too."""
+    assert found(host_dtype, transfer, optimizer="adagrad" if transfer == "staged" else "sgd").different == []
+
+
+def test_another_rounding_is_noticed() -> None:
+    with mock.patch.object(kernels, "_mixed", lambda bits: bits):
+        assert found("int8", "triton_uva").different != []
