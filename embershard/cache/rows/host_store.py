@@ -96,8 +96,7 @@ class HostStore:
         self._share, self.away = share, away
         self.rows_per_table = list(rows_per_table)
         self.own_rows = [(0, rows) for rows in rows_per_table] if share is None else list(share.own)
-        self.dim = dim
-        self.num_rows = sum(self.rows_per_table)
+        self.dim, self.num_rows = dim, sum(self.rows_per_table)
         self.row_offsets = [sum(self.rows_per_table[:table]) for table in range(len(self.rows_per_table))]
         own = zip(self.row_offsets, self.own_rows, strict=True)
         bounds = torch.tensor([(offset + first, offset + first + count) for offset, (first, count) in own])
