@@ -3,7 +3,10 @@ after each step: what `tests/gpu` compares on a GPU."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,9 +14,14 @@ import pytest
 import torch
 
 from embershard.cache.gpu import small_rows as kernels
+from embershard.distributed import CheckpointConfig, PublishConfig
+from embershard.training.equivalence import compare_with_stock
+from embershard.training.optimizers import EmbeddingOptimizerConfig
+from embershard.training.rounding import TableRounding
 from tests.covering import matrix
 from tests.ranks.small_rows import Found, compare, small_case
-from tests.unit.gpu_model.test_whole import modelled_ranks
+from tests.unit.gpu_model.cases import config_of, write_samples
+from tests.unit.gpu_model.test_whole import KEPT, modelled_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -49,3 +57,25 @@ def test_rows_are_those_of_rounded_stock(host_dtype: str, transfer: str) -> None
 def test_another_rounding_is_noticed() -> None:
     with mock.patch.object(kernels, "_mixed", lambda bits: bits):
         assert found("int8", "triton_uva").different != []
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_verify_rounds_stock_on_the_device(is_rounded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some tables int8, of one fp16; full rows are left alone."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    config = config_of(KEPT[0], write_samples(tmp_path / "samples.parquet"), tmp_path, "cuda")
+    config = dataclasses.replace(
+        config, embedding_optimizer=EmbeddingOptimizerConfig(kind="sgd"), checkpoint=CheckpointConfig(),
+        publish=PublishConfig(), cache=dataclasses.replace(config.cache, ratio=0.3),
+    )  # fmt: skip
+    left_out = contextlib.nullcontext() if is_rounded else mock.patch.object(TableRounding, "after_step", _nothing)
+    with modelled_ranks(1) as (gpu, ranks), left_out, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verdict = compare_with_stock(config, ranks, 12)
+        assert gpu.problems == []
+    assert verdict.is_equal == is_rounded, verdict
+    assert sum(cache.evictions for cache in verdict.caches) > 20
+
+
+def _nothing(*_: Any) -> None:
+    pass
