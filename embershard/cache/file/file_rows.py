@@ -6,7 +6,6 @@ A checkpoint has the rows; so nothing is forced to the disk, and nothing is reco
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import mmap
@@ -35,6 +34,7 @@ _MOST_WASTE = 1 / 8
 _CHUNK_BYTES = 1 << 20  # that a thread moves in one go
 _MOST_WRITING_BYTES = 256 << 20  # of rows that wait to be written
 _BLOCK_ROWS_BYTES = 64 << 20  # that `write_block` hands over at a time
+_THREADS = "embershard-file"
 
 _Numbers = NDArray[np.int64]
 
@@ -54,7 +54,7 @@ class PageIo:
         """Read pages [n] to places [n] of `memory`, both counted in pages.
 
         Raises:
-            OSError: of the system; its `filename2` is the page.
+            OSError: of the system; its text names the page.
         """
         self._move(loops.read_pages, os.preadv, file, pages, page_bytes, memory, places)
 
@@ -81,7 +81,10 @@ class PageIo:
 
     @staticmethod
     def _move_one(one: Callable[..., int], file: int, page: int, page_bytes: int, memory: NDArray[np.uint8]) -> None:
-        moved = one(file, [memory[:page_bytes]], page * page_bytes)
+        try:
+            moved = one(file, [memory[:page_bytes]], page * page_bytes)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}, page {page}") from error
         if moved != page_bytes:
             raise OSError(errno.EIO, f"{moved} of {page_bytes} bytes of page {page} were moved")
 
@@ -147,6 +150,8 @@ class FileRows:
         rows_read, pages_read: by `read`.
         rows_written, pages_written: by `write` and `write_block`.
 
+    Once the file could not be read or written, every call raises the same CacheError.
+
     Raises:
         ConfigError: the folder cannot be used, or its disk has too little room.
 
@@ -164,6 +169,7 @@ class FileRows:
     ) -> None:
         part_bytes = [math.prod(part.shape[1:]) * part.itemsize for part in like]
         self._word_bytes = math.gcd(8, *part_bytes)
+        self._word = torch.empty(0, dtype=INTEGERS[self._word_bytes]).numpy().dtype
         self._starts = [sum(part_bytes[:number]) for number in range(len(like))]
         self.row_bytes, self._num_rows = sum(part_bytes), num_rows
         self.page_bytes = _page_bytes(self.row_bytes)
@@ -174,8 +180,8 @@ class FileRows:
         self._file, self.is_direct = without_page_cache(open_working_file(folder, self.file_bytes))
         self._bits = np.zeros(num_rows // 8 + 1, np.uint8)
         self.rows_read = self.pages_read = self.rows_written = self.pages_written = 0
-        self._threads = ThreadPoolExecutor(threads, "embershard-file")
-        self._writer = ThreadPoolExecutor(1, "embershard-file-writer")
+        self._num_threads, self._threads = threads, ThreadPoolExecutor(threads, _THREADS)
+        self._writer = ThreadPoolExecutor(1, f"{_THREADS}-writer")
         self._writing: tuple[_OnTheWay, ...] = ()
         self._failure: Exception | None = None
         self._lock = threading.Lock()
@@ -196,7 +202,7 @@ class FileRows:
             places: int64 [M], where row i of them goes in each table. Nobody may touch these until the work has ended.
 
         Raises:
-            CacheError: an earlier write failed.
+            CacheError: the file could not be read or written before.
         """
         self._check()
         numbers, to, views = keys.numpy(), places.numpy(), self._views(tables)
@@ -214,23 +220,23 @@ class FileRows:
         Arguments are those of `read`.
 
         Raises:
-            CacheError: an earlier write failed.
+            CacheError: the file could not be read or written before.
         """
         self._check()
         numbers, to = keys.numpy().copy(), places.numpy()
-        while sum(each.records.nbytes for each in self._writing) > _MOST_WRITING_BYTES:
-            self._writing[0].done.result()
+        if not numbers.size:
+            return FileWork([])
+        while (writing := self._writing) and sum(each.records.nbytes for each in writing) > _MOST_WRITING_BYTES:
+            FileWork([writing[0].done]).wait()
         records = np.empty(numbers.size * self.row_bytes, np.uint8)
         starts = np.arange(numbers.size) * self.row_bytes
         for view, start in zip(self._views(tables), self._starts, strict=True):
-            loops.rows_to_pages(self._words(records), (starts + start) // self._word_bytes, view, to)
-        loops.set_bits(self._bits, numbers)
+            loops.rows_to_pages(records.view(self._word), (starts + start) // self._word_bytes, view, to)
         self.rows_written += numbers.size
-        done: Future[None] = Future()
-        writing = _OnTheWay(numbers, records, done)
-        with self._lock:
-            self._writing = (*self._writing, writing)
-        self._writer.submit(self._write, writing)
+        with self._lock:  # who sees the bits finds the rows: on their way, or in the file
+            loops.set_bits(self._bits, numbers)
+            done = self._writer.submit(self._write, numbers, records)
+            self._writing = (*self._writing, _OnTheWay(numbers, records, done))
         return FileWork([done])
 
     def finish(self) -> None:
@@ -248,12 +254,14 @@ class FileRows:
         any thread.
 
         Raises:
-            CacheError: the file could not be read, or an earlier write failed.
+            CacheError: the file could not be read, or not written before.
         """
         self._check()
-        keys, views, writing = np.arange(first, stop), self._views(tables), self._writing
+        keys, views = np.arange(first, stop), self._views(tables)
         found = np.empty(keys.size, np.bool_)
-        loops.are_set(self._bits, keys, found)
+        with self._lock:
+            loops.are_set(self._bits, keys, found)
+            writing = self._writing
         keys = keys[found]
         parts = self._chunks(keys, keys - first, False)
         FileWork([self._submit(self._read, *part, views) for part in parts]).wait()
@@ -276,36 +284,29 @@ class FileRows:
     # -- in threads
 
     def _read(self, pages: _Numbers, keys: _Numbers, places: _Numbers, views: Sequence[NDArray[Any]]) -> None:
-        with self._buffer(pages.size) as memory:
-            self._io.read(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
-            self._from_words(memory, self._starts_of(keys, pages), views, places)
+        memory = np.frombuffer(mmap.mmap(-1, pages.size * self.page_bytes), np.uint8)
+        self._io.read(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
+        self._from_words(memory, self._starts_of(keys, pages), views, places)
 
-    def _write(self, writing: _OnTheWay) -> None:
-        try:
-            if self._failure is None:
-                numbers = np.arange(writing.keys.size)
-                parts = self._chunks(writing.keys, numbers, False)
-                FileWork([self._submit(self._patch, *part, writing.records) for part in parts]).wait()
-        except Exception as error:  # of a thread; whoever comes next raises it
-            self._failure = error
-        finally:
-            with self._lock:
-                self._writing = tuple(each for each in self._writing if each is not writing or self._failure)
-            writing.done.set_exception(self._failure) if self._failure else writing.done.set_result(None)
+    def _write(self, keys: _Numbers, records: NDArray[np.uint8]) -> None:
+        self._check()
+        parts = self._chunks(keys, np.arange(keys.size), False)
+        FileWork([self._submit(self._patch, *part, records) for part in parts]).wait()
+        with self._lock:  # rows that could not be written stay among them
+            self._writing = tuple(each for each in self._writing if each.keys is not keys)
 
     def _patch(self, pages: _Numbers, keys: _Numbers, numbers: _Numbers, records: NDArray[np.uint8]) -> None:
         """Write records `numbers`, those of `keys`, into their pages; read what else is in these first."""
         counts = np.bincount(np.searchsorted(pages, keys // self.rows_per_page), minlength=pages.size)
         is_shared = np.empty(pages.size, np.bool_)
         loops.pages_to_keep(self._bits, pages, counts, self.rows_per_page, self._num_rows, is_shared)
-        with self._buffer(pages.size) as memory:
-            shared = np.flatnonzero(is_shared)
-            if shared.size:
-                self._io.read(self._file, pages[shared], self.page_bytes, memory, shared)
-            rows = self._words(records).reshape(-1, self.row_bytes // self._word_bytes)
-            starts = self._starts_of(keys, pages) // self._word_bytes
-            loops.rows_to_pages(self._words(memory), starts, rows, numbers)
-            self._io.write(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
+        memory, shared = np.frombuffer(mmap.mmap(-1, pages.size * self.page_bytes), np.uint8), np.flatnonzero(is_shared)
+        if shared.size:
+            self._io.read(self._file, pages[shared], self.page_bytes, memory, shared)
+        rows = records.view(self._word).reshape(-1, self.row_bytes // self._word_bytes)
+        starts = self._starts_of(keys, pages) // self._word_bytes
+        loops.rows_to_pages(memory.view(self._word), starts, rows, numbers)
+        self._io.write(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
         with self._lock:
             self.pages_written += pages.size
 
@@ -313,14 +314,22 @@ class FileRows:
         return self._threads.submit(self._run, work, *arguments)
 
     def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._check()
+        failure: Exception | None = None
         try:
             work(*arguments)
         except OSError as error:
             doing = "written" if work == self._patch else "read"
-            raise CacheError(
+            failure = CacheError(
                 f"rows in a file in cache.host_dir={self._folder!r} could not be {doing}: {error}. Its disk is full or "
                 'broken; resume from the last checkpoint with another folder, or with cache.host = "memory"'
-            ) from error
+            )
+            failure.__cause__ = error
+        except Exception as error:  # of a thread that nobody may wait for
+            failure = error
+        with self._lock:
+            self._failure = self._failure or failure
+        self._check()
 
     # -- places of rows
 
@@ -335,7 +344,7 @@ class FileRows:
         if counts_pages:
             self.pages_read += firsts.size
         step = max(1, _CHUNK_BYTES // self.page_bytes)
-        step = min(step, max(1, -(-firsts.size // self._threads._max_workers)))
+        step = min(step, max(1, -(-firsts.size // self._num_threads)))
         for start in range(0, firsts.size, step):
             pages = of_rows[firsts[start : start + step]]
             stop = firsts[start + step] if start + step < firsts.size else keys.size
@@ -349,21 +358,14 @@ class FileRows:
     def _from_words(
         self, memory: NDArray[np.uint8], starts: _Numbers, views: Sequence[NDArray[Any]], places: _Numbers
     ) -> None:
+        words = memory.view(self._word)
         for view, start in zip(views, self._starts, strict=True):
-            loops.rows_from_pages(self._words(memory), (starts + start) // self._word_bytes, view, places)
+            loops.rows_from_pages(words, (starts + start) // self._word_bytes, view, places)
 
     def _views(self, tables: Sequence[Tensor]) -> list[NDArray[Any]]:
         """Return tables as words [P, words of the part]."""
         words = INTEGERS[self._word_bytes]
-        return [table.detach().reshape(len(table), -1).view(words).numpy() for table in tables]
-
-    def _words(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
-        return torch.from_numpy(memory).view(INTEGERS[self._word_bytes]).numpy()
-
-    @contextlib.contextmanager
-    def _buffer(self, num_pages: int) -> Iterator[NDArray[np.uint8]]:
-        """Memory for pages, zeroed, which begins where a page of the system's does."""
-        yield np.frombuffer(mmap.mmap(-1, max(1, num_pages) * self.page_bytes), np.uint8)
+        return [table.detach().view(len(table), math.prod(table.shape[1:])).view(words).numpy() for table in tables]
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -380,6 +382,9 @@ def _page_bytes(row_bytes: int) -> int:
 
 
 def _end(file: int, *threads: ThreadPoolExecutor) -> None:
+    if threading.current_thread().name.startswith(_THREADS):  # it had the last reference, and cannot await itself
+        threading.Thread(target=_end, args=(file, *threads), name="end-of-rows").start()
+        return
     for pool in threads:
         pool.shutdown(wait=True, cancel_futures=True)
     os.close(file)

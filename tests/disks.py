@@ -1,0 +1,81 @@
+"""Disks of tests: pages that take long, fail, are counted, or wait for the test."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+from embershard.cache.file.file_rows import PageIo
+
+
+class SlowIo(PageIo):
+    """A disk that takes a random time for each part of the work."""
+
+    def __init__(self, seed: int = 0, most_seconds: float = 0.004) -> None:
+        self._random, self._most_seconds = random.Random(seed), most_seconds
+
+    def read(self, *arguments: Any) -> None:
+        time.sleep(self._most_seconds * self._random.random())
+        super().read(*arguments)
+
+    def write(self, *arguments: Any) -> None:
+        time.sleep(self._most_seconds * self._random.random())
+        super().write(*arguments)
+
+
+class BrokenIo(PageIo):
+    """A disk of which part number `works` of the work, and any later one, fails."""
+
+    def __init__(self, works: int, number: int) -> None:
+        self._left, self._number, self._lock = works, number, threading.Lock()
+
+    def _count(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left < 0:
+                raise OSError(self._number, "the disk failed")
+
+    def read(self, *arguments: Any) -> None:
+        self._count()
+        super().read(*arguments)
+
+    def write(self, *arguments: Any) -> None:
+        self._count()
+        super().write(*arguments)
+
+
+class CountingIo(PageIo):
+    """A disk that counts the pages that are read and written."""
+
+    def __init__(self) -> None:
+        self.pages_read = self.pages_written = 0
+        self._lock = threading.Lock()
+
+    def read(self, *arguments: Any) -> None:
+        with self._lock:
+            self.pages_read += arguments[1].size
+        super().read(*arguments)
+
+    def write(self, *arguments: Any) -> None:
+        with self._lock:
+            self.pages_written += arguments[1].size
+        super().write(*arguments)
+
+
+class GatedIo(PageIo):
+    """A disk that writes while `may_write` is set, and reads while `may_read` is."""
+
+    def __init__(self) -> None:
+        self.may_read, self.may_write = threading.Event(), threading.Event()
+        self.may_read.set()
+        self.may_write.set()
+
+    def read(self, *arguments: Any) -> None:
+        self.may_read.wait(60)
+        super().read(*arguments)
+
+    def write(self, *arguments: Any) -> None:
+        self.may_write.wait(60)
+        super().write(*arguments)
