@@ -79,3 +79,22 @@ class GatedIo(PageIo):
     def write(self, *arguments: Any) -> None:
         self.may_write.wait(60)
         super().write(*arguments)
+
+
+class HeldIo(PageIo):
+    """A disk that does not read pages that are `held`."""
+
+    def __init__(self) -> None:
+        self._held, self._changed = set[int](), threading.Condition()
+
+    def hold(self, *pages: int) -> None:
+        """Hold these pages, and no others."""
+        with self._changed:
+            self._held = set(pages)
+            self._changed.notify_all()
+
+    def read(self, *arguments: Any) -> None:
+        pages = set(arguments[1].tolist())
+        with self._changed:
+            assert self._changed.wait_for(lambda: not pages & self._held, 60), "pages are held for ever"
+        super().read(*arguments)
