@@ -22,6 +22,8 @@ from embershard.units import size
 
 PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
 _GIB = 1 << 30
+#: Of a solid-state disk, even of a slow one; a disk that turns has a few hundred.
+_FEW_PAGES = 2000
 #: The oldest driver by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility.
 _OLDEST_DRIVERS = {"12": 525, "13": 580}
 #: What FBGEMM 1.8's wheel has code for: sm_80 runs on all of 8.x, sm_90a and sm_100a on just these.
@@ -210,6 +212,18 @@ def check_disk(folder: str, free_bytes: int) -> CheckResult:
     if free_bytes < 10 * _GIB:
         return CheckResult("disk", WARN, detail, remedy)
     return CheckResult("disk", PASS, detail)
+
+
+def check_disk_rates(folder: str, pages_per_second: float, bytes_per_second: float) -> CheckResult:
+    """Check the disk of `cache.host_dir`: random pages of 4 KiB, read by 16 threads, and bytes in order."""
+    detail = f"{pages_per_second:,.0f} random pages and {size(bytes_per_second)} in order a second, in {folder}"
+    if pages_per_second < _FEW_PAGES:
+        remedy = (
+            'each row of cache.host = "file" that is not in memory is a page: take a solid-state disk, or as much '
+            "cache.host_bytes as there is"
+        )
+        return CheckResult("cache.host_dir", WARN, detail, remedy)
+    return CheckResult("cache.host_dir", PASS, detail)
 
 
 def check_program(name: str, error: str, seconds: float, remedy: str, otherwise: str = FAIL) -> CheckResult:

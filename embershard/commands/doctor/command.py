@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import resource
@@ -24,11 +25,16 @@ from pathlib import Path
 
 from embershard.commands.doctor import checks
 from embershard.commands.doctor.checks import FAIL, PASS, SKIP, WARN, CheckResult, Gpu
-from embershard.launch.arguments import make_parser
+from embershard.launch.arguments import add_settings, make_parser
 from embershard.launch.versions import CPU_FBGEMM, CUDA_FBGEMM, installed_version
 from embershard.machine import host_memory, parse_cpus
 from embershard.units import size
 
+_HELP = """Check that this machine can train.
+
+  embershard doctor
+  embershard doctor --config run.toml      measures the disk of cache.host_dir, too
+"""
 COLOURS = {PASS: "32", WARN: "33", FAIL: "31", SKIP: "2"}
 IMPORT_TIMEOUT_SECONDS = 120.0
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -94,6 +100,18 @@ assert pooled[:, 0].tolist() == [2.0, 1.0], f"bags of two and one row gave {pool
 assert weights[[3, 5, 6], 0].tolist() == [0.0, 0.5, 1.0], f"rows were updated to {weights[[3, 5, 6], 0].tolist()}"
 """
 
+# argv: a file of settings, and overrides. Code that the settings name is not imported.
+DISK = """
+import sys
+from pathlib import Path
+from embershard.cache.file.disk_rates import disk_rates
+from embershard.settings.files import load_config
+from embershard.training.config import RunConfig
+folder = load_config(RunConfig, Path(sys.argv[1]), sys.argv[2:], trust_code=True).cache.host_dir
+if folder is not None:
+    print(*disk_rates(folder), folder)
+"""
+
 
 def has_driver() -> bool:
     """Return whether NVIDIA's driver has the library that FBGEMM's CUDA build loads."""
@@ -116,16 +134,22 @@ def torch_facts() -> tuple[str | None, tuple[str, ...]]:
 
 def program_error(program: str, *words: str, timeout_seconds: float) -> tuple[str, float]:
     """Run a program in a process of its own; return its error (empty: it worked) and the seconds."""
+    return run_program(program, *words, timeout_seconds=timeout_seconds)[1:]
+
+
+def run_program(program: str, *words: str, timeout_seconds: float) -> tuple[str, str, float]:
+    """As `program_error`; return what it printed, too."""
     start = time.monotonic()
     command = [sys.executable, "-W", "ignore", "-c", program, *words]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
-        return f"TimeoutError: no end after {timeout_seconds:.0f} s", timeout_seconds
+        return "", f"TimeoutError: no end after {timeout_seconds:.0f} s", timeout_seconds
     seconds = time.monotonic() - start
     if run.returncode < 0:
-        return f"{run.stderr}\nOSError: killed by signal {-run.returncode}", seconds
-    return (run.stderr or f"OSError: exit status {run.returncode}") if run.returncode else "", seconds
+        return run.stdout, f"{run.stderr}\nOSError: killed by signal {-run.returncode}", seconds
+    error = (run.stderr or f"OSError: exit status {run.returncode}") if run.returncode else ""
+    return run.stdout, error, seconds
 
 
 def parse_gpus(text: str, system: Path = _SYSTEM) -> list[Gpu]:
@@ -255,6 +279,17 @@ def examine(timeout_seconds: float) -> Iterator[CheckResult]:
     yield checks.check_disk(os.getcwd(), shutil.disk_usage(os.getcwd()).free)
 
 
+def examine_disk(settings: Sequence[str], timeout_seconds: float) -> Iterator[CheckResult]:
+    """Measure the disk of `cache.host_dir`, if the settings (a file, and overrides) name one."""
+    printed, error, seconds = run_program(DISK, *settings, timeout_seconds=timeout_seconds)
+    if error:
+        remedy = "the message says what the settings, or the folder, need"
+        yield checks.check_program("cache.host_dir", error, seconds, remedy)
+    elif printed:
+        pages_per_second, bytes_per_second, folder = printed.rstrip("\n").split(" ", 2)
+        yield checks.check_disk_rates(folder, float(pages_per_second), float(bytes_per_second))
+
+
 def line(result: CheckResult, colour: bool) -> str:
     """Return a result as text, its remedy on a line of its own."""
     status = f"\033[{COLOURS[result.status]}m{result.status}\033[0m" if colour else result.status
@@ -273,13 +308,18 @@ def summary(results: Sequence[CheckResult]) -> str:
 
 def main(argv: list[str], examine: Callable[[float], Iterator[CheckResult]] = examine) -> int:
     """Print the report. Return 1 when a check failed, else 0."""
-    parser = make_parser("doctor", "Check that this machine can train.\n\n  embershard doctor\n")
+    parser = make_parser("doctor", _HELP)
+    add_settings(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     text = "seconds for each test with other processes (60)"
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=text)
     arguments = parser.parse_args(argv)
+    if arguments.overrides and arguments.config is None:
+        parser.error("--set changes the settings of --config FILE, which is missing")
+    settings = [] if arguments.config is None else [str(arguments.config), *arguments.overrides]
+    more = examine_disk(settings, arguments.timeout) if settings else iter(())
     results = []
-    for result in examine(arguments.timeout):
+    for result in itertools.chain(examine(arguments.timeout), more):
         results.append(result)
         if not arguments.json:
             print(line(result, sys.stdout.isatty()), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,6 +106,8 @@ CASES = [
     (checks.check_disk("/runs", 100 * GIB), PASS),
     (checks.check_disk("/runs", 5 * GIB), WARN),
     (checks.check_disk("/runs", GIB // 2), FAIL),
+    (checks.check_disk_rates("/rows", 43_000, 476e6), PASS),
+    (checks.check_disk_rates("/rows", 180, 150e6), WARN),
 ]
 
 
@@ -229,6 +232,27 @@ def test_json(capsys: pytest.CaptureFixture[str]):
         "detail": "torchrec is missing",
         "remedy": "make setup",
     }
+
+
+@pytest.mark.slow
+def test_the_disk_of_a_runs_rows_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Where the settings name one; what is wrong with them is told."""
+    (tmp_path / "plain.toml").write_text("")
+    filed = tmp_path / "filed.toml"
+    filed.write_text(f'[cache]\nhost = "file"\nhost_bytes = 1_000_000\nhost_dir = "{tmp_path / "of rows"}"\n')
+    assert doctor.main(["--config", str(tmp_path / "plain.toml")], healthy) == 0
+    assert "cache.host_dir" not in capsys.readouterr().out
+    assert doctor.main(["--json", "--config", str(filed)], healthy) == 0
+    result = json.loads(capsys.readouterr().out)["checks"][-1]
+    assert re.fullmatch(
+        rf"[\d,]+ random pages and [\d.]+ [KMG]iB in order a second, in {tmp_path}/of rows", result["detail"]
+    )
+    assert not list((tmp_path / "of rows").iterdir())
+    assert doctor.main(["--config", str(filed), "--set", f"cache.host_dir={filed}/rows"], healthy) == 1
+    assert "filed.toml/rows' cannot be made" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        doctor.main(["--set", "cache.host_dir=."], healthy)
+    assert "--set changes the settings of --config FILE, which is missing" in capsys.readouterr().err
 
 
 @pytest.mark.matrix
