@@ -44,21 +44,19 @@ def open_working_file(folder: str, num_bytes: int) -> int:
     >>> os.fstat(file).st_size
     4096
     """
-    path = None
+    file = None
     try:
         file, path = tempfile.mkstemp(prefix="embershard-", suffix=".rows", dir=folder)
+        os.unlink(path)  # before the space is taken, which may take long: a process that is killed leaves nothing
         if num_bytes:
             os.posix_fallocate(file, 0, num_bytes)
     except OSError as error:
-        if path is not None:
+        if file is not None:
             os.close(file)
         raise ConfigError(
             f"cache.host_dir={folder!r}: {size(num_bytes)} could not be taken: {error}. Choose another disk, or more "
             "ranks"
         ) from error
-    finally:
-        if path is not None:
-            os.unlink(path)
     return file
 
 
