@@ -2,7 +2,8 @@
 must be valid, equal a run that was not killed bit for bit, go on with it, and load on other ranks and plans.
 `python -m tests.faults.save_chains [--schedules N] [--steps N]`.
 
-A schedule kills at one operation: an open, a write (half of it is written), an fsync, a rename or a removal. Schedules
+A schedule kills at one operation: an open, a write (half of it is written), an fsync, a rename or a removal. Of runs
+with rows in a file (`file_kills.py`), pages that are read and written are operations, too. Schedules
 are spread evenly over all operations of a run with its saves and prunings, of a compaction, and of `ckpt prune`. With
 `--steps`, so many steps of a small table without a model show that the disk is bounded as `saves_at_once` says.
 """
@@ -27,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
+from embershard.cache.file.file_rows import PageIo
 from embershard.commands import ckpt
 from embershard.commands.ckpt import differences
 from embershard.distributed import Manifest, complete_checkpoints, step_of, verify_checkpoint
@@ -86,8 +88,14 @@ class _Kill:
         self.operation()
         _sync(handle)
 
+    def move(self, io: PageIo, loop: Any, one: Any, file: int, pages: Any, page_bytes: int, *memory: Any) -> None:
+        if self.count == self.at:
+            _move(io, loop, one, file, pages[: len(pages) // 2], page_bytes, *memory)
+        self.operation()
+        _move(io, loop, one, file, pages, page_bytes, *memory)
 
-_write, _sync = digests._DigestedFile._write, os.fsync
+
+_write, _sync, _move = digests._DigestedFile._write, os.fsync, PageIo._move
 
 
 def _is_writing(arguments: tuple[Any, ...]) -> bool:
@@ -104,6 +112,7 @@ def _killed(folder: Path, work: Callable[[], None], kill_at: int | None = None) 
         kill = _Kill(str(folder), 1 << 60 if kill_at is None else kill_at)
         sys.addaudithook(kill.watch)
         digests._DigestedFile._write = lambda file, view: kill.write(file, view)  # type: ignore[method-assign]
+        PageIo._move = lambda io, *arguments: kill.move(io, *arguments)  # type: ignore[method-assign]
         os.fsync = kill.sync
         work()
         found, kill.at = kill.count, 1 << 60
@@ -141,6 +150,11 @@ def reload(samples: Path, checkpoint: Path, copy: Path) -> None:
     trainer.resume(checkpoint)
     trainer.save()
     trainer.close()
+
+
+def different_rows(checkpoint: Path, other: Path) -> list[str]:
+    """Return the names of weights and optimizer states that differ."""
+    return [name for name, *_ in differences(checkpoint, other) if name.startswith(_GROUPS)]
 
 
 class Schedules:
@@ -239,8 +253,7 @@ class Schedules:
         return "" if found or kind == "save" else "nothing is left"
 
     def _different(self, checkpoint: Path) -> list[str]:
-        found = differences(checkpoint, self._reference / checkpoint.name)
-        return [name for name, *_ in found if name.startswith(_GROUPS)]
+        return different_rows(checkpoint, self._reference / checkpoint.name)
 
     def _elsewhere(self, checkpoint: Path) -> str:
         links = tuple(Chain.of(checkpoint).names)
