@@ -23,7 +23,7 @@ from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.trainer import Trainer
-from tests.faults.save_chains import config_of, different_rows, in_child
+from tests.faults.save_chains import config_of, different_rows, killed
 from tests.ranks import resharding
 from tests.ranks.planned import here
 from tests.ranks.resharding import Layout
@@ -75,10 +75,10 @@ class FileKills:
             importlib.import_module(name)
         self._samples.mkdir()
         resharding.write_samples(self._samples / "samples.parquet")
-        status, _ = in_child(self._reference, lambda: self._live(plain_config, "reference"))
+        status, _ = killed(self._reference, lambda: self._live(plain_config, "reference"))
         assert status == 0, f"the run in memory ended with status {status}"
         folder, self.num_kills = self._new(), 0
-        status, self.num_operations = in_child(folder, lambda: self._live(filed_config))
+        status, self.num_operations = killed(folder, lambda: self._live(filed_config))
         assert status == 0, f"the run with a file ended with status {status}"
         assert self._wrong(folder, is_ended=True) == ""
         self.rows_read, self.rows_written = map(int, (root / "counts").read_text().split())
@@ -88,7 +88,7 @@ class FileKills:
         nothing. After a life that ends before its kill, the run begins anew."""
         folder = self._new()
         for at in (*points, None):
-            status, _ = in_child(folder, lambda: self._live(filed_config), at)
+            status, _ = killed(folder, lambda: self._live(filed_config), at)
             if status not in (0, signal.SIGKILL) or (at is None and status):
                 return f"killed at {points}: at {at} it ended with status {status}"
             if problem := self._wrong(folder, is_ended=not status):

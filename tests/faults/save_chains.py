@@ -103,7 +103,7 @@ def _is_writing(arguments: tuple[Any, ...]) -> bool:
     return bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
-def _killed(folder: Path, work: Callable[[], None], kill_at: int | None = None) -> tuple[int, int]:
+def killed(folder: Path, work: Callable[[], None], kill_at: int | None = None) -> tuple[int, int]:
     """Do something in a process of its own, killed at an operation in `folder`; return its exit status, and how many
     operations there were if it was not."""
 
@@ -197,7 +197,7 @@ class Schedules:
         """Kill at an operation; return what is wrong then, or nothing."""
         folder = self._new("run")
         if kind == "save":
-            status, _ = _killed(folder, lambda: live(self._samples, folder), at)
+            status, _ = killed(folder, lambda: live(self._samples, folder), at)
         else:
             status, _ = self._on_copy(kind, at)
         if status != signal.SIGKILL:
@@ -208,11 +208,11 @@ class Schedules:
         if problem:
             return f"{kind} {at}: {problem}"
         if kind != "save":  # the lock of a run's folder is held to the end of a process
-            _killed(folder, lambda: self._again(kind, folder))
+            killed(folder, lambda: self._again(kind, folder))
         elif at % _GOES_ON_EVERY:
             return ""
         else:
-            status, _ = _killed(folder, lambda: live(self._samples, folder))
+            status, _ = killed(folder, lambda: live(self._samples, folder))
             if status:
                 return f"{kind} {at}: the resumed run ended with status {status}"
         left = [path.name for path in folder.iterdir() if path.name.startswith("step_") and path.name.endswith(".tmp")]
@@ -225,7 +225,7 @@ class Schedules:
     def _on_copy(self, kind: str, at: int | None) -> tuple[int, int]:
         folder = self._new("run")
         shutil.copytree(self._root / "chain", folder, dirs_exist_ok=True)
-        return _killed(folder, lambda: self._again(kind, folder), at)
+        return killed(folder, lambda: self._again(kind, folder), at)
 
     def _again(self, kind: str, folder: Path) -> None:
         if kind == "compact":
@@ -274,7 +274,7 @@ class Schedules:
         return folder
 
     def _work(self, name: str, work: Callable[[], None]) -> int:
-        status, operations = _killed(self._root / name, work)
+        status, operations = killed(self._root / name, work)
         assert status == 0, f"{name} ended with status {status}"
         return operations
 
@@ -288,11 +288,11 @@ def kill_small_saves(root: Path) -> tuple[int, list[str]]:
     def live() -> None:
         save_chain(folder, here(), steps, full_every=3, keep_last=2)
 
-    status, operations = _killed(folder, live)
+    status, operations = killed(folder, live)
     assert status == 0, "a life without a kill"
     for at in range(operations):
         shutil.rmtree(folder, ignore_errors=True)
-        status, _ = _killed(folder, live, at)
+        status, _ = killed(folder, live, at)
         if status != signal.SIGKILL:
             problems.append(f"small saves {at}: it ended with status {status}")
         for path in complete_checkpoints(folder):
