@@ -32,7 +32,7 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedRows
 from embershard.training.checkpoint.host_rows import without_small_flushes
 from embershard.training.config import RunConfig
-from embershard.training.equivalence import _widened
+from embershard.training.equivalence import _contents
 from embershard.training.reports import PublicationReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config
@@ -70,11 +70,14 @@ def _config(
     every: int,
     ratio: float,
     host_dtype: str,
+    host_bytes: int | None,
 ) -> RunConfig:
     full_rows, profile = (0.05, ProfileConfig(samples=1000)) if host_dtype == "int8" else (None, ProfileConfig())
+    cache = {"ratio": ratio, "policy": policy, "host_dtype": host_dtype, "full_rows": full_rows}
+    of_file = {} if host_bytes is None else {"host": "file", "host_dir": str(folder / "rows"), "host_bytes": host_bytes}
     config = make_config(
         plan,
-        cache=CacheConfig(ratio=ratio, policy=policy, host_dtype=host_dtype, full_rows=full_rows),  # type: ignore[arg-type]
+        cache=CacheConfig(**{**cache, **of_file}),
         profile=profile,
         look_ahead=LookAheadConfig(lookahead),
         publish=PublishConfig(str(folder / "published"), every_steps=every, base_every=2, dtype=dtype),
@@ -98,9 +101,11 @@ def live(
     every: int = 2,
     ratio: float = 0.3,
     host_dtype: str = "fp32",
+    host_bytes: int | None = None,
 ) -> Life:
     """Train, publish and follow, from the checkpoint of step `start` on; with something `broken`."""
-    ranks, config = here(), _config(folder, plan, lookahead, steps, dtype, policy, batch, every, ratio, host_dtype)
+    rows = (ratio, host_dtype, host_bytes)
+    ranks, config = here(), _config(folder, plan, lookahead, steps, dtype, policy, batch, every, *rows)
     with with_fault(broken), mock.patch.object(sizes, "SMALL_TABLE_ROWS", _WHOLE_ROWS):
         trainer = Trainer(config, ranks, folder / "checkpoints", export=partial(export_base, config))
         if start is not None:
@@ -120,9 +125,9 @@ def live(
             pool.write_back()
         with without_small_flushes(trainer.model):
             state = trainer.model.state_dict()
-        small = [pool for pool in cached_embeddings(trainer.model) if pool.host.small is not None]
+        away = [pool for pool in cached_embeddings(trainer.model) if not pool.host.is_memory]
         different = [f"{name} ({who.have.name})" for who in (follower, Replica(folder / "published"))
-                     for name in differences(state, who, small)]  # fmt: skip
+                     for name in differences(state, who, away)]  # fmt: skip
         evictions = sum(stats.evictions for stats in cache_stats(trainer.model))
         ranks.barrier()
         trainer.close()
@@ -130,9 +135,9 @@ def live(
 
 
 def differences(
-    state: dict[str, Any], replica: Replica, small: Sequence[CachedTableBatchedEmbeddings] = ()
+    state: dict[str, Any], replica: Replica, away: Sequence[CachedTableBatchedEmbeddings] = ()
 ) -> list[str]:
-    """Names of this rank's weights in which a replica differs; those of `small` pools are read there."""
+    """Names of this rank's weights in which a replica differs; those of pools `away` are not in memory."""
     found = []
     with replica.state() as (model, _):
         tables = dict(zip(table_names(model.inputs), model.tables, strict=True))
@@ -147,7 +152,7 @@ def differences(
             shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in weights.local_shards()]
         for (row, column), rows in shards:
             part = stored[row : row + rows.shape[0], column : column + rows.shape[1]]
-            found += [] if torch.equal(_widened(rows.detach(), small).to(stored.dtype), part) else [name]
+            found += [] if torch.equal(_contents(rows.detach(), away).to(stored.dtype), part) else [name]
     return found
 
 

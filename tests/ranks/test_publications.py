@@ -117,6 +117,15 @@ def _live_with_small_rows(
     return publications.live(folder, 8, steps, start, broken=broken, ratio=0.2, host_dtype=host_dtype)
 
 
+def test_rows_in_a_file_are_published_as_trained(one_rank, tmp_path):
+    live = partial(publications.live, ratio=0.1, host_bytes=26_000)
+    (life,) = one_rank.run(live, tmp_path, 8, 12)
+    assert (life.different, life.followed, life.problems) == ([], "delta_6", [])
+    assert life.evictions > 100
+    (life,) = one_rank.run(live, tmp_path, 8, 10, 8)
+    assert (life.different, life.problems) == ([], [])
+
+
 def test_two_ranks_of_small_host_rows(two_ranks, tmp_path):
     found = two_ranks.run(partial(_live_with_small_rows, host_dtype="int8"), tmp_path)
     assert [life.different for life in found] == [[], []]

@@ -126,7 +126,7 @@ class FiledRows:
             CacheError: the file could not be read or written.
         """
         with self._lock:
-            if known is None or not self.places.release(known):
+            if known is None or self.places.release(known) != 1:
                 self._wait_all()  # any row may be on its way, for another batch
             elif (work := self._works.pop(known, None)) is not None:
                 self._wait(work)
@@ -155,10 +155,12 @@ class FiledRows:
         with self._lock:
             self._works.pop(known, None)
             self.places.skip(known, keys)
+            self._wait_all()  # before places are given away, into which rows are read
 
     def forget(self) -> None:
         """Take back all known batches that were not brought in."""
         with self._lock:
+            self._wait_all()  # before places are given away, into which rows are read
             self._works.clear()
             self.places.forget()
 

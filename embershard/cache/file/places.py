@@ -117,13 +117,12 @@ class RowPlaces:
         """True if the batch keeps places."""
         return any(batch is known for batch, _ in self._claims)
 
-    def release(self, known: KnownBatch) -> bool:
-        """End a batch's claim; those before it were lost. False if it has none."""
-        if not self.has_claim(known):
-            return False
-        while self._claims.popleft()[0] is not known:
-            pass
-        return True
+    def release(self, known: KnownBatch) -> int:
+        """End a batch's claim, and those before it, which were lost; return how many, 0 if it has none."""
+        found = next((number for number, (batch, _) in enumerate(self._claims, 1) if batch is known), 0)
+        for _ in range(found):
+            self._claims.popleft()
+        return found
 
     def lend(self, keys: Tensor) -> bool:
         """Note that rows `keys` (int64 [M]) come to the device; False, and nothing is noted, if one has no place."""
