@@ -3,9 +3,6 @@ the saves and the stops."""
 
 from __future__ import annotations
 
-import random
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +31,7 @@ from embershard.training.fit.model_size import table_rows
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
+from tests.disks import BrokenIo, SlowIo
 from tests.small_runs import small_data, small_run
 
 STEPS = 60
@@ -79,21 +77,6 @@ def assert_same(one: Found, other: Found) -> None:
     names = [name for name in one if name not in ("evictions", "counts")]
     assert names == [name for name in other if name not in ("evictions", "counts")]
     assert not [name for name in names if not torch.equal(one[name], other[name])]
-
-
-class SlowIo(PageIo):
-    """A disk that takes a random time for each part of the work."""
-
-    def __init__(self, seed: int = 0, most_seconds: float = 0.004) -> None:
-        self._random, self._most_seconds = random.Random(seed), most_seconds
-
-    def read(self, *arguments: Any) -> None:
-        time.sleep(self._most_seconds * self._random.random())
-        super().read(*arguments)
-
-    def write(self, *arguments: Any) -> None:
-        time.sleep(self._most_seconds * self._random.random())
-        super().write(*arguments)
 
 
 def use_io(monkeypatch: pytest.MonkeyPatch, make_io: Callable[[], PageIo]) -> None:
@@ -215,27 +198,6 @@ def test_saves_of_what_changed_have_it(ranks: Ranks, tmp_path: Path) -> None:
     assert Manifest.read(last).parent is not None
     assert_same(whole, trained(config, ranks, start=last))
     assert_same(whole, trained(make_config(tmp_path, 1), ranks, start=last))
-
-
-class BrokenIo(PageIo):
-    """A disk whose n-th part of the work, and any later one, fails."""
-
-    def __init__(self, works: int, number: int) -> None:
-        self._left, self._number, self._lock = works, number, threading.Lock()
-
-    def _count(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left < 0:
-                raise OSError(self._number, "the disk failed")
-
-    def read(self, *arguments: Any) -> None:
-        self._count()
-        super().read(*arguments)
-
-    def write(self, *arguments: Any) -> None:
-        self._count()
-        super().write(*arguments)
 
 
 @pytest.mark.slow
