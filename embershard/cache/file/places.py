@@ -25,6 +25,8 @@ _LENT = SlotMap.first_stamp(2**31 - 2)
 #: With fewer free places than the first share, the worst rows leave, as many as the second. Many that leave together
 #: have pages of the file in common.
 _LEAST_FREE, _LEAVING = 0.02, 1 / 16
+#: Most rows of either: what leaves is copied at once, while a step may wait.
+_MOST_FREE, _MOST_LEAVING = 1 << 17, 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,12 +174,14 @@ class RowPlaces:
         """Let the worst rows leave if the missing ones would leave too few places free, and return them; None if the
         missing ones do not fit."""
         none = keys[:0]
-        lacking = num_missing + math.ceil(_LEAST_FREE * self.num_places) - self._map.num_free
+        reserve = min(math.ceil(_LEAST_FREE * self.num_places), _MOST_FREE)
+        lacking = num_missing + reserve - self._map.num_free
         if num_missing == 0 or lacking <= 0:
             return none, none
         self._map.find(keys, self._newest)  # which are no victims
         self._scores.refresh()
-        worst = self._planner.worst(max(lacking, int(_LEAVING * self.num_places)), oldest)
+        at_once = min(int(_LEAVING * self.num_places), _MOST_LEAVING)
+        worst = self._planner.worst(max(lacking, at_once), oldest)
         if num_missing > self._map.num_free + worst.numel():
             return None
         leaving = self._planner.removal(worst)
