@@ -67,8 +67,9 @@ def shards_not_rounded(layout: Layout, folder: Path) -> tuple[list[str], int]:
     names = {name.split(".")[-2]: name for name in saved.sizes() if name.endswith(".weight") and ".t_" in name}
     oracle = round_int8 if layout.host_dtype == "int8" else round_fp16
     for pool in cached_embeddings(trainer.model):
-        shards = zip(pool._shards, pool._first_columns, pool.host.row_offsets, pool.host.rows_per_table, strict=True)
-        for (table, first), column, key, num_rows in shards:
+        for shard in pool._shards:
+            table, first, column = shard.table, shard.first_row, shard.column
+            key, num_rows = shard.first_key, shard.num_rows
             whole, numbers = saved.whole(names[table]), np.arange(first, first + num_rows)
             rows = whole[first : first + num_rows, column : column + pool.host.dim].contiguous().numpy()
             seed = seed_of(table, config.train.seed)

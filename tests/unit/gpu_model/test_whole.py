@@ -420,6 +420,7 @@ NOT_HERE: dict[str, tuple[str, ...]] = {
         *("data.criteo.dense_transform", "data.parquet.id_mapping", "data.parquet.dense_transform"),
         *("schedule.decay", "checkpoint.on_failed_save", "tracking.trackers"),
     ),
+    "beside a plain case: `TURNED_ON`": ("cache.host=file",),
     "refused on a GPU, or for planning only": (
         *("train.device", "sharding.mode=data_parallel", "sharding.exchange=auto"),
     ),
