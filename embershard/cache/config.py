@@ -173,14 +173,15 @@ class CacheConfig:
     def _check_host(self) -> None:
         _one_of("host", self.host, get_args(HostKind))
         _is("host_bytes", self.host_bytes, (int,))
-        if self.transfer == "triton_uva" and self.host != "memory":
+        if self.transfer == "triton_uva" and self.host == "mmap":
             raise ConfigError(
-                f'cache.transfer="triton_uva" needs host rows in page-locked memory, and cache.host="{self.host}" has '
+                'cache.transfer="triton_uva" needs host rows in page-locked memory, and cache.host="mmap" has '
                 'them in files; set cache.transfer="staged" or cache.host="memory"'
             )
         if self.host != "memory" and not self.host_dir:
+            more = ", and cache.host_bytes, the memory for the rows in front of it" if self.host == "file" else ""
             raise ConfigError(
-                f'cache.host="{self.host}" needs cache.host_dir, a folder on a disk with room for the tables'
+                f'cache.host="{self.host}" needs cache.host_dir, a folder on a disk with room for the tables{more}'
             )
         if self.host == "memory" and self.host_dir is not None:
             raise ConfigError(

@@ -54,8 +54,7 @@ def open_working_file(folder: str, num_bytes: int) -> int:
         if file is not None:
             os.close(file)
         raise ConfigError(
-            f"cache.host_dir={folder!r}: {size(num_bytes)} could not be taken: {error}. Choose another disk, or more "
-            "ranks"
+            f"cache.host_dir={folder!r}: {size(num_bytes)} could not be taken: {error}. Choose another folder"
         ) from error
     return file
 

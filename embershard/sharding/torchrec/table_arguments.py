@@ -193,7 +193,7 @@ def check_rows_away(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) ->
     got = 'cache.host: got "file"' if in_file else f"cache.host_dtype: got {' and '.join(cache.small_types)}"
     default = '"memory"' if in_file else '"fp32"'
     if not has_seed:
-        draws = "rows that were never written are drawn by it" if in_file else "the seed also rounds"
+        draws = "rows that were never written are drawn by that seed" if in_file else "the seed also rounds"
         raise ConfigError(
             f"{got} without init_seed. TorchRec would write its own initial weights to memory that is not there, and "
             f'{draws}. Give init_seed (train.init = "counter"), or set {default}'

@@ -72,7 +72,8 @@ def check_memory(
     if machine.disk_bytes is not None and needs.disk_bytes > machine.disk_bytes:
         raise ConfigError(
             f"This run does not fit: the rows of its {who} need {size(needs.disk_bytes)} of disk in "
-            f"cache.host_dir={config.cache.host_dir!r}, and {size(machine.disk_bytes)} are free. {fitting.text()}"
+            f"cache.host_dir={config.cache.host_dir!r}, and {size(machine.disk_bytes)} are free there. Choose a folder "
+            f"on another disk. {fitting.text()}"
         )
     if needs.host_bytes > has.available_bytes:
         return (
