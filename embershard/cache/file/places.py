@@ -138,7 +138,8 @@ class RowPlaces:
     def give_back(self, keys: Tensor) -> None:
         """Note that rows `keys` (int64 [M], distinct) left the device."""
         places = self._map.lookup(keys)
-        assert bool((self._map.use_stamp[places] == _LENT).all()), "rows that were not lent"
+        is_lent = (places > 0) & (self._map.use_stamp[places] == _LENT)
+        assert bool(is_lent.all()), "rows that were not lent"
         self._map.use_stamp[places] = self._last_claim[places] << 32
 
     def of(self, keys: Tensor) -> Tensor:

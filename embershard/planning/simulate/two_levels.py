@@ -1,15 +1,14 @@
 """Replays batches through two levels: slots on the device, places in host memory in front of a file.
 
 As in `replay.py`, nothing is modelled: a cache of rows of one byte makes the plans of the device, and the places are
-chosen by the classes that choose slots. A row on the device keeps its place, which is no victim meanwhile. Batches
-claim their places some steps before they train; then their rows are read from the file, those that were ever written.
+those of a training. A row on the device keeps its place, which is no victim meanwhile. Batches claim their places some
+steps before they train; then their rows are read from the file, those that were ever written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,22 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.cache.config import CachePolicy
-from embershard.cache.eviction import VictimQueue
-from embershard.cache.next_use import KnownBatch, NextUseIndex
-from embershard.cache.planner import CacheGrowthWarning, CachePlan, CachePlanner
-from embershard.cache.policies import make_scores
+from embershard.cache.file.places import Claim, RowPlaces
+from embershard.cache.next_use import KnownBatch
+from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
-from embershard.cache.slot_map import SlotMap
-from embershard.cache.slot_state import SlotState
 from embershard.cache.tickets import Ticket
 from embershard.planning.simulate.replay import bare_cache
 from embershard.sharding.run_shape import ReplaySettings
 
-#: With a smaller share of the places free, the worst rows leave, which are the second share of the places. Many that
-#: leave together have pages in common.
-LEAST_FREE, LEAVING = 0.02, 1 / 16
-_LENT = SlotMap.first_stamp(2**31 - 2)  # of a place whose row is on the device: newer than any batch
 
 
 @dataclass(frozen=True)
@@ -102,13 +93,12 @@ def replay_two_levels(
     """
     if settings.policy.warmup:
         raise ValueError("got a policy that fills the cache first, needed one without warm-up: places start empty")
-    policy = dataclasses.replace(settings.policy, by_next_use=levels.lookahead > 0 and settings.policy.by_next_use)
-    places = _Places(sum(rows), levels, policy)
-    recorder = _Recorder(places)
+    places, file = RowPlaces(sum(rows), levels.num_places), _FileCounter(sum(rows), levels.rows_per_page)
     names = [str(number) for number in range(len(rows))]
-    cache = bare_cache(names, rows, levels.num_slots, settings, transfer=lambda *_: recorder)
-    _run(batches, cache, places, levels, settings)
-    return FileTraffic(**places.counts)
+    cache = bare_cache(names, rows, levels.num_slots, settings, transfer=lambda *_: _Recorder(places, file))
+    places.rank_by(cache.state.scores.of_rows)
+    _run(batches, cache, places, file, levels, settings)
+    return FileTraffic(**file.counts)
 
 
 @dataclass(eq=False)
@@ -117,121 +107,85 @@ class _Batch:
 
     keys: Tensor
     lengths: Tensor
-    of_places: KnownBatch | None
+    of_places: KnownBatch
     of_device: KnownBatch | None = None
     is_claimed: bool = False
     ticket: Ticket | None = None
 
 
 def _run(
-    batches: Iterable[tuple[Tensor, Tensor]], cache: RowCache, places: _Places, levels: Levels, settings: ReplaySettings
+    batches: Iterable[tuple[Tensor, Tensor]],
+    cache: RowCache,
+    places: RowPlaces,
+    file: _FileCounter,
+    levels: Levels,
+    settings: ReplaySettings,
 ) -> None:
     """Run the stages of `LookAheadPipeline`, in its order, without their contents."""
     unknown, known = iter(batches), deque[_Batch]()  # from the one in training on
     device_lookahead = min(settings.lookahead, levels.lookahead)
     prefetch = min(settings.prefetch, device_lookahead)
+
+    def is_claimed(batch: _Batch) -> bool:
+        if not batch.is_claimed and (claim := places.claim(batch.keys, batch.of_places)) is not None:
+            file.add(claim)
+            batch.is_claimed = True
+        return batch.is_claimed
+
+    def prepare(batch: _Batch, critical_path: bool) -> bool:
+        if batch.ticket is None:
+            is_claimed(batch)
+            known_as, if_it_fits = batch.of_device, not critical_path
+            batch.ticket = cache.prepare(batch.keys, batch.lengths, critical_path, known_as, if_it_fits)
+            if batch.ticket is not None:
+                places.release(batch.of_places)
+        return batch.ticket is not None
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
         while True:
             for keys, lengths in itertools.islice(unknown, levels.lookahead + 1 - len(known)):
-                known.append(_Batch(keys, lengths, places.know(keys)))
+                uses = keys if settings.policy.by_next_use else keys[:0]
+                known.append(_Batch(keys, lengths, places.know(uses)))
             if not known:
                 return
             for batch in itertools.islice(known, device_lookahead + 1):
                 batch.of_device = batch.of_device or cache.know(batch.keys, batch.lengths)
             now = known[0]
-            if now.ticket is None:
-                if not now.is_claimed:
-                    places.claim_now(now.keys, now.of_places)
-                now.ticket = cache.prepare(now.keys, now.lengths, True, now.of_device)
+            prepare(now, critical_path=True)
             cache.freeze_pins()
             for batch in itertools.islice(known, 1, levels.read_ahead + 1):
-                batch.is_claimed = batch.is_claimed or places.claim(batch.keys, batch.of_places)
-                if not batch.is_claimed:
-                    places.counts["crowded_steps"] += 1
+                if batch.ticket is None and not is_claimed(batch):
+                    file.counts["crowded_steps"] += 1
                     break
             for batch in itertools.islice(known, 1, prefetch + 1):
-                if batch.is_claimed and batch.ticket is None:
-                    batch.ticket = cache.prepare(batch.keys, batch.lengths, False, batch.of_device, if_it_fits=True)
-                if batch.ticket is None:
+                if not prepare(batch, critical_path=False):
                     break
             cache.unfreeze_pins()
             assert now.ticket is not None, "prepared above"
             cache.release(now.ticket)
             known.popleft()
-            places.counts["steps"] += 1
+            file.counts["steps"] += 1
 
 
-class _Places:
-    """Places in host memory, of which those of rows on the device are lent; and the rows that are in the file."""
+class _FileCounter:
+    """The rows that are in the file, and what claims of places read from it and write to it.
 
-    def __init__(self, num_rows: int, levels: Levels, policy: CachePolicy) -> None:
-        self._num_places, self._rows_per_page = min(levels.num_places, num_rows), levels.rows_per_page
-        self._map = SlotMap(num_rows, self._num_places)
-        self._index = NextUseIndex(self._map) if policy.by_next_use else None
-        scores = make_scores(policy, num_rows, self._num_places, self._map.device)
-        state = SlotState(self._map, scores, self._index)
-        self._planner, self._queue = CachePlanner(state), VictimQueue(state)
-        self._last = torch.zeros(self._num_places + 1, dtype=torch.int64)  # by place: the last batch that claimed it
-        self._claimed: deque[int] = deque()  # batches whose rows are not all on the device yet
-        self._newest = 0
-        self._is_filed = np.zeros(-(-num_rows // self._rows_per_page) * self._rows_per_page, np.bool_)
+    Args:
+        num_rows: R.
+        rows_per_page: of the file.
+    """
+
+    def __init__(self, num_rows: int, rows_per_page: int) -> None:
+        self._rows_per_page = rows_per_page
+        self._is_filed = np.zeros(-(-num_rows // rows_per_page) * rows_per_page, np.bool_)
         self.counts = {field.name: 0 for field in dataclasses.fields(FileTraffic)}
 
-    def know(self, keys: Tensor) -> KnownBatch | None:
-        """Announce a batch that will claim places after all those known."""
-        return None if self._index is None else self._index.know(keys)
-
-    def claim(self, keys: Tensor, known: KnownBatch | None) -> bool:
-        """Give the rows of a batch places, and read them; False if they do not fit beside the other claims."""
-        self._newest = number = self._newest + 1
-        oldest = self._claimed[0] if self._claimed else number
-        slots = self._map.lookup(keys)
-        lent = slots[self._map.use_stamp[slots] == _LENT]
-        _, _, missed = self._map.find(keys, number)  # stamps the others, which are no victims
-        fits = self._make_room(keys[missed].unique().numel(), oldest)
-        if fits:
-            plan = self._planner.plan(keys, number, oldest)
-            assert isinstance(plan, CachePlan), "room was made"
-            self._planner.admit(plan, known)
-            self._read(plan.fill_keys.numpy())
-            self._last[plan.slots] = number
-            self._claimed.append(number)
-        self._map.use_stamp[lent] = _LENT
-        return fits
-
-    def claim_now(self, keys: Tensor, known: KnownBatch | None) -> None:
-        """Claim for a batch that the device needs."""
-        if not self.claim(keys, known):
-            raise ValueError(
-                f"a batch of {keys.unique().numel()} rows and those on the device need more than {self._num_places} "
-                "places in host memory; give it more, or train smaller batches"
-            )
-
-    def lend(self, keys: Tensor) -> None:
-        """Note that the rows of the oldest claim are on the device; `keys` (int64 [M]) come there now."""
-        self._map.use_stamp[self._map.lookup(keys)] = _LENT
-        self._claimed.popleft()
-
-    def give_back(self, keys: Tensor) -> None:
-        """Note that rows `keys` (int64 [M]) left the device."""
-        slots = self._map.lookup(keys)
-        assert bool((slots > 0).all()), "rows on the device lost their places"
-        self._map.use_stamp[slots] = self._last[slots] << 32
-
-    def _make_room(self, num_missing: int, oldest: int) -> bool:
-        """Let the worst rows leave if the missing ones would leave too few places free; False if they do not fit."""
-        lacking = num_missing + math.ceil(LEAST_FREE * self._num_places) - self._map.num_free
-        if lacking <= 0:
-            return True
-        leaving = self._queue.pop(max(lacking, int(LEAVING * self._num_places)), oldest)
-        self._queue.clear()  # the next ones are many again, and come from a new ranking
-        if num_missing > self._map.num_free + leaving.numel():
-            return False
-        plan = self._planner.removal(leaving)
-        self._write(plan.evicted_keys.numpy())
-        self._planner.remove(plan)
-        return True
+    def add(self, claim: Claim) -> None:
+        """Count a claim: what leaves is written before the others are read."""
+        if claim.leaving_keys.numel():
+            self._write(claim.leaving_keys.numpy())
+        self._read(claim.keys.numpy())
 
     def _read(self, keys: NDArray[np.int64]) -> None:
         filed = keys[self._is_filed[keys]]
@@ -249,19 +203,27 @@ class _Places:
 
 
 class _Recorder:
-    """A `Transfer` that tells the places which rows the device has."""
+    """A `Transfer` that lends places to the device, as `FiledRowCache` does, and moves nothing."""
 
     key_device = torch.device("cpu")
 
-    def __init__(self, places: _Places) -> None:
-        self._places = places
+    def __init__(self, places: RowPlaces, file: _FileCounter) -> None:
+        self._places, self._file = places, file
         self._evicted = torch.empty(0, dtype=torch.int64)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
         self._evicted = keys
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
-        self._places.lend(keys)
+        if not self._places.lend(keys):  # not claimed, or given away
+            claim = self._places.claim_now(keys)
+            if claim is None:
+                raise ValueError(
+                    f"{keys.numel()} rows of a batch and those on the device need more than "
+                    f"{self._places.num_places} places in host memory; give it more, or train smaller batches"
+                )
+            self._file.add(claim)
+            self._places.lend(keys)
         self._places.give_back(self._evicted)
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy
-from embershard.planning.simulate import two_levels
+from embershard.cache.file import places
 from embershard.planning.simulate.hit_rate_curve import offline_optimum
 from embershard.planning.simulate.two_levels import FileTraffic, Levels, replay_two_levels
 from embershard.sharding.run_shape import ReplaySettings
@@ -110,8 +110,8 @@ def test_rows_on_the_device_keep_their_places(monkeypatch: pytest.MonkeyPatch) -
     batches = of_rows(*([[0, 1, 2, 3], [4 + n % 30, 40 + n]][n % 2] for n in range(120)))
     levels, lru = Levels(8, 14, 4, lookahead=1, read_ahead=1), CachePolicy("lru", by_next_use=False)
     assert replay(batches, 200, levels, lru).rows_read > 0
-    monkeypatch.setattr(two_levels, "_LENT", 0)  # the negative control: the longest unused, so the first victims
-    with pytest.raises(AssertionError, match="lost their places"):
+    monkeypatch.setattr(places, "_LENT", 0)  # the negative control: the longest unused, so the first victims
+    with pytest.raises(AssertionError, match="were not lent"):
         replay(batches, 200, levels, lru)
 
 
