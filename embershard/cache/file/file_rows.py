@@ -155,8 +155,11 @@ class FileRows:
         page_bytes, rows_per_page: rows do not cross pages, and a page is read or written as a whole.
         file_bytes: of the file.
         is_direct: the system keeps no copies of pages in memory.
-        rows_read, pages_read: by `read`.
-        rows_written, pages_written: by `write` and `write_block`.
+        rows_read, pages_read: asked of `read`, even if they are still on their way to the file.
+        rows_written, pages_written: given to `write` and `write_block`.
+        pages_patched: of the written ones, those with other rows, so that they are read first.
+
+    What is counted follows from the calls and their order alone, not from the disk's speed.
 
     Once the file could not be read or written, every call raises the same CacheError.
 
@@ -187,7 +190,7 @@ class FileRows:
         check_room(folder, self.file_bytes)
         self._file, self.is_direct = without_page_cache(open_working_file(folder, self.file_bytes))
         self._bits = np.zeros(num_rows // 8 + 1, np.uint8)
-        self.rows_read = self.pages_read = self.rows_written = self.pages_written = 0
+        self.rows_read = self.pages_read = self.rows_written = self.pages_written = self.pages_patched = 0
         self._memory = _ThreadMemory(max(_CHUNK_BYTES, self.page_bytes))
         self._num_threads, self._threads = threads, ThreadPoolExecutor(threads, _THREADS)
         self._writer = ThreadPoolExecutor(1, f"{_THREADS}-writer")
@@ -215,14 +218,15 @@ class FileRows:
         """
         self._check()
         numbers, to, views = keys.numpy(), places.numpy(), self._views(tables)
+        self.rows_read += numbers.size
+        self.pages_read += np.count_nonzero(self._is_first(numbers))
         is_left = np.ones(numbers.size, np.bool_)
         for writing in self._writing:  # the newest comes last
             found, of = writing.find(numbers)
             self._from_words(writing.records, of * self.row_bytes, views, to[found])
             is_left[found] = False
         numbers, to = numbers[is_left], to[is_left]
-        self.rows_read += numbers.size
-        return FileWork([self._submit(self._read, *part, views) for part in self._chunks(numbers, to, True)])
+        return FileWork([self._submit(self._read, *part, views) for part in self._chunks(numbers, to)])
 
     def write(self, keys: Tensor, tables: Sequence[Tensor], places: Tensor) -> FileWork:
         """Begin to write rows, whose contents are copied before this returns: `places` may be used again at once.
@@ -241,11 +245,14 @@ class FileRows:
         starts = np.arange(numbers.size) * self.row_bytes
         for view, start in zip(self._views(tables), self._starts, strict=True):
             loops.rows_to_pages(records.view(self._word), (starts + start) // self._word_bytes, view, to)
-        self.rows_written += numbers.size
         with self._lock:  # who sees the bits finds the rows: on their way, or in the file
             loops.set_bits(self._bits, numbers)
-            done = self._writer.submit(self._write, numbers, records)
+            is_shared = self._shared(numbers)
+            done = self._writer.submit(self._write, numbers, records, is_shared)
             self._writing = (*self._writing, _OnTheWay(numbers, records, done))
+        self.rows_written += numbers.size
+        self.pages_written += is_shared.size
+        self.pages_patched += np.count_nonzero(is_shared)
         return FileWork([done])
 
     def finish(self) -> None:
@@ -272,7 +279,7 @@ class FileRows:
             loops.are_set(self._bits, keys, found)
             writing = self._writing
         keys = keys[found]
-        parts = self._chunks(keys, keys - first, False)
+        parts = self._chunks(keys, keys - first)
         FileWork([self._submit(self._read, *part, views) for part in parts]).wait()
         for each in writing:
             here, of = each.find(keys)
@@ -297,27 +304,28 @@ class FileRows:
         self._io.read(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
         self._from_words(memory, self._starts_of(keys, pages), views, places)
 
-    def _write(self, keys: _Numbers, records: NDArray[np.uint8]) -> None:
+    def _write(self, keys: _Numbers, records: NDArray[np.uint8], is_shared: NDArray[np.bool_]) -> None:
         self._check()
-        parts = self._chunks(keys, np.arange(keys.size), False)
-        FileWork([self._submit(self._patch, *part, records) for part in parts]).wait()
+        works, done = [], 0
+        for pages, *part in self._chunks(keys, np.arange(keys.size)):
+            shared = np.flatnonzero(is_shared[done : done + pages.size])
+            works.append(self._submit(self._patch, pages, *part, shared, records))
+            done += pages.size
+        FileWork(works).wait()
         with self._lock:  # rows that could not be written stay among them
             self._writing = tuple(each for each in self._writing if each.keys is not keys)
 
-    def _patch(self, pages: _Numbers, keys: _Numbers, numbers: _Numbers, records: NDArray[np.uint8]) -> None:
-        """Write records `numbers`, those of `keys`, into their pages; read what else is in these first."""
-        counts = np.bincount(np.searchsorted(pages, keys // self.rows_per_page), minlength=pages.size)
-        is_shared = np.empty(pages.size, np.bool_)
-        loops.pages_to_keep(self._bits, pages, counts, self.rows_per_page, self._num_rows, is_shared)
-        memory, shared = self._memory.pages, np.flatnonzero(is_shared)
+    def _patch(
+        self, pages: _Numbers, keys: _Numbers, numbers: _Numbers, shared: _Numbers, records: NDArray[np.uint8]
+    ) -> None:
+        """Write records `numbers`, those of `keys`, into their pages; read what else is in those at `shared` first."""
+        memory = self._memory.pages
         if shared.size:
             self._io.read(self._file, pages[shared], self.page_bytes, memory, shared)
         rows = records.view(self._word).reshape(-1, self.row_bytes // self._word_bytes)
         starts = self._starts_of(keys, pages) // self._word_bytes
         loops.rows_to_pages(memory.view(self._word), starts, rows, numbers)
         self._io.write(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
-        with self._lock:
-            self.pages_written += pages.size
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
         return self._threads.submit(self._run, work, *arguments)
@@ -342,16 +350,24 @@ class FileRows:
 
     # -- places of rows
 
-    def _chunks(
-        self, keys: _Numbers, places: _Numbers, counts_pages: bool
-    ) -> Iterator[tuple[_Numbers, _Numbers, _Numbers]]:
-        """Yield parts of the work: distinct pages, their keys, and the keys' places."""
+    def _is_first(self, keys: _Numbers) -> NDArray[np.bool_]:
+        """Return which of ascending `keys` are the first ones of their pages."""
         of_rows = keys // self.rows_per_page
         is_first = np.ones(keys.size, np.bool_)
         np.not_equal(of_rows[1:], of_rows[:-1], out=is_first[1:])
-        firsts = np.flatnonzero(is_first)
-        if counts_pages:
-            self.pages_read += firsts.size
+        return is_first
+
+    def _shared(self, keys: _Numbers) -> NDArray[np.bool_]:
+        """Return which of the pages of ascending `keys` have other rows that were written."""
+        firsts = np.flatnonzero(self._is_first(keys))
+        counts, is_shared = np.diff(firsts, append=keys.size), np.empty(firsts.size, np.bool_)
+        pages = keys[firsts] // self.rows_per_page
+        loops.pages_to_keep(self._bits, pages, counts, self.rows_per_page, self._num_rows, is_shared)
+        return is_shared
+
+    def _chunks(self, keys: _Numbers, places: _Numbers) -> Iterator[tuple[_Numbers, _Numbers, _Numbers]]:
+        """Yield parts of the work: distinct pages, their keys, and the keys' places."""
+        of_rows, firsts = keys // self.rows_per_page, np.flatnonzero(self._is_first(keys))
         step = max(1, _CHUNK_BYTES // self.page_bytes)
         step = min(step, max(1, -(-firsts.size // self._num_threads)))
         for start in range(0, firsts.size, step):

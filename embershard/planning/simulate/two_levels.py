@@ -28,7 +28,6 @@ from embershard.planning.simulate.replay import bare_cache
 from embershard.sharding.run_shape import ReplaySettings
 
 
-
 @dataclass(frozen=True)
 class Levels:
     """Sizes of the levels, in rows, and how the file is read.

@@ -293,8 +293,8 @@ def test_a_page_is_patched_by_one_thread_at_a_time(tmp_path: Path) -> None:
 
     io.barrier, io._seconds = threading.Barrier(2), 60
     records = np.full(4, 3, np.float32).view(np.uint8)
-    page, number = np.array([0]), np.array([0])
-    threads = [threading.Thread(target=rows._patch, args=(page, np.array([row]), number, records)) for row in (3, 4)]
+    one = np.array([0])  # of the page, of the record, and of the page that is shared
+    threads = [threading.Thread(target=rows._patch, args=(one, np.array([row]), one, one, records)) for row in (3, 4)]
     for thread in threads:
         thread.start()
     for thread in threads:
