@@ -32,7 +32,7 @@ _UNIT_BYTES, _MOST_UNITS = 4096, 4
 #: A page has no more waste than this share, where one of at most 16 KiB can.
 _MOST_WASTE = 1 / 8
 _CHUNK_BYTES = 1 << 20  # that a thread moves in one go
-_MOST_WRITING_BYTES = 256 << 20  # of rows that wait to be written
+_MOST_WRITING_BYTES = 64 << 20  # of rows that wait to be written
 _BLOCK_ROWS_BYTES = 64 << 20  # that `write_block` hands over at a time
 _THREADS = "embershard-file"
 
@@ -219,7 +219,7 @@ class FileRows:
         self._check()
         numbers, to, views = keys.numpy(), places.numpy(), self._views(tables)
         self.rows_read += numbers.size
-        self.pages_read += np.count_nonzero(self._is_first(numbers))
+        self.pages_read += int(np.count_nonzero(self._is_first(numbers)))
         is_left = np.ones(numbers.size, np.bool_)
         for writing in self._writing:  # the newest comes last
             found, of = writing.find(numbers)
@@ -252,7 +252,7 @@ class FileRows:
             self._writing = (*self._writing, _OnTheWay(numbers, records, done))
         self.rows_written += numbers.size
         self.pages_written += is_shared.size
-        self.pages_patched += np.count_nonzero(is_shared)
+        self.pages_patched += int(np.count_nonzero(is_shared))
         return FileWork([done])
 
     def finish(self) -> None:

@@ -26,7 +26,7 @@ _LENT = SlotMap.first_stamp(2**31 - 2)
 #: have pages of the file in common.
 _LEAST_FREE, _LEAVING = 0.02, 1 / 16
 #: Most rows of either: what leaves is copied at once, while a step may wait.
-_MOST_FREE, _MOST_LEAVING = 1 << 17, 1 << 18
+_MOST_FREE, _MOST_LEAVING = 1 << 17, 1 << 17
 
 
 @dataclass(frozen=True, eq=False)

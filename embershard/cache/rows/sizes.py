@@ -37,3 +37,5 @@ def num_full_rows(num_rows: int, share: float) -> int:
 #: Host memory of a row in a file, wherever it is (its entry in the map, and a bit), and of a place for one in memory
 #: beside the row itself (its key, stamp and uses), in bytes.
 FILED_ROW_BYTES, PLACE_BYTES = 4.125, 28
+#: Most bytes of a rank's rows on the way to the file or from it.
+FILE_BUFFER_BYTES = 150_000_000

@@ -113,13 +113,9 @@ class _Batch:
 
 
 def _run(
-    batches: Iterable[tuple[Tensor, Tensor]],
-    cache: RowCache,
-    places: RowPlaces,
-    file: _FileCounter,
-    levels: Levels,
+    batches: Iterable[tuple[Tensor, Tensor]], cache: RowCache, places: RowPlaces, file: _FileCounter, levels: Levels,
     settings: ReplaySettings,
-) -> None:
+) -> None:  # fmt: skip
     """Run the stages of `LookAheadPipeline`, in its order, without their contents."""
     unknown, known = iter(batches), deque[_Batch]()  # from the one in training on
     device_lookahead = min(settings.lookahead, levels.lookahead)

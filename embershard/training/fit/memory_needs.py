@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from embershard.cache.config import CacheConfig
-from embershard.cache.rows.sizes import FILED_ROW_BYTES, PLACE_BYTES
+from embershard.cache.rows.sizes import FILE_BUFFER_BYTES, FILED_ROW_BYTES, PLACE_BYTES
 from embershard.data import schema_of
 from embershard.distributed import Ranks
 from embershard.sharding.memory_model import planned_slots, pool_memory, rank_memory, slots_without_plan
@@ -162,7 +162,8 @@ def _move_to_files(config: RunConfig, host: Counter[str], shards: Sequence[Seque
         num_rows = sum(shard.rows for here in shards for shard in here)
         host["rows_in_memory"] = min(rows_bytes, config.cache.host_bytes * len(shards))
         of_places = num_rows * host["rows_in_memory"] // max(1, rows_bytes) * PLACE_BYTES
-        host["file_maps"] = int(num_rows * FILED_ROW_BYTES) + of_places
+        on_the_way = min(host["rows_in_memory"] // 8, len(shards) * FILE_BUFFER_BYTES)
+        host["file_maps"] = int(num_rows * FILED_ROW_BYTES) + of_places + on_the_way
     return rows_bytes
 
 
