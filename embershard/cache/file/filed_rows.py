@@ -20,7 +20,7 @@ from torch import Tensor
 from embershard.cache import loops
 from embershard.cache.file.file_rows import FileRows, FileWork, PageIo
 from embershard.cache.file.places import Claim, RowPlaces
-from embershard.cache.next_use import KnownBatch, OtherTables
+from embershard.cache.next_use import KnownBatch
 from embershard.cache.rows import memory
 from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array
 from embershard.cache.rows.memory import widest_views
@@ -42,7 +42,6 @@ class FiledRows:
         like: a tensor [?, ...] for each part of a row: weights, then states.
         num_places: H.
         folder: for the file.
-        others: tables whose rows have no next uses; None: none.
         io: reads and writes pages; None: as fast as can be.
 
     Attributes:
@@ -68,7 +67,6 @@ class FiledRows:
         like: Sequence[Tensor],
         num_places: int,
         folder: str,
-        others: OtherTables | None = None,
         io: PageIo | None = None,
     ) -> None:
         dim, self._num_rows = like[0].shape[1], sum(rows_per_table)
@@ -78,13 +76,12 @@ class FiledRows:
                 'model.embedding_dim, cut fewer columns, or set cache.host = "memory"'
             )
         self._initial = PoolWeights(rows_per_table, initial, dim)
-        self.num_places = min(num_places, self._num_rows)
-        count = self.num_places + 1
+        self.places = RowPlaces(self._num_rows, num_places)
+        count = self.places.num_places + 1
         self.parts = [
             memory.zeros(count * math.prod(part.shape[1:]), part.dtype).view(count, *part.shape[1:]) for part in like
         ]
         self._file = FileRows(folder, self._num_rows, like, io=io)
-        self.places = RowPlaces(self._num_rows, self.num_places, others)
         self._works: dict[KnownBatch, FileWork] = {}  # of claims
         self._reading: list[FileWork] = []  # what nobody has waited for, of any batch
         self._lock = threading.RLock()
@@ -135,8 +132,9 @@ class FiledRows:
                 claim = self.places.claim_now(keys)
                 if claim is None:
                     raise CacheOverflowError(
-                        f"a batch needs {keys.numel()} rows in host memory, which has {self.num_places} places, and "
-                        "too many of them are of rows on the device; set a larger cache.host_bytes, or a smaller batch"
+                        f"a batch needs {keys.numel()} rows in host memory, which has {self.places.num_places} places, "
+                        "and too many of them are of rows on the device; set a larger cache.host_bytes, or a smaller "
+                        "batch"
                     )
                 if (work := self._bring(claim)) is not None:
                     self._wait(work)
@@ -197,7 +195,6 @@ class FiledRows:
         changes meanwhile may be as before or after."""
         keys = torch.arange(first, stop)
         here, of_here = self._of_memory(keys)
-        self._file.finish()  # rows that left memory before are in the file
         unmade = keys[~self._file.is_written(keys)]
         self._file.read_block(first, stop, out)
         for part in out:
@@ -233,11 +230,6 @@ class FiledRows:
     def host_bytes(self) -> int:
         """Memory of the places, in bytes."""
         return sum(part.nbytes for part in self.parts)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes on the disk."""
-        return self._file.file_bytes
 
     # -- the file
 

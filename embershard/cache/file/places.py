@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embershard.cache.next_use import KnownBatch, NextUseIndex, OtherTables
+from embershard.cache.next_use import KnownBatch, NextUseIndex
 from embershard.cache.planner import CachePlan, CachePlanner
 from embershard.cache.policies import SlotScores
 from embershard.cache.slot_map import SlotMap
@@ -65,7 +65,6 @@ class RowPlaces:
 
     Args:
         num_rows, num_places: R and H.
-        others: tables whose rows have no next uses; None: none.
 
     >>> places = RowPlaces(num_rows=9, num_places=4)
     >>> claim = places.claim_now(torch.tensor([7, 5, 7]))
@@ -79,10 +78,10 @@ class RowPlaces:
     [1]
     """
 
-    def __init__(self, num_rows: int, num_places: int, others: OtherTables | None = None) -> None:
+    def __init__(self, num_rows: int, num_places: int) -> None:
         self.num_places = min(num_places, num_rows)
         self._map = SlotMap(num_rows, self.num_places)
-        self._index = NextUseIndex(self._map, others)
+        self._index = NextUseIndex(self._map)
         self._scores = _RowScores(self._map)
         self._planner = CachePlanner(SlotState(self._map, self._scores, self._index))
         self._last_claim = torch.zeros(self.num_places + 1, dtype=torch.int64)  # by place
