@@ -33,18 +33,6 @@ from embershard.launch.run_dir import lock_run_dir
 from tests.unit.distributed import checkpoints
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 512 KiB; skipped where the test may not mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
 @contextmanager
 def file_limit(num_bytes: int) -> Iterator[None]:
     """Files cannot grow beyond it, as on a full disk."""

@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import random
-import subprocess
 import tempfile
 import threading
 import time
@@ -452,18 +451,6 @@ def test_a_call_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # -- folders
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 512 KiB; skipped where the test may not mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
 
 
 def test_a_disk_that_is_too_small_is_refused(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
