@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
             server.shutdown()
     predictor.close()
     last.cancel()
+    last.join()  # it holds the server, and would free the model's tensors while the interpreter ends: an abort
     return 0
 
 
