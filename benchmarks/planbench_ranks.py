@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from scipy.stats import spearmanr
+from scipy.stats import spearmanr, wilcoxon
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
@@ -212,21 +212,39 @@ def figures(task: dict[str, Any]) -> dict[str, Any]:
             }
         )
     shape = {"tables": len(plan.tables), "batch_size": task["settings"]["train"]["batch_size"]}
-    return {**{name: task[name] for name in ("seed", "ranks", "kind")}, **shape, "plans": found}
+    apart = {kind: told_apart([each[f"{kind}_seconds"] for each in measured]) for kind in _KINDS}
+    return {**{name: task[name] for name in ("seed", "ranks", "kind")}, **shape, "told_apart": apart, "plans": found}
+
+
+def told_apart(seconds: Sequence[Sequence[float]]) -> bool:
+    """Return whether the slowest plan differs from the fastest by more than the noise: Wilcoxon's test of the rounds of
+    both, 5 %.
+
+    Args:
+        seconds: of each plan, in each round.
+    """
+    rounds = min(map(len, seconds))
+    own = sorted((each[:rounds] for each in seconds), key=statistics.median)
+    return rounds > 1 and len(own) > 1 and float(wilcoxon(np.log(own[-1]), np.log(own[0])).pvalue) < 0.05
 
 
 def summary(tasks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return Spearman's correlation of predicted and measured steps, over the plans of all tasks and as a mean over
-    tasks with other than equal plans; how often the faster of two plans was told; and rivals' steps over ours."""
+    """Return Spearman's correlation of predicted and measured steps, over the plans of all tasks, as a mean over tasks
+    with other than equal plans, and over those of them whose rates differ by more than the noise; how often the faster
+    of two plans was told; and rivals' steps over ours."""
     found: dict[str, Any] = {}
     for kind in _KINDS:
         every = [plan for task in tasks for plan in task["plans"]]
-        within = [_order(task["plans"], f"{kind}_over_ours") for task in tasks if len(task["plans"]) > 1]
+        several = [task for task in tasks if len(task["plans"]) > 1]
+        within = [_order(task["plans"], f"{kind}_over_ours") for task in several]
+        apart = [order for order, task in zip(within, several, strict=True) if task["told_apart"][kind]]
         pairs = [pair for task in tasks for pair in _pairs(task["plans"], f"{kind}_over_ours")]
         found[kind] = {
             "spearman_all_plans": _order(every, f"{kind}_ms"),
             "spearman_mean_of_tasks": round(statistics.mean(within), 3) if within else None,
             "spearman_of_tasks": within,
+            "spearman_mean_of_tasks_told_apart": round(statistics.mean(apart), 3) if apart else None,
+            "tasks_told_apart": len(apart),
             "pairs_told_right": {
                 f"predicted {int(100 * low)} to {int(100 * high)} % apart": [sum(rights), len(rights)]
                 for low, high in pairwise((0.0, 0.02, 0.05, 0.1, 0.3, 1e3))

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.planbench import RIVALS
-from benchmarks.planbench_ranks import OURS, TORCHREC, profiled, summary, write_task
+from benchmarks.planbench_ranks import OURS, TORCHREC, profiled, summary, told_apart, write_task
 from embershard.settings.decoding import decode
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
@@ -42,9 +42,13 @@ def test_orders_are_told_over_all_plans_and_within_tasks():
     rival = next(iter(RIVALS))
     first = [plan(OURS, 20, 20, 20), plan(TORCHREC, 21, 22, 22), plan(rival, 30, 26, 26)]
     second = [plan(OURS, 50, 20, 20), plan(TORCHREC, 60, 18, 24), plan(rival, 80, 25, 30)]
-    found = summary([{"plans": first}, {"plans": second}, {"plans": [plan(OURS, 40, 20, 20)]}])
+    apart, noise = ({"told_apart": dict.fromkeys(("wall", "scaled", "cpu"), is_apart)} for is_apart in (True, False))
+    lone = {"plans": [plan(OURS, 40, 20, 20)], **noise}
+    found = summary([{"plans": first, **noise}, {"plans": second, **apart}, lone])
     assert found["wall"]["spearman_of_tasks"] == [1.0, 0.5]
     assert found["wall"]["spearman_mean_of_tasks"] == 0.75
+    assert found["wall"]["spearman_mean_of_tasks_told_apart"] == 0.5
+    assert found["wall"]["tasks_told_apart"] == 1
     assert found["cpu"]["spearman_of_tasks"] == [1.0, 1.0]
     assert found["wall"]["torchrec_over_ours"] == {"tasks": 2, "median": 1.0, "all": [1.1, 0.9]}
     assert found["cpu"]["best_rival_over_ours"]["all"] == [1.3, 1.5]
@@ -53,3 +57,10 @@ def test_orders_are_told_over_all_plans_and_within_tasks():
     assert pairs["predicted 10 to 30 % apart"] == [0, 1]
     assert sum(right for right, _ in pairs.values()) == 5
     assert found["wall"]["spearman_all_plans"] == pytest.approx(0.0, abs=0.4)
+
+
+def test_plans_are_told_apart_by_more_than_the_noise():
+    noise = [0.9, 1.1, 1.0, 0.95, 1.05, 1.02, 0.98, 1.01]
+    assert told_apart([[1.05 * each for each in noise], noise, [1.2 * each for each in noise]])
+    assert not told_apart([noise, [*noise[1:], 0.9]])
+    assert not told_apart([noise])
