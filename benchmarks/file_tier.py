@@ -5,13 +5,14 @@
 
 `--replay` replays streams (clicks at --path; generated ones, Zipf 1.05 and 0.7, and one whose popularity moves) through
 slots on the device and places in host memory (embershard/planning/simulate/two_levels.py), with look-aheads of 4 to
-1024 batches and with LRU, and sets the rows read beside the optimum's (MIN: it knows everything, and holds one batch).
+256 batches and with LRU, and sets the rows read beside the optimum's (MIN: it knows everything, and holds one batch).
 Sizes are shares of the rows that occur. A *window* is the look-ahead in batches, times the distinct rows of a batch,
 over the places. Target: at most 1.3 at a window of 6.
 
 More references explain the difference, at that window: `holds` is the optimum that has the rows of so many batches
 ahead, as the replay does; `rule` is the rule for victims with the newest ranking for each of them, which holds them,
-too. What the replay reads beyond it is due to evictions in bulk, and to rows on the device.
+too; `counts` is that rule when it knows how often the whole stream uses each row, as no profile does. What the replay
+reads beyond the rule is due to evictions in bulk, and to rows on the device.
 
 `--limit` trains on tables of 4 times the memory of a control group (needs root): `file` and `mmap` in it, `memory`
 without it, in turn; and `memory` in it, which must be ended by the system.
@@ -40,7 +41,7 @@ from embershard.planning.simulate.two_levels import FileTraffic, Levels, replay_
 from embershard.sharding.run_shape import ReplaySettings
 from tests.limited_memory import limited_memory
 
-LOOKAHEADS = (4, 16, 64, 256, 1024)
+LOOKAHEADS = (4, 16, 64, 256)
 HOST_SHARES = (0.1, 0.25)
 DEVICE_SHARE = 0.02
 TARGET, TARGET_WINDOW = 1.3, 6
@@ -57,7 +58,7 @@ def main() -> None:
     what.add_argument("--limit", action="store_true")
     what.add_argument("--train", metavar="JSON", help=argparse.SUPPRESS)
     parser.add_argument("--path", help="a file or a folder of Criteo click logs; without it, no real clicks")
-    parser.add_argument("--batches", type=int, default=1500, help="of each generated stream")
+    parser.add_argument("--batches", type=int, default=2000, help="of each generated stream")
     parser.add_argument("--limit-bytes", type=int, default=1280 << 20)
     parser.add_argument("--host-bytes", type=int, default=320 << 20, help="rows in memory, with host = file")
     parser.add_argument("--dim", type=int, default=64)
@@ -96,6 +97,7 @@ class Point:
     """Batches known at a window of 6."""
     holds_over_optimum: float | None = None
     rule_over_optimum: float | None = None
+    counts_over_optimum: float | None = None
     windows: dict[str, float] = field(default_factory=dict)
     over_optimum: dict[str, float] = field(default_factory=dict)
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -114,16 +116,17 @@ def replays(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_streams(options: argparse.Namespace) -> Iterator[Stream]:
-    """Yield the streams. Batches are so small that a host tier of a tenth of the rows holds many of them."""
+    """Yield the streams. Batches are so small that a host tier of a tenth of the rows holds 48 or more of them, as host
+    memory does of a real run: the nine that have their places are then few."""
     config = DataConfig(eval_fraction=0.0, shuffle=False, num_workers=0)
     if options.path:
-        yield read_stream("criteo", 8, replace(config, kind="criteo", path=options.path, criteo=CriteoConfig(20_000)))
+        yield read_stream("criteo", 2, replace(config, kind="criteo", path=options.path, criteo=CriteoConfig(20_000)))
     yield zipf(1.05, options.batches)
     yield zipf(0.7, options.batches)
-    yield read_stream("drift", 64, replace(config, synthetic=SyntheticConfig(64 * options.batches, 0.01, drift=0.5)))
+    yield read_stream("drift", 8, replace(config, synthetic=SyntheticConfig(8 * options.batches, 0.01, drift=0.5)))
 
 
-def zipf(exponent: float, num_batches: int, num_rows: int = 200_000, batch_size: int = 128, bag: int = 8) -> Stream:
+def zipf(exponent: float, num_batches: int, num_rows: int = 200_000, batch_size: int = 16, bag: int = 8) -> Stream:
     """Return lookups in one table, whose rows' frequencies fall with a power of their rank."""
     generator = np.random.default_rng(0)
     frequency = np.cumsum(1.0 / np.arange(1, num_rows + 1) ** exponent)
@@ -148,9 +151,12 @@ def measure(stream: Stream, host_share: float) -> Point:
     sizes = (places, slots, optimum, target_lookahead)
     point = Point(stream.name, stream.batch_size, len(batches), round(unique, 1), distinct_rows, host_share, *sizes)
     if (held := offline_optimum(batches, places, READ_AHEAD)) is not None:
-        rule = look_ahead_rule(batches, places, target_lookahead, READ_AHEAD)
-        point.holds_over_optimum, point.rule_over_optimum = (
-            round(read(fills) / max(1, optimum), 3) for fills in (held, rule)
+        rule, counts = (
+            look_ahead_rule(batches, places, target_lookahead, READ_AHEAD, counts_known)
+            for counts_known in (False, True)
+        )
+        point.holds_over_optimum, point.rule_over_optimum, point.counts_over_optimum = (
+            round(read(fills) / max(1, optimum), 3) for fills in (held, rule, counts)
         )
     for lookahead in sorted({*LOOKAHEADS, target_lookahead}):
         _add(point, str(lookahead), replayed(stream, places, slots, lookahead, CachePolicy()))
@@ -174,7 +180,7 @@ def _add(point: Point, name: str, traffic: FileTraffic) -> None:
 
 def _line(point: Point) -> str:
     curve = ", ".join(f"{point.windows.get(name, name)}: {ratio}" for name, ratio in point.over_optimum.items())
-    references = f"holds {point.holds_over_optimum}, rule {point.rule_over_optimum}"
+    references = f"holds {point.holds_over_optimum}, rule {point.rule_over_optimum}, counts {point.counts_over_optimum}"
     verdict = "reached" if point.reached else "not reached"
     return (
         f"{point.stream}, {point.host_share:.0%}: optimum {point.optimum_rows_read:,} rows; over it, by window: "

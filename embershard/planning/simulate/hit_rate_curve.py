@@ -108,14 +108,17 @@ def offline_optimum(batches: Sequence[Ids], capacity: int, prefetch: int = 0) ->
     return _fills(_Stream.of(batches), capacity, prefetch, lookahead=len(batches) + prefetch)
 
 
-def look_ahead_rule(batches: Sequence[Ids], capacity: int, lookahead: int, prefetch: int) -> int | None:
+def look_ahead_rule(
+    batches: Sequence[Ids], capacity: int, lookahead: int, prefetch: int, counts_known: bool = False
+) -> int | None:
     """Return the fills of the look-ahead rule when every choice uses the newest ranking of all slots.
 
     `lookahead` batches beyond the one in training are known, `prefetch` of them resident. Rows without a known use are
     evicted first: the row used by the fewest batches, then the longest unused; then the row whose next use is furthest.
-    Fills of a cache beyond this number are due to the cache, not to the rule.
+    Fills of a cache beyond this number are due to the cache, not to the rule. With `counts_known`, a row counts by all
+    batches of the stream that use it, those to come, too: what no profile knows better.
     """
-    return _fills(_Stream.of(batches), capacity, prefetch, lookahead)
+    return _fills(_Stream.of(batches), capacity, prefetch, lookahead, counts_known)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,17 +147,19 @@ class _Stream:
         return cls(numbered, following[::-1], keys.size)
 
 
-def _fills(stream: _Stream, capacity: int, prefetch: int, lookahead: int) -> int | None:
+def _fills(stream: _Stream, capacity: int, prefetch: int, lookahead: int, counts_known: bool = False) -> int | None:
     assert len(stream.batches) + prefetch < 1 << _BITS
     resident = np.zeros(stream.num_keys, dtype=bool)
     next_use, last_use, num_uses = np.zeros((3, stream.num_keys), dtype=np.int64)
+    if counts_known:
+        num_uses = np.bincount(np.concatenate(stream.batches), minlength=stream.num_keys)
     fills = held = 0
     for now, (batch, following) in enumerate(zip(stream.batches, stream.next_uses, strict=True)):
         missing = batch.size - int(resident[batch].sum())
         fills += missing
         held += missing
         resident[batch], next_use[batch], last_use[batch] = True, following, now
-        num_uses[batch] += 1
+        num_uses[batch] += not counts_known
         if (excess := held - capacity) > 0:
             in_training = max(0, now - prefetch)
             others = np.flatnonzero(resident & (last_use < in_training))

@@ -60,6 +60,14 @@ def test_among_rows_without_a_known_use_the_least_used_leaves() -> None:
     assert look_ahead_rule(arrays([{1}, {0}, {1}, {2}, {0}]), 2, 0, 0) == 4
 
 
+def test_known_counts_tell_what_comes_often() -> None:
+    """Row 0 was used twice when row 2 needs a slot; row 1 once, and three times after that. Rows 1 and 2 take turns
+    until row 1 was used as often."""
+    batches = arrays([{0}, {0}, {1}, {2}, {1}, {2}, {1}, {2}, {1}])
+    assert look_ahead_rule(batches, 2, 0, 0) == 5
+    assert look_ahead_rule(batches, 2, 0, 0, counts_known=True) == 3
+
+
 def test_what_is_held_ahead_cannot_leave() -> None:
     """Rows 0 and 1 are of no more use, but batch 1 waits and batch 0 trains while batch 2 is brought in."""
     batches = arrays([{0, 9}, {1}, {2}, {9}])
