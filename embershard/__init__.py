@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         id_counts,
         plan_sharding,
     )
+    from embershard.training.checkpoint.program import load_program, save_program
     from embershard.training.config import RunConfig
     from embershard.training.trainer import Trainer
     from embershard.training.warm.program import load_from
@@ -54,8 +55,10 @@ __all__ = [
     "host_rows_changed",
     "id_counts",
     "load_from",
+    "load_program",
     "plan_sharding",
     "process_group",
+    "save_program",
 ]
 
 
