@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,19 +26,21 @@ from embershard import (
     plan_sharding,
     save_program,
 )
+from embershard.cache.file.file_rows import FileRows
 from embershard.sharding.torchrec import cached_embeddings
+from embershard.training.checkpoint.host_rows import without_small_flushes
 from tests.ranks.look_ahead import Batch, Case, Model
 from tests.ranks.parity import OPTIMIZERS, _constraints, batches, snapshot
 
 MIXED = ("row_wise", "column_wise", "table_wise", "table_wise")
 STEPS, HALF = 60, 40
 #: Of the rows, those that are in memory where some are in a file.
-SHARE = 0.24
+SHARE = 0.3
 
 
 def case_of(sharding: Any = MIXED, optimizer: str = "rowwise_adagrad") -> Case:
     """Of few ids per batch: rows are in all homes."""
-    return Case(sharding=sharding, optimizer=optimizer, steps=STEPS, batch_size=6, ratio=0.08)
+    return Case(sharding=sharding, optimizer=optimizer, steps=STEPS, batch_size=6, ratio=0.06)
 
 
 class Program:
@@ -48,7 +51,9 @@ class Program:
         self.case, model, size = case, Model(case), dist.get_world_size()
         row_bytes = {"sgd": 64, "rowwise_adagrad": 68, "adagrad": 128}[case.optimizer]
         of_file = {"host": "file", "host_dir": folder, "host_bytes": int(SHARE * sum(case.rows) * row_bytes) // size}
-        cache = CacheConfig(ratio=case.ratio, policy="lookahead", overflow="grow", **(of_file if host == "file" else {}))
+        cache = CacheConfig(
+            ratio=case.ratio, policy="lookahead", overflow="grow", **(of_file if host == "file" else {})
+        )
         fused: dict[str, Any] = {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": 0.1, "eps": 1e-6}
         sharder = CachedEmbeddingBagCollectionSharder(cache, fused_params=fused, init_seed=5)
         plan = plan_sharding(
@@ -64,7 +69,9 @@ class Program:
         """All that is saved where rows are in memory."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def train(self, first: int, stop: int, at: int | None = None, save: Callable[[], Any] = lambda: None) -> list[float]:
+    def train(
+        self, first: int, stop: int, at: int | None = None, save: Callable[[], Any] = lambda: None
+    ) -> list[float]:
         """Losses of the steps from ``first`` to ``stop``; ``save`` before step ``at``, with batches ahead."""
         given = list(batches(self.case, dist.get_rank()))[first:stop]
         coming, losses = iter([Batch(*each) for each in given]), []
@@ -95,8 +102,6 @@ class Program:
             return snapshot(self.model)
         for pool in cached_embeddings(self.model):
             pool.write_back()
-        from embershard.training.checkpoint.host_rows import without_small_flushes
-
         found = {}
         with without_small_flushes(self.model):
             groups = {"weight": self.model.state_dict()}
@@ -107,9 +112,11 @@ class Program:
             }
         for kind, values in groups.items():
             for name, value in values.items():
-                parts = [((), value)] if not isinstance(value, ShardedTensor) else [
-                    (tuple(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()
-                ]
+                parts = (
+                    [((), value)]
+                    if not isinstance(value, ShardedTensor)
+                    else [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()]
+                )
                 for offsets, part in parts:
                     away = [pool.host.read_part(part.detach()) for pool in cached_embeddings(self.model)]
                     rows = next((each for each in away if each is not None), part.detach().clone())
@@ -135,6 +142,17 @@ def saved_by_torch(case: Case, folder: str) -> Any:
     program = Program(case, "memory", folder)
     losses = program.train(0, STEPS, HALF, lambda: dcp.save(program.state(), checkpoint_id=f"{folder}/of_torch"))
     return losses, program.rows()
+
+
+def saved_unread(case: Case, folder: str) -> Any:
+    """As `saved`, by a save that does not read the file."""
+    program = Program(case, "file", folder)
+
+    def save() -> None:
+        with mock.patch.object(FileRows, "is_written", lambda _, keys: torch.zeros(len(keys), dtype=torch.bool)):
+            save_program(folder, HALF, program.model, program.optimizer)
+
+    return program.train(0, STEPS, HALF, save), program.rows()
 
 
 def loaded(case: Case, host: str, folder: str, checkpoint: str, before: int = 0) -> Any:

@@ -120,7 +120,7 @@ def load_program(
         tensors = {_MODEL: model.state_dict(), _OPTIMIZER: optimizer.state_dict()}
     check_all_parts(model, tensors)
     saved, others = saved_tensors(path), {k: v for k, v in tensors[_OPTIMIZER].items() if k != "state"}
-    _check_states(path, saved_sizes(saved, _STATES), tensors[_OPTIMIZER]["state"])
+    _check_states(path, saved_sizes(saved, _STATES), tensors[_OPTIMIZER]["state"], ranks)
     with without_known_warnings():
         sizes = {name: value.size(0) for name, value in tensors[_MODEL].items() if isinstance(value, ShardedTensor)}
         in_memory = without_rows_of_files(model, tensors)
@@ -149,8 +149,9 @@ def _refuse_small(model: DistributedModelParallel) -> None:
         )
 
 
-def _check_states(checkpoint: Path, saved: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    own = {f"{name}.{state}" for name, values in states.items() for state in values}
+def _check_states(checkpoint: Path, saved: Mapping[str, Any], states: Mapping[str, Any], ranks: Ranks) -> None:
+    mine = {f"{name}.{state}" for name, values in states.items() for state in values}
+    own = set[str]().union(*ranks.all_gather_objects(mine))  # a rank has the states of its shards only
     left = sorted(name for name in saved if not any(name == each or name.startswith(f"{each}.") for each in own))
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""

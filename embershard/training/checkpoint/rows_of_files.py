@@ -178,4 +178,3 @@ def _named(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _named(f"{prefix}.{name}" if prefix else name, each)
     else:
         yield prefix, value
-
