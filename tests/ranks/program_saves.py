@@ -125,7 +125,7 @@ class Program:
 
 
 def saved(case: Case, host: str, folder: str) -> Any:
-    """Losses and rows of a whole training, in whose midst it is saved with batches ahead, and the homes of rows then."""
+    """Losses and rows of a whole training, saved in its midst with batches ahead; the homes of rows then."""
     program, homes = Program(case, host, folder), dict[str, int]()
 
     def save() -> None:

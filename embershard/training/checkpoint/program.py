@@ -32,7 +32,6 @@ from embershard.training.checkpoint.host_rows import load_weights, without_small
 from embershard.training.checkpoint.rows_of_files import (
     check_all_parts,
     load_rows_of_files,
-    states_without_copies,
     without_rows_of_files,
 )
 
@@ -130,7 +129,7 @@ def load_program(
         states.spread()
     load_rows_of_files(model, path, tensors)
     load_weights(model, in_memory[_MODEL])
-    with without_known_warnings(), states_without_copies(model, tensors[_OPTIMIZER]):
+    with without_known_warnings():
         optimizer.load_state_dict(tensors[_OPTIMIZER])
     return ranks.from_first(lambda: read_scalars(path) if (path / SCALARS).exists() else {})
 
@@ -144,8 +143,8 @@ def _refuse_small(model: DistributedModelParallel) -> None:
     small = {table for pool in cached_embeddings(model) if pool.host.small is not None for table in pool.cache.tables}
     if small:
         raise ConfigError(
-            f'cache.host_dtype: got small rows for tables {sorted(small)}, needed "fp32" where a program saves and loads its '
-            "rows. embershard train saves small rows"
+            f'cache.host_dtype: got small rows for tables {sorted(small)}, needed "fp32" where a program saves and '
+            "loads its rows. embershard train saves small rows"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,31 +89,6 @@ def check_all_parts(model: nn.Module, groups: Mapping[str, Any]) -> None:
                 "which are in a file. Give one with the tables' states: CombinedOptimizer([model.fused_optimizer, "
                 "your own])"
             )
-
-
-@contextmanager
-def states_without_copies(model: nn.Module, states: Mapping[str, Any]) -> Iterator[None]:
-    """Return a context in which states of rows in files are empty tensors. An optimizer that loads its own state dict
-    copies each tensor to itself, which would take memory for all rows.
-
-    >>> with states_without_copies(model, {}):  # a model whose rows are in memory
-    ...     pass
-    """
-    hosts, kept = _hosts(model), list[tuple[Any, Tensor]]()
-    for _, value in _named("", states):
-        if isinstance(value, ShardedTensor):
-            kept += [
-                (shard, shard.tensor)
-                for shard in value.local_shards()
-                if any(host.place_of(shard.tensor) is not None for host in hosts)
-            ]
-    try:
-        for shard, tensor in kept:
-            shard.tensor = tensor.new_empty(0)
-        yield
-    finally:
-        for shard, tensor in kept:
-            shard.tensor = tensor
 
 
 def load_rows_of_files(model: nn.Module, checkpoint: Path, groups: Mapping[str, Any]) -> None:

@@ -40,11 +40,7 @@ from embershard.training.checkpoint.host_rows import (
     without_small_rows,
 )
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
-from embershard.training.checkpoint.rows_of_files import (
-    load_rows_of_files,
-    states_without_copies,
-    without_rows_of_files,
-)
+from embershard.training.checkpoint.rows_of_files import load_rows_of_files, without_rows_of_files
 from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.checkpoint.saved_run import SOURCE_STATE, SavedRun, SettingsComparison, compare
 from embershard.training.checkpoint.table_shards import MODEL, STATES
@@ -225,8 +221,7 @@ class RunState:
         load_weights(self.model, in_memory[MODEL])
         for name, rows in small_tables(self.model).items():
             fill(rows, CheckpointSaved(checkpoint), f"{MODEL}.{name}")
-        with states_without_copies(self.model, tensors[STATES]):
-            self.model.fused_optimizer.load_state_dict({"state": tensors[STATES]})
+        self.model.fused_optimizer.load_state_dict({"state": tensors[STATES]})
         dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
         self._optimizers.set_num_steps(saved.step)
         if saved.world_size == self._ranks.world_size:
