@@ -22,11 +22,13 @@ from embershard import (
     CachedEmbeddingBagCollectionSharder,
     LookAheadPipeline,
     cache_stats,
+    file_counts,
     load_program,
     plan_sharding,
     save_program,
 )
 from embershard.cache.file.file_rows import FileRows
+from embershard.cache.totals import FileCounts
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.checkpoint.host_rows import without_small_flushes
 from tests.ranks.look_ahead import Batch, Case, Model
@@ -135,6 +137,15 @@ def saved(case: Case, host: str, folder: str) -> Any:
 
     losses = program.train(0, STEPS, HALF, save)
     return losses, program.rows(), homes, sum(table.evictions for table in cache_stats(program.model))
+
+
+def counted(case: Case, host: str, folder: str) -> Any:
+    """What the file tier did in a training, by rank and by pipeline."""
+    program = Program(case, host, folder)
+    before = file_counts(program.model)
+    program.train(0, HALF)
+    own = file_counts(program.model)
+    return before, own, FileCounts.total(pool.filed.counts for pool in cached_embeddings(program.model) if pool.filed)
 
 
 def saved_by_torch(case: Case, folder: str) -> Any:
