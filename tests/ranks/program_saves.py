@@ -139,6 +139,14 @@ def saved(case: Case, host: str, folder: str) -> Any:
     return losses, program.rows(), homes, sum(table.evictions for table in cache_stats(program.model))
 
 
+def saved_at_once(case: Case, folder: str) -> dict[str, Tensor]:
+    """This rank's rows when it saved them, in a file."""
+    program = Program(case, "file", folder)
+    program.train(0, HALF)
+    save_program(folder, HALF, program.model, program.optimizer)
+    return program.rows()
+
+
 def counted(case: Case, host: str, folder: str) -> Any:
     """What the file tier did in a training, by rank and by pipeline."""
     program = Program(case, host, folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ranks.program_saves import (
     HALF,
@@ -17,6 +18,7 @@ from tests.ranks.program_saves import (
     loaded_by_torch,
     refused,
     saved,
+    saved_at_once,
     saved_by_torch,
     saved_unread,
 )
@@ -77,13 +79,34 @@ def test_a_save_without_what_is_in_the_file_differs(one_rank: RankPool, tmp_path
     assert sum(not torch.equal(loaded_rows[name], rows[name]) for name in rows) >= 4
 
 
+def tables_in(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tables, from the shards of their weights by name and offsets."""
+    found: dict[str, dict[tuple[int, int], Tensor]] = {}
+    for key, rows in parts.items():
+        kind, name, *offsets = key.split("/")
+        if kind == "weight" and offsets:
+            first, column = offsets[0].strip("()").split(",")
+            found.setdefault(name, {})[int(first), int(column)] = rows
+    whole = {}
+    for name, shards in found.items():
+        sizes = [(first + len(rows), column + rows.shape[1]) for (first, column), rows in shards.items()]
+        whole[name] = torch.full([max(numbers) for numbers in zip(*sizes, strict=True)], torch.nan)
+        for (first, column), rows in shards.items():
+            whole[name][first : first + len(rows), column : column + rows.shape[1]] = rows
+    return whole
+
+
 def test_rows_of_other_ranks_and_plans_are_read(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path) -> None:
-    """Weights that two ranks wrote are those that one reads, and as many as in memory."""
-    two_ranks.run(saved, case_of(), "file", str(tmp_path))
+    """What one rank reads, with other shards, into a file and into memory, is what two ranks had at the save."""
+    of_ranks = two_ranks.run(saved_at_once, case_of(), str(tmp_path))
     path, case = str(tmp_path / f"step_{HALF}"), case_of("table_wise")
     ((*_, in_file),), ((*_, in_memory),) = (one_rank.run(loaded, case, host, str(tmp_path), path) for host in HOSTS)
     assert sorted(in_file) == sorted(in_memory)
     assert [name for name in in_memory if not torch.equal(in_file[name], in_memory[name])] == []
+    before, after = tables_in({name: rows for part in of_ranks for name, rows in part.items()}), tables_in(in_file)
+    assert len(before) == 4
+    assert sorted(before) == sorted(after)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
 def test_what_cannot_be_says_what_to_call(two_ranks: RankPool, tmp_path: Path) -> None:
