@@ -24,11 +24,13 @@ if TYPE_CHECKING:
         StockEmbeddingCollectionSharder,
         accumulating,
         cache_stats,
+        file_counts,
         flush,
         host_rows_changed,
         id_counts,
         plan_sharding,
     )
+    from embershard.training.checkpoint.program import load_program, save_program
     from embershard.training.config import RunConfig
     from embershard.training.trainer import Trainer
     from embershard.training.warm.program import load_from
@@ -50,12 +52,15 @@ __all__ = [
     "__version__",
     "accumulating",
     "cache_stats",
+    "file_counts",
     "flush",
     "host_rows_changed",
     "id_counts",
     "load_from",
+    "load_program",
     "plan_sharding",
     "process_group",
+    "save_program",
 ]
 
 

@@ -285,13 +285,19 @@ class HostStore:
             CacheError: the rows are small, or in a file, and not there.
         """
         if not self.is_memory:
-            kept, else_ = 'in a file (cache.host = "file")', 'cache.host = "memory"'
+            kept = 'in a file (cache.host = "file")'
+            fix = (
+                "Save and load them with embershard.save_program and embershard.load_program, instead of state dicts; "
+                "checkpoints of embershard train have them, too"
+            )
             if self.small is not None:
-                kept, else_ = f"as {self.small.small_type} (cache.host_dtype)", 'cache.host_dtype = "fp32"'
+                kept = f"as {self.small.small_type} (cache.host_dtype)"
+                fix = (
+                    "A checkpoint of embershard train has them as fp32, and embershard export writes them; with "
+                    'cache.host_dtype = "fp32" state_dict has them'
+                )
             raise CacheError(
-                f"weights were asked for as memory, and rows are kept {kept}: they would read as zeros. A checkpoint "
-                "of embershard train has them as fp32, and embershard export writes them; with "
-                f"{else_} state_dict has them"
+                f"weights were asked for as memory, and rows are kept {kept}: they would read as zeros. {fix}"
             )
         if self._lazy is not None and self._lazy.num_unmade:
             if self._has_small_pages:

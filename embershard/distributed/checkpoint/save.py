@@ -88,7 +88,7 @@ def save_checkpoint(
     final, partial = checkpoint_at(folder, step), checkpoint_at(folder, step, PARTIAL)
     blocks = tensors if isinstance(tensors, TensorBlocks) else TensorBlocks(tensors)
     if any(ranks.all_gather_objects(final.exists())):
-        raise CheckpointError(f"{final} exists already and is not overwritten. Remove it, or use another --run-dir.")
+        raise CheckpointError(f"{final} exists already. Remove it, or save to another folder (--run-dir).")
     try:
         _write(partial, final, blocks, {**scalars, "step": step}, ranks, run_id, link)
     except OSError as error:

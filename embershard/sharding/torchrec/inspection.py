@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
+from embershard.cache.totals import FileCounts
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.compat import lookups_of, unwrapped, with_int32_ids
 from embershard.sharding.torchrec.counter_init import CounterInit
@@ -198,6 +199,16 @@ def id_counts(model: nn.Module) -> dict[str, IdCounts]:
     {}
     """
     return {each.table: each.counts for pool in cached_embeddings(model) if pool.ids for each in pool.ids.maps}
+
+
+def file_counts(model: nn.Module) -> FileCounts:
+    """Return what the file tier of this rank read and wrote so far: rows and pages, and batches that waited. With rows
+    in memory (`cache.host`), zeros.
+
+    >>> file_counts(model).rows_read  # a sharded model, whose rows are in memory
+    0
+    """
+    return FileCounts.total(pool.filed.counts for pool in cached_embeddings(model) if pool.filed is not None)
 
 
 def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor | None = None) -> None:

@@ -13,6 +13,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.cache.rows.host_store import HostStore
 from embershard.distributed.checkpoint.load import BoxReader, without_known_warnings
+from embershard.errors import ConfigError
 from embershard.sharding.torchrec import cached_embeddings
 
 _BLOCK_BYTES = 16 << 20
@@ -60,19 +61,41 @@ def without_rows_of_files(model: nn.Module, groups: Mapping[str, _Groups | Mappi
     hosts = _hosts(model)
 
     def kept(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: kept(each) for name, each in value.items() if not any(_places(each, hosts))}
-        return value
+        if not isinstance(value, Mapping):
+            return value
+        found = {name: kept(each) for name, each in value.items() if not any(_places(each, hosts))}
+        return {name: each for name, each in found.items() if not _is_empty(each) or _is_empty(value[name])}
 
     with without_known_warnings():
         return {name: kept(group) for name, group in groups.items()}
+
+
+def check_all_parts(model: nn.Module, groups: Mapping[str, Any]) -> None:
+    """Raise unless weights and all optimizer states of rows in files are among the groups of a checkpoint's tensors.
+
+    Raises:
+        ConfigError: with the tables and what to give.
+
+    >>> check_all_parts(model, {})  # a model whose rows are in memory
+    """
+    hosts = _hosts(model)
+    with without_known_warnings():
+        found = {place[:2] for _, value in _named("", groups) for place, *_ in _places(value, hosts)}
+    pools = [pool for pool in cached_embeddings(model) if pool.host.away is not None]
+    for number, pool in enumerate(pools):
+        if left := [name for part, name in enumerate(["weights", *pool.host.states]) if (number, part) not in found]:
+            raise ConfigError(
+                f"tables {sorted(set(pool.cache.tables))}: got an optimizer without {', '.join(left)} of their rows, "
+                "which are in a file. Give one with the tables' states: CombinedOptimizer([model.fused_optimizer, "
+                "your own])"
+            )
 
 
 def load_rows_of_files(model: nn.Module, checkpoint: Path, groups: Mapping[str, Any]) -> None:
     """Read weights and optimizer states of rows in files out of a verified checkpoint.
 
     Args:
-        groups: the run's tensors by group: weights by name; states by the name of their weights, and by their own.
+        groups: the tensors, weights and states, by the names that they have in the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint lacks rows.
@@ -85,13 +108,12 @@ def load_rows_of_files(model: nn.Module, checkpoint: Path, groups: Mapping[str, 
     sources: dict[tuple[int, int, int], dict[int, _SavedPart]] = {}  # by pool, first row and number of rows; by part
     reader = BoxReader(checkpoint)
     with without_known_warnings():
-        sizes = {name: value.size(0) for name, value in _named("", groups) if isinstance(value, ShardedTensor)}
-        weights_of = {name: path for path, name in _weights_of(groups)}
-        for path, value in _named("", groups):
-            for (pool, part, first), offsets, local in _places(value, hosts):
-                num_rows = sizes[weights_of.get(path, path)]
-                source = _SavedPart(reader, path, offsets, tuple(local.shape), tuple(value.size()), num_rows)
-                sources.setdefault((pool, first, local.shape[0]), {})[part] = source
+        found = [(path, value, *place) for path, value in _named("", groups) for place in _places(value, hosts)]
+        sizes = {(pool, first): value.size(0) for _, value, (pool, part, first), *_ in found if part == 0}
+        for path, value, (pool, part, first), offsets, local in found:
+            num_rows = sizes[pool, first]
+            source = _SavedPart(reader, path, offsets, tuple(local.shape), tuple(value.size()), num_rows)
+            sources.setdefault((pool, first, local.shape[0]), {})[part] = source
     for (pool, first, num_rows), of_parts in sources.items():
         step = max(1, _BLOCK_BYTES // hosts[pool].slot_row_bytes)
         for start in range(0, num_rows, step):
@@ -101,6 +123,10 @@ def load_rows_of_files(model: nn.Module, checkpoint: Path, groups: Mapping[str, 
         if embeddings.host.away is not None:
             for table in dict.fromkeys(embeddings.cache.tables):
                 embeddings.host_rows_changed(table)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
 
 
 def _hosts(model: nn.Module) -> list[HostStore]:
@@ -126,12 +152,3 @@ def _named(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _named(f"{prefix}.{name}" if prefix else name, each)
     else:
         yield prefix, value
-
-
-def _weights_of(groups: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the path of a table's weights, and of each of its states."""
-    weights, *others = groups
-    for group in others:
-        for table, states in groups[group].items():
-            for name in states if isinstance(states, Mapping) else ():
-                yield f"{weights}.{table}", f"{group}.{table}.{name}"

@@ -81,8 +81,8 @@ def load_from(
 def _refuse_files(model: DistributedModelParallel) -> None:
     if any(pool.filed is not None for pool in cached_embeddings(model)):
         raise ConfigError(
-            'cache.host: got "file", needed "memory" or "mmap" for a model that is filled from a trained one. Load '
-            'with cache.host = "mmap", save, and restore the checkpoint where rows are in a file.'
+            'cache.host: got "file", needed "memory" or "mmap" for a model that is filled from a trained one. Fill it '
+            'with cache.host = "mmap", save it by save_program, and load that by load_program where rows are in a file'
         )
 
 
