@@ -2,14 +2,15 @@
 
 A linear program over all options of all tables. It lets go of four things, each of which can only make a plan faster:
 
-* a table may be in parts: 0.3 of it table-wise, 0.7 row-wise;
+* a table may be in parts: 0.3 of it table-wise, 0.7 row-wise; the collectives of a sharding type are in such parts,
+  too, unless a plan is far from the bound: then they are whole;
 * shards need no ranks of their own: the slowest rank of a stage takes at least the mean of all ranks, and at least the
   largest shard of every table. Where ranks of a CPU take turns on fewer cores, a shard is as fast as on a core of its
   own: the other ranks of its node may be done;
 * memory is one: all ranks together, and all nodes, keep to the sum of their limits;
 * a cached table may have any size, and does the work of the next larger of some sizes.
 
-The solver is HiGHS, by scipy (Huangfu and Hall 2018).
+Options that the ranks have no room for are left out. The solver is HiGHS, by scipy (Huangfu and Hall 2018).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
+from scipy.optimize import LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates, StepWork
-from embershard.planning.cost_arrays import MEMORY, STAGES, CostArrays
+from embershard.planning.cost_arrays import MEMORY, STAGES, CostArrays, Option
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.sharding.plan import PlanBound, Prediction
 from embershard.sharding.run_shape import RunShape
@@ -37,9 +38,11 @@ Floats = NDArray[np.float64]
 #: Stages that need a core, on a CPU; the others need the link, or on one node cores, too.
 _NEEDS_CORE = {STAGES.index(name) for name in ("plan", "copies", "lookup", "update")}
 #: So near a plan, the bound is not tightened; else with so many linear programs at most, of 10 to 200 ms each.
-_NEAR, _MOST_PROGRAMS = 0.01, 24
+_NEAR, _MOST_PROGRAMS = 0.01, 16
 #: Of the solver, relative to the bound: it is given away.
 _TOLERANCE = 1e-6
+#: Of a mixed integer program: it ends there with what it has shown so far.
+_MOST_NODES = 200
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def tightened(costs: CostArrays, bound: Bound, step_seconds: float) -> Bound:
         costs: of the bound.
         step_seconds: of the plan; the bound need not come closer than `_NEAR` to it.
     """
+    with suppress(ShardingError):  # the solver found none
+        bound = max(bound, lower_bound(costs, whole_groups=True), key=lambda each: each.step_seconds)
     work = [min(float(option.seconds.sum()) for option in options) for options in costs.options]
     order = sorted(range(len(work)), key=lambda table: -work[table])
     open_ones = [(bound.step_seconds, 0, 0, costs)]  # seconds, a number that tells equal ones apart, depth
@@ -118,34 +123,44 @@ class _Program:
             entries[1].append(np.full(np.shape(where), row))
             entries[2].append(where)
 
-    def least(self, variable: int) -> float:
+    def least(self, variable: int, whole: NDArray[np.int64] | None = None) -> float:
+        """Return the least value of a variable, where those that are `whole` are whole numbers."""
+
         def matrix(entries, rows):  # type: ignore[no-untyped-def]
             values, row, column = (np.concatenate(each) for each in entries)
             return csr_array((values, (row, column)), shape=(rows, self._num))
 
         aim = np.zeros(self._num)
         aim[variable] = 1.0
-        found = linprog(
-            aim,
-            A_ub=matrix(self._entries, len(self._limits)),
-            b_ub=np.array(self._limits),
-            A_eq=matrix(self._equal_entries, len(self._equals)),
-            b_eq=np.array(self._equals),
-            method="highs",
-        )
+        at_most, limits = matrix(self._entries, len(self._limits)), np.array(self._limits)
+        equal, values = matrix(self._equal_entries, len(self._equals)), np.array(self._equals)
+        if whole is None:
+            found = linprog(aim, A_ub=at_most, b_ub=limits, A_eq=equal, b_eq=values, method="highs")
+        else:
+            is_whole = np.zeros(self._num)
+            is_whole[whole] = 1
+            rows = [LinearConstraint(at_most, -np.inf, limits), LinearConstraint(equal, values, values)]
+            found = milp(aim, integrality=is_whole, constraints=rows, options={"node_limit": _MOST_NODES})
         if found.status == 2:
             raise ShardingError("no plan fits into the memory of all ranks together")
+        if whole is not None and found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):
+            return float(found.mip_dual_bound)  # whether or not the best was found
         if not found.success:
             raise ShardingError(f"the bound could not be computed: {found.message}")
         return float(found.fun)
 
 
-def lower_bound(costs: CostArrays) -> Bound:
+def lower_bound(costs: CostArrays, *, whole_groups: bool = False) -> Bound:
     """Return the bound for these costs, which are made `at_best`.
+
+    Args:
+        whole_groups: a group of tables has its collectives in whole, however little of a table is in it; a higher
+            bound, by a mixed integer program.
 
     Raises:
         ShardingError: no plan can fit.
     """
+    costs = _that_fit(costs)
     formula, base = costs.formula, costs.base_seconds
     fixed = float(formula.seconds(formula.columns(base), 0))
     if not costs.tables:
@@ -166,7 +181,27 @@ def lower_bound(costs: CostArrays) -> Bound:
             if inside.any():
                 program.at_most(0.0, (own, inside), (np.array([group]), -1.0))
     step = _add_step(program, costs, shares, stages, groups)
-    return Bound(max(fixed, (1 - _TOLERANCE) * program.least(int(step[0]))), fixed)
+    least = program.least(int(step[0]), groups if whole_groups else None)
+    return Bound(max(fixed, (1 - _TOLERANCE) * least), fixed)
+
+
+def _that_fit(costs: CostArrays) -> CostArrays:
+    """Return the costs without the options that no ranks have room for: shards of a table on N ranks at most need less
+    than N limits together, beside what every rank has."""
+    if costs.device_limit is None or not costs.window.least:  # of a budget for all caches, a rank may have more
+        return costs
+    room = costs.device_limit - float(costs.device_bytes(costs.base_memory)) - float(costs.less_bytes.min())
+    names = dict(zip(MEMORY, range(len(MEMORY)), strict=True))
+
+    def fits(option: Option) -> bool:
+        memory = option.memory.sum(axis=0)
+        taken = memory[names["fixed"]] + max(memory[names["needed"]], memory[names["held"]])
+        return bool(taken <= room * min(option.num_shards, costs.world_size) * (1 + _TOLERANCE))
+
+    options = tuple(tuple(option for option in own if fits(option)) for own in costs.options)
+    if not all(options):
+        raise ShardingError("no plan fits: a table needs more memory than the ranks have that it may be on")
+    return replace(costs, options=options)
 
 
 def _add_memory(program: _Program, costs: CostArrays, shares: list[NDArray[np.int64]]) -> None:

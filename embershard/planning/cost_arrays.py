@@ -49,10 +49,16 @@ _ON_CORES = [0, 3, 5]
 MEMORY = ("fixed", "needed", "held", "batch", "by_rows")
 #: Share of the memory that caches fill when tables are priced: shards have to be placed, too.
 _FILLED = 0.93
-#: Shares of a table's slots in one cache over all ranks.
-_LEVELS = (1.0, 0.75, 0.55, 0.4, 0.25)
+#: Slots of a table, relative to those in one cache over all ranks: more where its rank has little else.
+_LEVELS = (2.2, 1.5, 1.0, 0.82, 0.66, 0.52, 0.42, 0.33, 0.24)
 #: Sizes of caches in the bound, which is lower by what a cache of the next size does better.
 _BEST_LEVELS, _MOST_LEVELS = 6, 2000  # of one table, and of all
+
+
+def _by_column(values: Floats) -> Floats:
+    """Return the values with their last axis first, as `numpy.moveaxis`, which takes as long as the arithmetic."""
+    last = values.ndim - 1
+    return values.transpose((last, *range(last)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +148,7 @@ class CostArrays:
 
     def device_bytes(self, memory: Floats) -> Floats:
         """Return the bytes [...] of ranks with so much in memory, [..., columns]."""
-        fixed, needed, held, batch, by_rows = np.moveaxis(memory, -1, 0)
+        fixed, needed, held, batch, by_rows = _by_column(memory)
         return fixed + np.maximum(needed, held) + self.window.bytes_of(batch) + (by_rows > 0) * self.window.by_rows
 
     @property
@@ -166,13 +172,13 @@ class CostArrays:
             formula=StepFormula(gpu, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0.0, 0.0),
         )
 
-    def option_of(self, placed: TablePlacement) -> int | None:
-        """Return the option of a table's placement; None where there is none."""
+    def options_of(self, placed: TablePlacement) -> list[int]:
+        """Return the options of a table's placement, larger caches first; none where it has none."""
         table = next((number for number, size in enumerate(self.tables) if size.table == placed.table), None)
         is_on_ranks_of_its_own = len(set(placed.ranks)) == len(placed.ranks)
         kind = (placed.sharding, placed.kernel, len(placed.ranks))
         own = () if table is None or not is_on_ranks_of_its_own else self.options[table]
-        return next((n for n, each in enumerate(own) if (each.sharding, each.kernel, each.num_shards) == kind), None)
+        return [n for n, each in enumerate(own) if (each.sharding, each.kernel, each.num_shards) == kind]
 
     def placement(self, table: int, option: int, ranks: Sequence[int]) -> TablePlacement:
         """Return a table's option on these ranks as a `TablePlacement`."""
@@ -258,7 +264,7 @@ class StepFormula:
 
     def columns(self, totals: Floats) -> Floats:
         """Return what the seconds are maxima of, [..., columns], from totals [..., stages]."""
-        plan, copies, lookup, embeddings, gradients, update, ids = np.moveaxis(totals, -1, 0)
+        plan, copies, lookup, embeddings, gradients, update, ids = _by_column(totals)
         if self.pipeline.device == "cpu" or not self.pipeline.lookahead:
             first, last = plan + copies + lookup, update
             return np.stack([first, embeddings, gradients, last, ids, first + last], axis=-1)
@@ -290,16 +296,16 @@ class StepFormula:
         out, back, sent = self.latencies(num_groups)
         all_reduce, last_bucket, late = self.reduction(num_groups)
         if self.pipeline.device == "cpu":
-            first, embeddings, gradients, last, ids, _ = np.moveaxis(maxima, -1, 0)
+            first, embeddings, gradients, last, ids, _ = _by_column(maxima)
             fixed = self.input + self.overhead + self.forward + self.backward + all_reduce + self.optimizer
             return fixed + first + embeddings + out + gradients + back + last + ids + sent
         at_least = max(self.input, self.overhead)
         if not self.pipeline.lookahead:
-            first, embeddings, gradients, update, ids, _ = np.moveaxis(maxima, -1, 0)
+            first, embeddings, gradients, update, ids, _ = _by_column(maxima)
             train = first + embeddings + out + self.forward + self.backward + late + gradients + back
             train = train + np.maximum(update, last_bucket) + self.optimizer + ids + sent
             return np.maximum(train, at_least)
-        both, embeddings, gradients, update, ids, copies, plan, lookup = np.moveaxis(maxima, -1, 0)
+        both, embeddings, gradients, update, ids, copies, plan, lookup = _by_column(maxima)
         looked_up, updated = np.maximum(both, last_bucket + lookup), np.maximum(update, last_bucket)
         train = np.maximum(looked_up, updated + ids + sent) + self.optimizer
         train = train + embeddings + out + self.forward + self.backward + late + gradients + back
@@ -403,7 +409,7 @@ class _Options:
         while high - low > max(1, rows // 1000):
             middle = (low + high) // 2
             low, high = (middle, high) if self._taken(tables, middle) <= left else (low, middle)
-        return list(dict.fromkeys(max(1, round(low * level)) for level in _LEVELS))
+        return list(dict.fromkeys(max(1, min(rows, round(low * level))) for level in _LEVELS))
 
     def _taken(self, tables: Sequence[TableSize], slots: int) -> float:
         """Return a rank's mean bytes with all tables in one cache of so many slots, and all ids on one rank: it keeps

@@ -3,13 +3,15 @@
 Ruin and recreate (Schrimpf et al. 2000): a few tables are taken out, those of the slowest rank among them, and are put
 back one after the other, each with the option and on the ranks that make the step shortest. Moves, swaps, and changes
 of sharding type, width and cache are all such steps. Worse placements are accepted at first, less and less of them.
+Each sharding type has collectives of its own, so it begins with few types, and goes on with the best of these.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +37,14 @@ _PENALTY = 100.0
 #: So close to what no placement is faster than, the search ends.
 _AS_GOOD = 1.0005
 #: It ends, too, after so many rounds (at least) in which the step became shorter by less than this share.
-_PATIENCE, _GAIN = 30, 2e-4
-#: Worse placements that are accepted at first: relative to the seconds of a step.
-_TEMPERATURE = 0.01
+_PATIENCE, _GAIN = 60, 2e-4
+#: Worse placements that are accepted at first, relative to the seconds of a step; and rounds without a better one than
+#: the best, after which it goes on from that.
+_TEMPERATURE, _MOST_AWAY = 0.003, 25
+#: Share of the rounds that take tables from two ranks, the others from any.
+_OF_TWO_RANKS = 0.5
+#: Rounds with each set of sharding types, and how many of them are improved further, in turn.
+_HEATS = ((10, 5), (40, 2))
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,18 @@ def local_search(
     Args:
         iterations: tables are taken out so often, for each of a few placements to begin with.
         begin: placements to begin with, in place of those that are made here.
-        first_types: sharding types that each of those made here may have, in place of one type for all, and all types.
+        first_types: sharding types that each of those made here may have, in place of the best sets of types.
     """
     found: dict[tuple[Choice, ...], tuple[float, float]] = {}
     rng = np.random.default_rng(seed)
-    for state in _beginnings(costs, begin, first_types):
+    states: Iterable[_SearchState]
+    if begin:
+        states = _given(costs, begin)
+    elif first_types:
+        states = [_made(costs, types) for types in first_types]
+    else:
+        states = _of_few_types(costs, iterations, found, rng)
+    for state in states:
         found.update(_improve(state, iterations, rng))
     best = sorted(found, key=lambda choices: found[choices])
     return [
@@ -86,26 +100,45 @@ def local_search(
     ]
 
 
-def _beginnings(
-    costs: CostArrays, given: Sequence[Sequence[TablePlacement]], first_types: Sequence[Container[str]]
-) -> Iterator[_SearchState]:
-    by_table = [{option.sharding for option in options} for options in costs.options]
-    # One type for all, where that is allowed, since each type has collectives of its own; and all types.
-    one_type = [{name} for name in ("table_wise", "row_wise") if all(name in names for names in by_table)]
-    for types in () if given else first_types or (*one_type, set[str]().union(*by_table)):
-        state = _SearchState(costs)
-        for table in state.by_size():
-            state.insert(table, types)
-        yield state
+def _of_few_types(
+    costs: CostArrays, iterations: int, found: dict[tuple[Choice, ...], tuple[float, float]], rng: np.random.Generator
+) -> list[_SearchState]:
+    """Return the best placements after a few rounds with each set of types; `found` gets those on the way."""
+    states = [_made(costs, None, types) for types in _sets_of_types(costs)]
+    for rounds, most in _HEATS:
+        for state in states:
+            found.update(_improve(state, min(iterations, rounds), rng))
+        states = sorted(states, key=_SearchState.value_with_its_groups)[:most]
+    return states
+
+
+def _sets_of_types(costs: CostArrays) -> list[frozenset[str]]:
+    """Return sharding types, one, two, or all: each has collectives of its own, so the best plan has few."""
+    names = list(dict.fromkeys(option.sharding for options in costs.options for option in options))
+    few = [frozenset(each) for count in (1, 2) for each in itertools.combinations(names, count)]
+    return list(dict.fromkeys([*few, frozenset(names)]))
+
+
+def _made(costs: CostArrays, types: Container[str] | None, only: frozenset[str] = frozenset()) -> _SearchState:
+    """Place the tables with these types, those with most seconds first."""
+    state = _SearchState(costs, only)
+    for table in state.by_size():
+        state.insert(table, types)
+    return state
+
+
+def _given(costs: CostArrays, given: Sequence[Sequence[TablePlacement]]) -> Iterator[_SearchState]:
+    """Yield the placements that these costs know, with caches of the size that fits best."""
     numbers = {size.table: number for number, size in enumerate(costs.tables)}
     for tables in given:
-        own = [(costs.option_of(each), each) for each in tables if each.table in numbers]
-        state = _SearchState(costs)
-        for option, each in own:
-            if option is not None:
-                state.put(numbers[each.table], Choice(option, each.ranks))
-        if all(option is not None for option, _ in own):
-            yield state
+        own = [(costs.options_of(each), each) for each in tables if each.table in numbers]
+        states = []
+        for level in range(max((len(options) for options, _ in own), default=0) if all(o for o, _ in own) else 0):
+            states.append(_SearchState(costs))
+            for options, each in own:
+                states[-1].put(numbers[each.table], Choice(options[min(level, len(options) - 1)], each.ranks))
+        if states:
+            yield min(states, key=_SearchState.value)
 
 
 def _improve(
@@ -114,17 +147,22 @@ def _improve(
     """Return the best placements on the way, with their value and their seconds: each is better than those before."""
     kept: list[tuple[tuple[Choice, ...], tuple[float, float]]] = []
     floor, patience, last = state.floor, max(_PATIENCE, iterations // 4), 0
-    value = state.value()
-    best, lowest = math.inf, math.inf
+    value, best, lowest = state.value(), math.inf, math.inf
+    first, first_value, since = state.choices(), value, 0  # the best so far, whether or not it fits
     for iteration in range(iterations + 1):
         if value < (1.0 - _GAIN) * lowest:
             lowest, last = value, iteration
-        if state.fits and value < best:
-            best = value
-            kept.append((tuple(state.choices()), (value, state.seconds())))
+        if value < first_value:
+            first, first_value, since = state.choices(), value, iteration
+        if state.fits and (own := state.value_with_its_groups()) < best:
+            best = own
+            kept.append((tuple(state.choices()), (own, state.seconds())))
         is_done = best <= _AS_GOOD * floor or iteration - last > patience
         if iteration == iterations or not state.num_tables or is_done:
             break
+        if iteration - since > _MOST_AWAY:
+            state.change(first)
+            value, since = state.value(), iteration
         out = state.pick(rng)
         before = [(table, state.take(table)) for table in out]
         rng.shuffle(out)
@@ -139,13 +177,19 @@ def _improve(
             state.take(table)
         for table, choice in before:
             state.put(table, choice)
+    state.change(first)
     return kept[-3:]
 
 
 class _SearchState:
-    """A placement: the totals of all ranks, and where each table is."""
+    """A placement: the totals of all ranks, and where each table is.
 
-    def __init__(self, costs: CostArrays) -> None:
+    Args:
+        only: sharding types that tables are put back with, if they can be; what these exchange is paid for, with tables
+            or without. Empty: all.
+    """
+
+    def __init__(self, costs: CostArrays, only: frozenset[str] = frozenset()) -> None:
         self._costs, ranks = costs, costs.world_size
         self._totals = np.tile(costs.base_seconds, (ranks, 1))
         self._memory = costs.rank_memory
@@ -155,6 +199,8 @@ class _SearchState:
         self._node_of = np.arange(ranks) // costs.ranks_per_node
         self._limit = math.inf if costs.device_limit is None else max(1.0, costs.device_limit)
         self._host_limit = math.inf if costs.host_limit is None else max(1.0, costs.host_limit)
+        self._only = [only & {option.sharding for option in options} or None for options in costs.options]
+        self._paid = only
         self._ways = [_ways(options) for options in costs.options]
 
     @property
@@ -179,6 +225,10 @@ class _SearchState:
 
     def value(self) -> float:
         """Return the seconds of a step, with what tells equal ones apart."""
+        return float(self._of_totals(self._totals, self._memory, self._host, len(self._groups.keys() | self._paid)))
+
+    def value_with_its_groups(self) -> float:
+        """Return the value of the placement as it is, without what no table exchanges."""
         return float(self._of_totals(self._totals, self._memory, self._host, len(self._groups)))
 
     def seconds(self) -> float:
@@ -195,8 +245,18 @@ class _SearchState:
         there = [table for table, choice in self._choices.items() if slowest in choice.ranks]
         count = int(rng.integers(1, min(_MOST_OUT, self.num_tables) + 1))
         first = [there[int(rng.integers(len(there)))]] if there else []
-        others = rng.permutation(self.num_tables)[:count].tolist()
+        others = rng.permutation(self.num_tables).tolist()
+        if rng.random() < _OF_TWO_RANKS:
+            two = {slowest, int(rng.integers(self._costs.world_size))}
+            others = [table for table in others if not two.isdisjoint(self._choices[table].ranks)]
         return list(dict.fromkeys([*first, *others]))[:count]
+
+    def change(self, choices: Sequence[Choice]) -> None:
+        """Put all tables to these places."""
+        for table, choice in enumerate(choices):
+            if self._choices[table] != choice:
+                self.take(table)
+                self.put(table, choice)
 
     def take(self, table: int) -> Choice:
         """Take a table out; return where it was."""
@@ -229,9 +289,12 @@ class _SearchState:
         if self._costs.ranks and self._costs.ranks[table] is not None:
             self._insert_on(table, self._costs.ranks[table] or ())
             return
-        best, found = math.inf, Choice(0, ())
+        best, found, paid = math.inf, Choice(0, ()), self._groups.keys() | self._paid
+        types = self._only[table] if types is None else types
         for way in self._ways[table]:
-            groups = np.array([len(self._groups) + (group not in self._groups) for group in way.groups], float)
+            if types is not None and not any(name in types for name in way.types):
+                continue
+            groups = np.array([len(paid) + (group not in paid) for group in way.groups], float)
             price = self._one_by_one if way.kind == "any" else self._block_by_block
             values, ranks = price(way, self._totals + way.everywhere[:, None, :], groups)
             values[[types is not None and name not in types for name in way.types]] = math.inf

@@ -43,7 +43,7 @@ _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_by
 _ROOMS = (1.0, 0.97, 0.93, 0.87, 0.8)
 #: So far above what the search tells, a step is as it was told.
 _AS_TOLD = 0.02
-_ITERATIONS, _MORE_ITERATIONS, _MOST_FOUND = 300, 500, 3  # more where memory binds
+_ITERATIONS, _MOST_FOUND = 300, 3
 _ITERATIONS_PER_TABLE = 40
 #: Memory, relative to what resident tables take on average, with which no table need be cached.
 _MUCH_ROOM = 1.6
@@ -54,7 +54,7 @@ _AS_FAST = 1e-9
 _CLOSE = 0.005
 _FAR = 0.01  # from it: a tighter bound is looked for
 _MOST_FOR_TORCHREC = 2500  # tables times ranks: about 20 seconds of the processor
-_MOST_BEGINNINGS = 3  # of the fastest placements of all
+_MOST_BEGINNINGS = 2  # of the fastest placements of all
 _MOST_SHRUNK = 3  # searches for a need that is a byte less, before a refusal
 _REFUSAL_EFFORT = 0.25  # of each of them: all together take no longer than the search for a plan
 _SKEWED = 1.5  # a block with more lookups than this, relative to its share of the rows, gets a note
@@ -105,8 +105,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
             needs = least_needs(request)
             found += all_sized(request, [*(need.tables for need in needs), *by_torchrec(request, needs[0])])
         if found:
-            fastest = sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
-            found += by_local_search(request, [each.tables for each in fastest])
+            found += _searched_again(request, found)
     if found:
         limit = min(candidate.step_seconds for candidate in found) * (1.0 + _AS_FAST)
         as_fast = [candidate for candidate in found if candidate.step_seconds <= limit]
@@ -125,6 +124,13 @@ def best_candidate(request: PlanRequest) -> Candidate:
 
 def _searched(request: PlanRequest) -> list[Candidate]:
     return all_sized(request, _plain(request)) + by_local_search(request)
+
+
+def _searched_again(request: PlanRequest, found: Sequence[Candidate]) -> list[Candidate]:
+    """Return what a search finds from the fastest of these: with caches if that has some, for they only add work."""
+    fastest = sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
+    begin = [each.tables for each in fastest]
+    return by_local_search(request, begin, resident=not fastest[0].pools, seed=1)
 
 
 def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
@@ -229,35 +235,46 @@ def all_sized(request: PlanRequest, tried: Sequence[tuple[TablePlacement, ...]])
     return [candidate for candidate in candidates if candidate is not None]
 
 
-def by_local_search(request: PlanRequest, begin: Sequence[tuple[TablePlacement, ...]] = ()) -> list[Candidate]:
-    """Return the best placements of the local search that fit; first without caches, which only add work.
+def by_local_search(
+    request: PlanRequest,
+    begin: Sequence[tuple[TablePlacement, ...]] = (),
+    *,
+    resident: bool = True,
+    seed: int = 0,
+) -> list[Candidate]:
+    """Return the best placements of the local search that fit.
 
     Args:
         begin: placements to begin with; none: it makes its own.
+        resident: first without caches, which only add work, and with them only where that finds none, or none that is
+            close to what no such placement is faster than: caches let tables be whole where they would not fit.
+        seed: of its chances.
     """
     if request.workload.shape.world_size == 1 or not request.sharded:
         return []
-    if _may_be_resident(request):
+    found: list[Candidate] = []
+    if resident and _may_be_resident(request):
         costs = cost_arrays(request, resident=True, cached=False)
-        found = _fitting(request, replace(costs, device_limit=costs.all_bytes), _ITERATIONS, begin)
-        if found:
+        found = _fitting(request, costs, begin, seed)
+        least = min((each.step_seconds for each in found), default=math.inf)
+        if least <= (1 + _CLOSE) * costs.floor_seconds or (found and begin):
             return found
     costs = cost_arrays(request, resident=request.may_mix, cached=True)
-    return _fitting(request, costs, _MORE_ITERATIONS if request.may_mix else _ITERATIONS, begin)
+    return found + _fitting(request, costs, begin, seed)
 
 
 def _fitting(
-    request: PlanRequest, costs: CostArrays, iterations: int, begin: Sequence[tuple[TablePlacement, ...]]
+    request: PlanRequest, costs: CostArrays, begin: Sequence[tuple[TablePlacement, ...]], seed: int
 ) -> list[Candidate]:
     """Return the best placements under these costs that fit. Costs are those of the prediction, but for the sizes of
     caches: where no placement fits after all, or all are slower than their costs say, since caches on some ranks got
     less than the tables' mean, the search is repeated with less memory."""
-    iterations = _iterations(request, costs, iterations)
+    iterations = _iterations(request, costs)
     may_shrink = costs.device_limit is not None and any(o.kernel == "cached" for own in costs.options for o in own)
     found: list[Candidate] = []
     for room in _ROOMS if may_shrink else (1.0,):
         limit = None if costs.device_limit is None else room * costs.device_limit
-        placements = local_search(replace(costs, device_limit=limit), iterations, begin=begin)[:_MOST_FOUND]
+        placements = local_search(replace(costs, device_limit=limit), iterations, begin=begin, seed=seed)[:_MOST_FOUND]
         found += all_sized(request, [placed(request, each.tables) for each in placements])
         told = min((each.step_seconds for each in placements), default=math.inf)
         if not placements or min((each.step_seconds for each in found), default=math.inf) <= (1 + _AS_TOLD) * told:
@@ -265,8 +282,8 @@ def _fitting(
     return found
 
 
-def _iterations(request: PlanRequest, costs: CostArrays, most: int = _ITERATIONS) -> int:
-    return round(request.effort * min(most, _ITERATIONS_PER_TABLE * len(costs.tables)))
+def _iterations(request: PlanRequest, costs: CostArrays) -> int:
+    return round(request.effort * min(_ITERATIONS, _ITERATIONS_PER_TABLE * len(costs.tables)))
 
 
 def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacement, ...]]:
@@ -368,21 +385,37 @@ def _costs_at_best(request: PlanRequest) -> CostArrays:
 
 def _plain(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
     """Place whole tables, where that is allowed, all with caches or without: table i on rank i mod W; and one after the
-    other, those with most bytes of lookups first, each on the rank with the fewest. A plan must not be slower."""
+    other, those with most bytes of lookups first, each on the rank with the fewest; the same by lookups, by bytes and
+    by columns. A plan must not be slower."""
     if not request.allowed or not all("table_wise" in types for types in request.allowed.values()):
         return []
     sizes, world_size = request.sharded, request.workload.shape.world_size
-    weights = [request.workload.lookups_per_sample[size.table] * size.row_bytes() for size in sizes]
-    load, greedy = [0.0] * world_size, [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda number: -weights[number]):
-        greedy[number] = min(range(world_size), key=load.__getitem__)
-        load[greedy[number]] += weights[number]
-    found = []
-    for ranks in ([number % world_size for number in range(len(sizes))], greedy):
+    lookups = [request.workload.lookups_per_sample[size.table] for size in sizes]
+    all_weights = (
+        [own * size.row_bytes() for own, size in zip(lookups, sizes, strict=True)],
+        lookups,
+        [float(size.rows * size.row_bytes()) for size in sizes],
+        [float(size.dim) for size in sizes],
+    )
+    in_turn, found = [number % world_size for number in range(len(sizes))], []
+    for ranks in (in_turn, *(_greedy(weights, world_size) for weights in all_weights)):
         pairs = zip(sizes, ranks, strict=True)
         tables = placed(request, [cached(each, "table_wise", [rank]) for each, rank in pairs])
         found += [without_caches(request, tables), tables]
     return found
+
+
+def _greedy(weights: Sequence[float], num_ranks: int) -> list[int]:
+    """Return the rank of each: the heaviest first, each on the rank with the least weight.
+
+    >>> _greedy([1.0, 3.0, 1.0], num_ranks=2)
+    [1, 0, 1]
+    """
+    load, ranks = [0.0] * num_ranks, [0] * len(weights)
+    for number in sorted(range(len(weights)), key=lambda number: -weights[number]):
+        ranks[number] = min(range(num_ranks), key=load.__getitem__)
+        load[ranks[number]] += weights[number]
+    return ranks
 
 
 def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from embershard.cache.config import CachePolicy, MapKind
 from embershard.frequency import DataStatistics
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.request import Budget, PlanRequest, Workload
@@ -98,6 +100,19 @@ def make_request(budget: Budget | None = None, workload: Workload | None = None,
 _OF_REQUEST = (
     "rates", "types", "only", "replicate_rows", "most_ranks_per_node", "settings", "made_from", "notes", "topology",
 )  # fmt: skip
+
+
+def tight_task(seed: int) -> PlanRequest:
+    """Eight tables on four GPUs that have a quarter more memory than all rows take."""
+    rng = np.random.default_rng(seed)
+    rows = tuple(int(count) for count in 10 ** rng.uniform(3, 6, 8))
+    dims = tuple(int(dim) for dim in rng.choice([16, 32, 64, 128], len(rows)))
+    tables = [AssumedTable(f"t{n}", count, 1.0, int(rng.integers(1, 40))) for n, count in enumerate(rows)]
+    data = assumed_statistics(tables, 10**7)
+    request = make_request(Budget(device_bytes=10**10), rows=rows, dims=dims, data=data, world_size=4, batch_size=2048)
+    without_tables = sum(request.workload.memory([], {}).device.values())
+    each = round(1.25 * request.workload.model.table_bytes / 4 + 1.3 * without_tables) + 2**24
+    return replace(request, budget=Budget(each), rates=replace(request.rates, step_overhead_seconds=0.0))
 
 
 def round_robin(request: PlanRequest) -> list[TablePlacement]:
