@@ -4,10 +4,10 @@
     python -m benchmarks.file_tier --limit [--folder FOLDER]
 
 `--replay` replays streams (clicks at --path; generated ones, Zipf 1.05 and 0.7, and one whose popularity moves) through
-slots on the device and places in host memory (embershard/planning/simulate/two_levels.py), with look-aheads of 4 to
-256 batches and with LRU, and sets the rows read beside the optimum's (MIN: it knows everything, and holds one batch).
-Sizes are shares of the rows that occur. A *window* is the look-ahead in batches, times the distinct rows of a batch,
-over the places. Target: at most 1.3 at a window of 6.
+slots on the device and places in host memory (embershard/planning/simulate/two_levels.py), with windows of 0.5 to 24
+and with LRU, and sets the rows read beside the optimum's (MIN: it knows everything, and holds one batch). Sizes are
+shares of the rows that occur. A *window* is the look-ahead in batches, times the distinct rows of a batch, over the
+places. Target: at most 1.3 at a window of 6.
 
 More references explain the difference, at that window: `holds` is the optimum that has the rows of so many batches
 ahead, as the replay does; `rule` is the rule for victims with the newest ranking for each of them, which holds them,
@@ -41,8 +41,8 @@ from embershard.planning.simulate.two_levels import FileTraffic, Levels, replay_
 from embershard.sharding.run_shape import ReplaySettings
 from tests.limited_memory import limited_memory
 
-LOOKAHEADS = (4, 16, 64, 256)
-HOST_SHARES = (0.1, 0.25)
+WINDOWS = (0.5, 1.5, 3, 6, 12, 24)
+HOST_SHARES = (0.05, 0.1)
 DEVICE_SHARE = 0.02
 TARGET, TARGET_WINDOW = 1.3, 6
 READ_AHEAD, PREFETCH, MOST_OF_DEVICE = 8, 2, 128
@@ -116,7 +116,7 @@ def replays(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_streams(options: argparse.Namespace) -> Iterator[Stream]:
-    """Yield the streams. Batches are so small that a host tier of a tenth of the rows holds 48 or more of them, as host
+    """Yield the streams. Batches are so small that a host tier of a tenth of the rows holds 30 to 85 of them, as host
     memory does of a real run: the nine that have their places are then few."""
     config = DataConfig(eval_fraction=0.0, shuffle=False, num_workers=0)
     if options.path:
@@ -158,7 +158,7 @@ def measure(stream: Stream, host_share: float) -> Point:
         point.holds_over_optimum, point.rule_over_optimum, point.counts_over_optimum = (
             round(read(fills) / max(1, optimum), 3) for fills in (held, rule, counts)
         )
-    for lookahead in sorted({*LOOKAHEADS, target_lookahead}):
+    for lookahead in sorted({min(round(window * places / unique), len(batches)) for window in WINDOWS}):
         _add(point, str(lookahead), replayed(stream, places, slots, lookahead, CachePolicy()))
         point.windows[str(lookahead)] = round(lookahead * unique / places, 2)
     _add(point, "lru", replayed(stream, places, slots, READ_AHEAD, CachePolicy("lru", by_next_use=False)))
