@@ -43,8 +43,8 @@ _PATIENCE, _GAIN = 60, 2e-4
 _TEMPERATURE, _MOST_AWAY = 0.003, 25
 #: Share of the rounds that take tables from two ranks, the others from any.
 _OF_TWO_RANKS = 0.5
-#: Rounds with each set of sharding types, and how many of them are improved further, in turn.
-_HEATS = ((10, 5), (40, 2))
+#: Share of the rounds with each set of sharding types, and how many of them are improved further, in turn.
+_HEATS = ((1 / 30, 5), (2 / 15, 2))
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ def _of_few_types(
 ) -> list[_SearchState]:
     """Return the best placements after a few rounds with each set of types; `found` gets those on the way."""
     states = [_made(costs, None, types) for types in _sets_of_types(costs)]
-    for rounds, most in _HEATS:
+    for share, most in _HEATS:
         for state in states:
-            found.update(_improve(state, min(iterations, rounds), rng))
+            found.update(_improve(state, math.ceil(share * iterations), rng))
         states = sorted(states, key=_SearchState.value_with_its_groups)[:most]
     return states
 

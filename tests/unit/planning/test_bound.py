@@ -188,7 +188,7 @@ def test_no_plan_is_faster_than_the_bound_on_two_nodes(seed):
 
 def test_a_bound_of_what_cannot_fit_is_refused():
     request = make_request(Budget(device_bytes=150_000))
-    with pytest.raises(ShardingError, match="no plan fits into the memory of all ranks together"):
+    with pytest.raises(ShardingError, match="no plan fits"):
         lower_bound(cost_arrays(request, resident=True, cached=True, at_best=True))
 
 

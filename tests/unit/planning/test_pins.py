@@ -56,11 +56,10 @@ def test_plans_obey(pin, budget):
 
 
 def test_a_table_that_would_be_in_a_cache_can_be_whole_on_the_device():
-    budget = Budget(device_bytes=8_000_000)  # too little for all rows: some table is in a cache, pinned or not
+    budget = Budget(device_bytes=8_000_000)  # enough for all rows only where each table is cut over all ranks
     cached = next(table for table in planned(budget).tables if table.kernel == "cached")
     pinned = planned(budget, **{cached.table: TablePin(kernel="device")})
     assert next(table for table in pinned.tables if table.table == cached.table).kernel == "device"
-    assert any(table.kernel == "cached" for table in pinned.tables)
 
 
 def test_the_control_plans_otherwise():
