@@ -321,9 +321,11 @@ def _rank_need(request: PlanRequest, rank: int, here: Sequence[PlacedShard]) -> 
         for shard, part in zip(members, parts, strict=True):
             device[shard.table.table] += part
     host: Counter[str] = Counter()
-    for shard in here:
-        if shard.kernel == "cached":
-            host[shard.table.table] += sum(memory_model.host_bytes([shard], workload.shape).values())
+    cached = [shard for shard in here if shard.kernel == "cached"]
+    weights = [sum(memory_model.host_bytes([shard], workload.shape).values()) for shard in cached]
+    taken = sum(memory_model.host_bytes(here, workload.shape).values())
+    for shard, part in zip(cached, apportion(taken, weights) if cached else [], strict=True):
+        host[shard.table.table] += part
     copies, whole = Counter[str](), Counter[str]()
     for shard in here:
         if shard.kernel != "cached":
@@ -499,9 +501,10 @@ def _divided(
         reports = iter(counted_reports(workload, everything, max(1, int(left / mean_bytes))))
         for key, members in members_of.items():
             weights[key] = memories[key].slot_bytes * sum(next(reports).held_rows for _ in members)
+    places = memory_model.pool_places([shard for members in members_of.values() for shard in members], workload.shape)
+    most = {key: rows if (rows := memories[key].rows) <= (own := places.get(key, rows)) else own // 2 for key in least}
     room = {
-        key: 0 if pinned_slots(members_of[key], pins) else max(0, memories[key].rows - count)
-        for key, count in least.items()
+        key: 0 if pinned_slots(members_of[key], pins) else max(0, most[key] - count) for key, count in least.items()
     }
     extra = _fill(left, weights, room, {key: memory.slot_bytes for key, memory in memories.items()})
     return {key: count + extra[key] for key, count in least.items()}

@@ -358,7 +358,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
         world_size=shape.world_size,
         ranks_per_node=min(shape.ranks_per_node, shape.world_size),
         device_limit=None if limit is None else float(limit),
-        host_limit=None if request.budget.host_bytes is None else float(request.budget.host_bytes),
+        host_limit=None if request.node_bytes is None else float(request.node_bytes),
         formula=_formula(request, stages, base.update_bytes),
         less_bytes=np.array([0.0 if slots_only else float(request.budget.less(r)) for r in range(shape.world_size)]),
         ranks=tuple(None if (pin := request.pins.get(table.table)) is None else pin.ranks for table in sized),
@@ -477,7 +477,7 @@ class _Options:
             [sum(by_stage[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES], axis=-1
         )
         seconds = none + np.outer(shares, all_lookups - none) + np.outer(parts, all_rows - none)
-        host = sum(memory_model.host_bytes([whole], shape).values())
+        host = memory_model.shard_host_bytes(whole, shape)
         row_ids = workload.lookups_per_sample[table.table] * shape.batch_size if exchange == "rows" else 0.0
         return Option(
             sharding,

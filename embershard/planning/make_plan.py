@@ -30,9 +30,10 @@ from embershard.planning.local_search import local_search
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
 from embershard.planning.shard_costs import ShardCosts, cached
+from embershard.sharding.memory_model import planned_slots, pool_places
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction
 from embershard.sharding.shards import TablePlacement, no_rows_problem
-from embershard.sharding.sizes import by_pool, place_shards
+from embershard.sharding.sizes import by_pool, by_rank, names_in_pool, place_shards
 from embershard.units import size
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
 
         bound = certificate(candidate.quick, candidate.bound, request.rates, shape)
     _check_pins(request, candidate)
+    _check_places(request, candidate)
     exact = predict(request.workload, candidate.tables, candidate.pools, request.rates, progress=progress)
     return Plan(
         world_size=shape.world_size,
@@ -208,6 +210,26 @@ def _check_pins(request: PlanRequest, candidate: Candidate) -> None:
                 f"sharding.pin: {wanted} slots are asked of one cache, of {pool.sharding} tables with {pool.dim} "
                 f"columns on rank {pool.rank}. Give them one number, or other ranks or types."
             )
+
+
+def _check_places(request: PlanRequest, candidate: Candidate) -> None:
+    """Raise `ShardingError` where host memory in front of a file does not hold twice the rows of a cache: training
+    would."""
+    shape, limit = request.workload.shape, request.workload.shape.file_host_bytes
+    if limit is None:
+        return
+    shards = place_shards(request.workload.model, candidate.tables, shape)
+    slots = planned_slots(candidate.pools, shards)
+    for here in by_rank(shards, shape.world_size):
+        members_of = by_pool(here)
+        for key, places in pool_places(here, shape).items():
+            if places < min(2 * slots[key], sum(shard.rows for shard in members_of[key])):
+                raise ShardingError(
+                    f"cache.host_bytes={limit} holds {places} rows of the tables "
+                    f"{list(names_in_pool(members_of[key]))[:5]} on rank {key.rank}, whose cache has {slots[key]} "
+                    f"slots: needed are twice as many. Give it about {-(-2 * slots[key] * limit // max(1, places))} "
+                    "bytes, or the cache less"
+                )
 
 
 def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate | None:
@@ -311,7 +333,7 @@ def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacem
                 world_size=shape.world_size,
                 ranks_per_node=local,
                 device_bytes=None if budget.device_bytes is None else budget.device_bytes - kept,
-                host_bytes=None if budget.host_bytes is None else budget.host_bytes // local,
+                host_bytes=None if request.node_bytes is None else request.node_bytes // local,
                 less_bytes=budget.less_bytes,
                 allowed=allowed,
                 sort_by=order,

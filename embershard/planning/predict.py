@@ -7,12 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from embershard.cache.file.places import leaving_together
 from embershard.cache.next_use import pinned_tables
+from embershard.cache.rows.sizes import page_bytes_for
 from embershard.cache.statistics import CacheReport
 from embershard.planning.cost import work
 from embershard.planning.cost.dense import dense_work
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.request import COMPLETE, Workload
+from embershard.planning.simulate.file_tier import FILE_COUNTS, FileTraffic, Levels, expected_pages
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
 from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.simulate.steady_state import steady_state
@@ -24,17 +27,25 @@ from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, place_shard
 
 
 def pool_reports(
-    workload: Workload, shards: Sequence[PlacedShard], num_slots: int, replayed_steps: int, *, grows: bool = False
-) -> tuple[tuple[ShardReport, ...], int]:
-    """Return what a pool of `num_slots` does, per step, and its slots at the end: more where a batch did not fit.
+    workload: Workload,
+    shards: Sequence[PlacedShard],
+    num_slots: int,
+    replayed_steps: int,
+    *,
+    grows: bool = False,
+    places: int | None = None,
+) -> tuple[tuple[ShardReport, ...], int, FileTraffic | None]:
+    """Return what a pool of `num_slots` does, per step, and its slots at the end: more where a batch did not fit; and
+    with rows in a file, of which so many have `places` in memory, what is read from it and written to it.
     With 0 `replayed_steps`, counts alone tell; where the cache may grow (`grows`), it has room for a mean batch."""
     shape = workload.shape
+    rows_per_page = 1 if places is None else page_bytes_for(row := shards[0].host_row_bytes) // row
     if not replayed_steps:
         counted = counted_reports(workload, shards, num_slots)
         needed = math.ceil(sum(report.unique_ids for report in counted))
         if grows and num_slots < needed:
-            return counted_reports(workload, shards, needed), needed
-        return counted, num_slots
+            counted, num_slots = counted_reports(workload, shards, needed), needed
+        return counted, num_slots, None if places is None else _counted_traffic(workload, shards, places, rows_per_page)
     trace = workload.data.trace
     assert trace is not None, "nothing to replay"
     pinned = pinned_tables([shard.rows for shard in shards], num_slots)
@@ -47,10 +58,25 @@ def pool_reports(
         pinned_tables=[shards[number].table.table for number in pinned],
         num_steps=replayed_steps,
         rank_batch_size=shape.batch_size if shards[0].exchange == "rows" else None,
+        levels=None if places is None else Levels(num_slots, places, rows_per_page, shape.cache.lookahead),
     )
     # In a small image of a cache one batch may fit by chance, or not: only a complete trace shows whether it does.
     is_complete = trace.rate >= COMPLETE
-    return found.over(shape.num_steps), found.num_slots if is_complete else num_slots
+    slots = found.num_slots if is_complete else num_slots
+    return found.over(shape.num_steps), slots, found.files_over(shape.num_steps)
+
+
+def _counted_traffic(workload: Workload, shards: Sequence[PlacedShard], places: int, rows_per_page: int) -> FileTraffic:
+    """Return what is read from a file and written to it per step, in the long run, from counts alone: what a cache with
+    a slot for each place would fill. As many rows leave memory, a sixteenth of it together."""
+    num_rows = sum(shard.rows for shard in shards)
+    if places >= num_rows:
+        return FileTraffic(steps=1.0)
+    rows = sum(report.fills for report in counted_reports(workload, shards, places))
+    num_pages, together = num_rows / rows_per_page, leaving_together(places)
+    written = rows / together * expected_pages(together, num_pages)
+    patched = written if rows_per_page > 1 else 0.0
+    return FileTraffic(1.0, 0.0, rows, expected_pages(rows, num_pages), rows, written, patched)
 
 
 def counted_reports(
@@ -200,12 +226,13 @@ def _row_ids(workload: Workload, shards: Sequence[PlacedShard]) -> float:
 
 @dataclass(frozen=True)
 class _Simulated:
-    """A shard, what happens to its rows, the same on new data in the long run, and the device bytes that they take."""
+    """A shard, what happens to its rows, the same on new data in the long run, and the bytes that they take."""
 
     shard: PlacedShard
     report: ShardReport
     long_run: ShardReport | None
     device_bytes: float
+    host_bytes: float
 
 
 def predict(
@@ -230,7 +257,7 @@ def predict(
     shape = workload.shape
     shards = place_shards(workload.model, tables, shape)
     steps = 0 if from_counts else workload.steps_to_replay(len(pools))
-    simulated, slots = _simulate(workload, shards, pools, steps, not from_counts, progress)
+    simulated, slots, files = _simulate(workload, shards, pools, steps, not from_counts, progress)
     of_ranks = by_rank(shards, shape.world_size)
     own_ids, num_groups = _row_ids(workload, shards), len(work.exchange_groups(shards))
     layers = replace(layers_work(workload, rates), row_ids=own_ids)
@@ -238,6 +265,7 @@ def predict(
         rank_work(workload, here, [simulated[id(shard)].report for shard in here], num_groups, layers)
         for here in of_ranks
     ]
+    works = [replace(own, moved_pages=files.get(rank, FileTraffic()).moved_pages) for rank, own in enumerate(works)]
     replayed = replay_steps(works, rates, Pipeline.of_run(shape))
     table_predictions: list[TablePrediction] = []
     for here in of_ranks:
@@ -253,7 +281,8 @@ def predict(
         bottleneck=replayed.bottleneck(replayed.slowest),
         tables=tuple(table_predictions),
         ranks=tuple(
-            _rank(workload, rank, here, slots, works[rank], rates, replayed) for rank, here in enumerate(of_ranks)
+            _rank(workload, rank, here, slots, works[rank], rates, replayed, files.get(rank))
+            for rank, here in enumerate(of_ranks)
         ),
     )
 
@@ -265,27 +294,37 @@ def _simulate(
     steps: int,
     with_long_run: bool,
     progress: Callable[[int, int], None] | None,
-) -> tuple[dict[int, _Simulated], dict[PoolKey, int]]:
-    """Return every shard by its `id`, and the slots that every pool has at the end."""
-    slots = memory_model.planned_slots(pools, shards)
-    members_of = by_pool(shards)
-    found: dict[int, _Simulated] = {}
+) -> tuple[dict[int, _Simulated], dict[PoolKey, int], dict[int, FileTraffic]]:
+    """Return every shard by its `id`, the slots that every pool has at the end, and what each rank reads from a file
+    and writes to it in a step, where rows are in one: not from counts, by which placements are compared."""
+    slots, places = memory_model.planned_slots(pools, shards), dict[PoolKey, int]()
+    for here in by_rank(shards, workload.shape.world_size):
+        places |= memory_model.pool_places(here, workload.shape)
+    members_of, score_bytes = by_pool(shards), workload.shape.cache.policy.score_bytes
+    found, files = dict[int, _Simulated](), dict[int, FileTraffic]()
     for done, (key, members) in enumerate(members_of.items(), start=1):
-        reports, slots[key] = pool_reports(workload, members, slots[key], steps, grows=with_long_run)
+        in_memory = places.get(key)
+        reports, slots[key], traffic = pool_reports(
+            workload, members, slots[key], steps, grows=with_long_run, places=in_memory if with_long_run else None
+        )
+        if traffic is not None:
+            files[key.rank] = files.get(key.rank, FileTraffic()) + traffic
         long_run: Sequence[ShardReport | None] = [None] * len(members)
         if with_long_run:
             long_run = counted_reports(workload, members, slots[key], of_new_data=True)
         memory = memory_model.pool_memory(members, workload.shape)
         for shard, report, later in zip(members, reports, long_run, strict=True):
-            map_bytes = shard.rows * memory.map_bytes / max(1, memory.rows)
-            found[id(shard)] = _Simulated(shard, report, later, map_bytes + report.held_rows * memory.slot_bytes)
+            part = shard.rows / max(1, memory.rows)
+            host = shard.host_bytes if in_memory is None else part * (in_memory + 1) * shard.host_row_bytes
+            device = part * memory.map_bytes + report.held_rows * memory.slot_bytes
+            found[id(shard)] = _Simulated(shard, report, later, device, host + score_bytes * shard.rows)
         if progress is not None:
             progress(done, len(members_of))
     for shard in shards:
         if shard.kernel != "cached":
             report = resident_report(workload, shard)
-            found[id(shard)] = _Simulated(shard, report, report, shard.rows * shard.row_bytes)
-    return found, slots
+            found[id(shard)] = _Simulated(shard, report, report, shard.rows * shard.row_bytes, 0)
+    return found, slots, files
 
 
 def _rank(
@@ -296,6 +335,7 @@ def _rank(
     its_work: StepWork,
     rates: Rates,
     replayed: StepReplay,
+    files: FileTraffic | None,
 ) -> RankPrediction:
     memory = workload.memory(shards, slots)
     return RankPrediction(
@@ -306,13 +346,13 @@ def _rank(
         seconds=step_parts(its_work, rates),
         step_seconds=float(replayed.own_seconds[rank]),
         bottleneck=replayed.bottleneck(rank),
+        files={} if files is None else {name: getattr(files, name) for name in FILE_COUNTS},
     )
 
 
 def _table(workload: Workload, parts: Sequence[_Simulated]) -> TablePrediction:
     """One table on one rank: of several column shards the sum."""
     total, shard = CacheReport.total(part.report for part in parts), parts[0].shard
-    host_bytes = memory_model.host_bytes([part.shard for part in parts], workload.shape)
     long_run = [part.long_run for part in parts if part.long_run is not None]
     moved = sum(part.shard.rows * part.shard.host_row_bytes for part in parts)
     return TablePrediction(
@@ -325,7 +365,7 @@ def _table(workload: Workload, parts: Sequence[_Simulated]) -> TablePrediction:
         hit_rate_unique=total.hit_rate_unique,
         hit_rate_lookups=total.hit_rate_lookups,
         device_bytes=round(sum(part.device_bytes for part in parts)),
-        host_bytes=host_bytes["rows"] + host_bytes["scores"],
+        host_bytes=round(sum(part.host_bytes for part in parts)),
         first_touches=sum(part.report.first_touches for part in parts),
         long_run_hit_rate=CacheReport.total(long_run).hit_rate_lookups,
         moved_row_bytes=moved / max(1, sum(part.shard.rows for part in parts)),

@@ -313,6 +313,14 @@ class PlanRequest:
         return replace(self, workload=replace(self.workload, shape=shape))
 
     @property
+    def node_bytes(self) -> int | None:
+        """Host memory of a node for what grows with its cached tables: without the rows in front of a file."""
+        limit, shape = self.budget.host_bytes, self.workload.shape
+        if limit is None or shape.file_host_bytes is None:
+            return limit
+        return max(1, limit - shape.file_host_bytes * min(shape.ranks_per_node, shape.world_size))
+
+    @property
     def sharded(self) -> list[TableSize]:
         """Tables that are placed on ranks, not replicated."""
         return [table for table in self.workload.model.tables if not self._is_replicated(table)]

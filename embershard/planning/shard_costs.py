@@ -92,5 +92,5 @@ class ShardCosts:
             },
             device_bytes=row_bytes
             + round(memory_model.vector_bytes(shard, shape.global_batch_size, workload.lookups_per_step(shard))),
-            host_bytes=sum(memory_model.host_bytes([shard], shape).values()),
+            host_bytes=memory_model.shard_host_bytes(shard, shape),
         )

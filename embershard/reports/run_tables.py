@@ -51,6 +51,11 @@ def show_comparison(found: PlanComparison, notes: Sequence[str], console: Consol
         sent.add_row(kind.replace("_", " "), *_both(pair, size).split("\n"))
     sent.caption = "other: agreements between ranks, reports, checkpoints, evaluations"
     console.print(sent)
+    if found.files:
+        files = _wide_table("Between files and memory in a step, all ranks", ("",), ("predicted", "measured"))
+        for name, pair in found.files.items():
+            files.add_row(name.replace("_", " "), *_both(pair, _count).split("\n"))
+        console.print(files)
     console.print(_ranks_table(found))
     cached = [table for table in found.tables if table.kernel == "cached"]
     if cached:
@@ -104,16 +109,17 @@ def _ranks_table(found: PlanComparison) -> Table:
     return table
 
 
-def _traffic_cells(traffic: Traffic) -> tuple[str, ...]:
-    def count(value: float) -> str:
-        return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+def _count(value: float) -> str:
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
+
+def _traffic_cells(traffic: Traffic) -> tuple[str, ...]:
     return (
         _both(traffic.hit_rate_lookups, lambda share: f"{share:.2%}"),
         _points(traffic.hit_rate_lookups),
         _both(traffic.hit_rate_unique, lambda share: f"{share:.2%}"),
         _points(traffic.hit_rate_unique),
-        *(_both(pair, count) for pair in (traffic.lookups, traffic.unique_ids, traffic.fills, traffic.write_backs)),
+        *(_both(pair, _count) for pair in (traffic.lookups, traffic.unique_ids, traffic.fills, traffic.write_backs)),
         _both(traffic.bytes_to_device, size),
         _both(traffic.bytes_to_host, size),
     )

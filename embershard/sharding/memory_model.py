@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy, MapKind
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, map_kind
-from embershard.cache.rows.sizes import MARK_BYTES
+from embershard.cache.rows.sizes import FILE_BUFFER_BYTES, FILED_ROW_BYTES, MARK_BYTES, PLACE_BYTES
 from embershard.sharding.run_shape import RunShape
 from embershard.sharding.shards import PoolKey, PoolPlacement
 from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool, names_in_pool
@@ -36,7 +36,8 @@ class RankMemory:
     Attributes:
         device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; also those
             of `RunShape.mode_memory`, and "reserve" where some is left free.
-        host: "rows" and "scores" of cached tables, and "id_maps" of those that take any id.
+        host: "rows" and "scores" of cached tables, "id_maps" of those that take any id, and "file_maps" of rows in a
+            file.
     """
 
     device: dict[str, int]
@@ -184,15 +185,60 @@ def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKi
 
 
 def host_bytes(shards: Sequence[PlacedShard], shape: RunShape) -> dict[str, int]:
-    """Return the host memory of a rank's cached shards: "rows" and "scores", and "id_maps" where there are some."""
+    """Return the host memory of a rank's cached shards: "rows" and "scores"; "id_maps" where there are some; and with
+    rows in a file "file_maps", what is kept of them beside those in memory."""
     cached = [shard for shard in shards if shard.kernel == "cached"]
     rows = sum(shard.rows for shard in cached)
     map_bytes = sum(shard.rows * shard.table.id_map_bytes for shard in cached)
+    in_memory, file_maps = sum(s.host_bytes for s in cached), 0
+    if places := pool_places(cached, shape):
+        row_bytes = {key: members[0].host_row_bytes for key, members in by_pool(cached).items()}
+        in_memory = sum((count + 1) * row_bytes[key] for key, count in places.items())
+        file_maps = int(FILED_ROW_BYTES * rows) + PLACE_BYTES * sum(places.values())
+        file_maps += min(in_memory // 8, FILE_BUFFER_BYTES)
     return {
-        "rows": sum(s.host_bytes for s in cached),
+        "rows": in_memory,
         "scores": shape.cache.policy.score_bytes * rows,
         **({"id_maps": map_bytes} if map_bytes else {}),
+        **({"file_maps": file_maps} if file_maps else {}),
     }
+
+
+def shard_host_bytes(shard: PlacedShard, shape: RunShape) -> int:
+    """Return the host memory of a rank that grows with a cached shard: with rows in a file, `file_host_bytes` stays."""
+    if shape.file_host_bytes is None:
+        return sum(host_bytes([shard], shape).values())
+    return int((FILED_ROW_BYTES + shape.cache.policy.score_bytes) * shard.rows)
+
+
+def places_in(host_bytes: int, row_bytes: int, elements: int, all_elements: int) -> int:
+    """Return the rows that a pool's share of a module's memory in front of a file holds.
+
+    Args:
+        host_bytes: what the rows of all pools of a sharded module may take on a rank: `CacheConfig.host_bytes`.
+        row_bytes: of a row, optimizer states included.
+        elements, all_elements: rows times columns of the pool's shards, and of all shards of these pools.
+
+    >>> places_in(host_bytes=4000, row_bytes=20, elements=16, all_elements=32)
+    100
+    """
+    return host_bytes * elements // (all_elements * row_bytes)
+
+
+def pool_places(shards: Sequence[PlacedShard], shape: RunShape) -> dict[PoolKey, int]:
+    """Return the rows of each pool of a rank that are in host memory, in front of a file; empty without one."""
+    if shape.file_host_bytes is None:
+        return {}
+    found, all_elements = {}, {True: 0, False: 0}  # tables of sequences are in a module of their own
+    for shard in shards:
+        if shard.kernel == "cached":
+            all_elements[shard.table.is_sequence] += shard.rows * shard.columns
+    for key, members in by_pool(shards).items():
+        elements, first = sum(shard.rows * shard.columns for shard in members), members[0]
+        share = elements, all_elements[first.table.is_sequence]
+        count = places_in(shape.file_host_bytes, first.host_row_bytes, *share)
+        found[key] = min(count, sum(shard.rows for shard in members))
+    return found
 
 
 def resident_bytes(shards: Sequence[PlacedShard]) -> dict[str, int]:

@@ -88,11 +88,12 @@ class RankPrediction:
     Attributes:
         device_bytes: by use: "slots", "maps", "device_tables", "replicated", "dense", "activations",
             "input_buffers"; in the mode "hot_cold" also "hot_rows"; on a GPU "reserve", which is left free.
-        host_bytes: "rows" and "scores".
+        host_bytes: "rows" and "scores"; "id_maps" and "file_maps" where there are some.
         work: work of one step, by the fields of `StepWork`.
         seconds: parts of one step, if nothing ran at the same time.
         step_seconds: of a step, without waiting for slower ranks.
         bottleneck: the part that takes the most of `step_seconds`.
+        files: with rows in a file, "rows_read", "pages_read", "rows_written", "pages_written" of a step; else empty.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class RankPrediction:
     seconds: dict[str, float]
     step_seconds: float
     bottleneck: str
+    files: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def cache_device_bytes(self) -> int:

@@ -50,6 +50,7 @@ class RunShape:
         mode_memory: what the mode takes beside caches and tables; None: nothing.
         reserve_bytes: device memory of a rank that is left free.
         activation_bytes: of a number that dense layers pass on.
+        file_host_bytes: host memory of a rank for rows, in front of a file; None: all rows are in host memory.
         cores_per_node: that a CPU's ranks share; None: every rank has its own.
     """
 
@@ -67,6 +68,7 @@ class RunShape:
     reserve_bytes: int = 0
     accumulate: int = 1
     activation_bytes: float = 4
+    file_host_bytes: int | None = None
 
     @property
     def micro_batch_size(self) -> int:

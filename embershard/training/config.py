@@ -449,7 +449,7 @@ class RunConfig:
     def predicted_from(self, device: str | None, world_size: int) -> dict[str, Any]:
         """Return the settings that a plan's prediction for these ranks depends on besides the data, by name."""
         depends: dict[str, tuple[str, ...]] = {
-            "cache": ("warmup", "decay", "host", "slot_map", "host_dtype", "host_dtypes", "full_rows"),
+            "cache": ("warmup", "decay", "host", "host_bytes", "slot_map", "host_dtype", "host_dtypes", "full_rows"),
             "look_ahead": ("lookahead", "prefetch"),
             "profile": ("path", "samples"),
             "model": tuple(

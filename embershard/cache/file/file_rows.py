@@ -26,11 +26,9 @@ from torch import Tensor
 from embershard.cache import loops
 from embershard.cache.file.working_files import check_room, open_working_file, without_page_cache
 from embershard.cache.rows.memory import INTEGERS
+from embershard.cache.rows.sizes import page_bytes_for
 from embershard.errors import CacheError
 
-_UNIT_BYTES, _MOST_UNITS = 4096, 4
-#: A page has no more waste than this share, where one of at most 16 KiB can.
-_MOST_WASTE = 1 / 8
 _CHUNK_BYTES = 1 << 20  # that a thread moves in one go
 _MOST_WRITING_BYTES = 64 << 20  # of rows that wait to be written
 _BLOCK_ROWS_BYTES = 64 << 20  # that `write_block` hands over at a time
@@ -183,7 +181,7 @@ class FileRows:
         self._word = torch.empty(0, dtype=INTEGERS[self._word_bytes]).numpy().dtype
         self._starts = [sum(part_bytes[:number]) for number in range(len(like))]
         self.row_bytes, self._num_rows = sum(part_bytes), num_rows
-        self.page_bytes = _page_bytes(self.row_bytes)
+        self.page_bytes = page_bytes_for(self.row_bytes)
         self.rows_per_page = self.page_bytes // self.row_bytes
         self.file_bytes = -(-num_rows // self.rows_per_page) * self.page_bytes
         self._folder, self._io = folder, PageIo() if io is None else io
@@ -395,15 +393,6 @@ class FileRows:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _page_bytes(row_bytes: int) -> int:
-    """Return the smallest page of whole units without much waste; for rows of more than 16 KiB, the row's units."""
-    for units in range(1, _MOST_UNITS + 1):
-        page_bytes = units * _UNIT_BYTES
-        if page_bytes >= row_bytes and page_bytes % row_bytes <= _MOST_WASTE * page_bytes:
-            return page_bytes
-    return -(-row_bytes // _UNIT_BYTES) * _UNIT_BYTES
 
 
 def _end(file: int, *threads: ThreadPoolExecutor) -> None:

@@ -29,6 +29,15 @@ _LEAST_FREE, _LEAVING = 0.02, 1 / 16
 _MOST_FREE, _MOST_LEAVING = 1 << 17, 1 << 17
 
 
+def leaving_together(num_places: int) -> int:
+    """Return how many rows leave host memory with so many places at once, at least.
+
+    >>> leaving_together(1600), leaving_together(3)
+    (100, 1)
+    """
+    return max(1, min(int(_LEAVING * num_places), _MOST_LEAVING))
+
+
 @dataclass(frozen=True, eq=False)
 class Claim:
     """What a batch's places ask for, all int64.
@@ -181,7 +190,7 @@ class RowPlaces:
             return none, none
         self._map.find(keys, self._newest)  # which are no victims
         self._scores.refresh()
-        at_once = min(int(_LEAVING * self.num_places), _MOST_LEAVING)
+        at_once = leaving_together(self.num_places)
         worst = self._planner.worst(max(lacking, at_once), oldest)
         if num_missing > self._map.num_free + worst.numel():
             return None

@@ -1,4 +1,4 @@
-"""Types of small rows in host memory, and their bytes."""
+"""Bytes of rows in host memory: of small types, and in front of a file."""
 
 from __future__ import annotations
 
@@ -37,5 +37,22 @@ def num_full_rows(num_rows: int, share: float) -> int:
 #: Host memory of a row in a file, wherever it is (its entry in the map, and a bit), and of a place for one in memory
 #: beside the row itself (its key, stamp and uses), in bytes.
 FILED_ROW_BYTES, PLACE_BYTES = 4.125, 28
+#: Of the disk, of which a page of a file is one or more.
+_UNIT_BYTES, _MOST_UNITS = 4096, 4
+#: A page has no more waste than this share, where one of at most 16 KiB can.
+_MOST_WASTE = 1 / 8
 #: Most bytes of a rank's rows on the way to the file or from it.
 FILE_BUFFER_BYTES = 150_000_000
+
+
+def page_bytes_for(row_bytes: int) -> int:
+    """Return the smallest page of a file without much waste; for rows of more than 16 KiB, their whole units.
+
+    >>> page_bytes_for(64), page_bytes_for(1536), page_bytes_for(20_000)
+    (4096, 8192, 20480)
+    """
+    for units in range(1, _MOST_UNITS + 1):
+        page_bytes = units * _UNIT_BYTES
+        if page_bytes >= row_bytes and page_bytes % row_bytes <= _MOST_WASTE * page_bytes:
+            return page_bytes
+    return -(-row_bytes // _UNIT_BYTES) * _UNIT_BYTES

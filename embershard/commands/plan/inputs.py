@@ -64,6 +64,7 @@ def make_workload(
         reserve_bytes=reserve_bytes,
         accumulate=config.train.accumulate,
         activation_bytes=_ACTIVATION_BYTES.get(config.train.precision, 4),
+        file_host_bytes=config.cache.host_bytes if config.cache.enabled else None,
     )
     rows = {name: table.num_rows for name, table in data.tables.items()}
     return Workload(model_size(config, rows) if model is None else model, data, shape)

@@ -36,9 +36,9 @@ _SMALL_ROWS_NOTE = (
     "cache.host_dtype: host memory, and bytes between it and the device, are those of small rows. The time to round "
     "them is not in the prediction: it was never measured on a GPU."
 )
-_FILE_NOTE = (
-    'cache.host = "file": the rows are planned in host memory. What of them is in the file, and the time to read it, '
-    "is not in the prediction; limit host memory by cache.host_bytes, not by --host-memory."
+_DISK_NOTE = (
+    'cache.host = "file": the pages of a step are predicted, and the time to move them is not: how fast is the disk? '
+    "embershard doctor measures it; give it as disk_pages_per_second in the topology's file."
 )
 _HOT_COLD_NOTE = (
     'Hit rates, bytes and times are predicted for sharding.mode="sharded", without hot rows: with them, hot batches '
@@ -80,7 +80,7 @@ class _Setup:
         host_bytes = topology.host_memory_bytes if host_bytes is None else host_bytes
         hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
         small_rows = _SMALL_ROWS_NOTE if config.cache.small_types and topology.device == "cuda" else None
-        in_file = _FILE_NOTE if config.cache.host == "file" else None
+        in_file = config.cache.host == "file" and config.cache.enabled and not topology.disk_pages_per_second
         of_machine = (
             topology.cores_note,
             topology.note(num_ranks),
@@ -99,7 +99,14 @@ class _Setup:
             reserve_bytes=topology.reserve_within(device_bytes),
             model=self.model,
         )
-        notes = self.note, *of_machine, hot_cold, in_file, small_rows, no_small_rows_note(workload.model.tables)
+        notes = (
+            self.note,
+            *of_machine,
+            hot_cold,
+            _DISK_NOTE if in_file else None,
+            small_rows,
+            no_small_rows_note(workload.model.tables),
+        )
         return PlanRequest(
             workload=workload,
             rates=topology.rates_for(num_ranks),

@@ -27,6 +27,7 @@ from embershard.planning.explain import (
 )
 from embershard.planning.many_ranks import MOST_SEARCHED_RANKS
 from embershard.planning.request import PlanRequest
+from embershard.planning.simulate.file_tier import FILE_COUNTS
 from embershard.planning.simulate_scaling import SimulatedRun
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
@@ -55,6 +56,7 @@ def show(plan: Plan, console: Console, top: int) -> None:
         _ranks_table(plan, prediction, shown),
         _memory_table(plan, shown),
         _seconds_table(shown),
+        *([_files_table(shown)] if any(rank.files for rank in shown) else []),
         _tables_table(plan, prediction, top),
     ):
         console.print(table)
@@ -163,6 +165,12 @@ def _state(plan: Plan, prediction: Prediction) -> list[str]:
     rows = sum(shard.rows for table in cached for shard in shards_of(table, plan.ranks_per_node))
     if not rows:
         return []
+    if any("file_maps" in rank.host_bytes for rank in prediction.ranks):
+        in_memory, beside = (sum(rank.host_bytes[name] for rank in prediction.ranks) for name in ("rows", "file_maps"))
+        return [
+            f"{rows:,} cached rows are in files, and those that are used next in {size(in_memory)} of host memory. "
+            f"Beside them host memory has {size(beside)} for all rows: where they are, and those on their way."
+        ]
     payload, scores = (sum(rank.host_bytes[name] for rank in prediction.ranks) / rows for name in ("rows", "scores"))
     maps = sum(rank.device_bytes["maps"] for rank in prediction.ranks) / rows
     return [
@@ -188,6 +196,16 @@ def _seconds_table(shown: Sequence[RankPrediction]) -> Table:
     for rank in shown:
         seconds = (rank.step_seconds, *(rank.seconds[name] for name in parts))
         table.add_row(str(rank.rank), *(f"{each * 1e3:.2f}" for each in seconds))
+    return table
+
+
+def _files_table(shown: Sequence[RankPrediction]) -> Table:
+    names = ("rank", "rows in memory", *(name.replace("_", " ") for name in FILE_COUNTS))
+    table = make_table("Ranks: rows between file and memory in a step", (), names)
+    for rank in shown:
+        table.add_row(
+            str(rank.rank), size(rank.host_bytes["rows"]), *(f"{rank.files.get(name, 0):,.1f}" for name in FILE_COUNTS)
+        )
     return table
 
 

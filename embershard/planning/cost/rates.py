@@ -62,6 +62,7 @@ class StepWork(Amounts):
         all_reduce_bytes: sent for the dense gradients.
         num_collectives: operations among all ranks, each with its latency.
         input_seconds: seconds of one core to read and parse B samples.
+        moved_pages: read from a file of rows, and written to it.
     """
 
     dense_flops: float = 0
@@ -85,6 +86,7 @@ class StepWork(Amounts):
     all_reduce_bytes: float = 0
     num_collectives: float = 0
     input_seconds: float = 0
+    moved_pages: float = 0
 
     @property
     def all_to_all_bytes(self) -> float:
@@ -110,6 +112,7 @@ class Rates(Amounts):
     Attributes:
         seconds_per_all_to_all_byte, seconds_per_network_byte: of what is sent for the tables within a node, and to
             other nodes: one after the other.
+        seconds_per_page: of the disk, which its node's ranks share; it works beside everything else. 0: not known.
         seconds_per_input_second: share of a core's parsing time that slows the step: parsing runs in threads.
         step_overhead_seconds: of a step, whatever its work. On a GPU it is the host's, which launches the kernels
             beside the GPU's work: a step takes at least as long.
@@ -132,6 +135,7 @@ class Rates(Amounts):
     seconds_per_all_reduce_byte: float = 0
     seconds_per_collective: float = 0
     seconds_per_input_second: float = 0
+    seconds_per_page: float = 0
     step_overhead_seconds: float = 0
 
     @staticmethod
@@ -163,6 +167,7 @@ TERMS: tuple[tuple[str, str, str], ...] = (
     ("all_reduce_bytes", "seconds_per_all_reduce_byte", "all_reduce"),
     ("num_collectives", "seconds_per_collective", "latency"),
     ("input_seconds", "seconds_per_input_second", "input"),
+    ("moved_pages", "seconds_per_page", "disk"),
 )
 
 #: All parts of a step's time.
@@ -170,8 +175,9 @@ PARTS: tuple[str, ...] = (*dict.fromkeys(part for _, _, part in TERMS), "overhea
 
 
 def step_parts(work: StepWork, rates: Rates) -> dict[str, float]:
-    """Return the seconds of each of the `PARTS` of a rank's step. On a CPU, which does one thing after the other, their
-    sum is the time of a step of one rank; `embershard.planning.simulate.step_replay` has what overlaps on a GPU.
+    """Return the seconds of each of the `PARTS` of a rank's step. On a CPU, which does one thing after the other, the
+    sum of all but the disk's, which works beside them, is the time of a step of one rank;
+    `embershard.planning.simulate.step_replay` has what overlaps on a GPU.
 
     >>> step_parts(StepWork(planned_ids=1000), Rates(seconds_per_planned_id=1e-6))["planning"]
     0.001

@@ -133,6 +133,7 @@ class Topology:
         rates: calibrated rates, by the number of ranks that ran.
         bandwidths, assumptions: for estimates, where nothing is calibrated.
         precision: in which dense layers compute. Calibrated rates are of this one.
+        disk_pages_per_second: random pages of 4 KiB that a node's disk reads, by several threads; 0: not known.
 
     Raises:
         ConfigError: a field is out of range, or there are neither rates nor bandwidths.
@@ -150,8 +151,10 @@ class Topology:
     bandwidths: Bandwidths | None = None
     assumptions: Assumptions = field(default_factory=Assumptions)
     precision: Precision = "fp32"
+    disk_pages_per_second: float = 0
 
     def __post_init__(self) -> None:
+        _need(0 <= self.disk_pages_per_second <= 1e12, "disk_pages_per_second", self.disk_pages_per_second, "0 to 1e12")
         memory = self.device_memory_bytes
         for name in ("ranks_per_node", "num_nodes", "host_memory_bytes", "device_memory_bytes", "cores_per_node"):
             value = getattr(self, name)
@@ -186,8 +189,14 @@ class Topology:
 
     def rates_for(self, num_ranks: int | None = None) -> Rates:
         """Return the rates of `num_ranks` (default: all): calibrated for that number, or derived from the nearest, else
-        estimated. Ranks beyond the node's cores share them, and a collective has a message for each other rank."""
-        num_ranks, cores = num_ranks or self.world_size, self.cores_per_node
+        estimated. Ranks beyond the node's cores share them, and its disk; and a collective has a message for each other
+        rank."""
+        num_ranks = num_ranks or self.world_size
+        per_page = min(num_ranks, self.ranks_per_node) / self.disk_pages_per_second if self.disk_pages_per_second else 0
+        return replace(self._rates_of_cores(num_ranks), seconds_per_page=per_page)
+
+    def _rates_of_cores(self, num_ranks: int) -> Rates:
+        cores = self.cores_per_node
         if not self.rates:
             if num_ranks > self.ranks_per_node:
                 self._check_network()

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.cache.statistics import CacheReport
+from embershard.planning.simulate.file_tier import FileTraffic
 from embershard.sharding.sizes import PlacedShard
 
 
@@ -71,6 +72,7 @@ class PoolReport:
         num_steps: steps that `shards` are means over; 0: the long run.
         num_slots: slots at the end: more than planned where one batch did not fit.
         grew: one batch did not fit.
+        files, late_files: with rows in a file, what was read from it and written to it per step; None: no file.
     """
 
     shards: tuple[ShardReport, ...]
@@ -78,6 +80,8 @@ class PoolReport:
     num_steps: int
     num_slots: int
     grew: bool
+    files: FileTraffic | None = None
+    late_files: FileTraffic | None = None
 
     def over(self, num_steps: int | None) -> tuple[ShardReport, ...]:
         """Return means over `num_steps` steps: the replayed ones, then as many like the late ones as are needed.
@@ -88,3 +92,10 @@ class PoolReport:
         return tuple(
             early.scaled(weight) + late.scaled(1 - weight) for early, late in zip(self.shards, self.late, strict=True)
         )
+
+    def files_over(self, num_steps: int | None) -> FileTraffic | None:
+        """Return what was read from the file and written to it, as `over`."""
+        if num_steps is None or num_steps <= self.num_steps or self.files is None or self.late_files is None:
+            return self.files
+        weight = self.num_steps / num_steps
+        return self.files.scaled(weight) + self.late_files.scaled(1 - weight)

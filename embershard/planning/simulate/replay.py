@@ -8,11 +8,8 @@ that share of the slots (miniature simulation: Waldspurger et al., ATC'17).
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,16 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy
-from embershard.cache.next_use import KnownBatch
-from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.host_store import HostStore
-from embershard.cache.rows.transfer import MakeTransfer
-from embershard.cache.statistics import CacheReport, TableStats
-from embershard.cache.tickets import Ticket
+from embershard.cache.statistics import CacheReport
 from embershard.frequency import SampledTrace, TableTrace
 from embershard.frequency.counts import RowCounts
+from embershard.planning.simulate.file_tier import FileTier, FileTraffic, Levels
 from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
+from embershard.planning.simulate.stages import bare_cache, run_stages
 from embershard.sharding.run_shape import ReplaySettings
 
 _NONE = np.empty(0, np.int64)
@@ -45,6 +39,7 @@ def replay_pool(
     pinned_tables: Sequence[str] = (),
     num_steps: int | None = None,
     rank_batch_size: int | None = None,
+    levels: Levels | None = None,
 ) -> PoolReport:
     """Replay the batches of a trace, of the whole data set, through one pool of slots on one rank.
 
@@ -54,9 +49,10 @@ def replay_pool(
         pinned_tables: tables whose rows are resident for ever.
         num_steps: steps to replay; None: all whole batches of the trace. After them the trace begins again.
         rank_batch_size: samples of a rank where distinct rows are exchanged, each as one lookup; None: pooled ones are.
+        levels: with as many slots, of rows in a file; None: all rows are in host memory.
 
     Raises:
-        ValueError: the trace is shorter than one batch.
+        ValueError: the trace is shorter than one batch; or a batch and the rows on the device do not fit the places.
     """
     steps = _steps(trace, global_batch_size, num_steps)
     settled = [SettledRows.of(trace, shard, shard.table in pinned_tables) for shard in shards]
@@ -66,11 +62,13 @@ def replay_pool(
     mixed = settings.profile_samples, settings.shuffle_window
     batches = TraceBatches(trace, parts, global_batch_size, *mixed, rank_batch_size)
     stay = pinned_tables if trace.rate >= 1 else ()
-    cache = _make_cache(batches, parts, max(1, slots), settings, stay)
+    tier = None if levels is None else _tier(levels, batches, sum(rows.num_rows for rows in settled), trace.rate)
+    cache = _make_cache(batches, parts, max(1, slots), settings, stay, tier)
     began = sum(stats.slots for stats in cache.stats())
     touches = _FirstTouches(batches.rows_per_table, [part.table in stay for part in parts])
-    half, early_touches = _run(cache, batches, steps, settings, touches)
-    last = cache.stats()
+    halves = _Halves(cache, touches, steps // 2, tier)
+    run_stages(cache, batches.get, steps, settings, tier=tier, at_step=halves.at_step, at_batch=halves.at_batch)
+    half, early_touches, last = halves.stats, halves.touches, cache.stats()
     held = {number: stats.slots / trace.rate for number, stats in zip(followed, last, strict=False)}
     sizes, warmup, late = (trace, global_batch_size, rank_batch_size), settings.policy.warmup, steps - steps // 2
     each = ((steps, False), (late, True))
@@ -84,6 +82,7 @@ def replay_pool(
         steps,
         num_slots + round(grown / trace.rate),
         grown > 0,
+        *halves.files,
     )
 
 
@@ -115,49 +114,25 @@ def _steps(trace: SampledTrace, global_batch_size: int, num_steps: int | None) -
     return trace.num_samples // global_batch_size if num_steps is None else num_steps
 
 
+def _tier(levels: Levels, batches: TraceBatches, settled: int, rate: float) -> FileTier:
+    """Return the places for the followed rows: the settled ones stay in theirs."""
+    room = levels.num_places - (settled if rate < 1 else 0)
+    return FileTier(replace(levels, num_places=max(1, room)), batches.pool_rows // levels.rows_per_page, min(1.0, rate))
+
+
 def _make_cache(
-    batches: TraceBatches, shards: Sequence[RowRange], num_slots: int, settings: ReplaySettings, pinned: Sequence[str]
+    batches: TraceBatches,
+    shards: Sequence[RowRange],
+    num_slots: int,
+    settings: ReplaySettings,
+    pinned: Sequence[str],
+    tier: FileTier | None,
 ) -> RowCache:
     names = [shard.table for shard in shards]
     rows, are_pinned = batches.rows_per_table, [name in pinned for name in names]
     row_counts = None if settings.profile_samples == 0 else batches.row_counts
-    return bare_cache(names or ["none"], rows or [1], num_slots, settings, row_counts=row_counts, are_pinned=are_pinned)
-
-
-def bare_cache(
-    tables: Sequence[str],
-    rows: Sequence[int],
-    num_slots: int,
-    settings: ReplaySettings,
-    *,
-    row_counts: RowCounts | None = None,
-    are_pinned: Sequence[bool] = (),
-    transfer: MakeTransfer | None = None,
-) -> RowCache:
-    """Return a cache over rows of one byte.
-
-    Args:
-        tables, rows: name and rows of each table.
-        num_slots: at most as many as there are rows are taken.
-        are_pinned: for each table, whether its rows are resident for ever; none by default.
-        transfer: makes what moves rows; None: bytes are copied.
-    """
-    host = HostStore(rows, 1, torch.uint8, [])
-    pinned = [number for number in np.argsort(rows, kind="stable") if number < len(are_pinned) and are_pinned[number]]
-    pinned_keys = [torch.arange(rows[number]) + host.row_offsets[number] for number in pinned]
-    return RowCache(
-        tables=tables,
-        host=host,
-        device_payload=lambda slots: [torch.empty(slots + 1, 1, dtype=torch.uint8)],
-        num_slots=min(num_slots, host.num_rows),
-        table_of_feature=range(len(tables)),
-        policy=dataclasses.replace(settings.policy, by_next_use=settings.lookahead > 0 and settings.policy.by_next_use),
-        device=torch.device("cpu"),
-        row_counts=row_counts,
-        pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
-        owner="replay",
-        transfer=transfer or "plain",
-    )
+    names, rows = names or ["none"], rows or [1]
+    return bare_cache(names, rows, num_slots, settings, row_counts=row_counts, are_pinned=are_pinned, tier=tier)
 
 
 class _FirstTouches:
@@ -193,42 +168,37 @@ class _FirstTouches:
         return np.array([np.count_nonzero(rows) for rows in self._tables], np.int64)
 
 
-def _run(
-    cache: RowCache, batches: TraceBatches, steps: int, settings: ReplaySettings, touches: _FirstTouches
-) -> tuple[list[TableStats], NDArray[np.int64]]:
-    """Run the stages of `LookAheadPipeline`, in its order, without their contents; return the counts at half time, and
-    the first touches until then."""
-    half, early_touches = cache.stats(), touches.counts
-    known: deque[tuple[Tensor, Tensor, KnownBatch | None]] = deque()
-    resident: deque[Ticket] = deque()
-    next_step = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CacheGrowthWarning)
-        for step in range(steps):
-            if step == steps // 2:
-                half, early_touches = cache.stats(), touches.counts
-            while next_step < min(steps, step + settings.lookahead + 1):
-                keys, lengths = batches.get(next_step)
-                known.append((keys, lengths, cache.know(keys, lengths)))
-                next_step += 1
-            if not resident:
-                keys, lengths, batch = known[0]
-                ticket = cache.prepare(keys, lengths, True, batch)
-                assert ticket is not None
-                resident.append(ticket)
-            if step == 0:
-                touches.begin(cache)
-            touches.add(known.popleft()[0])
-            cache.freeze_pins()
-            for ahead in range(len(resident) - 1, min(settings.prefetch, len(known)) if settings.lookahead else 0):
-                keys, lengths, batch = known[ahead]
-                prepared = cache.prepare(keys, lengths, False, batch, if_it_fits=True)
-                if prepared is None:
-                    break
-                resident.append(prepared)
-            cache.unfreeze_pins()
-            cache.release(resident.popleft())
-    return half, early_touches
+class _Halves:
+    """Watches a replay: the counts at half time, and the first touches until then.
+
+    Args:
+        half: the step that begins the second half.
+    """
+
+    def __init__(self, cache: RowCache, touches: _FirstTouches, half: int, tier: FileTier | None) -> None:
+        self._cache, self._touches, self._half, self._tier = cache, touches, half, tier
+        self.at_step(half)
+
+    def at_step(self, step: int) -> None:
+        """Note the counts at half time."""
+        if step == self._half:
+            self.stats, self.touches = self._cache.stats(), self._touches.counts
+            self._traffic = None if self._tier is None else self._tier.traffic
+
+    def at_batch(self, step: int, keys: Tensor) -> None:
+        """Count first touches."""
+        if step == 0:
+            self._touches.begin(self._cache)
+        self._touches.add(keys)
+
+    @property
+    def files(self) -> tuple[FileTraffic, FileTraffic] | tuple[()]:
+        """What was read from the file and written to it per step: in all, and in the second half; nothing without."""
+        if self._tier is None or self._traffic is None:
+            return ()
+        every = self._tier.traffic
+        late = every - self._traffic
+        return every.scaled(1 / max(1, every.steps)), late.scaled(1 / max(1, late.steps))
 
 
 def replay_preferences(
@@ -342,6 +312,7 @@ class TraceBatches:
 
     Attributes:
         rows_per_table: keys of each shard: its rows, or only those that occur where many do not.
+        pool_rows: numbers of the keys' rows among all rows of these shards, int64 [K], ascending.
         row_counts: lookups of every key in the first `profile_samples` samples (None: in all).
     """
 
@@ -362,8 +333,8 @@ class TraceBatches:
         self._samples: list[NDArray[np.int64]] = []
         self._bounds: list[NDArray[np.int64]] = []
         self.rows_per_table: list[int] = []
-        counts = []
-        for shard in shards:
+        counts, pool_rows = [], [_NONE]
+        for shard, first in zip(shards, np.cumsum([0, *(shard.num_rows for shard in shards)]), strict=False):
             table = trace.tables[shard.table]
             inside = shard.has(table.rows)
             whole = bool(inside.all())
@@ -376,9 +347,11 @@ class TraceBatches:
             counted = keys if profile_samples is None else keys[: np.searchsorted(samples, profile_samples)]
             counts.append(np.bincount(counted, minlength=num_keys))
             self._keys.append(keys + sum(self.rows_per_table))
+            pool_rows.append(first + (np.arange(num_keys) if is_dense or not distinct.size else distinct - shard.start))
             self._samples.append(samples)
             self._bounds.append(np.searchsorted(samples, self._edges))
             self.rows_per_table.append(num_keys)
+        self.pool_rows = np.concatenate(pool_rows)
         self.row_counts = RowCounts.of_dense(torch.from_numpy(np.concatenate(counts))) if counts else None
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:

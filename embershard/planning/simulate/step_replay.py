@@ -10,6 +10,7 @@ P is the prefetch depth and L the look-ahead (`embershard.pipeline.look_ahead` h
     train       [overhead], lookup, [embeddings], forward, backward, [gradients], update, [all-reduce], optimizer: of i
     exchange    embeddings i, buckets of the all-reduce i, gradients i, the last bucket i, ids i + L + 1: collective
     input       samples i + L + 2
+    disk        pages of rows in a file, some batches ahead: no step waits, unless the disk is slower than all steps
 
 A collective begins when the last rank reaches it. On a CPU all stages of a rank run one after the other, and the ranks
 of a node share its cores: where there are fewer cores than ranks, a rank that waits leaves its share to the others. So
@@ -53,6 +54,7 @@ STAGES: Mapping[str, Mapping[str, float]] = {
     "gradients": {"sent_gradient_bytes": 1, "network_gradient_bytes": 1, "num_collectives": _COLLECTIVE},
     "update": {"embedding_bytes": 2 / 3},
     "optimizer": {"update_bytes": 1},
+    "disk": {"moved_pages": 1},
 }
 _PART_OF = {amount: part for amount, _, part in TERMS}
 _RATE_OF = {amount: rate for amount, rate, _ in TERMS}
@@ -126,6 +128,17 @@ class StepReplay:
     step_seconds: float
     parts: Mapping[str, Floats]
 
+    def beside_disks(self, seconds: Floats) -> StepReplay:
+        """Return the steps where each rank's disk takes so long [R] for a step, several batches ahead of the training:
+        all wait where it is slower."""
+        longest = float(seconds.max())
+        if longest <= self.step_seconds:
+            return self
+        own = np.maximum(0.0, seconds - self.step_seconds)
+        others = longest - self.step_seconds - own
+        parts = {**self.parts, "disk": self.parts["disk"] + own, STRAGGLERS: self.parts[STRAGGLERS] + others}
+        return StepReplay(longest, parts)
+
     @property
     def own_seconds(self) -> Floats:
         """Seconds [R] of a step without waiting for slower ranks."""
@@ -165,9 +178,11 @@ def replay_steps(works: Sequence[StepWork], rates: Rates, pipeline: Pipeline, *,
     noise = np.random.default_rng(0).standard_normal((num_steps, len(works)))
     factors = np.exp(jitter * noise - jitter**2 / 2)
     if pipeline.device == "cpu":
-        return _in_turn(stages, pipeline, factors)
-    buckets = num_buckets(max(work.update_bytes for work in works))
-    return _Overlapping(stages, pipeline, buckets).run(factors)
+        found = _in_turn(stages, pipeline, factors)
+    else:
+        buckets = num_buckets(max(work.update_bytes for work in works))
+        found = _Overlapping(stages, pipeline, buckets).run(factors)
+    return found.beside_disks(stages["disk"]["disk"])
 
 
 def num_buckets(parameter_bytes: float) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
 from embershard.cache.totals import CacheTotals
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork
+from embershard.planning.simulate.file_tier import FILE_COUNTS
 from embershard.run_result import RunResult
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
@@ -136,6 +137,8 @@ class PlanComparison:
         predicted_steps, measured_steps: steps that hit rates and counts are means over; 0 predicted: any number.
         step_seconds: the slowest rank's, and the run's median.
         sent_bytes: of a rank in a step, on average, by the kinds of `SentBytes`; "other" is not predicted.
+        files: with rows in a file, the rows and pages that all ranks together move in a step, by the names of
+            `FILE_COUNTS`; else empty.
         tables: of all ranks, the largest error first.
         ranks: in order.
         verdicts: one per promise; the last one is about the step time.
@@ -148,6 +151,7 @@ class PlanComparison:
     tables: tuple[PlannedTableComparison, ...]
     ranks: tuple[RankComparison, ...]
     verdicts: tuple[PromiseVerdict, ...]
+    files: Mapping[str, Pair] = field(default_factory=dict)
 
     @property
     def is_step_time_off(self) -> bool:
@@ -187,6 +191,7 @@ def compare(plan: Plan, run: RunResult) -> PlanComparison:
         tables=tuple(tables),
         ranks=ranks,
         verdicts=verdicts,
+        files=_file_pairs(prediction, run),
     )
 
 
@@ -274,7 +279,7 @@ def _rank(predicted: RankPrediction, tables: Sequence[PlannedTableComparison], r
         traffic=_traffic(numbers, measured, run),
         cache_device_bytes=Pair(device_bytes, None if measured is None else measured.device_bytes),
         host_bytes=Pair(
-            predicted.total_host_bytes - predicted.host_bytes.get("id_maps", 0),
+            predicted.total_host_bytes - sum(predicted.host_bytes.get(name, 0) for name in ("id_maps", "file_maps")),
             None if measured is None else measured.host_bytes,
         ),
         all_to_all_bytes=Pair(decode(StepWork, predicted.work).all_to_all_bytes, None),
@@ -318,6 +323,22 @@ def _sent_pairs(prediction: Prediction, run: RunResult) -> dict[str, Pair]:
         for kind, names in SENT_KINDS.items()
     }
     return {**pairs, "other": Pair(None, sent.other)}
+
+
+def _file_pairs(prediction: Prediction, run: RunResult) -> dict[str, Pair]:
+    """Return what all ranks move between file and memory in a step; nothing where no rows are in a file."""
+    counted = None if run.look_ahead is None else run.look_ahead.files
+    steps = 1 if run.look_ahead is None else max(1, run.look_ahead.steps)
+    is_predicted = any(rank.files for rank in prediction.ranks)
+    if counted is None and not is_predicted:
+        return {}
+    return {
+        name: Pair(
+            sum(rank.files.get(name, 0.0) for rank in prediction.ranks) if is_predicted else None,
+            None if counted is None else getattr(counted, name) / steps,
+        )
+        for name in FILE_COUNTS
+    }
 
 
 def _sent_verdict(sent_bytes: Mapping[str, Pair]) -> PromiseVerdict:

@@ -86,6 +86,8 @@ def _pairs(found: PlanComparison) -> Iterator[tuple[str, Pair]]:
     yield "step time", found.step_seconds
     for kind, pair in found.sent_bytes.items():
         yield f"bytes sent: {kind.replace('_', ' ')}", pair
+    for name, pair in found.files.items():
+        yield name.replace("_", " "), pair
     for name in _COUNTS:
         yield _COUNTS[name], _sum([getattr(rank.traffic, name) for rank in found.ranks])
     yield "device bytes of caches", _sum([rank.cache_device_bytes for rank in found.ranks])

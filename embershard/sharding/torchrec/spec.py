@@ -24,7 +24,7 @@ from embershard.cache.rows.full_rows import full_rows_of
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
-from embershard.sharding.memory_model import cache_memory, slots_without_plan
+from embershard.sharding.memory_model import cache_memory, places_in, slots_without_plan
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.modes.mode import ShardingMode
@@ -153,7 +153,7 @@ class CacheSpec:
         """
         assert self.config.host_bytes is not None, "only rows in a file have places"
         weights = sum(table.local_rows * table.local_cols for table in tables)
-        found = self.config.host_bytes * weights // (self.rank_weights * row_bytes)
+        found = places_in(self.config.host_bytes, row_bytes, weights, self.rank_weights)
         if found < min(2 * num_slots, sum(table.local_rows for table in tables)):
             least = -(-2 * num_slots * row_bytes * self.rank_weights // weights)
             raise ConfigError(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from embershard.cache.config import CacheConfig
-from embershard.cache.rows.sizes import FILE_BUFFER_BYTES, FILED_ROW_BYTES, PLACE_BYTES
 from embershard.data import schema_of
 from embershard.distributed import Ranks
 from embershard.sharding.memory_model import planned_slots, pool_memory, rank_memory, slots_without_plan
@@ -126,13 +125,16 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         cached = [shard for shard in here if shard.kernel == "cached"]
         host["optimizer_states"] += (states := _state_bytes(cached))
         host["weights"] += sum(shard.host_bytes for shard in cached) - states
-        host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps")})
+        host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps", "file_maps")})
+        host["rows_in_memory"] += 0 if shape.file_host_bytes is None else memory.host["rows"]
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         host["runtime"] += _RUNTIME_BYTES
     taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
     by_device = tuple(+(each | Counter(marks=own["marks"])) for each, own in taken)
     rows_bytes = host["weights"] + host["optimizer_states"]
-    disk_bytes = _move_to_files(config, host, shards[ranks.first : ranks.first + ranks.ranks_per_node])
+    disk_bytes = 0
+    if config.cache.host != "memory":  # what the system keeps of mapped files is its own choice
+        disk_bytes, host["weights"], host["optimizer_states"] = rows_bytes, 0, 0
     if ranks.device == "cpu":
         host, device = host + sum(device, Counter()), []
     is_lazy = config.train.init == "counter" and ranks.device == "cpu" and not disk_bytes and not has_one_copy
@@ -152,21 +154,6 @@ def _predicted(config: RunConfig, ranks: RanksHere, plan: Plan | None) -> list[C
     return [Counter(rank.device_bytes) for rank in here]
 
 
-def _move_to_files(config: RunConfig, host: Counter[str], shards: Sequence[Sequence[PlacedShard]]) -> int:
-    """Count the rows of these ranks' shards in files, where they are there, and what host memory keeps of them in place
-    of the rows in `host`; return their bytes on the disk. What the system keeps of mapped files is its own choice."""
-    if config.cache.host == "memory":
-        return 0
-    rows_bytes, host["weights"], host["optimizer_states"] = host["weights"] + host["optimizer_states"], 0, 0
-    if config.cache.host_bytes is not None:
-        num_rows = sum(shard.rows for here in shards for shard in here)
-        host["rows_in_memory"] = min(rows_bytes, config.cache.host_bytes * len(shards))
-        of_places = num_rows * host["rows_in_memory"] // max(1, rows_bytes) * PLACE_BYTES
-        on_the_way = min(host["rows_in_memory"] // 8, len(shards) * FILE_BUFFER_BYTES)
-        host["file_maps"] = int(num_rows * FILED_ROW_BYTES) + of_places + on_the_way
-    return rows_bytes
-
-
 def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
     depths, cache = config.look_ahead, config.cache if config.cache.enabled else CacheConfig()
     policy = cache.policy_for(config.cache.enabled and config.has_profile)  # a disabled one's is not asked for
@@ -180,6 +167,7 @@ def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
         slot_map=config.cache.slot_map,
         mode_memory=config.sharding.mode_memory,
         accumulate=config.train.accumulate,
+        file_host_bytes=config.cache.host_bytes if config.cache.enabled else None,
     )
 
 

@@ -39,6 +39,16 @@ def alone(work: StepWork) -> StepWork:
     return dataclasses.replace(work, **dict.fromkeys(EXCHANGED, 0.0))
 
 
+def beside_disk(work: StepWork, rates: Rates, seconds: float) -> float:
+    """Of a step that takes so long without its disk, which works beside it."""
+    return max(seconds, work.moved_pages * rates.seconds_per_page)
+
+
+def in_all(work: StepWork, rates: Rates) -> float:
+    """Seconds of all parts but the disk's."""
+    return sum(seconds for part, seconds in step_parts(work, rates).items() if part != "disk")
+
+
 def stage_seconds(work: StepWork, rates: Rates, stage: str) -> float:
     rate_of = {amount: rate for amount, rate, _ in TERMS}
     return sum(share * getattr(work, name) * getattr(rates, rate_of[name]) for name, share in STAGES[stage].items())
@@ -57,8 +67,11 @@ def test_every_kind_of_work_is_done_once_in_some_stage() -> None:
 @given(works, rates_, cpus)
 def test_one_rank_of_a_cpu_does_one_thing_after_the_other(work, rates, pipeline) -> None:
     replayed = replay_steps([alone(work)], rates, pipeline)
-    assert replayed.step_seconds == pytest.approx(sum(step_parts(alone(work), rates).values()))
-    assert replayed.mean_parts == pytest.approx({**step_parts(alone(work), rates), STRAGGLERS: 0.0})
+    own = in_all(alone(work), rates)
+    expected = beside_disk(work, rates, own)
+    assert replayed.step_seconds == pytest.approx(expected)
+    parts = {**step_parts(alone(work), rates), "disk": expected - own, STRAGGLERS: 0.0}
+    assert replayed.mean_parts == pytest.approx(parts)
 
 
 @given(works, rates_, st.integers(2, 9))
@@ -73,6 +86,7 @@ def test_one_rank_of_a_gpu_takes_its_longest_stream(work, rates, lookahead) -> N
         "copies": stage_seconds(work, rates, "fills") + stage_seconds(work, rates, "write_backs"),
         "both": (sum(stage_seconds(work, rates, stage) for stage in ("plan", "fills", "write_backs"))) / 2,
         "input": stage_seconds(work, rates, "input"),
+        "disk": stage_seconds(work, rates, "disk"),
     }
     replayed = replay_steps([work], rates, Pipeline("cuda", 1, None, lookahead, 2))
     assert replayed.step_seconds == pytest.approx(max(streams.values()), rel=1 / 32)
@@ -92,7 +106,19 @@ def test_equal_ranks_do_not_wait_for_each_other(work, rates, pipeline) -> None:
     replayed = replay_steps([work] * 4, rates, pipeline)
     assert replayed.parts[STRAGGLERS] == pytest.approx(0, abs=1e-9)
     if pipeline.device == "cpu":
-        assert replayed.step_seconds == pytest.approx(sum(step_parts(work, rates).values()))
+        assert replayed.step_seconds == pytest.approx(beside_disk(work, rates, in_all(work, rates)))
+
+
+@given(ranks, rates_, gpus | cpus, jitters)
+def test_a_disk_is_seen_only_where_it_is_slower_than_all_else(works, rates, pipeline, jitter) -> None:
+    """Each rank has its own pages; all wait for the slowest disk, the others as for a slower rank."""
+    without = [dataclasses.replace(work, moved_pages=0.0) for work in works]
+    alone = replay_steps(without, rates, pipeline, jitter=jitter)
+    together = replay_steps(works, rates, pipeline, jitter=jitter)
+    disks = [work.moved_pages * rates.seconds_per_page for work in works]
+    assert together.step_seconds == pytest.approx(max(alone.step_seconds, *disks))
+    waits = [max(0.0, disk - alone.step_seconds) for disk in disks]
+    np.testing.assert_allclose(together.parts["disk"], waits, atol=1e-9)
 
 
 @given(ranks, rates_, gpus, jitters)
@@ -118,7 +144,7 @@ def test_rates_twice_as_large_take_twice_the_time(works, rates, pipeline) -> Non
 @given(ranks, rates_, cpus)
 def test_ranks_that_share_cores_lose_none_of_them(works, rates, pipeline) -> None:
     """A node's C cores do the work of its L > C ranks: no faster than C of them can, and no slower than in turn."""
-    works = [alone(work) for work in works]
+    works = [dataclasses.replace(alone(work), moved_pages=0.0) for work in works]
     local = len(works)
     pipeline = dataclasses.replace(pipeline, ranks_per_node=local)
     shared = replay_steps(works, rates, pipeline).step_seconds

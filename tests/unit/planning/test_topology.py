@@ -31,7 +31,16 @@ def test_the_catalogue_is_complete_and_says_that_it_was_not_measured(kind) -> No
     assert "never measured by us" in topology.source
     assert "estimate" in topology.note()
     free = {name for name, rate in topology.rates_for().to_dict().items() if not rate}
-    assert free == ({"seconds_per_launch"} if kind == "cpu" else set())
+    assert free == {"seconds_per_page", *(["seconds_per_launch"] if kind == "cpu" else [])}
+
+
+def test_the_ranks_of_a_node_share_its_disk() -> None:
+    topology = dataclasses.replace(load_topology("h200x4x2"), disk_pages_per_second=40_000)
+    assert [topology.rates_for(ranks).seconds_per_page for ranks in (1, 4, 8)] == [1 / 40_000, 1e-4, 1e-4]
+    calibrated = dataclasses.replace(topology, rates={4: Rates()}, bandwidths=None)
+    assert calibrated.rates_for(4).seconds_per_page == 1e-4
+    with pytest.raises(ConfigError, match="disk_pages_per_second: got -1, needed 0 to"):
+        dataclasses.replace(topology, disk_pages_per_second=-1)
 
 
 def test_names_give_the_number_of_ranks_and_nodes() -> None:

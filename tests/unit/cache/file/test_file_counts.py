@@ -19,7 +19,8 @@ from embershard.cache.next_use import KnownBatch
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.tickets import Ticket
-from embershard.planning.simulate.two_levels import FileTraffic, Levels, replay_two_levels
+from embershard.planning.simulate.file_tier import FileTraffic, Levels
+from embershard.planning.simulate.two_levels import replay_two_levels
 from embershard.sharding.run_shape import ReplaySettings
 from tests.disks import SlowIo
 

@@ -1,0 +1,244 @@
+"""Host memory in front of a file, without contents: which rows have places, and what is read and written.
+
+The places are those of a training (`RowPlaces`): nothing is modelled. A row on the device keeps its place, which is no
+victim meanwhile. Batches claim their places some steps before they train; then their rows are read from the file, those
+that were ever written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embershard.cache.file.places import Claim, RowPlaces
+from embershard.cache.next_use import KnownBatch
+
+_Numbers = NDArray[np.int64]
+#: Batches whose rows are read ahead of the one in training, as `LookAheadPipeline` reads them.
+READ_AHEAD = 8
+#: Of `FileTraffic`, those that a run counts, too.
+FILE_COUNTS = ("rows_read", "pages_read", "rows_written", "pages_written")
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Sizes of the levels, in rows, and how the file is read.
+
+    Attributes:
+        num_slots: on the device.
+        num_places: in host memory.
+        rows_per_page: of the file; a page is read and written as a whole, a row at a time is kept.
+        lookahead: batches beyond the one in training that the places know; the device knows those of its settings.
+        read_ahead: batches beyond the one in training that have their places.
+    """
+
+    num_slots: int
+    num_places: int
+    rows_per_page: int
+    lookahead: int
+    read_ahead: int = READ_AHEAD
+
+
+@dataclass(frozen=True)
+class FileTraffic:
+    """What was read from the file and written to it, in all or per step.
+
+    Attributes:
+        steps: that it was counted over.
+        rows_drawn: that were never written before, so that their initial values are drawn.
+        rows_read, pages_read: that were written before.
+        rows_written, pages_written: that left host memory.
+        pages_patched: of the written ones, those that have other written rows, so that they are read first.
+        crowded_steps: that found no places for all batches of the read-ahead.
+
+    >>> FileTraffic(steps=2, rows_read=6, pages_read=4, pages_written=3, pages_patched=1).moved_pages
+    8
+    """
+
+    steps: float = 0
+    rows_drawn: float = 0
+    rows_read: float = 0
+    pages_read: float = 0
+    rows_written: float = 0
+    pages_written: float = 0
+    pages_patched: float = 0
+    crowded_steps: float = 0
+
+    @property
+    def moved_pages(self) -> float:
+        """Pages that the disk reads and writes."""
+        return self.pages_read + self.pages_written + self.pages_patched
+
+    def __add__(self, other: FileTraffic) -> FileTraffic:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return FileTraffic(*(a + b for a, b in pairs))
+
+    def __sub__(self, other: FileTraffic) -> FileTraffic:
+        return self + other.scaled(-1)
+
+    def scaled(self, factor: float) -> FileTraffic:
+        """Multiply every count by `factor`."""
+        return FileTraffic(*(count * factor for count in dataclasses.astuple(self)))
+
+
+class FileTier:
+    """Places for rows in host memory, and the rows that are in the file.
+
+    Args:
+        levels: sizes.
+        pages: the page of every row, int64 [R], ascending.
+        rate: of all rows, the share that these R are: where a part of them stands for all, its pages are estimated.
+
+    >>> tier = FileTier(Levels(num_slots=1, num_places=1, rows_per_page=8, lookahead=1), np.zeros(4, np.int64))
+    >>> for row in (0, 1, 0):
+    ...     keys = torch.tensor([row])
+    ...     tier.lend(keys)
+    ...     tier.give_back(keys)
+    >>> tier.traffic.rows_drawn, tier.traffic.rows_read, tier.traffic.rows_written
+    (2.0, 1.0, 2.0)
+    """
+
+    def __init__(self, levels: Levels, pages: _Numbers, rate: float = 1.0) -> None:
+        self.levels = levels
+        self._places = RowPlaces(pages.size, max(1, round(levels.num_places * rate)))
+        self._file = _FileCounter(pages, levels.rows_per_page, rate)
+
+    @property
+    def traffic(self) -> FileTraffic:
+        """What was counted so far."""
+        return FileTraffic(**self._file.counts)
+
+    def rank_by(self, of_rows: Callable[[], Tensor | None]) -> None:
+        """As `RowPlaces.rank_by`."""
+        self._places.rank_by(of_rows)
+
+    def know(self, keys: Tensor) -> KnownBatch:
+        """Announce a batch that will claim places after all those known."""
+        return self._places.know(keys)
+
+    def claim(self, keys: Tensor, known: KnownBatch) -> bool:
+        """Give the rows of the oldest known batch places; False if they do not fit. A second call does nothing."""
+        if self._places.has_claim(known):
+            return True
+        claim = self._places.claim(keys, known)
+        if claim is not None:
+            self._file.add(claim)
+        return claim is not None
+
+    def release(self, known: KnownBatch) -> None:
+        """End a batch's claim: its rows are on the device."""
+        self._places.release(known)
+
+    def lend(self, keys: Tensor) -> None:
+        """Bring rows `keys` (int64 [M], distinct) to the device.
+
+        Raises:
+            ValueError: they and those that are there need more places than there are.
+        """
+        if self._places.lend(keys):
+            return
+        claim = self._places.claim_now(keys)  # not claimed, or given away
+        if claim is None:
+            raise ValueError(
+                f"{keys.numel()} rows of a batch and those on the device need more than "
+                f"{self._places.num_places} places in host memory; give it more, or train smaller batches"
+            )
+        self._file.add(claim)
+        self._places.lend(keys)
+
+    def give_back(self, keys: Tensor) -> None:
+        """Take rows `keys` (int64 [M], distinct) from the device."""
+        self._places.give_back(keys)
+
+    def count_step(self, is_crowded: bool) -> None:
+        """Count a step, and whether the batches of its read-ahead did not all get places."""
+        self._file.counts["steps"] += 1
+        self._file.counts["crowded_steps"] += is_crowded
+
+
+class RecordedMoves:
+    """A `Transfer` that lends places to the device, as `FiledRowCache` does, and moves nothing.
+
+    Args:
+        tier: whose places.
+    """
+
+    key_device = torch.device("cpu")
+
+    def __init__(self, tier: FileTier) -> None:
+        self._tier, self._evicted = tier, torch.empty(0, dtype=torch.int64)
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        self._evicted = keys
+
+    def fill(self, keys: Tensor, slots: Tensor) -> None:
+        self._tier.lend(keys)
+        self._tier.give_back(self._evicted)
+
+    def finish(self) -> None:
+        pass
+
+    def discard(self) -> int:
+        return 0
+
+
+def expected_pages(rows: float, num_pages: float) -> float:
+    """Return the distinct pages, of so many, that rows lie on which are spread by chance.
+
+    >>> round(expected_pages(rows=1.0, num_pages=1e6), 3), round(expected_pages(rows=1e9, num_pages=5.0), 3)
+    (1.0, 5.0)
+    """
+    return float(-num_pages * np.expm1(rows * np.log1p(-1 / num_pages))) if num_pages > 1 else min(1.0, rows)
+
+
+class _FileCounter:
+    """The rows that are in the file, and what claims of places read from it and write to it.
+
+    Args:
+        pages: of every row, [R].
+        rows_per_page: of the file.
+        rate: share of all rows that these are.
+    """
+
+    def __init__(self, pages: _Numbers, rows_per_page: int, rate: float) -> None:
+        numbers, self._pages = np.unique(pages, return_inverse=True)
+        self._num_filed = np.zeros(numbers.size, np.int64)  # by page
+        self._is_filed = np.zeros(pages.size, np.bool_)
+        self._rate, self._rows_per_page = rate, rows_per_page
+        self.counts = {field.name: 0.0 for field in dataclasses.fields(FileTraffic)}
+
+    def add(self, claim: Claim) -> None:
+        """Count a claim: what leaves is written before the others are read."""
+        if claim.leaving_keys.numel():
+            self._write(claim.leaving_keys.numpy())
+        keys = claim.keys.numpy()
+        filed = keys[self._is_filed[keys]]
+        self.counts["rows_drawn"] += (keys.size - filed.size) / self._rate
+        self._count("read", filed)
+
+    def _write(self, keys: _Numbers) -> None:
+        new = keys[~self._is_filed[keys]]
+        self._is_filed[keys] = True
+        np.add.at(self._num_filed, self._pages[new], 1)
+        pages = self._count("written", keys)
+        if self._rate < 1:  # a page is read first unless none of its other rows was ever written
+            share = 1 - (1 - self._is_filed.mean()) ** (self._rows_per_page - 1)
+            self.counts["pages_patched"] += pages * share
+            return
+        touched, written = np.unique(self._pages[keys], return_counts=True)
+        self.counts["pages_patched"] += np.count_nonzero(self._num_filed[touched] > written)
+
+    def _count(self, how: str, keys: _Numbers) -> float:
+        """Count rows that are moved together; return their pages."""
+        rows, pages = keys.size / self._rate, float(np.unique(self._pages[keys]).size)
+        if self._rate < 1:
+            pages = expected_pages(rows, self._is_filed.size / self._rate / self._rows_per_page)
+        self.counts[f"rows_{how}"] += rows
+        self.counts[f"pages_{how}"] += pages
+        return pages
