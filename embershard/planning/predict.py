@@ -72,8 +72,9 @@ def _counted_traffic(workload: Workload, shards: Sequence[PlacedShard], places: 
     num_rows = sum(shard.rows for shard in shards)
     if places >= num_rows:
         return FileTraffic(steps=1.0)
-    rows = sum(report.fills for report in counted_reports(workload, shards, places))
     num_pages, together = num_rows / rows_per_page, leaving_together(places)
+    held = max(1, places - together // 2)  # on the mean: as many places are free after rows have left
+    rows = sum(report.fills for report in counted_reports(workload, shards, held))
     written = rows / together * expected_pages(together, num_pages)
     patched = written if rows_per_page > 1 else 0.0
     return FileTraffic(1.0, 0.0, rows, expected_pages(rows, num_pages), rows, written, patched)

@@ -236,7 +236,7 @@ def pool_places(shards: Sequence[PlacedShard], shape: RunShape) -> dict[PoolKey,
     for key, members in by_pool(shards).items():
         elements, first = sum(shard.rows * shard.columns for shard in members), members[0]
         share = elements, all_elements[first.table.is_sequence]
-        count = places_in(shape.file_host_bytes, first.host_row_bytes, *share)
+        count = places_in(shape.file_host_bytes, first.host_row_bytes, *share) if elements else 0
         found[key] = min(count, sum(shard.rows for shard in members))
     return found
 

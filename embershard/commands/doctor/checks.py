@@ -216,7 +216,8 @@ def check_disk(folder: str, free_bytes: int) -> CheckResult:
 
 def check_disk_rates(folder: str, pages_per_second: float, bytes_per_second: float) -> CheckResult:
     """Check the disk of `cache.host_dir`: random pages of 4 KiB, read by 16 threads, and bytes in order."""
-    detail = f"{pages_per_second:,.0f} random pages and {size(bytes_per_second)} in order a second, in {folder}"
+    detail = f"{pages_per_second:,.0f} random pages and {size(bytes_per_second)} in order a second, in {folder}; in a "
+    detail += f"topology's file, for plans: disk_pages_per_second = {pages_per_second:.0f}"
     if pages_per_second < _FEW_PAGES:
         remedy = (
             'each row of cache.host = "file" that is not in memory is a page: take a solid-state disk, or as much '

@@ -78,15 +78,6 @@ class _Setup:
             )
         device_bytes = max(limits, default=topology.device_memory_bytes)
         host_bytes = topology.host_memory_bytes if host_bytes is None else host_bytes
-        hot_cold = _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None
-        small_rows = _SMALL_ROWS_NOTE if config.cache.small_types and topology.device == "cuda" else None
-        in_file = config.cache.host == "file" and config.cache.enabled and not topology.disk_pages_per_second
-        of_machine = (
-            topology.cores_note,
-            topology.note(num_ranks),
-            topology.reserve_note(device_bytes),
-            topology.precision_note(config.train.precision),
-        )
         files = [each for each in ("config", "profile", "tables", "topology") if getattr(arguments, each) is not None]
         most_ranks = None if topology.device == "cpu" else self.topology.ranks_per_node
         workload = make_workload(
@@ -99,14 +90,6 @@ class _Setup:
             reserve_bytes=topology.reserve_within(device_bytes),
             model=self.model,
         )
-        notes = (
-            self.note,
-            *of_machine,
-            hot_cold,
-            _DISK_NOTE if in_file else None,
-            small_rows,
-            no_small_rows_note(workload.model.tables),
-        )
         return PlanRequest(
             workload=workload,
             rates=topology.rates_for(num_ranks),
@@ -117,11 +100,27 @@ class _Setup:
             most_ranks_per_node=arguments.ranks_per_node or most_ranks,
             settings=config.predicted_from(topology.device, num_ranks),
             made_from={**{name: str(getattr(arguments, name)) for name in files}, "command": self.command},
-            notes=[note for note in notes if note is not None],
+            notes=self._notes(topology, num_ranks, device_bytes, workload.model),
             on_ranks=lambda other: self.request(other, ratio),
             topology=topology,
             effort=arguments.effort,
         )
+
+    def _notes(self, topology: Topology, num_ranks: int, device_bytes: int | None, model: ModelSize) -> list[str]:
+        config = self.config
+        in_file = config.cache.host == "file" and config.cache.enabled and not topology.disk_pages_per_second
+        notes = (
+            self.note,
+            topology.cores_note,
+            topology.note(num_ranks),
+            topology.reserve_note(device_bytes),
+            topology.precision_note(config.train.precision),
+            _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None,
+            _DISK_NOTE if in_file else None,
+            _SMALL_ROWS_NOTE if config.cache.small_types and topology.device == "cuda" else None,
+            no_small_rows_note(model.tables),
+        )
+        return [note for note in notes if note is not None]
 
     def shaped(self, num_ranks: int) -> Topology:
         """Return the machine with so many ranks. A CPU's ranks are all on one node, unless they are simulated."""

@@ -232,7 +232,7 @@ class _FileCounter:
             self.counts["pages_patched"] += pages * share
             return
         touched, written = np.unique(self._pages[keys], return_counts=True)
-        self.counts["pages_patched"] += np.count_nonzero(self._num_filed[touched] > written)
+        self.counts["pages_patched"] += int(np.count_nonzero(self._num_filed[touched] > written))
 
     def _count(self, how: str, keys: _Numbers) -> float:
         """Count rows that are moved together; return their pages."""

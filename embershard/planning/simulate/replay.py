@@ -64,24 +64,19 @@ def replay_pool(
     stay = pinned_tables if trace.rate >= 1 else ()
     tier = None if levels is None else _tier(levels, batches, sum(rows.num_rows for rows in settled), trace.rate)
     cache = _make_cache(batches, parts, max(1, slots), settings, stay, tier)
-    began = sum(stats.slots for stats in cache.stats())
     touches = _FirstTouches(batches.rows_per_table, [part.table in stay for part in parts])
     halves = _Halves(cache, touches, steps // 2, tier)
     run_stages(cache, batches.get, steps, settings, tier=tier, at_step=halves.at_step, at_batch=halves.at_batch)
-    half, early_touches, last = halves.stats, halves.touches, cache.stats()
-    held = {number: stats.slots / trace.rate for number, stats in zip(followed, last, strict=False)}
+    held = {number: stats.slots / trace.rate for number, stats in zip(followed, cache.stats(), strict=False)}
     sizes, warmup, late = (trace, global_batch_size, rank_batch_size), settings.policy.warmup, steps - steps // 2
     each = ((steps, False), (late, True))
     of_settled = [[rows.report(*sizes, *part, warmup) for rows in settled] for part in each]
-    counts = [stats.counts for stats in last]
-    late_counts = [after - before.counts for after, before in zip(counts, half, strict=True)]
-    grown = sum(stats.slots for stats in last) - began
     return PoolReport(
-        _joined(shards, of_settled[0], held, counts, touches.counts, trace.rate * steps),
-        _joined(shards, of_settled[1], held, late_counts, touches.counts - early_touches, trace.rate * late),
+        _joined(shards, of_settled[0], held, *halves.counts, trace.rate * steps),
+        _joined(shards, of_settled[1], held, *halves.late_counts, trace.rate * late),
         steps,
-        num_slots + round(grown / trace.rate),
-        grown > 0,
+        num_slots + round(halves.grown / trace.rate),
+        halves.grown > 0,
         *halves.files,
     )
 
@@ -169,7 +164,7 @@ class _FirstTouches:
 
 
 class _Halves:
-    """Watches a replay: the counts at half time, and the first touches until then.
+    """Watches a replay: what it counts in all, and in its second half.
 
     Args:
         half: the step that begins the second half.
@@ -177,12 +172,13 @@ class _Halves:
 
     def __init__(self, cache: RowCache, touches: _FirstTouches, half: int, tier: FileTier | None) -> None:
         self._cache, self._touches, self._half, self._tier = cache, touches, half, tier
+        self._began = sum(stats.slots for stats in cache.stats())
         self.at_step(half)
 
     def at_step(self, step: int) -> None:
         """Note the counts at half time."""
         if step == self._half:
-            self.stats, self.touches = self._cache.stats(), self._touches.counts
+            self._early = self.counts
             self._traffic = None if self._tier is None else self._tier.traffic
 
     def at_batch(self, step: int, keys: Tensor) -> None:
@@ -190,6 +186,22 @@ class _Halves:
         if step == 0:
             self._touches.begin(self._cache)
         self._touches.add(keys)
+
+    @property
+    def grown(self) -> int:
+        """Slots that the cache got beside those that it began with."""
+        return sum(stats.slots for stats in self._cache.stats()) - self._began
+
+    @property
+    def counts(self) -> tuple[list[CacheReport], NDArray[np.int64]]:
+        """Counts and first touches of each table so far."""
+        return [stats.counts for stats in self._cache.stats()], self._touches.counts
+
+    @property
+    def late_counts(self) -> tuple[list[CacheReport], NDArray[np.int64]]:
+        """Those since half time."""
+        (counts, touches), (early, early_touches) = self.counts, self._early
+        return [after - before for after, before in zip(counts, early, strict=True)], touches - early_touches
 
     @property
     def files(self) -> tuple[FileTraffic, FileTraffic] | tuple[()]:

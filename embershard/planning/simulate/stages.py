@@ -95,41 +95,22 @@ def run_stages(
         at_step: called before each step.
         at_batch: called with a step and its keys, once they are on the device.
     """
-    lookahead = settings.lookahead if tier is None else min(settings.lookahead, tier.levels.lookahead)
-    window = lookahead if tier is None else tier.levels.lookahead
-    prefetch = min(settings.prefetch, lookahead)
-    known, next_step = deque[_Batch](), 0  # from the one in training on
-
-    def prepare(batch: _Batch, critical_path: bool) -> bool:
-        if batch.ticket is None:
-            if tier is not None and batch.of_places is not None:
-                tier.claim(batch.keys, batch.of_places)
-            known_as, if_it_fits = batch.of_device, not critical_path
-            batch.ticket = cache.prepare(batch.keys, batch.lengths, critical_path, known_as, if_it_fits)
-            if tier is not None and batch.of_places is not None and batch.ticket is not None:
-                tier.release(batch.of_places)
-        return batch.ticket is not None
-
+    stages, next_step = _Stages(cache, settings, tier), 0
+    known = stages.known
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
         for step in range(steps):
             at_step(step)
-            while next_step < min(steps, step + window + 1):
+            while next_step < min(steps, step + stages.window + 1):
                 known.append(_Batch(*get(next_step)))
-                if tier is not None:
-                    keys = known[-1].keys
-                    known[-1].of_places = tier.know(keys if settings.policy.by_next_use else keys[:0])
                 next_step += 1
-            for batch in itertools.islice(known, lookahead + 1):
-                if not batch.is_known:
-                    batch.of_device, batch.is_known = cache.know(batch.keys, batch.lengths), True
-            prepare(known[0], critical_path=True)
+            stages.know()
+            stages.prepare(known[0], critical_path=True)
             at_batch(step, known[0].keys)
             cache.freeze_pins()
-            if tier is not None:
-                _claim_ahead(tier, known)
-            for batch in itertools.islice(known, 1, prefetch + 1):
-                if not prepare(batch, critical_path=False):
+            stages.claim_ahead()
+            for batch in itertools.islice(known, 1, stages.prefetch + 1):
+                if not stages.prepare(batch, critical_path=False):
                     break
             cache.unfreeze_pins()
             ticket = known.popleft().ticket
@@ -137,8 +118,40 @@ def run_stages(
             cache.release(ticket)
 
 
-def _claim_ahead(tier: FileTier, known: deque[_Batch]) -> None:
-    """Give the batches of the read-ahead their places, in their order, as far as there is room."""
-    waiting = itertools.islice(known, 1, tier.levels.read_ahead + 1)
-    ahead = [(each.keys, each.of_places) for each in waiting if each.ticket is None and each.of_places is not None]
-    tier.count_step(is_crowded=not all(tier.claim(*each) for each in ahead))
+class _Stages:
+    """The batches from the one in training on, and what happens to them."""
+
+    def __init__(self, cache: RowCache, settings: ReplaySettings, tier: FileTier | None) -> None:
+        self._cache, self._tier, self._by_next_use = cache, tier, settings.policy.by_next_use
+        self.window = settings.lookahead if tier is None else tier.levels.lookahead
+        self._lookahead = min(settings.lookahead, self.window)
+        self.prefetch = min(settings.prefetch, self._lookahead)
+        self.known = deque[_Batch]()
+
+    def know(self) -> None:
+        """Announce batches that came into a window: to the places, and to the device."""
+        for batch in self.known:
+            if self._tier is not None and batch.of_places is None:
+                batch.of_places = self._tier.know(batch.keys if self._by_next_use else batch.keys[:0])
+        for batch in itertools.islice(self.known, self._lookahead + 1):
+            if not batch.is_known:
+                batch.of_device, batch.is_known = self._cache.know(batch.keys, batch.lengths), True
+
+    def prepare(self, batch: _Batch, critical_path: bool) -> bool:
+        """Bring a batch's rows to the device; False if they do not fit beside those of earlier ones."""
+        if batch.ticket is None:
+            self._claim(batch)
+            known_as, if_it_fits = batch.of_device, not critical_path
+            batch.ticket = self._cache.prepare(batch.keys, batch.lengths, critical_path, known_as, if_it_fits)
+            if self._tier is not None and batch.of_places is not None and batch.ticket is not None:
+                self._tier.release(batch.of_places)
+        return batch.ticket is not None
+
+    def claim_ahead(self) -> None:
+        """Give the batches of the read-ahead their places, in their order, as far as there is room."""
+        if self._tier is not None:
+            ahead = itertools.islice(self.known, 1, self._tier.levels.read_ahead + 1)
+            self._tier.count_step(is_crowded=not all(self._claim(batch) for batch in ahead if batch.ticket is None))
+
+    def _claim(self, batch: _Batch) -> bool:
+        return self._tier is None or batch.of_places is None or self._tier.claim(batch.keys, batch.of_places)

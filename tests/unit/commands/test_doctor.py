@@ -244,9 +244,10 @@ def test_the_disk_of_a_runs_rows_is_measured(tmp_path: Path, capsys: pytest.Capt
     assert "cache.host_dir" not in capsys.readouterr().out
     assert doctor.main(["--json", "--config", str(filed)], healthy) == 0
     result = json.loads(capsys.readouterr().out)["checks"][-1]
-    assert re.fullmatch(
-        rf"[\d,]+ random pages and [\d.]+ [KMG]iB in order a second, in {tmp_path}/of rows", result["detail"]
-    )
+    told = rf"([\d,]+) random pages and [\d.]+ [KMG]iB in order a second, in {tmp_path}/of rows; in a topology's file, "
+    found = re.fullmatch(told + r"for plans: disk_pages_per_second = (\d+)", result["detail"])
+    assert found is not None
+    assert found[1].replace(",", "") == found[2]
     assert not list((tmp_path / "of rows").iterdir())
     assert doctor.main(["--config", str(filed), "--set", f"cache.host_dir={filed}/rows"], healthy) == 1
     assert "filed.toml/rows' cannot be made" in capsys.readouterr().out
