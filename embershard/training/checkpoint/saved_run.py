@@ -271,15 +271,17 @@ def compare(
 def _with_global_batch(
     checkpoint: Path, config: RunConfig, batch: int | None, saved: SavedRun, ranks: int
 ) -> RunConfig:
-    """Return the config with the saved global batch, if it asks for the saved samples per rank on other ranks.
+    """Return the config with the saved global batch, if it asks for the samples per rank of the run's settings: a resume
+    on other ranks kept the global batch, and so does one that goes on from there.
 
     Raises:
         CheckpointError: the ranks cannot share the batch evenly.
     """
     train = config.train
-    if batch is None or ranks == saved.world_size or train.global_batch_size is not None:
+    if batch is None or train.global_batch_size is not None:
         return config
-    if train.rank_batch_size(ranks) != (saved.rank_batch_size or batch / saved.world_size):
+    asked = train.rank_batch_size(ranks)
+    if asked != (saved.rank_batch_size or batch / saved.world_size) or asked * ranks == batch:
         return config
     if batch % ranks:
         raise CheckpointError(

@@ -163,6 +163,9 @@ def test_the_samples_per_step_stay_on_ranks_after_other_ranks(tmp_path):
     for changed in (96, 64):  # compared, and refused: also one that makes 128 on two ranks
         other = RunConfig(train=TrainConfig(batch_size=changed))
         assert _with_global_batch(tmp_path, other, 128, saved, ranks=4) == other
+    once_resumed = SimpleNamespace(world_size=4, rank_batch_size=128)  # on 4 ranks after 1: 32 samples each
+    assert _with_global_batch(tmp_path, config, 128, once_resumed, ranks=4) == kept
+    assert _with_global_batch(tmp_path, config, 128, once_resumed, ranks=1) == config, "the batch is the saved one"
     earlier = SimpleNamespace(world_size=2, rank_batch_size=None)
     assert _with_global_batch(tmp_path, other, 128, earlier, ranks=4).train.global_batch_size == 128
 
