@@ -28,6 +28,7 @@ from embershard.planning.predict import (
     shard_work,
 )
 from embershard.planning.request import LEAST_COLUMNS, PlanRequest, Workload
+from embershard.planning.search_loops import FORMULA, Machine
 from embershard.planning.simulate.pool_report import ShardReport
 from embershard.planning.simulate.step_replay import Pipeline, num_buckets, stage_seconds
 from embershard.sharding import memory_model
@@ -150,6 +151,21 @@ class CostArrays:
         """Return the bytes [...] of ranks with so much in memory, [..., columns]."""
         fixed, needed, held, batch, by_rows = _by_column(memory)
         return fixed + np.maximum(needed, held) + self.window.bytes_of(batch) + (by_rows > 0) * self.window.by_rows
+
+    @property
+    def machine(self) -> Machine:
+        """The formula and the limits, as the compiled loop of a search reads them."""
+        formula, window, pipeline = self.formula, self.window, self.formula.pipeline
+        is_ahead = pipeline.lookahead > 0
+        limits = [math.inf if limit is None else max(1.0, limit) for limit in (self.device_limit, self.host_limit)]
+        return Machine(
+            overlap=0 if pipeline.device == "cpu" else is_ahead + 1 + (is_ahead and pipeline.prefetch > 0),
+            ranks_per_node=self.ranks_per_node,
+            cores=pipeline.cores_for(self.world_size) or 0,
+            cores_copy=pipeline.cores_copy(self.world_size),
+            formula=np.array([getattr(formula, name) for name in FORMULA], float),
+            limits=np.array([*limits, window.most, window.least, window.limit, window.by_rows], float),
+        )
 
     @property
     def by_memory(self) -> CostArrays:
@@ -282,14 +298,6 @@ class StepFormula:
             ends = (cores * ranked[..., -1, :] + ranked[..., : local - cores, :].sum(axis=-2)) / local
             found[..., on_cores] = ends.max(axis=-2)
         return found
-
-    def slowest_with(self, totals: Floats, added: Floats) -> Floats:
-        """Return `slowest`, [..., R, columns], with the stages `added`, [..., stages], on each of the ranks in turn."""
-        num_ranks = totals.shape[-2]
-        if self.pipeline.cores_for(num_ranks) is not None:
-            return self.slowest(totals[..., None, :, :] + np.eye(num_ranks)[:, :, None] * added[..., None, None, :])
-        columns = self.columns(totals).max(axis=-2, keepdims=True)
-        return np.maximum(columns, self.columns(totals + added[..., None, :]))
 
     def seconds(self, maxima: Floats, num_groups: Floats | int) -> Floats:
         """Return the seconds of a step, [...], from the `slowest` columns, [..., columns]."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.planning.cost_arrays import STAGES, CostArrays, Option
+from embershard.planning.search_loops import FULLEST_SECONDS, PENALTY, SPREAD, prices
 from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import TablePlacement
 
@@ -28,12 +29,6 @@ _MOST_OUT = 6
 #: Share of a table's options that an insertion overlooks, so that it does not always end in the same placement (the
 #: "blinks" of Christiaens and Vanden Berghe 2020).
 _OVERLOOKED = 0.15
-#: Weight of the spread over the ranks beside the seconds of a step: it tells equal steps apart.
-_SPREAD = 0.02
-#: Worth of an empty fullest rank: it decides between placements that are as fast.
-_FULLEST_SECONDS = 1e-9
-#: Penalty, in steps, of a rank that needs twice its memory.
-_PENALTY = 100.0
 #: So close to what no placement is faster than, the search ends.
 _AS_GOOD = 1.0005
 #: It ends, too, after so many rounds (at least) in which the step became shorter by less than this share.
@@ -82,12 +77,13 @@ def local_search(
     found: dict[tuple[Choice, ...], tuple[float, float]] = {}
     rng = np.random.default_rng(seed)
     states: Iterable[_SearchState]
+    ways = [_ways(options) for options in costs.options]
     if begin:
-        states = _given(costs, begin)
+        states = _given(costs, ways, begin)
     elif first_types:
-        states = [_made(costs, types) for types in first_types]
+        states = [_made(_SearchState(costs, ways), types) for types in first_types]
     else:
-        states = _of_few_types(costs, iterations, found, rng)
+        states = _of_few_types(costs, ways, iterations, found, rng)
     for state in states:
         found.update(_improve(state, iterations, rng))
     best = sorted(found, key=lambda choices: found[choices])
@@ -101,10 +97,14 @@ def local_search(
 
 
 def _of_few_types(
-    costs: CostArrays, iterations: int, found: dict[tuple[Choice, ...], tuple[float, float]], rng: np.random.Generator
+    costs: CostArrays,
+    ways: Sequence[Sequence[_Way]],
+    iterations: int,
+    found: dict[tuple[Choice, ...], tuple[float, float]],
+    rng: np.random.Generator,
 ) -> list[_SearchState]:
     """Return the best placements after a few rounds with each set of types; `found` gets those on the way."""
-    states = [_made(costs, None, types) for types in _sets_of_types(costs)]
+    states = [_made(_SearchState(costs, ways, types), None) for types in _sets_of_types(costs)]
     for share, most in _HEATS:
         for state in states:
             found.update(_improve(state, math.ceil(share * iterations), rng))
@@ -119,22 +119,23 @@ def _sets_of_types(costs: CostArrays) -> list[frozenset[str]]:
     return list(dict.fromkeys([*few, frozenset(names)]))
 
 
-def _made(costs: CostArrays, types: Container[str] | None, only: frozenset[str] = frozenset()) -> _SearchState:
+def _made(state: _SearchState, types: Container[str] | None) -> _SearchState:
     """Place the tables with these types, those with most seconds first."""
-    state = _SearchState(costs, only)
     for table in state.by_size():
         state.insert(table, types)
     return state
 
 
-def _given(costs: CostArrays, given: Sequence[Sequence[TablePlacement]]) -> Iterator[_SearchState]:
+def _given(
+    costs: CostArrays, ways: Sequence[Sequence[_Way]], given: Sequence[Sequence[TablePlacement]]
+) -> Iterator[_SearchState]:
     """Yield the placements that these costs know, with caches of the size that fits best."""
     numbers = {size.table: number for number, size in enumerate(costs.tables)}
     for tables in given:
         own = [(costs.options_of(each), each) for each in tables if each.table in numbers]
         states = []
         for level in range(max((len(options) for options, _ in own), default=0) if all(o for o, _ in own) else 0):
-            states.append(_SearchState(costs))
+            states.append(_SearchState(costs, ways))
             for options, each in own:
                 states[-1].put(numbers[each.table], Choice(options[min(level, len(options) - 1)], each.ranks))
         if states:
@@ -185,11 +186,12 @@ class _SearchState:
     """A placement: the totals of all ranks, and where each table is.
 
     Args:
+        ways: of each table, to be placed.
         only: sharding types that tables are put back with, if they can be; what these exchange is paid for, with tables
             or without. Empty: all.
     """
 
-    def __init__(self, costs: CostArrays, only: frozenset[str] = frozenset()) -> None:
+    def __init__(self, costs: CostArrays, ways: Sequence[Sequence[_Way]], only: frozenset[str] = frozenset()) -> None:
         self._costs, ranks = costs, costs.world_size
         self._totals = np.tile(costs.base_seconds, (ranks, 1))
         self._memory = costs.rank_memory
@@ -199,9 +201,9 @@ class _SearchState:
         self._node_of = np.arange(ranks) // costs.ranks_per_node
         self._limit = math.inf if costs.device_limit is None else max(1.0, costs.device_limit)
         self._host_limit = math.inf if costs.host_limit is None else max(1.0, costs.host_limit)
-        self._only = [only & {option.sharding for option in options} or None for options in costs.options]
         self._paid = only
-        self._ways = [_ways(options) for options in costs.options]
+        self._ways = [[part for way in own if (part := way.of(only))] or own for own in ways] if only else ways
+        self._machine = costs.machine
 
     @property
     def num_tables(self) -> int:
@@ -290,23 +292,29 @@ class _SearchState:
             self._insert_on(table, self._costs.ranks[table] or ())
             return
         best, found, paid = math.inf, Choice(0, ()), self._groups.keys() | self._paid
-        types = self._only[table] if types is None else types
-        for way in self._ways[table]:
-            if types is not None and not any(name in types for name in way.types):
-                continue
+        ways = self._ways[table]
+        if types is not None:
+            ways = [part for way in ways if (part := way.of(types))]
+        for way in ways:
             groups = np.array([len(paid) + (group not in paid) for group in way.groups], float)
-            price = self._one_by_one if way.kind == "any" else self._block_by_block
-            values, ranks = price(way, self._totals + way.everywhere[:, None, :], groups)
-            values[[types is not None and name not in types for name in way.types]] = math.inf
+            values, ranks = self._prices(way, groups)
             if rng is not None:
                 values[rng.random(len(values)) < _OVERLOOKED] = math.inf
             place = int(values.argmin())
             if values[place] < best:
-                best, found = float(values[place]), Choice(way.numbers[place], tuple(ranks[place]))
+                best, found = float(values[place]), Choice(way.numbers[place], tuple(ranks[place].tolist()))
         if best == math.inf and rng is not None:
             self.insert(table)
         else:
             self.put(table, found)
+
+    def _prices(self, way: _Way, groups: Floats) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the value with each of the options, [O], and the best ranks for its shards, [O, N]."""
+        size, per_node, machine = self._costs.world_size, self._costs.ranks_per_node, self._machine
+        options = way.seconds, way.memory, way.host_bytes, way.everywhere, groups, way.on_one_node
+        now = self._totals, self._memory, self._host, {"any": 1, "node": per_node, "all": size}[way.kind]
+        run = machine.overlap, machine.ranks_per_node, machine.cores, machine.cores_copy
+        return prices(*options, *now, *run, machine.formula, machine.limits)
 
     def _insert_on(self, table: int, ranks: tuple[int, ...]) -> None:
         """Put a table on ranks that are decided, with the option that makes the step shortest there."""
@@ -318,119 +326,14 @@ class _SearchState:
                 self.take(table)
         self.put(table, Choice(min(values, key=values.__getitem__), ranks))
 
-    def _block_by_block(self, way: _Way, totals: Floats, groups: Floats) -> tuple[Floats, list[list[int]]]:
-        """Place the blocks of a table's columns one after the other, each on all ranks of a node of its own, or on all
-        ranks of the run; return the value with each of the options, [O], and the best ranks for its shards."""
-        size = self._costs.world_size
-        per_block = size if way.kind == "all" else self._costs.ranks_per_node
-        count, all_ranks = len(groups), np.arange(size).reshape(-1, per_block)
-        memory, host = np.tile(self._memory, (count, 1, 1)), np.tile(self._host, (count, 1))
-        ranks, taken = [list[int]() for _ in range(count)], np.zeros((count, len(all_ranks)), bool)
-        values = np.full(count, math.inf)
-        for first in range(0, way.seconds.shape[1], per_block):
-            block = slice(first, first + per_block)
-            cost = (way.seconds[:, block], way.memory[:, block], way.host_bytes[:, block])
-            tried = self._with_block(totals, *cost, memory, host, groups[:, None])
-            tried[taken] = math.inf
-            best = tried.argmin(axis=1)
-            values = tried.min(axis=1)
-            for place, node in enumerate(best.tolist()):
-                here = all_ranks[node]
-                ranks[place] += here.tolist()
-                totals[place, here] += way.seconds[place, block]
-                memory[place, here] += way.memory[place, block]
-                host[place, here] += way.host_bytes[place, block]
-                taken[place, node] = True
-        return values, ranks
-
-    def _one_by_one(self, way: _Way, totals: Floats, groups: Floats) -> tuple[Floats, list[list[int]]]:
-        """Place the shards of a table one after the other, each on a rank of its own; return what `_block_by_block`
-        does."""
-        count = len(groups)
-        memory, host = np.tile(self._memory, (count, 1, 1)), np.tile(self._host, (count, 1))
-        taken, ranks, every = np.zeros(host.shape, bool), [list[int]() for _ in range(count)], np.arange(count)
-        for shard in range(way.seconds.shape[1]):
-            cost = (way.seconds[:, shard], way.memory[:, shard], way.host_bytes[:, shard])
-            values = self._with_one(cost, totals, memory, host, groups[:, None])
-            values[taken] = math.inf
-            best = values.argmin(axis=1)
-            for place, rank in enumerate(best.tolist()):
-                ranks[place].append(rank)
-            taken[every, best] = True
-            if not shard and any(way.on_one_node):
-                taken |= (self._node_of != self._node_of[best][:, None]) & np.array(way.on_one_node)[:, None]
-            totals[every, best] += cost[0]
-            memory[every, best] += cost[1]
-            host[every, best] += cost[2]
-        return values[every, best], ranks
-
-    def _with_one(
-        self, cost: tuple[Floats, Floats, Floats], totals: Floats, memory: Floats, host: Floats, groups: Floats
-    ) -> Floats:
-        """Return the value, [O, R], with one shard of each option on each of the ranks, whose totals are these.
-
-        Args:
-            cost: of the shards: seconds, memory and host bytes.
-        """
-        formula, (seconds, added_memory, host_bytes) = self._costs.formula, cost
-        load, added = totals.sum(axis=-1), seconds.sum(axis=-1)[:, None]
-        spread = np.sqrt((np.square(load).sum(axis=-1, keepdims=True) + 2 * load * added + added**2) / load.shape[-1])
-        value = formula.seconds(formula.slowest_with(totals, seconds), groups) + _SPREAD * spread
-        if self._limit < math.inf:
-            bytes_now = self._costs.device_bytes(memory)
-            bytes_then = self._costs.device_bytes(memory + added_memory[:, None])
-            over, then = (np.maximum(0.0, taken - self._limit) for taken in (bytes_now, bytes_then))
-            excess = (over.sum(axis=1, keepdims=True) + then - over) / self._limit
-            fullest = np.maximum(bytes_now.max(axis=1, keepdims=True), bytes_then) / self._limit
-            value = (value + _FULLEST_SECONDS * fullest) * (1 + _PENALTY * excess)
-        if self._host_limit < math.inf:
-            of_node = self._of_nodes(host)[:, self._node_of]
-            over = np.maximum(0.0, of_node - self._host_limit)
-            then = np.maximum(0.0, of_node + host_bytes[:, None] - self._host_limit)
-            value = value * (1 + _PENALTY * (over.sum(axis=1, keepdims=True) + then - over) / self._host_limit)
-        return np.asarray(value)
-
-    def _with_block(
-        self,
-        totals: Floats,
-        seconds: Floats,
-        added_memory: Floats,
-        host_bytes: Floats,
-        memory: Floats,
-        host: Floats,
-        groups: Floats,
-    ) -> Floats:
-        """Return the value, [O, nodes], with a block of shards, one for each rank, on each of the nodes."""
-        formula, by_node = self._costs.formula, (len(totals), -1, seconds.shape[1])
-        now = totals.reshape(*by_node, totals.shape[-1])
-        then = now + seconds[:, None]
-        loads, loads_then = (np.square(each.sum(axis=-1)).sum(axis=-1) for each in (now, then))
-        spread = np.sqrt((loads.sum(axis=-1, keepdims=True) - loads + loads_then) / totals.shape[1])
-        slowest = np.maximum(formula.slowest(totals)[:, None], formula.slowest(then))
-        value, excess = formula.seconds(slowest, groups) + _SPREAD * spread, np.zeros_like(spread)
-        if self._limit < math.inf:
-            kept = memory.reshape(*by_node, memory.shape[-1])
-            taken, taken_then = (self._costs.device_bytes(each) for each in (kept, kept + added_memory[:, None]))
-            fullest = np.maximum(taken.max(axis=(1, 2))[:, None], taken_then.max(axis=-1))
-            value = value + _FULLEST_SECONDS * fullest / self._limit
-            over, over_then = (np.maximum(0.0, each - self._limit).sum(axis=-1) for each in (taken, taken_then))
-            excess += (over.sum(axis=-1, keepdims=True) - over + over_then) / self._limit
-        if self._host_limit < math.inf:
-            nodes, added = self._of_nodes(host), self._of_nodes(host_bytes)  # one node, or all of them
-            over, over_then = (np.maximum(0.0, each - self._host_limit) for each in (nodes, nodes + added))
-            others = over.sum(axis=-1, keepdims=True) - over if added.shape[1] == 1 else 0.0
-            by_place = over_then if added.shape[1] == 1 else over_then.sum(axis=-1, keepdims=True)
-            excess += (others + by_place) / self._host_limit
-        return np.asarray(value * (1 + _PENALTY * excess))
-
     def _of_totals(self, totals: Floats, memory: Floats, host: Floats, groups: Floats | int) -> Floats:
         """Return the value, [...], of totals [..., R, stages]."""
         formula = self._costs.formula
         seconds = formula.seconds(formula.slowest(totals), groups)
         spread = np.sqrt(np.square(totals.sum(axis=-1)).mean(axis=-1))
         if self._limit < math.inf:
-            seconds = seconds + _FULLEST_SECONDS * self._costs.device_bytes(memory).max(axis=-1) / self._limit
-        return np.asarray((seconds + _SPREAD * spread) * (1 + _PENALTY * self._excess(memory, host)))
+            seconds = seconds + FULLEST_SECONDS * self._costs.device_bytes(memory).max(axis=-1) / self._limit
+        return np.asarray((seconds + SPREAD * spread) * (1 + PENALTY * self._excess(memory, host)))
 
     def _excess(self, memory: Floats, host: Floats) -> Floats:
         """Return by how much the ranks are over their memory, and the nodes over theirs, relative to it, [...]."""
@@ -459,7 +362,7 @@ class _Way:
         host_bytes: [O, N].
         everywhere: [O, stages] on all ranks.
         types, groups: of the options.
-        on_one_node: the shards need ranks of one node.
+        on_one_node: [O] the shards need ranks of one node.
     """
 
     numbers: tuple[int, ...]
@@ -470,7 +373,24 @@ class _Way:
     everywhere: Floats
     types: tuple[str, ...]
     groups: tuple[str, ...]
-    on_one_node: tuple[bool, ...]
+    on_one_node: NDArray[np.bool_]
+
+    def of(self, types: Container[str]) -> _Way | None:
+        """Return those options that have one of these types; None: none has."""
+        kept = [number for number, name in enumerate(self.types) if name in types]
+        if len(kept) in (0, len(self.types)):
+            return self if kept else None
+        return _Way(
+            tuple(self.numbers[number] for number in kept),
+            self.kind,
+            self.seconds[kept],
+            self.memory[kept],
+            self.host_bytes[kept],
+            self.everywhere[kept],
+            tuple(self.types[number] for number in kept),
+            tuple(self.groups[number] for number in kept),
+            self.on_one_node[kept],
+        )
 
 
 def _ways(options: Sequence[Option]) -> list[_Way]:
@@ -486,7 +406,7 @@ def _ways(options: Sequence[Option]) -> list[_Way]:
         everywhere[:, STAGES.index("lookup")] = [option.row_id_seconds for option in own]
         seconds, memory, host = (np.array([getattr(o, n) for o in own]) for n in ("seconds", "memory", "host_bytes"))
         types = tuple(option.sharding for option in own)
-        on_one_node = tuple(SHARDING_TYPES[name].on_one_node for name in types)
+        on_one_node = np.array([SHARDING_TYPES[name].on_one_node for name in types])
         groups = tuple(option.group for option in own)
         found.append(_Way(tuple(numbers), kind, seconds, memory, host, everywhere, types, groups, on_one_node))
     return found

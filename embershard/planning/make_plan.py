@@ -44,14 +44,14 @@ _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_by
 _ROOMS = (1.0, 0.97, 0.93, 0.87, 0.8)
 #: So far above what the search tells, a step is as it was told.
 _AS_TOLD = 0.02
-_ITERATIONS, _MOST_FOUND = 300, 3
-_ITERATIONS_PER_TABLE = 40
+_ITERATIONS, _MOST_FOUND = 900, 3
+_ITERATIONS_PER_TABLE = 120
 #: Memory, relative to what resident tables take on average, with which no table need be cached.
 _MUCH_ROOM = 1.6
 _MOSTLY = 0.5  # of the misses: with more first touches, hit rates say little of a cache's size
 #: A step that is slower by this share is as fast.
 _AS_FAST = 1e-9
-#: So close to the bound a plan is good enough; else TorchRec's planner is asked, too.
+#: So close to the bound a plan is good enough; else the search goes on from it.
 _CLOSE = 0.005
 _FAR = 0.01  # from it: a tighter bound is looked for
 _MOST_FOR_TORCHREC = 2500  # tables times ranks: about 20 seconds of the processor
@@ -102,7 +102,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
     needs: list[LeastNeed] = []
     gap = bound.gap(min(each.step_seconds for each in found)) if found and bound is not None else 0.0
     if not found or not -_AS_FAST <= gap <= _CLOSE:  # a bound above a plan is none
-        if not found or _is_for_torchrec(request):
+        if not found:
             needs = least_needs(request)
             found += all_sized(request, [*(need.tables for need in needs), *by_torchrec(request, needs[0])])
         if found:

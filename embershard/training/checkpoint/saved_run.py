@@ -271,8 +271,8 @@ def compare(
 def _with_global_batch(
     checkpoint: Path, config: RunConfig, batch: int | None, saved: SavedRun, ranks: int
 ) -> RunConfig:
-    """Return the config with the saved global batch, if it asks for the samples per rank of the run's settings: a resume
-    on other ranks kept the global batch, and so does one that goes on from there.
+    """Return the config with the saved global batch, if it asks for the samples per rank of the run's settings: a
+    resume on other ranks kept the global batch, and so does one that goes on from there.
 
     Raises:
         CheckpointError: the ranks cannot share the batch evenly.
