@@ -28,6 +28,21 @@ _LENGTH_BYTES = _FLOAT_BYTES = 4
 #: model 128 batches of 65,536 samples with 26 ids take 4.9 GiB of a GPU that trains alone, and 7.5 GiB of each of two.
 MAX_KNOWN_BYTES = 2**33
 
+#: Default host memory for batches that only files' memory knows, on a rank with a GPU.
+MAX_KNOWN_HOST_BYTES = 2**35
+#: Most batches behind the one in training that a GPU knows, where rows are in a file. The slots hold the rows of far
+#: fewer batches; host memory, which holds those of many more, knows all.
+DEVICE_LOOKAHEAD = 128
+
+
+def device_lookahead(lookahead: int, has_files: bool, device: str) -> int:
+    """Return how many batches behind the one in training the caches of a rank know, with this look-ahead.
+
+    >>> device_lookahead(2000, has_files=True, device="cuda"), device_lookahead(2000, has_files=True, device="cpu")
+    (128, 2000)
+    """
+    return min(lookahead, DEVICE_LOOKAHEAD) if has_files and device == "cuda" else lookahead
+
 
 @dataclass(frozen=True)
 class RankMemory:

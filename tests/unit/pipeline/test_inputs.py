@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from embershard.data import Batch
-from embershard.pipeline.module_input import tensors_of
+from embershard.pipeline.batch_tensors import tensors_of
 
 
 class _Streamable(Multistreamable):

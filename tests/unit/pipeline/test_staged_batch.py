@@ -153,6 +153,8 @@ def test_a_batch_that_nobody_writes_to_trains(kind: Any) -> None:
 class Sized:
     """A staged batch of so many ids, each of which takes 20 bytes."""
 
+    is_away = False
+
     def __init__(self, num_ids: int) -> None:
         self.num_ids, self.known_bytes = num_ids, 20 * num_ids
 
