@@ -218,8 +218,8 @@ class FiledRowCache(RowCache):
 
     def _execute(self, plan: CachePlan, known: KnownBatch | None, *rest: Any) -> torch.cuda.Event | None:
         announced = self._forgotten(known)
-        self.filed.bring_in(plan.fill_keys.cpu(), None if announced is None else announced.known)
-        moved, landed = plan.evicted_keys, self._landing
+        filled, moved, landed = plan.fill_keys.cpu(), plan.evicted_keys, self._landing
+        self.filed.bring_in(filled, None if announced is None else announced.known)
         try:
             return super()._execute(plan, known, *rest)
         except BaseException:
@@ -228,7 +228,8 @@ class FiledRowCache(RowCache):
             moved = moved[self._map.lookup(moved) == 0]
             raise
         finally:
-            self.filed.give_back(landed if moved.is_cuda else moved)
+            # A row that comes again right behind the plan that evicted it is lent again, not given back.
+            self.filed.give_back(landed[~torch.isin(landed, filled)] if moved.is_cuda else moved)
             self._landing = moved.cpu() if moved.is_cuda else landed
 
 

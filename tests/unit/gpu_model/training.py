@@ -38,6 +38,7 @@ from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.cache.tickets import Ticket
+from embershard.pipeline import look_ahead
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.pipelined_forward import PipelinedForward
 from embershard.pipeline.worker import CacheWorker
@@ -46,7 +47,7 @@ from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
 from tests.unit.cache.torch_operations import torch_planning
-from tests.unit.gpu_model.device import CUDA, HOST, Gpu, GpuTensor, Stream, out_of_sight
+from tests.unit.gpu_model.device import CUDA, HOST, Event, Gpu, GpuTensor, Stream, out_of_sight
 
 DIM = 4
 BATCH = 8
@@ -64,7 +65,8 @@ class Setting:
     the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies. ``lazy``: host rows are
     made when they are first touched, two at a time. ``small``: their type in host memory, "int8" or "fp16".
     ``kernels``: Triton's interpreter runs the planning kernels, slowly; otherwise torch's operations do their work.
-    ``filed``: host rows are in a file, but for so many."""
+    ``filed``: host rows are in a file, but for so many; ``near``: so many batches behind the first one are on the device
+    then; ``is_quick``: events are over when the host asks."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
@@ -88,6 +90,8 @@ class Setting:
     lazy: bool = False
     small: Any = None
     filed: int | None = None
+    near: int | None = None
+    is_quick: bool = False
 
     @property
     def full(self) -> Tensor:
@@ -274,6 +278,8 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
 
         if not setting.kernels:
             stack.enter_context(torch_planning())
+        if setting.is_quick:
+            stack.enter_context(mock.patch.object(Event, "query", _is_over))
 
         def end_locking() -> None:
             may_lock.set()
@@ -286,6 +292,12 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
         model = Module(_pool(setting, gpu, folder), setting.rows, setting.elsewhere)
         stack.enter_context(mock.patch.object(embeddings, "_release_after_backward", model.keep))
         yield gpu, model, may_lock
+
+
+def _is_over(event: Event) -> bool:
+    """In place of `Event.query`: the host sees what was queued before the event, which it did not wait for."""
+    Gpu.active().clocks.all_streams_wait_for_event(event.number)
+    return True
 
 
 def _pool(setting: Setting, gpu: Gpu, folder: str) -> CachedTableBatchedEmbeddings:
@@ -560,7 +572,9 @@ def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
         model.forward = forward  # type: ignore[method-assign]
         return [forward]
 
-    loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
+    near = look_ahead.device_lookahead if setting.near is None else lambda *rest: setting.near
+    with mock.patch.object(look_ahead, "device_lookahead", near):
+        loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
     loop._inputs.forwards = forwards(None, None, loop._inputs.step, None)
     loop._inputs._handle = SimpleNamespace(remove=lambda: None)
     loop._worker = None if setting.worker is None else _Worker(setting.worker == "at once")  # type: ignore[assignment]
