@@ -39,8 +39,8 @@ class ModuleInput:
         self._is_sent = False
         self._received: Any = None
         self._groups: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] | None = None
-        self._far: dict[int, Announcement] = {}  # by pool
-        self._known: dict[int, Known] = {}
+        self._far: dict[CachedTableBatchedEmbeddings, Announcement] = {}
+        self._known: dict[int, Known] = {}  # by pool
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
         self.is_used = False
@@ -71,9 +71,9 @@ class ModuleInput:
     def announce(self) -> None:
         """Tell host memory in front of files when the batch's rows are used, before `know` tells the caches. A second
         call does nothing."""
-        for number, (pool, features) in enumerate(self._pools):
-            if pool.filed is not None and number not in self._far:
-                self._far[number] = pool.announce(features)
+        for pool, features in self._pools:
+            if pool.filed is not None and pool not in self._far:
+                self._far[pool] = pool.announce(features)
 
     @is_stage("know")
     def know(self, others: Sequence[ModuleInput] = ()) -> None:
@@ -83,10 +83,10 @@ class ModuleInput:
         for number, (pool, _) in enumerate(self._pools):
             if any(number not in each._known for each in together):
                 features = [each._pools[number][1] for each in together]
-                known = pool.know_together(features, [each._far.get(number) for each in together])
+                known = pool.know_together(features, [each._far.get(pool) for each in together])
                 for each, own in zip(together, known, strict=True):
                     each._known[number] = own
-                    each._far.pop(number, None)
+                    each._far.pop(pool, None)
 
     def file(self) -> bool:
         """Let the batch's rows be in host memory soon, of tables in a file; False if they do not fit there yet."""
@@ -95,10 +95,11 @@ class ModuleInput:
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot the batch."""
-        for number, (pool, _) in enumerate(self._pools):
-            if pool in pools:
-                self._known.pop(number, None)
-                self._far.pop(number, None)
+        for pool in pools:
+            self._far.pop(pool, None)
+        for number in list(self._known):
+            if self._pools[number][0] in pools:
+                del self._known[number]
 
     @property
     def num_ids(self) -> int:
@@ -183,7 +184,7 @@ class ModuleInput:
                 ticket.cancel()
         if self._far or any(known is not None for known in self._known.values()):
             for number, (pool, features) in enumerate(self._pools):
-                pool.skip(features, self._known.get(number, self._far.get(number)))
+                pool.skip(features, self._known.get(number, self._far.get(pool)))
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until `stream` is done with it."""
