@@ -18,6 +18,8 @@ import torch
 
 from embershard.cache import key_map as key_entries
 from embershard.cache import next_use as next_use_index
+from embershard.cache.file.filed_cache import FiledRowCache
+from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.guards import StreamOrder
 from embershard.cache.planner import CacheGrowthWarning
@@ -27,6 +29,7 @@ from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.transfer import StagedTransfer, _Buffer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError
+from embershard.pipeline.batch_tensors import HostCopy
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.staged_batch import Streams
@@ -157,6 +160,29 @@ def test_nothing_goes_wrong_when_copies_fail(copy: str, transfer: Any) -> None:
     setting = Setting(transfer="staged" if transfer is StagedTransfer else None, steps=18)
     with mock.patch.object(transfer, copy, fails):
         assert problems_of(setting) == []
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before it", "behind it"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(FiledRowCache, "announce"), (FiledRows, "know"), (RowCache, "know"), (HostCopy, "__init__"), (HostCopy, "restore")],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_nothing_goes_wrong_when_a_batch_fails_to_go_far_or_near(owner: Any, name: str, is_done: bool) -> None:
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def fails(self: Any, *given: Any) -> Any:
+        is_last = next(calls) % 5 == 0
+        if is_last and not is_done:
+            raise OSError(f"{name} failed")
+        found = original(self, *given)
+        if is_last:
+            raise OSError(f"{name} failed")
+        return found
+
+    with mock.patch.object(owner, name, fails):
+        assert problems_of(dataclasses.replace(FILED["far"], steps=24)) == []
+    assert next(calls) > 10
 
 
 @pytest.mark.parametrize("waits", [True, False])
