@@ -11,7 +11,14 @@ from embershard.cache.config import CacheConfig
 from embershard.cache.rows.sizes import FILE_BUFFER_BYTES, FILED_ROW_BYTES, PLACE_BYTES
 from embershard.data import schema_of
 from embershard.distributed import Ranks
-from embershard.sharding.memory_model import planned_slots, pool_memory, rank_memory, slots_without_plan
+from embershard.sharding.memory_model import (
+    device_lookahead,
+    known_host_bytes,
+    planned_slots,
+    pool_memory,
+    rank_memory,
+    slots_without_plan,
+)
 from embershard.sharding.plan import Plan
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.shards import PoolKey, TablePlacement
@@ -128,6 +135,8 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host["weights"] += sum(shard.host_bytes for shard in cached) - states
         host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps")})
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
+        if config.cache.host == "file":
+            host["known_batches"] += known_host_bytes(model, here, arriving, shape, per_sample, _known(config))
         host["runtime"] += _RUNTIME_BYTES
     taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
     by_device = tuple(+(each | Counter(marks=own["marks"])) for each, own in taken)
@@ -170,7 +179,7 @@ def _move_to_files(config: RunConfig, host: Counter[str], shards: Sequence[Seque
 def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
     depths, cache = config.look_ahead, config.cache if config.cache.enabled else CacheConfig()
     policy = cache.policy_for(config.cache.enabled and config.has_profile)  # a disabled one's is not asked for
-    known = min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
+    known = device_lookahead(_known(config), cache.host == "file", ranks.device)
     return RunShape(
         ranks.world_size,
         ranks.ranks_per_node,
@@ -181,6 +190,10 @@ def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
         mode_memory=config.sharding.mode_memory,
         accumulate=config.train.accumulate,
     )
+
+
+def _known(config: RunConfig) -> int:
+    return min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
 
 
 def _shards(config: RunConfig, model: ModelSize, shape: RunShape, plan: Plan | None) -> list[list[PlacedShard]]:
@@ -253,6 +266,6 @@ def _read_ahead_bytes(config: RunConfig, model: ModelSize, lookups: int, shape: 
     data = config.data
     numbers = schema_of(data).num_dense + 1
     sample_bytes = numbers * _FLOAT_BYTES + lookups * _ID_BYTES + len(model.tables) * _LENGTH_BYTES
-    batches = data.prefetch_batches + shape.cache.lookahead
+    batches = data.prefetch_batches + _known(config)
     chunks = _KEPT_CHUNKS * max(1, data.num_workers)
     return (batches * shape.batch_size + chunks * data.chunk_rows) * sample_bytes
