@@ -69,7 +69,8 @@ def _slots(cls: type) -> list[str]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    found = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    cls: type = type(value)
+    found = {name: getattr(value, name) for name in _slots(cls) if hasattr(value, name)}
     return {**found, **getattr(value, "__dict__", {})}
 
 
@@ -171,11 +172,12 @@ def _rebuilt(value: Any, replaced: Callable[[Any], Any], done: dict[int, tuple[A
         return value
     if id(value) in done:  # parts may refer back to the whole
         return done[id(value)][1]
+    has_parts = _reader(cls) is not None
     if issubclass(cls, Tensor | _Away):
         made = replaced(value)
         done[id(value)] = value, made
         return made
-    if _reader(cls) is None:
+    if not has_parts:
         return value
     if issubclass(cls, tuple):  # whose parts cannot be set
         made = tuple.__new__(cls, [_rebuilt(part, replaced, done) for part in value])

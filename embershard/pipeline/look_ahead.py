@@ -14,10 +14,9 @@ The step of batch i, with a full window; P is the prefetch depth, L the look-ahe
 * the caller's or the worker, whichever makes steps shorter (`WorkerTrial`).
 
 `LookAheadPipeline.step` runs them: `_advance` before the step, `_look_ahead` beside it, `_pay_debts` behind its
-backward. Knowing costs a few bytes per id; holding rows costs slots. That is why there are two depths. On a GPU, a batch takes
-device memory from its arrival on. With rows in a file L is large, and there is a third depth: only the `near` batches
-are known to the caches and on the device; of the far ones, host memory in front of the file knows, and has what was on
-the device. They come back when they are near.
+backward. Knowing costs a few bytes per id; holding rows costs slots. That is why there are two depths. On a GPU with
+rows in a file there is a third: batches that are far are known to host memory in front of the file alone, and take no
+memory of the device until they come near (`Window`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""One sharded module's input for one batch, taken out of the model's forward and run ahead of it; and the check that the
-forward then gets what was announced.
+"""One sharded module's input for one batch, taken out of the model's forward and run ahead of it; and the check that
+the forward then gets what was announced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -82,9 +82,7 @@ class FiledRowCache(RowCache):
             self._tell(None)
             return announced
 
-    def know(
-        self, keys: Tensor, feature_lengths: Tensor, announced: Announcement | None = None
-    ) -> KnownBatch | None:
+    def know(self, keys: Tensor, feature_lengths: Tensor, announced: Announcement | None = None) -> KnownBatch | None:
         """As every cache; `announced` is the result of `announce` for the batch, if it was called."""
         with self._lock, torch.no_grad():
             known = super().know(keys, feature_lengths)

@@ -165,7 +165,10 @@ def test_nothing_goes_wrong_when_copies_fail(copy: str, transfer: Any) -> None:
 @pytest.mark.parametrize("is_done", [False, True], ids=["before it", "behind it"])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(FiledRowCache, "announce"), (FiledRows, "know"), (RowCache, "know"), (HostCopy, "__init__"), (HostCopy, "restore")],
+    [
+        *((FiledRowCache, "announce"), (FiledRows, "know"), (RowCache, "know")),
+        *((HostCopy, "__init__"), (HostCopy, "restore")),
+    ],
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_nothing_goes_wrong_when_a_batch_fails_to_go_far_or_near(owner: Any, name: str, is_done: bool) -> None:

@@ -65,8 +65,8 @@ class Setting:
     the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies. ``lazy``: host rows are
     made when they are first touched, two at a time. ``small``: their type in host memory, "int8" or "fp16".
     ``kernels``: Triton's interpreter runs the planning kernels, slowly; otherwise torch's operations do their work.
-    ``filed``: host rows are in a file, but for so many; ``near``: so many batches behind the first one are on the device
-    then; ``is_quick``: events are over when the host asks."""
+    ``filed``: host rows are in a file, but for so many; ``near``: so many batches behind the first one are on the
+    device then; ``is_quick``: events are over when the host asks."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
