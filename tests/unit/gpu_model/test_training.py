@@ -413,6 +413,38 @@ def test_a_window_that_memory_cuts_says_so_once(most: int, is_cut: bool, caplog:
     assert len(told) == is_cut
 
 
+@pytest.mark.parametrize(
+    ("limits", "cut"),
+    [
+        ({"max_known_bytes": 5_000}, None),
+        ({"max_known_bytes": 5_000, "max_known_host_bytes": 20_000}, "max_known_host_bytes"),
+    ],
+)
+def test_the_limit_of_the_device_moves_batches_of_a_file_away(
+    limits: dict[str, int], cut: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of host memory cut the window."""
+    setting = dataclasses.replace(FILED["all near"], lookahead=40, steps=48, near=30, left_after=3, prefetch=1)
+    pipeline, stats = functools.partial(LookAheadPipeline, **limits), []
+    make = training._pipeline
+
+    def make_pipeline(*given: Any) -> LookAheadPipeline:
+        stats.append(make(*given))
+        return stats[0]
+
+    with (
+        mock.patch.object(training, "LookAheadPipeline", pipeline),
+        mock.patch.object(training, "_pipeline", make_pipeline),
+        modelled(setting) as (_, model, may_lock),
+    ):
+        train(setting, model, may_lock)
+        found = stats[0].stats()
+    told = [record.message for record in caplog.records if "of lookahead=40 batches are known" in record.message]
+    assert [cut in message for message in told] == ([True] if cut else [])
+    assert (found.lookahead_min < 40) == (cut is not None)
+    assert found.max_known_bytes < 3 * 5_000
+
+
 def test_ids_are_received_a_step_after_they_were_sent() -> None:
     """They are sent behind the collectives of a backward pass: received at once, they would make the host wait for
     it."""
