@@ -179,10 +179,12 @@ def _rebuilt(value: Any, replaced: Callable[[Any], Any], done: dict[int, tuple[A
         return made
     if not has_parts:
         return value
+    if issubclass(cls, list | dict):
+        parts = value.values() if issubclass(cls, dict) else value
+        if _LEAVES.issuperset(map(type, parts)):  # most lists are of names or numbers
+            return value
     if issubclass(cls, tuple):  # whose parts cannot be set
         made = tuple.__new__(cls, [_rebuilt(part, replaced, done) for part in value])
-    elif issubclass(cls, list) and all(type(part) in _LEAVES for part in value):
-        return value
     else:
         made = copy.copy(value)
     done[id(value)] = value, made
@@ -190,5 +192,6 @@ def _rebuilt(value: Any, replaced: Callable[[Any], Any], done: dict[int, tuple[A
         for key, part in list(value.items() if issubclass(cls, dict) else enumerate(value)):
             made[key] = _rebuilt(part, replaced, done)
     for name, part in _attributes(value).items():
-        object.__setattr__(made, name, _rebuilt(part, replaced, done))
+        if (new := _rebuilt(part, replaced, done)) is not part:
+            object.__setattr__(made, name, new)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -137,6 +138,13 @@ def test_what_others_have_too_and_what_is_elsewhere_stays():
     back = away.restore()
     assert back.first is not shared
     assert [back.second[number] is one.second[number] for number in range(4)] == [True] * 4
+
+
+def test_maps_of_other_classes_come_back_too():
+    batch = collections.defaultdict(list, {"ids": torch.arange(3)})
+    away = HostCopy(batch, CPU)
+    batch["ids"].fill_(9)
+    assert (type(away.restore()), away.restore()["ids"].tolist()) == (collections.defaultdict, [0, 1, 2])
 
 
 def test_a_batch_that_refers_to_itself_comes_back_so():
