@@ -108,6 +108,11 @@ class NextUseIndex:
         """Memory of the chains, in bytes: at most four times the need at the time a batch last became known."""
         return self._next_batch.nbytes
 
+    @property
+    def knows_most(self) -> bool:
+        """True if half of the numbers of uses are taken by known batches: with all of them, uses would be mixed up."""
+        return bool(self._known) and 2 * (self._end - self._known[0].first_use) >= _WRAP
+
     def know(self, keys: Tensor, feature_lengths: Tensor | None = None) -> KnownBatch:
         """Append a batch to the known ones.
 

@@ -1,22 +1,17 @@
-"""One sharded module's input for one batch, taken out of the model's forward and run ahead of it; the check that the
-forward then gets what was announced; and the tensors in batches of any class.
+"""One sharded module's input for one batch, taken out of the model's forward and run ahead of it; and the check that
+the forward then gets what was announced.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Multistreamable
 
+from embershard.cache.file.filed_cache import Announcement
 from embershard.cache.gpu.readback import Reads
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
@@ -29,9 +24,9 @@ from embershard.stages import is_stage
 class ModuleInput:
     """The input of one sharded module for one batch, from the all-to-all to the forward.
 
-    The constructor starts the all-to-all; then, in this order: :meth:`send`, :meth:`receive`, :meth:`know`,
-    :meth:`make_resident` until it returns True, :meth:`forward` if at all, :meth:`close`. The constructor, `send`,
-    `receive` and `forward` are collective.
+    The constructor starts the all-to-all; then, in this order: :meth:`send`, :meth:`receive`, :meth:`announce` if at
+    all, :meth:`know`, :meth:`make_resident` until it returns True, :meth:`forward` if at all, :meth:`close`. The
+    constructor, `send`, `receive` and `forward` are collective.
     """
 
     def __init__(self, module: ShardedModule, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -43,6 +38,7 @@ class ModuleInput:
         self._is_sent = False
         self._received: Any = None
         self._groups: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] | None = None
+        self._far: dict[CachedTableBatchedEmbeddings, Announcement] = {}
         self._known: dict[int, Known] = {}  # by pool
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
@@ -71,15 +67,25 @@ class ModuleInput:
         return self._groups
 
     @is_stage("know")
+    def announce(self) -> None:
+        """Tell host memory in front of files when the batch's rows are used, before `know` tells the caches. A second
+        call does nothing."""
+        for pool, features in self._pools:
+            if pool.filed is not None and pool not in self._far:
+                self._far[pool] = pool.announce(features)
+
+    @is_stage("know")
     def know(self, others: Sequence[ModuleInput] = ()) -> None:
         """Tell the caches when the batch's rows are used; and those of the module's `others`, which train together with
         it. What an interrupt cut off goes on."""
         together = [self, *others]
         for number, (pool, _) in enumerate(self._pools):
             if any(number not in each._known for each in together):
-                known = pool.know_together([each._pools[number][1] for each in together])
+                features = [each._pools[number][1] for each in together]
+                known = pool.know_together(features, [each._far.get(pool) for each in together])
                 for each, own in zip(together, known, strict=True):
                     each._known[number] = own
+                    each._far.pop(pool, None)
 
     def file(self) -> bool:
         """Let the batch's rows be in host memory soon, of tables in a file; False if they do not fit there yet."""
@@ -88,9 +94,11 @@ class ModuleInput:
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot the batch."""
-        for number, (pool, _) in enumerate(self._pools):
-            if pool in pools:
-                self._known.pop(number, None)
+        for pool in pools:
+            self._far.pop(pool, None)
+        for number in list(self._known):
+            if self._pools[number][0] in pools:
+                del self._known[number]
 
     @property
     def num_ids(self) -> int:
@@ -101,6 +109,10 @@ class ModuleInput:
     def kept(self) -> Any:
         """What it keeps of the batch until the batch trains: the ids, and what the module notes of them."""
         return self._received, self._context
+
+    @kept.setter
+    def kept(self, kept: Any) -> None:
+        (self._received, self._context), self._groups = kept, None
 
     @property
     def known_uses_bytes(self) -> int:
@@ -169,9 +181,9 @@ class ModuleInput:
                 not ticket.released and not ticket.held
             ):  # a forward without a backward may hold it, too, and be kept for long
                 ticket.cancel()
-        if any(known is not None for known in self._known.values()):
+        if self._far or any(known is not None for known in self._known.values()):
             for number, (pool, features) in enumerate(self._pools):
-                pool.skip(features, self._known.get(number))
+                pool.skip(features, self._known.get(number, self._far.get(pool)))
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until `stream` is done with it."""
@@ -242,69 +254,3 @@ def _versions(parts: Mapping[str, torch.Tensor]) -> list[int | None]:
 def features_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeyedJaggedTensor | None:
     """Return the features among a forward's arguments, or None."""
     return next((value for value in [*args, *kwargs.values()] if isinstance(value, KeyedJaggedTensor)), None)
-
-
-_LEAVES = frozenset({int, str, float, bool, type(None)})
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return all tensors in a batch, a module's input or its context: in containers, dataclasses, and attributes of
-    objects that can be moved to a device.
-
-    >>> [tensor.numel() for tensor in tensors_of({"dense": torch.zeros(3), "labels": [torch.zeros(2)]})]
-    [3, 2]
-    """
-    found: list[torch.Tensor] = []
-    _collect(value, found, set())
-    return found
-
-
-def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
-    cls: type = type(value)
-    if cls in _LEAVES:  # most lists are of names or numbers
-        return
-    parts_of = _reader(cls)
-    if parts_of is None:
-        if issubclass(cls, torch.Tensor):
-            found.append(value)
-    elif id(value) not in seen:  # parts may refer back to the whole
-        seen.add(id(value))
-        for part in parts_of(value):
-            _collect(part, found, seen)
-
-
-@functools.cache
-def _reader(cls: type) -> Callable[[Any], Any] | None:
-    """Return the function that gives what an object of this class consists of; None for tensors and other values."""
-    if issubclass(cls, KeyedJaggedTensor):
-        return lambda it: (it.values(), it.weights_or_none(), it.lengths_or_none(), it.offsets_or_none())
-    if issubclass(cls, KJTList | list | tuple):
-        return iter
-    if issubclass(cls, dict):
-        return dict.values
-    if issubclass(cls, torch.Tensor | nn.Module):  # a module that a batch refers to is no part of it
-        return None
-    if dataclasses.is_dataclass(cls) or issubclass(cls, Multistreamable) or hasattr(cls, "to"):
-        members = [member for each in cls.__mro__ for member in vars(each).items()]
-        slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
-
-        def attributes(value: Any) -> list[Any]:
-            found = [getattr(value, name) for name in slots if hasattr(value, name)]
-            return [*found, *getattr(value, "__dict__", {}).values()]
-
-        return attributes
-    return None
-
-
-def tensor_bytes(value: Any) -> int:
-    """Return the memory of all tensors in `value`, in bytes. What several views share is counted once.
-
-    >>> ids = torch.arange(4)
-    >>> tensor_bytes([ids, ids[:2], ids[2:], torch.arange(8)[:2]])
-    48
-    """
-    views: dict[torch.UntypedStorage, dict[int, int]] = {}
-    for tensor in tensors_of(value):
-        of_storage = views.setdefault(tensor.untyped_storage(), {})
-        of_storage[tensor.data_ptr()] = max(tensor.nbytes, of_storage.get(tensor.data_ptr(), 0))
-    return sum(min(storage.nbytes(), sum(sizes.values())) for storage, sizes in views.items())

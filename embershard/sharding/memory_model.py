@@ -28,6 +28,21 @@ _LENGTH_BYTES = _FLOAT_BYTES = 4
 #: model 128 batches of 65,536 samples with 26 ids take 4.9 GiB of a GPU that trains alone, and 7.5 GiB of each of two.
 MAX_KNOWN_BYTES = 2**33
 
+#: Default host memory for batches that only files' memory knows, on a rank with a GPU.
+MAX_KNOWN_HOST_BYTES = 2**35
+#: Most batches behind the one in training that a GPU knows, where rows are in a file. The slots hold the rows of far
+#: fewer batches; host memory, which holds those of many more, knows all.
+DEVICE_LOOKAHEAD = 128
+
+
+def device_lookahead(lookahead: int, has_files: bool, device: str) -> int:
+    """Return how many batches behind the one in training the caches of a rank know, with this look-ahead.
+
+    >>> device_lookahead(2000, has_files=True, device="cuda"), device_lookahead(2000, has_files=True, device="cpu")
+    (128, 2000)
+    """
+    return min(lookahead, DEVICE_LOOKAHEAD) if has_files and device == "cuda" else lookahead
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -310,6 +325,35 @@ def own_batch_bytes(model: ModelSize, shape: RunShape, lookups_per_sample: float
     bags = sum(table.num_features for table in model.tables)
     of_sample = lookups_per_sample * ID_BYTES + bags * _LENGTH_BYTES + model.input_bytes_per_sample
     return of_sample * shape.batch_size
+
+
+def known_host_bytes(
+    model: ModelSize,
+    shards: Sequence[PlacedShard],
+    lookups: Sequence[float],
+    shape: RunShape,
+    lookups_per_sample: float,
+    lookahead: int,
+) -> int:
+    """Return the host memory of a rank with a GPU and rows in a file for known batches, beside the batches as they are
+    read: what is on the device of near ones, of those that are far; and, of all, what the places of rows know. On a
+    CPU 0.
+
+    Args:
+        shards, lookups: of the rank, and ids that arrive at each of them in a step.
+        shape: whose look-ahead is the device's (`device_lookahead`).
+        lookups_per_sample: of all tables.
+        lookahead: L of the run.
+    """
+    if shape.device != "cuda":
+        return 0
+    pairs = list(zip(shards, lookups, strict=True))
+    num_ids = sum(arriving for shard, arriving in pairs if shard.kernel == "cached")
+    far = own_batch_bytes(model, shape, lookups_per_sample) - _KNOWN_USE_BYTES["cuda"] * num_ids
+    far += sum(known_batch_bytes(shard, shape, arriving) for shard, arriving in pairs)
+    num_near, num_known = shape.cache.lookahead, lookahead + known_together(lookahead)
+    taken = max(0, lookahead - num_near) * far + num_near * ID_BYTES * num_ids
+    return round(min(MAX_KNOWN_HOST_BYTES, taken + num_known * _KNOWN_USE_BYTES["cpu"] * num_ids))
 
 
 def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:

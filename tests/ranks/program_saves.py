@@ -29,6 +29,7 @@ from embershard import (
 )
 from embershard.cache.file.file_rows import FileRows
 from embershard.cache.totals import FileCounts
+from embershard.pipeline import look_ahead
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.checkpoint.host_rows import without_small_flushes
 from tests.ranks.look_ahead import Batch, Case, Model
@@ -47,6 +48,8 @@ def case_of(sharding: Any = MIXED, optimizer: str = "rowwise_adagrad") -> Case:
 
 class Program:
     """A model of tables under a fused optimizer, a dense layer under Adam, and a pipeline. ``host``: of the rows."""
+
+    lookahead = 6
 
     def __init__(self, case: Case, host: str, folder: str) -> None:
         torch.manual_seed(4)
@@ -77,7 +80,7 @@ class Program:
         """Losses of the steps from ``first`` to ``stop``; ``save`` before step ``at``, with batches ahead."""
         given = list(batches(self.case, dist.get_rank()))[first:stop]
         coming, losses = iter([Batch(*each) for each in given]), []
-        pipeline = LookAheadPipeline(self.model, self.optimizer, torch.device("cpu"), 6, 2)
+        pipeline = LookAheadPipeline(self.model, self.optimizer, torch.device("cpu"), self.lookahead, 2)
         for step in range(first, stop):
             if step == at:
                 save()
@@ -127,7 +130,8 @@ class Program:
 
 
 def saved(case: Case, host: str, folder: str) -> Any:
-    """Losses and rows of a whole training, saved in its midst with batches ahead; the homes of rows then."""
+    """Losses and rows of a whole training, saved in its midst with batches ahead; the homes of rows then, evictions,
+    and what was read from files."""
     program, homes = Program(case, host, folder), dict[str, int]()
 
     def save() -> None:
@@ -136,7 +140,18 @@ def saved(case: Case, host: str, folder: str) -> Any:
         save_program(folder, HALF, program.model, program.optimizer, scalars={"seen": HALF * 6})
 
     losses = program.train(0, STEPS, HALF, save)
-    return losses, program.rows(), homes, sum(table.evictions for table in cache_stats(program.model))
+    evictions = sum(table.evictions for table in cache_stats(program.model))
+    return losses, program.rows(), homes, evictions, file_counts(program.model)
+
+
+def saved_far(case: Case, host: str, folder: str) -> Any:
+    """As `saved`, with a deep window; where rows are in a file, of most of it only host memory knows."""
+
+    def near(lookahead: int, has_files: bool, device: str) -> int:
+        return 3 if has_files else lookahead
+
+    with mock.patch.object(look_ahead, "device_lookahead", near), mock.patch.object(Program, "lookahead", 24):
+        return saved(case, host, folder)
 
 
 def saved_at_once(case: Case, folder: str) -> dict[str, Tensor]:

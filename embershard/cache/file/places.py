@@ -107,6 +107,11 @@ class RowPlaces:
         """Memory of the links between known batches, in bytes."""
         return self._index.chain_bytes
 
+    @property
+    def knows_most(self) -> bool:
+        """True if half of the numbers of uses are taken."""
+        return self._index.knows_most
+
     def know(self, keys: Tensor, feature_lengths: Tensor | None = None) -> KnownBatch:
         """Announce a batch that will claim places after all those known; arguments as for `NextUseIndex.know`."""
         return self._index.know(keys, feature_lengths)

@@ -14,6 +14,7 @@ from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.models.config import WITH_TOWERS
 from embershard.planning.request import Budget, Workload
 from embershard.settings.files import load_config
+from embershard.sharding.memory_model import device_lookahead
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
@@ -79,7 +80,7 @@ def replay_settings(
     data = config.data
     return ReplaySettings(
         policy=config.cache.policy_for(has_profile),
-        lookahead=config.look_ahead.lookahead,
+        lookahead=device_lookahead(config.look_ahead.lookahead, config.cache.host == "file", device),
         prefetch=config.look_ahead.prefetch if device == "cuda" else 1,
         profile_samples=counted if has_profile else 0,
         shuffle_window=data.chunk_rows * data.shuffle_window if data.shuffle else 0,

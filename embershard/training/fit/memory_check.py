@@ -31,6 +31,7 @@ _USES = {
     "activations": "activations",
     "input_buffers": "known batches",
     "read_ahead": "batches read ahead",
+    "known_batches": "known batches, not on the device",
     "runtime": "libraries at work",
     "reserve": "left free for the driver and torch",
 }

@@ -10,7 +10,14 @@ from typing import Literal
 from embershard.cache.config import CacheConfig
 from embershard.data import schema_of
 from embershard.distributed import Ranks
-from embershard.sharding.memory_model import planned_slots, pool_memory, rank_memory, slots_without_plan
+from embershard.sharding.memory_model import (
+    device_lookahead,
+    known_host_bytes,
+    planned_slots,
+    pool_memory,
+    rank_memory,
+    slots_without_plan,
+)
 from embershard.sharding.plan import Plan
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.shards import PoolKey, TablePlacement
@@ -128,6 +135,8 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps", "file_maps")})
         host["rows_in_memory"] += 0 if shape.file_host_bytes is None else memory.host["rows"]
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
+        if config.cache.host == "file":
+            host["known_batches"] += known_host_bytes(model, here, arriving, shape, per_sample, _known(config))
         host["runtime"] += _RUNTIME_BYTES
     taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
     by_device = tuple(+(each | Counter(marks=own["marks"])) for each, own in taken)
@@ -157,7 +166,7 @@ def _predicted(config: RunConfig, ranks: RanksHere, plan: Plan | None) -> list[C
 def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
     depths, cache = config.look_ahead, config.cache if config.cache.enabled else CacheConfig()
     policy = cache.policy_for(config.cache.enabled and config.has_profile)  # a disabled one's is not asked for
-    known = min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
+    known = device_lookahead(_known(config), cache.host == "file", ranks.device)
     return RunShape(
         ranks.world_size,
         ranks.ranks_per_node,
@@ -169,6 +178,10 @@ def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
         accumulate=config.train.accumulate,
         file_host_bytes=config.cache.host_bytes if config.cache.enabled else None,
     )
+
+
+def _known(config: RunConfig) -> int:
+    return min(config.lookahead, config.train.max_steps or config.lookahead)  # no batch after the last step
 
 
 def _shards(config: RunConfig, model: ModelSize, shape: RunShape, plan: Plan | None) -> list[list[PlacedShard]]:
@@ -241,6 +254,6 @@ def _read_ahead_bytes(config: RunConfig, model: ModelSize, lookups: int, shape: 
     data = config.data
     numbers = schema_of(data).num_dense + 1
     sample_bytes = numbers * _FLOAT_BYTES + lookups * _ID_BYTES + len(model.tables) * _LENGTH_BYTES
-    batches = data.prefetch_batches + shape.cache.lookahead
+    batches = data.prefetch_batches + _known(config)
     chunks = _KEPT_CHUNKS * max(1, data.num_workers)
     return (batches * shape.batch_size + chunks * data.chunk_rows) * sample_bytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 
 from embershard.cache import key_map as key_entries
 from embershard.cache import next_use as next_use_index
+from embershard.cache.file.filed_cache import FiledRowCache
+from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.guards import StreamOrder
 from embershard.cache.planner import CacheGrowthWarning
@@ -26,11 +29,13 @@ from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.transfer import StagedTransfer, _Buffer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError
+from embershard.pipeline.batch_tensors import HostCopy
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.staged_batch import Streams
 from tests.covering import covering, keep, matrix
 from tests.unit.gpu_model import training
+from tests.unit.gpu_model.device import GpuTensor
 from tests.unit.gpu_model.training import Setting, batches, expected, host_rows, initial_rows, modelled, train
 
 pytestmark = pytest.mark.slow
@@ -67,6 +72,19 @@ SETTINGS = {
         num_slots=60, plain=6, rows=(200, 5, 100), policy="lfu", transfer="staged", small="int8"
     ),
 }
+_FILED = Setting(rows=(200, 5, 100), steps=40, lookahead=16, filed=100, is_quick=True)
+#: Rows are in a file, and read from it.
+FILED = {
+    "all near": _FILED,
+    "far": dataclasses.replace(_FILED, near=4),
+    "far, their ids arrive late": dataclasses.replace(_FILED, near=4, is_quick=False),
+    "far, evaluations": dataclasses.replace(_FILED, near=4, evaluated=(4, 5, 9, *range(20, 28))),
+    "far, evaluations first": dataclasses.replace(_FILED, near=4, evaluated=tuple(range(12))),
+    "far, left early": dataclasses.replace(_FILED, near=4, left_after=20),
+    "far, a thread plans": dataclasses.replace(_FILED, near=4, worker="at the end"),
+    "all but one far": dataclasses.replace(_FILED, near=1, prefetch=1, abandoned=(3, 4, 11)),
+}
+SETTINGS |= FILED
 
 
 def problems_of(setting: Setting) -> list[str]:
@@ -85,6 +103,8 @@ def problems_of(setting: Setting) -> list[str]:
         for rows, right in zip(in_the_end, wanted, strict=True):
             assert torch.equal(rows, right)
         assert evictions > 30
+        if setting.filed is not None:
+            assert model.pool.filed.counts.rows_read > 100
     return found
 
 
@@ -92,6 +112,7 @@ _KEPT = {
     *("default", "a thread plans at once", "evaluations", "lru", "never locked", "plain steps, staged", "left early"),
     *("hashed map that grows", "pool that grows", "staged pool that grows", "abandoned forwards"),
     *("int8 rows, locked later", "int8 rows in a pool that grows", "fp16 rows, staged in many small buffers"),
+    *("all near", "far", "far, their ids arrive late", "far, evaluations first"),
 }
 
 
@@ -139,6 +160,32 @@ def test_nothing_goes_wrong_when_copies_fail(copy: str, transfer: Any) -> None:
     setting = Setting(transfer="staged" if transfer is StagedTransfer else None, steps=18)
     with mock.patch.object(transfer, copy, fails):
         assert problems_of(setting) == []
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before it", "behind it"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *((FiledRowCache, "announce"), (FiledRows, "know"), (RowCache, "know")),
+        *((HostCopy, "__init__"), (HostCopy, "restore")),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_nothing_goes_wrong_when_a_batch_fails_to_go_far_or_near(owner: Any, name: str, is_done: bool) -> None:
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def fails(self: Any, *given: Any) -> Any:
+        is_last = next(calls) % 5 == 0
+        if is_last and not is_done:
+            raise OSError(f"{name} failed")
+        found = original(self, *given)
+        if is_last:
+            raise OSError(f"{name} failed")
+        return found
+
+    with mock.patch.object(owner, name, fails):
+        assert problems_of(dataclasses.replace(FILED["far"], steps=24)) == []
+    assert next(calls) > 10
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -302,6 +349,60 @@ def test_a_batch_goes_to_the_device_once() -> None:
         assert [gpu.sent_bytes[each.untyped_storage().data_ptr()] for each in tensors] == [t.nbytes for t in tensors]
 
 
+def _device_bytes() -> int:
+    """Of all memory that is allocated on the modelled device."""
+    gc.collect()
+    of_tensors = [each.inner.untyped_storage() for each in gc.get_objects() if type(each) is GpuTensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in of_tensors}.values())
+
+
+@dataclasses.dataclass
+class Taken:
+    """By the batches ahead and what is known of them: device memory, as the model counts it and as the pipeline does,
+    and host memory by the pipeline."""
+
+    device_bytes: int
+    known_bytes: int
+    known_host_bytes: int
+
+
+def taken_after_two_steps(lookahead: int, near: int | None = None) -> Taken:
+    """With a full window in front of rows in a file."""
+    setting = Setting((3000, 52, 2000), 400, lookahead + 12, lookahead, filed=1000, near=near, left_after=1)
+    loops, found, make = [], [], training._pipeline
+
+    def make_pipeline(*given: Any) -> LookAheadPipeline:
+        loops.append(make(*given))
+        return loops[-1]
+
+    def measure(*_: Any) -> None:
+        stats = loops[0].stats()
+        found.append(Taken(_device_bytes() - before, stats.known_bytes, stats.known_host_bytes))
+
+    with modelled(setting) as (_, model, may_lock):
+        before = _device_bytes()
+        with mock.patch.object(training, "_pipeline", make_pipeline), mock.patch.object(training, "_between", measure):
+            train(setting, model, may_lock)
+    assert len(found) == 2
+    return found[1]
+
+
+@pytest.mark.parametrize("lookahead", [256, matrix(2000)])
+def test_known_batches_of_rows_in_a_file_take_device_memory_up_to_a_window(lookahead: int) -> None:
+    """The copies of batches, their modules' inputs, and known uses with their links."""
+    few, many = taken_after_two_steps(128), taken_after_two_steps(lookahead)
+    assert many.device_bytes < 1.1 * few.device_bytes
+    assert many.known_bytes == pytest.approx(many.device_bytes, rel=0.05)
+    assert many.known_host_bytes > few.known_host_bytes + (lookahead - 131) * 36 * 8  # ids
+
+
+def test_without_a_window_they_take_more() -> None:
+    """The negative control, in a smaller size."""
+    few, near, far = (taken_after_two_steps(*each) for each in ((32, 32), (96, 96), (96, 32)))
+    assert near.device_bytes > 2.5 * few.device_bytes
+    assert far.device_bytes < 1.1 * few.device_bytes
+
+
 @pytest.mark.parametrize(("most", "is_cut"), [(5_000, True), (10**6, False)])
 def test_a_window_that_memory_cuts_says_so_once(most: int, is_cut: bool, caplog: pytest.LogCaptureFixture) -> None:
     setting = Setting(lookahead=10, steps=20)
@@ -310,6 +411,38 @@ def test_a_window_that_memory_cuts_says_so_once(most: int, is_cut: bool, caplog:
         train(setting, model, may_lock)
     told = [record.message for record in caplog.records if "of lookahead=10 batches are known" in record.message]
     assert len(told) == is_cut
+
+
+@pytest.mark.parametrize(
+    ("limits", "cut"),
+    [
+        ({"max_known_bytes": 5_000}, None),
+        ({"max_known_bytes": 5_000, "max_known_host_bytes": 20_000}, "max_known_host_bytes"),
+    ],
+)
+def test_the_limit_of_the_device_moves_batches_of_a_file_away(
+    limits: dict[str, int], cut: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of host memory cut the window."""
+    setting = dataclasses.replace(FILED["all near"], lookahead=40, steps=48, near=30, left_after=3, prefetch=1)
+    pipeline, stats = functools.partial(LookAheadPipeline, **limits), []
+    make = training._pipeline
+
+    def make_pipeline(*given: Any) -> LookAheadPipeline:
+        stats.append(make(*given))
+        return stats[0]
+
+    with (
+        mock.patch.object(training, "LookAheadPipeline", pipeline),
+        mock.patch.object(training, "_pipeline", make_pipeline),
+        modelled(setting) as (_, model, may_lock),
+    ):
+        train(setting, model, may_lock)
+        found = stats[0].stats()
+    told = [record.message for record in caplog.records if "of lookahead=40 batches are known" in record.message]
+    assert [cut in message for message in told] == ([True] if cut else [])
+    assert (found.lookahead_min < 40) == (cut is not None)
+    assert found.max_known_bytes < 3 * 5_000
 
 
 def test_ids_are_received_a_step_after_they_were_sent() -> None:

@@ -36,8 +36,12 @@ from embershard.data.schema import Pooling, Task
 from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
+from embershard.frequency.config import ProfileConfig
 from embershard.models.config import WITH_HISTORY, PretrainedTable
+from embershard.pipeline import look_ahead
+from embershard.pipeline.batch_tensors import HostCopy
 from embershard.pipeline.config import LookAheadConfig
+from embershard.pipeline.staged_batch import StagedBatch
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import RUN_CONFIG
 from embershard.sharding.config import ShardingConfig
@@ -317,6 +321,15 @@ def _with_vectors(config: RunConfig) -> RunConfig:
     )
 
 
+def _in_a_file(config: RunConfig, folder: str) -> RunConfig:
+    return replace(
+        config,
+        cache=CacheConfig(ratio=0.3, host="file", host_dir=folder, host_bytes=16_000),
+        look_ahead=LookAheadConfig(2, 1),
+        train=replace(config.train, init="counter"),
+    )
+
+
 #: What no choice among values turns on, each beside the settings of a case.
 TURNED_ON: dict[str, Callable[[RunConfig], RunConfig]] = {
     "average": lambda config: replace(config, train=replace(config.train, ema=0.9)),
@@ -324,12 +337,7 @@ TURNED_ON: dict[str, Callable[[RunConfig], RunConfig]] = {
         config, checkpoint=replace(config.checkpoint, every_steps=1, full_every=4, keep_last=9)
     ),
     "a frozen table": _with_vectors,
-    "rows in a file": lambda config: replace(
-        config,
-        cache=CacheConfig(ratio=0.3, host="file", host_dir=config.publish.folder, host_bytes=16_000),
-        look_ahead=LookAheadConfig(2, 1),
-        train=replace(config.train, init="counter"),
-    ),
+    "rows in a file": lambda config: _in_a_file(config, config.publish.folder or ""),
 }
 #: The case beside which something is turned on.
 _PLAIN = next(each for each in KEPT if each.mode == "pooled" and each.num_ranks == 1)
@@ -355,6 +363,50 @@ def _turn_on(monkeypatch: pytest.MonkeyPatch, change: Callable[[RunConfig], RunC
 def test_what_is_turned_on_lives_on_the_device(samples, tmp_path, monkeypatch, name) -> None:
     _turn_on(monkeypatch, TURNED_ON[name])
     _lives_on_the_device(samples, tmp_path)
+
+
+#: With pooled tables, tables that exchange rows, and sequences: each has inputs of another class.
+_FAR = [
+    next(each for each in [*KEPT, *OTHERS] if each.mode == mode and is_one(each))
+    for mode, is_one in (
+        ("pooled", lambda case: case.num_ranks == 2),
+        ("rows", lambda case: case.num_ranks == 2),
+        ("pooled", lambda case: case.arch in WITH_HISTORY),
+    )
+]
+
+
+def _restore_halves(self: HostCopy) -> Any:
+    for buffer in self._buffers:
+        if buffer.is_floating_point():
+            buffer.mul_(0.5)
+    return _restore(self)
+
+
+_restore = HostCopy.restore
+
+
+@pytest.mark.parametrize("case", _FAR, ids=str)
+def test_batches_that_are_far_leave_the_device_and_return(case, samples, tmp_path, monkeypatch) -> None:
+    """Their inputs come back as they were: the life is that of batches that stay."""
+    monkeypatch.setitem(
+        globals(),
+        "config_of",
+        lambda *given: replace(
+            _in_a_file(_config_of(*given), str(tmp_path)),
+            look_ahead=LookAheadConfig(3, 1),
+            profile=ProfileConfig(),
+        ),
+    )
+    stay = life_on_model(case, samples, tmp_path / "stay")
+    monkeypatch.setattr(look_ahead, "device_lookahead", lambda *given: 1)
+    with mock.patch.object(StagedBatch, "bring_back", autospec=True, side_effect=StagedBatch.bring_back) as returns:
+        far = life_on_model(case, samples, tmp_path / "far")
+    assert (far.problems, far.life.different(stay.life)) == ([], [])
+    assert len(far.waiting_lines) <= most_waits(case), far.waits
+    assert returns.call_count > STEPS
+    monkeypatch.setattr(HostCopy, "restore", _restore_halves)  # the negative control
+    assert life_on_model(case, samples, tmp_path / "wrong").life.different(stay.life) != []
 
 
 def test_a_warm_start_lives_on_the_device(samples, tmp_path, monkeypatch) -> None:

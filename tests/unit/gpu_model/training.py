@@ -7,6 +7,7 @@ import ast
 import contextlib
 import gc
 import inspect
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.cache.tickets import Ticket
+from embershard.pipeline import look_ahead
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.pipelined_forward import PipelinedForward
 from embershard.pipeline.worker import CacheWorker
@@ -45,10 +47,11 @@ from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
 from tests.unit.cache.torch_operations import torch_planning
-from tests.unit.gpu_model.device import CUDA, HOST, Gpu, GpuTensor, Stream, out_of_sight
+from tests.unit.gpu_model.device import CUDA, HOST, Event, Gpu, GpuTensor, Stream, out_of_sight
 
 DIM = 4
 BATCH = 8
+ROW = 4 * DIM + 4  # bytes of its weights and its state
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class Setting:
     as TorchRec's pipeline does. ``elsewhere``: the module's cached tables are on other ranks. After step ``left_after``
     the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies. ``lazy``: host rows are
     made when they are first touched, two at a time. ``small``: their type in host memory, "int8" or "fp16".
-    ``kernels``: Triton's interpreter runs the planning kernels, slowly; otherwise torch's operations do their work."""
+    ``kernels``: Triton's interpreter runs the planning kernels, slowly; otherwise torch's operations do their work.
+    ``filed``: host rows are in a file, but for so many; ``near``: so many batches behind the first one are on the
+    device then; ``is_quick``: events are over when the host asks."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
@@ -84,6 +89,9 @@ class Setting:
     kernels: bool = False
     lazy: bool = False
     small: Any = None
+    filed: int | None = None
+    near: int | None = None
+    is_quick: bool = False
 
     @property
     def full(self) -> Tensor:
@@ -270,6 +278,8 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
 
         if not setting.kernels:
             stack.enter_context(torch_planning())
+        if setting.is_quick:
+            stack.enter_context(mock.patch.object(Event, "query", _is_over))
 
         def end_locking() -> None:
             may_lock.set()
@@ -278,12 +288,19 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
                     thread.join()
 
         stack.callback(end_locking)
-        model = Module(_pool(setting, gpu), setting.rows, setting.elsewhere)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        model = Module(_pool(setting, gpu, folder), setting.rows, setting.elsewhere)
         stack.enter_context(mock.patch.object(embeddings, "_release_after_backward", model.keep))
         yield gpu, model, may_lock
 
 
-def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
+def _is_over(event: Event) -> bool:
+    """In place of `Event.query`: the host sees what was queued before the event, which it did not wait for."""
+    Gpu.active().clocks.all_streams_wait_for_event(event.number)
+    return True
+
+
+def _pool(setting: Setting, gpu: Gpu, folder: str) -> CachedTableBatchedEmbeddings:
     config = CacheConfig(
         ratio=setting.num_slots / sum(setting.rows),
         policy=setting.policy,  # type: ignore[arg-type]
@@ -292,8 +309,9 @@ def _pool(setting: Setting, gpu: Gpu) -> CachedTableBatchedEmbeddings:
         overflow=setting.overflow,  # type: ignore[arg-type]
         host_dtype=setting.small or "fp32",
         full_rows=0.0 if setting.small == "int8" else None,
+        **({} if setting.filed is None else {"host": "file", "host_dir": folder, "host_bytes": setting.filed * ROW}),
     )
-    is_made = setting.lazy or setting.small is not None
+    is_made = setting.lazy or setting.small is not None or setting.filed is not None
     init = CounterInit(5, {f"t{t}": (0.0, 1.0) for t in range(len(setting.rows))}) if is_made else None
     spec = CacheSpec(config, config.policy_for(False), None, 0, sum(setting.rows) * DIM, counter_init=init)
     tables = [
@@ -329,9 +347,9 @@ def initial_rows(setting: Setting, model: Module) -> list[Tensor]:
     """Weights and states before training, without a touch of the pool's own."""
     if setting.small is not None:
         return [small_rows(setting).read(torch.arange(sum(setting.rows))), torch.zeros(sum(setting.rows))]
-    if not setting.lazy:
+    if not setting.lazy and setting.filed is None:
         return [rows.clone() for rows in model.pool.host.payload]
-    weights, states = (torch.zeros_like(rows) for rows in model.pool.host.payload)
+    weights, states = torch.zeros(sum(setting.rows), DIM), torch.zeros(sum(setting.rows))
     for t, part in enumerate(weights.split(list(setting.rows))):
         ShardWeights(f"t{t}", 5, DIM, 0.0, 1.0).write(part)
     return [weights, states]
@@ -348,6 +366,9 @@ def small_rows(setting: Setting) -> SmallRows:
 def host_rows(model: Module) -> list[Tensor]:
     """Weights and states in the end."""
     host = model.pool.host
+    if model.pool.filed is not None:
+        model.pool.cache.write_back()
+        return model.pool.filed.select(torch.arange(host.num_rows))
     if host.small is None:
         model.pool.flush()
         return host.payload
@@ -551,7 +572,9 @@ def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
         model.forward = forward  # type: ignore[method-assign]
         return [forward]
 
-    loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
+    near = look_ahead.device_lookahead if setting.near is None else lambda *rest: setting.near
+    with mock.patch.object(look_ahead, "device_lookahead", near):
+        loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
     loop._inputs.forwards = forwards(None, None, loop._inputs.step, None)
     loop._inputs._handle = SimpleNamespace(remove=lambda: None)
     loop._worker = None if setting.worker is None else _Worker(setting.worker == "at once")  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embershard.cache.config import CachePolicy
 from embershard.cache.file.file_rows import FileRows, PageIo
-from embershard.cache.file.filed_cache import FiledRowCache
+from embershard.cache.file.filed_cache import Announcement, FiledRowCache
 from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.rows.host_store import HostStore
@@ -29,6 +29,7 @@ LOOKAHEAD, READ_AHEAD, PREFETCH = 12, 4, 2
 COUNTS = ("rows_read", "pages_read", "rows_written", "pages_written")
 
 Batch = tuple[Tensor, Tensor, KnownBatch | None]
+Far = tuple[Tensor, Tensor, Announcement]
 
 
 def skewed(num_batches: int, batch_size: int = 9) -> list[Tensor]:
@@ -37,8 +38,11 @@ def skewed(num_batches: int, batch_size: int = 9) -> list[Tensor]:
     return list(torch.from_numpy(drawn))
 
 
-def trained(batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo, places: int) -> FiledRows:
-    """Train the batches in the order of a run's stages; return the rows, whose file is closed."""
+def trained(
+    batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo, places: int, near: int = LOOKAHEAD
+) -> FiledRows:
+    """Train the batches in the order of a run's stages; return the rows, whose file is closed. The slots know ``near``
+    batches ahead."""
     table = ShardWeights("clicks", 7, DIM, -0.5, 0.5)
     filed = FiledRows([NUM_ROWS], [table], [torch.empty(0, DIM)], places, str(folder), io=io)
     cache = FiledRowCache(
@@ -51,12 +55,15 @@ def trained(batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo
         policy=policy,
         device=torch.device("cpu"),
     )
-    unknown, window = iter(batches), deque[Batch]()
+    unknown, window, far = iter(batches), deque[Batch](), deque[Far]()
     tickets = deque[Ticket]()
     while True:
-        for keys in itertools.islice(unknown, LOOKAHEAD + 1 - len(window)):
+        for keys in itertools.islice(unknown, LOOKAHEAD + 1 - len(window) - len(far)):
             lengths = torch.tensor([keys.numel()])
-            window.append((keys, lengths, cache.know(keys, lengths)))
+            far.append((keys, lengths, cache.announce(keys, lengths)))
+        while far and len(window) <= near:
+            keys, lengths, announced = far.popleft()
+            window.append((keys, lengths, cache.know(keys, lengths, announced)))
         if not window:
             break
         if not tickets:
@@ -86,10 +93,12 @@ def prepared(cache: FiledRowCache, batch: Batch, critical_path: bool) -> Ticket 
     return cache.prepare(keys, lengths, critical_path, known, if_it_fits=not critical_path)
 
 
-def replayed(batches: list[Tensor], policy: CachePolicy, places: int, rows_per_page: int) -> FileTraffic:
+def replayed(
+    batches: list[Tensor], policy: CachePolicy, places: int, rows_per_page: int, near: int = LOOKAHEAD
+) -> FileTraffic:
     levels = Levels(SLOTS, places, rows_per_page, LOOKAHEAD, READ_AHEAD)
     pairs = [(keys, torch.tensor([keys.numel()])) for keys in batches]
-    return replay_two_levels(pairs, [NUM_ROWS], levels, ReplaySettings(policy, LOOKAHEAD, PREFETCH))
+    return replay_two_levels(pairs, [NUM_ROWS], levels, ReplaySettings(policy, near, PREFETCH))
 
 
 @pytest.mark.parametrize("places", [PLACES, 64])
@@ -108,6 +117,20 @@ def test_a_training_moves_what_its_replay_says(
     assert traffic.pages_written > traffic.pages_patched > 50
     other = replayed(batches, policy, places + 1, rows._file.rows_per_page)  # the negative control
     assert found != {name: getattr(other, name) for name in COUNTS}
+
+
+@pytest.mark.parametrize("near", [READ_AHEAD, 8])
+def test_what_only_the_places_know_steers_them_as_the_replay_says(tmp_path: Path, near: int) -> None:
+    """And not as if they knew no more than the slots."""
+    batches = skewed(150)
+    rows = trained(batches, tmp_path, CachePolicy(), PageIo(), PLACES, near)
+    per_page = rows._file.rows_per_page
+    found = {name: getattr(rows.counts, name) for name in COUNTS}
+    assert found == {name: getattr(replayed(batches, CachePolicy(), PLACES, per_page, near), name) for name in COUNTS}
+    levels = Levels(SLOTS, PLACES, per_page, near, READ_AHEAD)
+    pairs = [(keys, torch.tensor([keys.numel()])) for keys in batches]
+    less = replay_two_levels(pairs, [NUM_ROWS], levels, ReplaySettings(CachePolicy(), near, PREFETCH))
+    assert less.rows_read > rows.counts.rows_read > 200
 
 
 def test_rows_on_their_way_to_the_file_are_counted_as_read(tmp_path: Path) -> None:

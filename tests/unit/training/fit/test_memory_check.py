@@ -189,6 +189,26 @@ def test_publications_take_a_mark_per_cached_row_and_a_copy_of_others() -> None:
     assert "marks" not in uncached
 
 
+def test_a_deep_window_in_front_of_a_file_takes_host_memory_alone():
+    """A GPU knows 128 batches of it, whose ids are in host memory, too."""
+    filed = (*LAZY, "cache.host=file", "cache.host_dir=/rows", "cache.host_bytes=1000000000")
+    gpu = dataclasses.replace(ON_CPU, device="cuda")
+    few, many, in_memory = (
+        needs_of(*settings, f"look_ahead.lookahead={lookahead}", ranks=gpu)
+        for settings, lookahead in ((filed, 128), (filed, 1128), (LAZY, 1128))
+    )
+    assert many.device == few.device
+    assert in_memory.device["input_buffers"] > 5 * few.device["input_buffers"]
+    batch, ids = config_of(*filed).train.rank_batch_size(2), 26
+    of_uses, of_ids = 12 * ids * 2 * batch, 4 * ids * 2 * batch + 2 * 4 * ids * 2 * batch  # each rank has all bags
+    of_copy = (ids * 12 + 14 * 4) * batch
+    more = many.host["known_batches"] - few.host["known_batches"]
+    assert more == pytest.approx(1000 * (of_uses + of_ids + 2 * of_copy), rel=0.01)
+    assert few.host["known_batches"] == pytest.approx(132 * of_uses + 128 * 8 * ids * 2 * batch, rel=0.01)
+    assert many.host["read_ahead"] > 5 * few.host["read_ahead"]
+    assert needs_of(*filed, "look_ahead.lookahead=1128").host["known_batches"] == 0
+
+
 def test_files_take_disk_in_place_of_memory():
     memory, files = needs_of(*EAGER), needs_of(*FILES)
     assert files.disk_bytes == memory.host["weights"] + memory.host["optimizer_states"]
