@@ -66,6 +66,7 @@ def make_workload(
         accumulate=config.train.accumulate,
         activation_bytes=_ACTIVATION_BYTES.get(config.train.precision, 4),
         file_host_bytes=config.cache.host_bytes if config.cache.enabled else None,
+        file_lookahead=config.lookahead,
     )
     rows = {name: table.num_rows for name, table in data.tables.items()}
     return Workload(model_size(config, rows) if model is None else model, data, shape)

@@ -101,6 +101,19 @@ def test_counts_alone_are_near_a_long_replay() -> None:
     assert everything == FileTraffic(steps=1.0)
 
 
+def test_memory_in_front_of_a_file_may_know_more_than_the_device() -> None:
+    """As on a GPU, whose caches know 128 batches of a longer window."""
+    workload, shards, places = one_pool(60_000)
+    near = dataclasses.replace(workload.shape, cache=dataclasses.replace(LOOK_AHEAD, lookahead=2))
+    far = dataclasses.replace(near, file_lookahead=40)
+    reads = []
+    for shape in (near, far):
+        traffic = pool_reports(dataclasses.replace(workload, shape=shape), shards, 300, 90, places=places)[2]
+        assert traffic is not None
+        reads.append(traffic.rows_read)
+    assert reads[1] < 0.9 * reads[0]
+
+
 def test_host_memory_is_the_places_and_what_is_kept_of_all_rows() -> None:
     workload, shards, places = one_pool(100_000)
     found = memory_model.host_bytes(shards, workload.shape)
