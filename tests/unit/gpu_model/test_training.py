@@ -32,7 +32,7 @@ from embershard.errors import CacheError
 from embershard.pipeline.batch_tensors import HostCopy
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.module_input import ModuleInput
-from embershard.pipeline.staged_batch import Streams
+from embershard.pipeline.staged_batch import StagedBatch, Streams
 from tests.covering import covering, keep, matrix
 from tests.unit.gpu_model import training
 from tests.unit.gpu_model.device import GpuTensor
@@ -220,6 +220,19 @@ def _own_turn(self: StreamOrder) -> Any:
     yield
 
 
+def _move_at_once(self: Streams) -> Any:
+    return torch.cuda.stream(self._copy)
+
+
+def _bring_back_unnoticed(self: StagedBatch) -> None:
+    """As `bring_back`, but for the stream of the exchange, which does not wait."""
+    with mock.patch.object(self._streams, "distributing", _nothing):
+        _bring_back(self)
+
+
+_bring_back = StagedBatch.bring_back
+
+
 CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
     "copies do not follow the training": (
         _without(RowCopies, "follow_training"),
@@ -286,6 +299,24 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         "is given away while",
         Setting(lookahead=12),
         "next_use.py",
+    ),
+    "a batch goes far before its ids are there": (
+        lambda: mock.patch.object(Streams, "moving", _move_at_once),
+        "copy to the host",
+        FILED["far, evaluations first"],
+        "reads what was written by",
+    ),
+    "a batch is read before it is back": (
+        lambda: mock.patch.object(StagedBatch, "bring_back", _bring_back_unnoticed),
+        "reads what was written by copy",
+        FILED["far"],
+        "feature_keys.py",
+    ),
+    "a batch that goes far is freed at once": (
+        _without(memory, "record_stream"),
+        "is given away while",
+        FILED["far"],
+        "module_input.py",
     ),
     "an evaluation does not wait for the inputs": (
         _without(Streams, "give"),
