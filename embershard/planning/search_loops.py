@@ -56,7 +56,7 @@ class Machine:
 
 
 @numba.njit(nogil=True)
-def _columns(overlap, stages, added, out):  # type: ignore[no-untyped-def]
+def _columns(overlap: int, stages: Floats, added: Floats, out: Floats) -> None:
     """Write what the seconds of a step are maxima of: `StepFormula.columns`."""
     plan, copies, lookup = stages[0] + added[0], stages[1] + added[1], stages[2] + added[2]
     embeddings, gradients = stages[3] + added[3], stages[4] + added[4]
@@ -72,7 +72,10 @@ def _columns(overlap, stages, added, out):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True)
-def _latest(overlap, cores, local, cores_copy, totals, first, stop, added, begin, end, found):  # type: ignore[no-untyped-def]
+def _latest(
+    overlap: int, cores: int, local: int, cores_copy: bool, totals: Floats, first: int, stop: int, added: Floats,
+    begin: int, end: int, found: Floats,
+) -> None:  # fmt: skip
     """Raise `found` [columns] to when the last of the ranks [first, stop) is done: `StepFormula.slowest`.
 
     `added` [end - begin, stages] comes to the ranks from `begin` on. Where ranks share cores, these are whole nodes.
@@ -94,7 +97,7 @@ def _latest(overlap, cores, local, cores_copy, totals, first, stop, added, begin
 
 
 @numba.njit(nogil=True)
-def _seconds(overlap, formula, groups, slowest):  # type: ignore[no-untyped-def]
+def _seconds(overlap: int, formula: Floats, groups: float, slowest: Floats) -> float:
     """Return the seconds of a step: `StepFormula.seconds`."""
     overhead, forward, backward, optimizer, of_input, all_reduce, latency, of_group, buckets = formula
     each = 5 / 7 * groups * latency
@@ -120,7 +123,7 @@ def _seconds(overlap, formula, groups, slowest):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True)
-def _bytes(limits, memory, added):  # type: ignore[no-untyped-def]
+def _bytes(limits: Floats, memory: Floats, added: Floats) -> float:
     """Return the device memory of a rank: `CostArrays.device_bytes`."""
     batch = memory[3] + added[3]
     window = min(limits[2] * batch, max(limits[4], limits[3] * batch))
@@ -128,9 +131,84 @@ def _bytes(limits, memory, added):  # type: ignore[no-untyped-def]
     return memory[0] + added[0] + max(memory[1] + added[1], memory[2] + added[2]) + window + by_rows
 
 
-@compiled_for(
-    [(_F3, _F3, _F2, _F2, _F1, numba.boolean[::1], _F2, _F2, _F1, *4 * (numba.int64,), numba.boolean, _F1, _F1)]
-)
+@numba.njit(nogil=True)
+def _loads(limits: Floats, now: Floats, kept: Floats, loads: Floats, taken: Floats) -> tuple[float, float, float]:
+    """Write the seconds and bytes of each rank, [R]; return the sum of the squared seconds, the bytes above the limit,
+    and those of the fullest rank."""
+    none, squares, over, fullest = np.zeros(_STAGES), 0.0, 0.0, 0.0
+    for rank in range(loads.size):
+        loads[rank] = now[rank].sum()
+        squares += loads[rank] ** 2
+        if limits[0] < np.inf:
+            taken[rank] = _bytes(limits, kept[rank], none)
+            over += max(0.0, taken[rank] - limits[0])
+            fullest = max(fullest, taken[rank])
+    return squares, over, fullest
+
+
+@numba.njit(nogil=True)
+def _more_memory(
+    limits: Floats, kept: Floats, taken: Floats, memory: Floats, begin: int, end: int,
+) -> tuple[float, float]:  # fmt: skip
+    """Return how many bytes more are above the limit with a block on ranks [begin, end), and the most of one rank."""
+    over, fullest = 0.0, 0.0
+    for rank in range(begin, end):
+        needed = _bytes(limits, kept[rank], memory[rank - begin])
+        over += max(0.0, needed - limits[0]) - max(0.0, taken[rank] - limits[0])
+        fullest = max(fullest, needed)
+    return over, fullest
+
+
+@numba.njit(nogil=True)
+def _more_host(limits: Floats, nodes: Floats, ranks_per_node: int, host: Floats, begin: int, end: int) -> float:
+    """Return how many bytes more are above the nodes' limit with a block on ranks [begin, end)."""
+    over = 0.0
+    for node in range(begin // ranks_per_node, (end - 1) // ranks_per_node + 1):
+        first, stop = max(begin, node * ranks_per_node), min(end, (node + 1) * ranks_per_node)
+        more = host[first - begin : stop - begin].sum()
+        over += max(0.0, nodes[node] + more - limits[1]) - max(0.0, nodes[node] - limits[1])
+    return over
+
+
+@numba.njit(nogil=True)
+def _best_block(
+    seconds: Floats, memory: Floats, host: Floats, groups: float, now: Floats, kept: Floats, nodes: Floats,
+    is_taken: Bools, overlap: int, ranks_per_node: int, cores: int, cores_copy: bool, formula: Floats, limits: Floats,
+) -> tuple[int, float]:  # fmt: skip
+    """Return the block of neighbouring ranks that is best for these shards, one for each of them, and the value."""
+    num_ranks, per_block = now.shape[0], host.size
+    loads, taken, slowest = np.empty(num_ranks), np.empty(num_ranks), np.zeros(_MOST_COLUMNS)
+    _latest(overlap, cores, ranks_per_node, cores_copy, now, 0, num_ranks, seconds, 0, 0, slowest)
+    squares, over, fullest = _loads(limits, now, kept, loads, taken)
+    over_host = np.maximum(0.0, nodes - limits[1]).sum()
+    best, lowest = -1, np.inf
+    for block in range(is_taken.size):
+        if is_taken[block]:
+            continue
+        begin, end = block * per_block, (block + 1) * per_block
+        low, high = begin, end
+        if cores and per_block < ranks_per_node:
+            low = begin // ranks_per_node * ranks_per_node
+            high = low + ranks_per_node
+        then, spread = slowest.copy(), squares
+        _latest(overlap, cores, ranks_per_node, cores_copy, now, low, high, seconds, begin, end, then)
+        for rank in range(begin, end):
+            load = seconds[rank - begin].sum()
+            spread += load * (2 * loads[rank] + load)
+        value, penalty = _seconds(overlap, formula, groups, then) + SPREAD * np.sqrt(spread / num_ranks), 0.0
+        if limits[0] < np.inf:
+            more, most = _more_memory(limits, kept, taken, memory, begin, end)
+            value += FULLEST_SECONDS * max(fullest, most) / limits[0]
+            penalty = (over + more) / limits[0]
+        if limits[1] < np.inf:
+            penalty += (over_host + _more_host(limits, nodes, ranks_per_node, host, begin, end)) / limits[1]
+        value *= 1 + PENALTY * penalty
+        if value < lowest:
+            best, lowest = block, value
+    return best, lowest
+
+
+@compiled_for([(_F3, _F3, _F2, _F2, _F1, _BOOLS, _F2, _F2, _F1, *4 * (numba.int64,), numba.boolean, _F1, _F1)])
 def prices(
     seconds: Floats, memory: Floats, host: Floats, everywhere: Floats, groups: Floats, on_one_node: Bools,
     totals: Floats, rank_memory: Floats, rank_host: Floats, per_block: int, overlap: int, ranks_per_node: int,
@@ -150,76 +228,30 @@ def prices(
     Returns:
         The value with each option, [O], and the rank of each of its shards, [O, N].
     """
-    num_options, num_shards = host.shape
-    num_ranks = rank_host.size
-    values, ranks = np.empty(num_options), np.empty((num_options, num_shards), np.int64)
-    none, slowest, then = np.zeros(_STAGES), np.empty(_MOST_COLUMNS), np.empty(_MOST_COLUMNS)
-    loads, taken_bytes = np.empty(num_ranks), np.empty(num_ranks)
+    (num_options, num_shards), num_ranks = host.shape, rank_host.size
+    values, ranks = np.full(num_options, np.inf), np.zeros((num_options, num_shards), np.int64)
     for option in range(num_options):
         now, kept, nodes = totals + everywhere[option], rank_memory.copy(), np.zeros(num_ranks // ranks_per_node)
         for rank in range(num_ranks):
             nodes[rank // ranks_per_node] += rank_host[rank]
         is_taken = np.zeros(num_ranks // per_block, np.bool_)
         for first in range(0, num_shards, per_block):
-            added, own_memory = seconds[option, first : first + per_block], memory[option, first : first + per_block]
-            slowest[:] = 0.0
-            _latest(overlap, cores, ranks_per_node, cores_copy, now, 0, num_ranks, added, 0, 0, slowest)
-            squares, over, fullest = 0.0, 0.0, 0.0
-            for rank in range(num_ranks):
-                loads[rank] = now[rank].sum()
-                squares += loads[rank] ** 2
-                if limits[0] < np.inf:
-                    taken_bytes[rank] = _bytes(limits, kept[rank], none)
-                    over += max(0.0, taken_bytes[rank] - limits[0])
-                    fullest = max(fullest, taken_bytes[rank])
-            over_host = np.maximum(0.0, nodes - limits[1]).sum()
-            best, lowest = -1, np.inf
-            for block in range(is_taken.size):
-                if is_taken[block]:
-                    continue
-                begin, end = block * per_block, (block + 1) * per_block
-                then[:] = slowest
-                low, high = begin, end
-                if cores and per_block < ranks_per_node:
-                    low = begin // ranks_per_node * ranks_per_node
-                    high = low + ranks_per_node
-                _latest(overlap, cores, ranks_per_node, cores_copy, now, low, high, added, begin, end, then)
-                spread, excess, fullest_then = squares, 0.0, fullest
-                for rank in range(begin, end):
-                    load = added[rank - begin].sum()
-                    spread += load * (2 * loads[rank] + load)
-                    if limits[0] < np.inf:
-                        needed = _bytes(limits, kept[rank], own_memory[rank - begin])
-                        excess += max(0.0, needed - limits[0]) - max(0.0, taken_bytes[rank] - limits[0])
-                        fullest_then = max(fullest_then, needed)
-                value = _seconds(overlap, formula, groups[option], then) + SPREAD * np.sqrt(spread / num_ranks)
-                penalty = 0.0
-                if limits[0] < np.inf:
-                    value += FULLEST_SECONDS * fullest_then / limits[0]
-                    penalty = (over + excess) / limits[0]
-                if limits[1] < np.inf:
-                    extra = over_host
-                    for node in range(begin // ranks_per_node, (end - 1) // ranks_per_node + 1):
-                        more = 0.0
-                        for rank in range(max(begin, node * ranks_per_node), min(end, (node + 1) * ranks_per_node)):
-                            more += host[option, first + rank - begin]
-                        extra += max(0.0, nodes[node] + more - limits[1]) - max(0.0, nodes[node] - limits[1])
-                    penalty += extra / limits[1]
-                value *= 1 + PENALTY * penalty
-                if value < lowest:
-                    best, lowest = block, value
-            values[option] = lowest
-            if best < 0:
+            stop = first + per_block
+            block, values[option] = _best_block(
+                seconds[option, first:stop], memory[option, first:stop], host[option, first:stop], groups[option], now,
+                kept, nodes, is_taken, overlap, ranks_per_node, cores, cores_copy, formula, limits,
+            )  # fmt: skip
+            if block < 0:
                 break
-            is_taken[best] = True
-            for rank in range(best * per_block, (best + 1) * per_block):
-                shard = first + rank - best * per_block
+            is_taken[block] = True
+            for shard in range(first, stop):
+                rank = block * per_block + shard - first
                 ranks[option, shard] = rank
                 now[rank] += seconds[option, shard]
                 kept[rank] += memory[option, shard]
                 nodes[rank // ranks_per_node] += host[option, shard]
             if first == 0 and per_block == 1 and on_one_node[option]:
-                node = best // ranks_per_node
+                node = block // ranks_per_node
                 is_taken[: node * ranks_per_node] = True
                 is_taken[(node + 1) * ranks_per_node :] = True
     return values, ranks
