@@ -356,14 +356,16 @@ def _other_changes(request: PlanRequest, device: int | None = None, host: int | 
             high += 1
             continue
         own = other.budget
-        try:
-            needs = list(_needs_by_rows(other)) or list(_balanced_needs(other))
-        except ShardingError:  # TorchRec has no names for so many devices of one node
-            return ""
-        if _fits(own, needs):
-            break
-        if device is not None and own.device_bytes is not None and needs[0].fullest(own).fixed_bytes > own.device_bytes:
-            return "; more ranks do not help, a smaller train.batch_size may"
+        if device is not None or _may_fit(other):
+            try:
+                needs = list(_needs_by_rows(other)) or list(_balanced_needs(other))
+            except ShardingError:  # TorchRec has no names for so many devices of one node
+                return ""
+            if _fits(own, needs):
+                break
+            fixed = needs[0].fullest(own).fixed_bytes
+            if device is not None and own.device_bytes is not None and fixed > own.device_bytes:
+                return "; more ranks do not help, a smaller train.batch_size may"
         low, high = high, 2 * high
     else:
         return ""
@@ -382,11 +384,15 @@ def _for_ranks(request: PlanRequest, num_ranks: int) -> PlanRequest | None:
 
 def _may_fit(request: PlanRequest) -> bool:
     """Return False where the devices are too small: for all tables together, if one had the memory of all, or for a
-    table alone. Then no search for a placement is needed."""
+    table alone; or the nodes for rows that must be in their memory. Then no search for a placement is needed."""
     budget, shape = request.budget, request.workload.shape
+    need = need_of(request, placed(request, [cached(table, "table_wise", [0]) for table in request.sharded]))
+    if budget.host_bytes is not None and not request.may_mix:
+        of_nodes = [node.total() for node in need.node_bytes]
+        if sum(of_nodes) > budget.host_bytes * len(of_nodes):
+            return False
     if budget.rank_bytes is None:
         return True
-    need = need_of(request, placed(request, [cached(table, "table_wise", [0]) for table in request.sharded]))
     needs = [need, least_need_of_some_caches(request, need)]
     asked = [sum(rank.asked(budget) for rank in each.ranks) for each in needs if each is not None]
     if min(asked) > budget.rank_bytes * shape.world_size:
