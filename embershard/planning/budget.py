@@ -358,7 +358,7 @@ def _other_changes(request: PlanRequest, device: int | None = None, host: int | 
         own = other.budget
         if device is not None or _may_fit(other):
             try:
-                needs = list(_needs_by_rows(other)) or list(_balanced_needs(other))
+                needs = list(_needs_by_rows(other)) or _needs_of_whole_tables(other)
             except ShardingError:  # TorchRec has no names for so many devices of one node
                 return ""
             if _fits(own, needs):
@@ -386,7 +386,7 @@ def _may_fit(request: PlanRequest) -> bool:
     """Return False where the devices are too small: for all tables together, if one had the memory of all, or for a
     table alone; or the nodes for rows that must be in their memory. Then no search for a placement is needed."""
     budget, shape = request.budget, request.workload.shape
-    need = need_of(request, placed(request, [cached(table, "table_wise", [0]) for table in request.sharded]))
+    need = _need_in_turn(request, 1)
     if budget.host_bytes is not None and not request.may_mix:
         of_nodes = [node.total() for node in need.node_bytes]
         if sum(of_nodes) > budget.host_bytes * len(of_nodes):
@@ -424,6 +424,19 @@ def _needs_by_rows(request: PlanRequest) -> Iterator[LeastNeed]:
         whole = without_caches(request, need.tables)
         if may_be_resident(request) and not no_rows_problem(whole, need.ranks_per_node):
             yield need_of(request, whole)
+
+
+def _need_in_turn(request: PlanRequest, num_ranks: int) -> LeastNeed:
+    """Return the need of whole tables in caches, one after another on so many of the ranks."""
+    tables = [cached(table, "table_wise", [number % num_ranks]) for number, table in enumerate(request.sharded)]
+    return need_of(request, placed(request, tables))
+
+
+def _needs_of_whole_tables(request: PlanRequest) -> list[LeastNeed]:
+    """Return the least needs; without a search where none fits, and tables may be whole."""
+    if all("table_wise" in types for types in request.allowed.values()) and not _may_fit(request):
+        return [_need_in_turn(request, request.workload.shape.world_size)]
+    return list(_balanced_needs(request))
 
 
 def _balanced_needs(request: PlanRequest) -> Iterator[LeastNeed]:
