@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.cache.statistics import apportion
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.cost.rates import Rates
-from embershard.planning.exchange import with_exchange
+from embershard.planning.exchange import exchange_of, with_exchange
 from embershard.planning.predict import counted_reports
-from embershard.planning.request import Budget, PlanRequest, Workload
+from embershard.planning.request import Budget, PlanRequest, Workload, column_block
 from embershard.planning.shard_costs import ROOM, ShardCosts, cached
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.pins import TablePin
+from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import PoolKey, PoolPlacement, TablePlacement, largest_pool_problem, no_rows_problem
-from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, names_in_pool, place_shards
+from embershard.sharding.sizes import PlacedShard, TableSize, by_pool, by_rank, names_in_pool, place_shards
 from embershard.units import size
 
 _MOST_RANKS = 1024
 _MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message
 _MOST_BALANCED = 400  # of which whole tables are placed for it: under a second
 _MOST_SCANNED = 12  # numbers of ranks that are tried one after the other
+_MOST_SEARCHED = 3  # of them, for which whole tables are placed
 _STAYING = 0.1
 
 
@@ -339,33 +342,37 @@ def _other_changes(request: PlanRequest, device: int | None = None, host: int | 
     else the fewest whose blocks of rows fit, if each more fits, too. Of these limits at least one is too low; what so
     many ranks may use is in their own request."""
     world_size, num_tables = request.workload.shape.world_size, len(request.sharded)
-    low = world_size
+    low, searched = world_size, 0
     for num_ranks in range(world_size + 1, world_size + 1 + _MOST_SCANNED):  # whole tables may need more on more
-        if num_ranks * num_tables > _MOST_BALANCED:
+        if num_ranks * num_tables > _MOST_BALANCED or searched == _MOST_SEARCHED:
             break
         other = _for_ranks(request, num_ranks)
-        if other is not None and (_fits_by_rows(other) or _fits(other.budget, least_needs(other))):
-            return f"; or --ranks {num_ranks}"
+        if other is not None and _may_fit(other):
+            if _fits(other.budget, itertools.chain(_needs_by_rows(other), _balanced_needs(other))):
+                return f"; or --ranks {num_ranks}"
+            searched += 1
         low = num_ranks
     high = max(low, 2 * world_size)
     while high <= _MOST_RANKS and high * num_tables <= _MOST_SHARDS:
         if (other := _for_ranks(request, high)) is None:
             high += 1
             continue
-        try:
-            if _fits_by_rows(other):
-                break
-            need = least_need(other, by_rows=True)
-        except ShardingError:  # TorchRec has no names for so many devices of one node
-            return ""
         own = other.budget
-        if device is not None and own.device_bytes is not None and need.fullest(own).fixed_bytes > own.device_bytes:
-            return "; more ranks do not help, a smaller train.batch_size may"
+        if device is not None or _may_fit(other):
+            try:
+                needs = list(_needs_by_rows(other)) or _needs_of_whole_tables(other)
+            except ShardingError:  # TorchRec has no names for so many devices of one node
+                return ""
+            if _fits(own, needs):
+                break
+            fixed = needs[0].fullest(own).fixed_bytes
+            if device is not None and own.device_bytes is not None and fixed > own.device_bytes:
+                return "; more ranks do not help, a smaller train.batch_size may"
         low, high = high, 2 * high
     else:
         return ""
     between = [other for num_ranks in range(low + 1, high) if (other := _for_ranks(request, num_ranks)) is not None]
-    fewest = bisect.bisect_left(between, True, key=_fits_by_rows)
+    fewest = bisect.bisect_left(between, True, key=lambda each: _fits(each.budget, _needs_by_rows(each)))
     return f"; or --ranks {between[fewest].workload.shape.world_size if fewest < len(between) else high}"
 
 
@@ -377,17 +384,74 @@ def _for_ranks(request: PlanRequest, num_ranks: int) -> PlanRequest | None:
         return None
 
 
-def _fits_by_rows(request: PlanRequest) -> bool:
-    """Return whether all tables, cut by rows, fit the memory of such a request, in caches, whole on the devices, or
-    partly: then it has a plan."""
-    need = least_need(request, by_rows=True)
-    whole, mixed = without_caches(request, need.tables), least_need_of_some_caches(request, need)
-    may_be_whole = request.may_mix and not no_rows_problem(whole, need.ranks_per_node)
-    found = [need, *([need_of(request, whole)] if may_be_whole else []), *([] if mixed is None else [mixed])]
-    return _fits(request.budget, found)
+def _may_fit(request: PlanRequest) -> bool:
+    """Return False where the devices are too small: for all tables together, if one had the memory of all, or for a
+    table alone; or the nodes for rows that must be in their memory. Then no search for a placement is needed."""
+    budget, shape = request.budget, request.workload.shape
+    need = _need_in_turn(request, 1)
+    if budget.host_bytes is not None and not request.may_mix:
+        of_nodes = [node.total() for node in need.node_bytes]
+        if sum(of_nodes) > budget.host_bytes * len(of_nodes):
+            return False
+    if budget.rank_bytes is None:
+        return True
+    needs = [need, least_need_of_some_caches(request, need)]
+    asked = [sum(rank.asked(budget) for rank in each.ranks) for each in needs if each is not None]
+    if min(asked) > budget.rank_bytes * shape.world_size:
+        return False
+    return all(min(_asked_alone(request, table)) <= budget.rank_bytes for table in request.sharded)
 
 
-def _fits(budget: Budget, needs: Sequence[LeastNeed]) -> bool:
+def _asked_alone(request: PlanRequest, table: TableSize) -> Iterator[int]:
+    """Yield what a rank with nothing but the first shard of a table needs, for every way to place the table."""
+    shape = request.workload.shape
+    kernels = request.kernels(table.table, resident=request.may_mix, cached=True)
+    for name, kernel in itertools.product(request.allowed[table.table], kernels):
+        kind = SHARDING_TYPES[name]
+        columns = column_block(table.dim, shape.world_size) if kind.cuts_columns else table.dim
+        rows = -(-table.rows // kind.row_blocks(shape.world_size, min(shape.ranks_per_node, shape.world_size)))
+        exchange = exchange_of(request.workload, table.table, name, columns)
+        shard = PlacedShard(table, 0, 0, rows, columns, kind.name, kernel, exchange)
+        yield _rank_need(request, 0, [shard]).asked(request.budget) - request.budget.less(0)
+
+
+def _needs_by_rows(request: PlanRequest) -> Iterator[LeastNeed]:
+    """Yield the needs of all tables, cut by rows, in caches, partly, and whole on the devices; none where a table may
+    not be cut so."""
+    for tables in _by_rows(request):
+        need = need_of(request, placed(request, tables))
+        yield need
+        if (mixed := least_need_of_some_caches(request, need)) is not None:
+            yield mixed
+        whole = without_caches(request, need.tables)
+        if may_be_resident(request) and not no_rows_problem(whole, need.ranks_per_node):
+            yield need_of(request, whole)
+
+
+def _need_in_turn(request: PlanRequest, num_ranks: int) -> LeastNeed:
+    """Return the need of whole tables in caches, one after another on so many of the ranks."""
+    tables = [cached(table, "table_wise", [number % num_ranks]) for number, table in enumerate(request.sharded)]
+    return need_of(request, placed(request, tables))
+
+
+def _needs_of_whole_tables(request: PlanRequest) -> list[LeastNeed]:
+    """Return the least needs; without a search where none fits, and tables may be whole."""
+    if all("table_wise" in types for types in request.allowed.values()) and not _may_fit(request):
+        return [_need_in_turn(request, request.workload.shape.world_size)]
+    return list(_balanced_needs(request))
+
+
+def _balanced_needs(request: PlanRequest) -> Iterator[LeastNeed]:
+    """Yield the least needs, as `least_needs` does; without caches only where the devices can hold all rows."""
+    need = least_need(request)
+    yield need
+    if (mixed := least_need_of_some_caches(request, need)) is not None:
+        yield mixed
+    if may_be_resident(request) and (whole := least_need_without_caches(request)) is not None:
+        yield whole
+
+
+def _fits(budget: Budget, needs: Iterable[LeastNeed]) -> bool:
     """Return whether one of these needs fits."""
     return any(
         not need.excess_rows
@@ -395,6 +459,15 @@ def _fits(budget: Budget, needs: Sequence[LeastNeed]) -> bool:
         and (budget.host_bytes is None or need.host_bytes <= budget.host_bytes)
         for need in needs
     )
+
+
+def may_be_resident(request: PlanRequest) -> bool:
+    """Return False if all rows cannot be on the devices, whatever the placement."""
+    budget, needed = request.budget, sum(table.rows * table.row_bytes() for table in request.sharded)
+    if budget.device_bytes is None:
+        return False
+    together = budget.device_bytes * request.workload.shape.world_size - sum(budget.less_bytes)
+    return request.may_mix and needed <= together
 
 
 def _bytes(count: int) -> str:

@@ -19,6 +19,7 @@ from embershard.planning.budget import (
     LeastNeed,
     device_memory,
     least_needs,
+    may_be_resident,
     need_of,
     placed,
     split_slots,
@@ -275,7 +276,7 @@ def by_local_search(
     if request.workload.shape.world_size == 1 or not request.sharded:
         return []
     found: list[Candidate] = []
-    if resident and _may_be_resident(request):
+    if resident and may_be_resident(request):
         costs = cost_arrays(request, resident=True, cached=False)
         found = _fitting(request, costs, begin, seed)
         least = min((each.step_seconds for each in found), default=math.inf)
@@ -323,7 +324,7 @@ def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacem
     dense = model.dense_parameter_bytes + model.dense_state_bytes
     taken = dense + round(model.activation_bytes_per_sample * shape.micro_batch_size) + shape.reserve_bytes
     kept = min(taken, *(rank.fixed_bytes for rank in need.ranks))  # of a rank, whatever the placement
-    kinds, found = {False: need.excess_rows or need.fits_device(budget), True: _may_be_resident(request)}, []
+    kinds, found = {False: need.excess_rows or need.fits_device(budget), True: may_be_resident(request)}, []
     for resident in (kind for kind, is_tried in kinds.items() if is_tried):
         costs = ShardCosts(request.workload, request.rates, num_slots, resident=resident)
         for order, allowed in itertools.product(_ORDERS, _choices(request)):
@@ -359,15 +360,6 @@ def _choices(request: PlanRequest) -> list[dict[str, list[str]]]:
         if all(only in types for types in allowed.values())
     ]
     return [allowed, *(choice for choice in one_type if choice != allowed)]
-
-
-def _may_be_resident(request: PlanRequest) -> bool:
-    """Return False if all rows cannot be on the devices, whatever the placement."""
-    budget, needed = request.budget, sum(table.rows * table.row_bytes() for table in request.sharded)
-    if budget.device_bytes is None:
-        return False
-    together = budget.device_bytes * request.workload.shape.world_size - sum(budget.less_bytes)
-    return request.may_mix and needed <= together
 
 
 def best_bound(request: PlanRequest) -> Bound | None:

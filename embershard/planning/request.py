@@ -132,12 +132,24 @@ class Workload:
         """Return the distinct rows of a shard in each batch of the trace; constant rows are taken to be in all."""
         part = RowRange.of(shard)
         if part not in self._distinct:
-            table, batch = trace.tables[part.table], self.shape.global_batch_size
-            inside = part.has(table.rows)
-            pairs = np.unique(table.samples[inside] // batch * shard.table.rows + table.rows[inside])
-            counts = np.bincount(pairs // shard.table.rows, minlength=-(-trace.num_samples // batch))
+            batches, rows = self._looked_up(shard.table, trace)
+            num_batches = -(-trace.num_samples // self.shape.global_batch_size)
+            counts = np.bincount(batches[part.has(rows)], minlength=num_batches)
             self._distinct[part] = counts + int(part.has(trace.constant_rows.get(part.table, _NONE)).sum())
         return self._distinct[part]
+
+    def _looked_up(self, size: TableSize, trace: SampledTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the batches and the rows of a table that each looks up, once: [N] and [N]."""
+        if size.table not in self._pairs:
+            table, batch = trace.tables[size.table], self.shape.global_batch_size
+            pairs = np.sort(table.samples // batch * size.rows + table.rows)  # `np.unique` takes 3 times as long
+            batches, rows = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], size.rows)
+            self._pairs[size.table] = batches, rows
+        return self._pairs[size.table]
+
+    @cached_property
+    def _pairs(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        return {}
 
     @cached_property
     def _distinct(self) -> dict[RowRange, NDArray[np.int64]]:

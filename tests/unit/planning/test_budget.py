@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import DataStatistics
+from embershard.planning import budget as budget_module
 from embershard.planning import make_plan as make_plan_module
+from embershard.planning import search as search_module
 from embershard.planning.budget import least_need, least_need_of_some_caches, least_need_without_caches
 from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
@@ -380,3 +382,46 @@ def test_a_refusal_takes_few_searches(monkeypatch):
     said = refusal(with_device(request, least_device_bytes(request) // 2))
     assert 0 < len(searches) <= 3 + 2 * make_plan_module._MOST_SHRUNK
     make_plan(with_device(request, bytes_in(r"--device-memory (\d+)", said)))
+
+
+@pytest.mark.parametrize("name", keep(("one rank", "dims", "nodes", "a batch of most rows"), CASES))
+def test_what_fits_is_never_ruled_out_without_a_search(name):
+    """A device of the least need may hold it; one of a third of that cannot, and no search is needed to say so."""
+    request = make_request(**CASES[name])
+    least = least_device_bytes(request)
+    assert budget_module._may_fit(with_device(request, least))
+    assert not budget_module._may_fit(with_device(request, least // 3))
+
+
+def test_other_numbers_of_ranks_are_searched_only_where_their_memory_could_do(monkeypatch):
+    """Twelve numbers are ruled out by arithmetic. The control: where none is, three are searched, to say the same."""
+    searched: list[int] = []
+    place = search_module.place
+    counted = lambda *a, **k: (searched.append(k["world_size"]), place(*a, **k))[1]  # noqa: E731
+    monkeypatch.setattr(search_module, "place", counted)
+    request = make_request(rows=random_rows(3, 6), dims=(16, 64, 128) * 2, world_size=2)
+    request = with_device(request, round(0.9 * least_device_bytes(request)))
+    said = refusal(request)
+    assert set(searched) == {2}
+    monkeypatch.setattr(budget_module, "_may_fit", lambda request: True)
+    assert refusal(request) == said
+    assert len(set(searched)) == 1 + budget_module._MOST_SEARCHED
+
+
+def test_more_ranks_of_a_node_that_is_too_small_are_not_searched(monkeypatch):
+    """Its host memory is the same, however many there are; nor are rows cut for them."""
+    tried: list[int] = []
+    need_of = budget_module._needs_by_rows
+    monkeypatch.setattr(budget_module, "_MOST_RANKS", 1024)
+    monkeypatch.setattr(
+        budget_module, "_needs_by_rows", lambda each: (tried.append(each.workload.shape.world_size), need_of(each))[1]
+    )
+    request = make_request(Budget(ratio=0.1, host_bytes=10**6), world_size=2, ranks_per_node=2)
+    said = refusal(request)
+    assert "of host memory" in said
+    assert "--ranks" not in said
+    assert not tried
+    monkeypatch.setattr(budget_module, "_may_fit", lambda request: True)
+    monkeypatch.setattr(budget_module, "_MOST_RANKS", 16)
+    assert refusal(request) == said
+    assert tried
