@@ -395,11 +395,10 @@ def _may_fit(request: PlanRequest) -> bool:
             return False
     if budget.rank_bytes is None:
         return True
-    needs = [need, least_need_of_some_caches(request, need)]
-    asked = [sum(rank.asked(budget) for rank in each.ranks) for each in needs if each is not None]
-    if min(asked) > budget.rank_bytes * shape.world_size:
-        return False
-    return all(min(_asked_alone(request, table)) <= budget.rank_bytes for table in request.sharded)
+    needs = [each for each in (need, least_need_of_some_caches(request, need)) if each is not None]
+    asked = [sum(rank.asked(budget) for rank in each.ranks) for each in needs]
+    alone = (min(_asked_alone(request, table)) for table in request.sharded)
+    return min(asked) <= budget.rank_bytes * shape.world_size and max(alone, default=0) <= budget.rank_bytes
 
 
 def _asked_alone(request: PlanRequest, table: TableSize) -> Iterator[int]:
@@ -464,9 +463,7 @@ def _fits(budget: Budget, needs: Iterable[LeastNeed]) -> bool:
 def may_be_resident(request: PlanRequest) -> bool:
     """Return False if all rows cannot be on the devices, whatever the placement."""
     budget, needed = request.budget, sum(table.rows * table.row_bytes() for table in request.sharded)
-    if budget.device_bytes is None:
-        return False
-    together = budget.device_bytes * request.workload.shape.world_size - sum(budget.less_bytes)
+    together = (budget.device_bytes or 0) * request.workload.shape.world_size - sum(budget.less_bytes)
     return request.may_mix and needed <= together
 
 
