@@ -61,7 +61,8 @@ class FiledRowCache(RowCache):
 
     def __init__(self, filed: FiledRows, **arguments: Any) -> None:
         self.filed = filed
-        self._announced: dict[KnownBatch, Announcement] = {}  # by what the slots know them as
+        # By what the slots know them as; by themselves, of those that the slots do not know.
+        self._announced: dict[KnownBatch | Announcement, Announcement] = {}
         self._untold = deque[Announcement]()  # of which the places do not know yet
         self.announced_bytes = 0
         self._landing = torch.empty(0, dtype=torch.int64)  # rows that were evicted, and may not be in host memory yet
@@ -78,6 +79,7 @@ class FiledRowCache(RowCache):
         with self._lock, torch.no_grad():
             announced = self._sent(keys, feature_lengths)
             self._untold.append(announced)
+            self._announced[announced] = announced
             self._count(announced)
             self._tell(None)
             return announced
@@ -87,13 +89,15 @@ class FiledRowCache(RowCache):
         with self._lock, torch.no_grad():
             known = super().know(keys, feature_lengths)
             if known is not None:
-                announced = announced or self.announce(keys, feature_lengths)
+                if announced is None or announced not in self._announced:  # or it was forgotten
+                    announced = self.announce(keys, feature_lengths)
                 if keys.is_cuda and announced.known is not None:  # its ids were dropped
                     again = self._sent(keys, feature_lengths)
                     announced.keys, announced.lengths, announced.sent = again.keys, again.lengths, again.sent
                 announced.is_far = False
                 self._count(announced)
                 self._announced[known] = announced
+                del self._announced[announced]
             return known
 
     def file(self, keys: Tensor, known: KnownBatch | None) -> bool:
@@ -163,12 +167,11 @@ class FiledRowCache(RowCache):
 
     def _forgotten(self, known: KnownBatch | Announcement | None) -> Announcement | None:
         """Remove a batch from those announced, and return it; the places know of it."""
-        announced = known if isinstance(known, Announcement) else None if known is None else self._announced.get(known)
-        if announced is None:
+        announced = None if known is None else self._announced.get(known)
+        if known is None or announced is None:
             return None
         self._tell(announced)
-        if isinstance(known, KnownBatch):
-            del self._announced[known]
+        del self._announced[known]
         self._count(announced, is_over=True)
         return announced
 

@@ -115,8 +115,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     model, shape = model_size(config, rows), _shape(config, ranks)
     shards = _shards(config, model, shape, plan)
     has_one_copy = config.sharding.mode == "data_parallel" and ranks.world_size > 1
-    lookups = _lookups_per_sample(config)
-    per_sample = sum(lookups.values())
+    per_sample = sum((lookups := _lookups_per_sample(config)).values())
     host, device = Counter[str](), list[Counter[str]]()
     for here in shards[ranks.first : ranks.first + ranks.ranks_per_node]:
         cacheable = here
@@ -133,15 +132,14 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host["optimizer_states"] += (states := _state_bytes(cached))
         host["weights"] += sum(shard.host_bytes for shard in cached) - states
         host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps", "file_maps")})
-        host["rows_in_memory"] += 0 if shape.file_host_bytes is None else memory.host["rows"]
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
-        if config.cache.host == "file":
+        if shape.file_host_bytes is not None:
+            host["rows_in_memory"] += memory.host["rows"]
             host["known_batches"] += known_host_bytes(model, here, arriving, shape, per_sample, _known(config))
         host["runtime"] += _RUNTIME_BYTES
     taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
     by_device = tuple(+(each | Counter(marks=own["marks"])) for each, own in taken)
-    rows_bytes = host["weights"] + host["optimizer_states"]
-    disk_bytes = 0
+    rows_bytes, disk_bytes = host["weights"] + host["optimizer_states"], 0
     if config.cache.host != "memory":  # what the system keeps of mapped files is its own choice
         disk_bytes, host["weights"], host["optimizer_states"] = rows_bytes, 0, 0
     if ranks.device == "cpu":

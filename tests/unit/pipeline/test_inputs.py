@@ -105,9 +105,8 @@ class Pair(NamedTuple):
 def test_a_batch_comes_back_as_it_was(kind):
     features = KeyedJaggedTensor(["f", "g"], torch.arange(3), lengths=torch.tensor([1, 2]), weights=torch.rand(3))
     features.offset_per_key()  # is kept in it
-    batch = kind(
-        torch.arange(5.0), [Slotted(torch.zeros(1), (torch.ones(2), {"more": torch.ones(3)})), features, "text"]
-    )
+    inner = Slotted(torch.zeros(1), (torch.ones(2), {"more": torch.ones(3)}))
+    batch = kind(torch.arange(5.0), [inner, features, "text"])
     before = [(id(each), each.clone()) for each in tensors_of(batch)]
     away = HostCopy(batch, CPU)
     assert not {id(each) for each in tensors_of(away._value)} & {number for number, _ in before}

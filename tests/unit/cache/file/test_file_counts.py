@@ -38,11 +38,8 @@ def skewed(num_batches: int, batch_size: int = 9) -> list[Tensor]:
     return list(torch.from_numpy(drawn))
 
 
-def trained(
-    batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo, places: int, near: int = LOOKAHEAD
-) -> FiledRows:
-    """Train the batches in the order of a run's stages; return the rows, whose file is closed. The slots know ``near``
-    batches ahead."""
+def made(folder: Path, policy: CachePolicy, io: PageIo, places: int) -> tuple[FiledRows, FiledRowCache]:
+    """Rows in a file, and the cache over them."""
     table = ShardWeights("clicks", 7, DIM, -0.5, 0.5)
     filed = FiledRows([NUM_ROWS], [table], [torch.empty(0, DIM)], places, str(folder), io=io)
     cache = FiledRowCache(
@@ -55,6 +52,15 @@ def trained(
         policy=policy,
         device=torch.device("cpu"),
     )
+    return filed, cache
+
+
+def trained(
+    batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo, places: int, near: int = LOOKAHEAD
+) -> FiledRows:
+    """Train the batches in the order of a run's stages; return the rows, whose file is closed. The slots know ``near``
+    batches ahead."""
+    filed, cache = made(folder, policy, io, places)
     unknown, window, far = iter(batches), deque[Batch](), deque[Far]()
     tickets = deque[Ticket]()
     while True:
@@ -131,6 +137,28 @@ def test_what_only_the_places_know_steers_them_as_the_replay_says(tmp_path: Path
     pairs = [(keys, torch.tensor([keys.numel()])) for keys in batches]
     less = replay_two_levels(pairs, [NUM_ROWS], levels, ReplaySettings(CachePolicy(), near, PREFETCH))
     assert less.rows_read > rows.counts.rows_read > 200
+
+
+def test_announced_batches_that_end_early_leave_nothing_behind(tmp_path: Path) -> None:
+    """They are skipped, forgotten, or become known: what the cache counts of them is what it has of them."""
+    rows, cache = made(tmp_path, CachePolicy(), PageIo(), PLACES)
+    batches = [(keys, torch.tensor([keys.numel()])) for keys in skewed(8)]
+    announced = [cache.announce(*batch) for batch in batches[:4]]
+    known = cache.know(*batches[0], announced[0])
+    assert known is not None
+    cache.skip(batches[0][0], known)
+    cache.skip(batches[1][0], announced[1])
+    cache.skip(batches[1][0], announced[1])  # a second call does nothing
+    of_two = announced[2].known, announced[3].known
+    assert cache.announced_bytes == sum(batch.num_bytes for batch in of_two if batch is not None)
+    cache.forget()
+    cache.skip(batches[2][0], announced[2])
+    again = cache.know(*batches[3], announced[3])  # as one that was never announced
+    assert again is not None
+    ticket = prepared(cache, (*batches[3], again), True)
+    assert ticket is not None
+    assert (cache.announced_bytes, cache._announced) == (0, {})
+    rows._file.close()
 
 
 def test_rows_on_their_way_to_the_file_are_counted_as_read(tmp_path: Path) -> None:
