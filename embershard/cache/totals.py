@@ -15,6 +15,10 @@ T = TypeVar("T", bound="CacheTotals")
 _MOST_RANKS = 16
 
 
+#: Of `FileCounts`, those that a plan predicts.
+FILE_COUNTS = ("rows_read", "pages_read", "rows_written", "pages_written")
+
+
 @dataclass(frozen=True)
 class FileCounts:
     """What the file tier read and wrote.

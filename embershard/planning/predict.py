@@ -11,11 +11,12 @@ from embershard.cache.file.places import leaving_together
 from embershard.cache.next_use import pinned_tables
 from embershard.cache.rows.sizes import page_bytes_for
 from embershard.cache.statistics import CacheReport
+from embershard.cache.totals import FILE_COUNTS
 from embershard.planning.cost import work
 from embershard.planning.cost.dense import dense_work
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.request import COMPLETE, Workload
-from embershard.planning.simulate.file_tier import FILE_COUNTS, FileTraffic, Levels, expected_pages
+from embershard.planning.simulate.file_tier import FileTraffic, Levels, expected_pages
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
 from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.simulate.steady_state import steady_state

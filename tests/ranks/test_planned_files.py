@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from embershard.cache.totals import FILE_COUNTS
 from embershard.commands import cli
-from embershard.planning.simulate.file_tier import FILE_COUNTS
 from embershard.sharding.plan import Plan
 from tests.ranks import commands
 

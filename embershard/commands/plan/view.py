@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from embershard.cache.totals import FILE_COUNTS
 from embershard.errors import ConfigError, naming_file
 from embershard.launch.screen import make_table, say
 from embershard.planning.cost.rates import StepWork
@@ -27,7 +28,6 @@ from embershard.planning.explain import (
 )
 from embershard.planning.many_ranks import MOST_SEARCHED_RANKS
 from embershard.planning.request import PlanRequest
-from embershard.planning.simulate.file_tier import FILE_COUNTS
 from embershard.planning.simulate_scaling import SimulatedRun
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction

@@ -22,8 +22,6 @@ from embershard.cache.next_use import KnownBatch
 _Numbers = NDArray[np.int64]
 #: Batches whose rows are read ahead of the one in training, as `LookAheadPipeline` reads them.
 READ_AHEAD = 8
-#: Of `FileTraffic`, those that a run counts, too.
-FILE_COUNTS = ("rows_read", "pages_read", "rows_written", "pages_written")
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
-from embershard.cache.totals import CacheTotals
+from embershard.cache.totals import FILE_COUNTS, CacheTotals
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork
-from embershard.planning.simulate.file_tier import FILE_COUNTS
 from embershard.run_result import RunResult
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction

@@ -78,7 +78,7 @@ def test_the_probe_sees_torch(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, matrix(2)])
 def test_a_plan_that_is_close_to_the_best_needs_no_torchrec(num_ranks, tmp_path):
-    """Its planner is asked only where the local search may have missed a better placement."""
+    """Its planner is asked only where the local search finds nothing that fits."""
     pq.write_table(pa.table({"label": [0, 1] * 50, "user": list(range(100)), "x": [0.5] * 100}), tmp_path / "d.parquet")
     settings = 'data.kind = "parquet"\ndata.path = "d.parquet"\ndata.parquet.sparse = ["user"]\n'
     (tmp_path / "run.toml").write_text(settings + 'data.parquet.num_rows = [100]\ndata.parquet.dense = ["x"]\n')

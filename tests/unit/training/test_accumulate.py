@@ -190,7 +190,7 @@ def test_ids_of_all_pieces_get_rows_together(one_rank: Ranks, tmp_path: Path, mo
     assert any(not torch.equal(alone[name], values) for name, values in whole.items())
 
 
-def _one_by_one(self: CachedTableBatchedEmbeddings, batches: list[KeyedJaggedTensor]) -> list[Any]:
+def _one_by_one(self: CachedTableBatchedEmbeddings, batches: list[KeyedJaggedTensor], *_: Any) -> list[Any]:
     assert self.ids is not None
     found = [PoolIds.of(features) for features in batches]
     return [self.ids.know((ids.indices, self.feature_keys.lengths(ids)))[0] for ids in found]
