@@ -36,8 +36,8 @@ from benchmarks.common import machine, make_parser, report, settings_of
 from benchmarks.fill_optimality import Stream, read_stream
 from embershard.cache.config import CachePolicy
 from embershard.data import CriteoConfig, DataConfig, SyntheticConfig
-from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
+from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
 from embershard.planning.simulate.two_levels import replay_two_levels
 from embershard.sharding.run_shape import ReplaySettings
 from tests.limited_memory import limited_memory
