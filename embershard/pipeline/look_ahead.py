@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from embershard.cache.file.filed_cache import FiledRowCache
+from embershard.cache.file.places import READ_AHEAD
 from embershard.cache.gpu.readback import ReadTogether
 from embershard.cache.totals import FileCounts
 from embershard.errors import ConfigError
@@ -57,8 +58,6 @@ _log = logging.getLogger(__name__)
 #: One batch whose ids were sent in the step before, and one whose ids are sent in this step. Ids are sent behind the
 #: collectives of a step's backward: with a single batch arriving, the next step would begin by waiting for those.
 _MOST_ARRIVING = 2
-#: Batches whose rows are read from files ahead of the one in training: a disk's queue is full, and no step waits.
-_FILED = 8
 
 
 class LookAheadPipeline:
@@ -151,7 +150,7 @@ class LookAheadPipeline:
         self._token = object()  # by which the caches know who announces batches to them
         weakref.finalize(self, _end_ahead, self._pools, self._token).atexit = False
 
-    filed = _FILED
+    filed = READ_AHEAD
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Train the next batch (forward, backward, update) and return the model's output.

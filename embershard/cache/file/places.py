@@ -20,6 +20,8 @@ from embershard.cache.policies import SlotScores
 from embershard.cache.slot_map import SlotMap
 from embershard.cache.slot_state import SlotState
 
+#: Batches whose rows are read from files ahead of the one in training: a disk's queue is full, and no step waits.
+READ_AHEAD = 8
 #: Stamp of a place whose row is on the device: newer than any batch, so it is no victim.
 _LENT = SlotMap.first_stamp(2**31 - 2)
 #: With fewer free places than the first share, the worst rows leave, as many as the second. Many that leave together

@@ -16,12 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.cache.file.places import Claim, RowPlaces
+from embershard.cache.file.places import READ_AHEAD, Claim, RowPlaces
 from embershard.cache.next_use import KnownBatch
 
 _Numbers = NDArray[np.int64]
-#: Batches whose rows are read ahead of the one in training, as `LookAheadPipeline` reads them.
-READ_AHEAD = 8
 
 
 @dataclass(frozen=True)

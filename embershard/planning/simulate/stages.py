@@ -102,7 +102,7 @@ def run_stages(
         for step in range(steps):
             at_step(step)
             while next_step < min(steps, step + stages.window + 1):
-                known.append(_Batch(*get(next_step)))
+                stages.add(*get(next_step))
                 next_step += 1
             stages.know()
             stages.prepare(known[0], critical_path=True)
@@ -128,11 +128,13 @@ class _Stages:
         self.prefetch = min(settings.prefetch, self._lookahead)
         self.known = deque[_Batch]()
 
+    def add(self, keys: Tensor, lengths: Tensor) -> None:
+        """Take a batch into the window, and announce it to the places."""
+        uses = keys if self._by_next_use else keys[:0]
+        self.known.append(_Batch(keys, lengths, None if self._tier is None else self._tier.know(uses)))
+
     def know(self) -> None:
-        """Announce batches that came into a window: to the places, and to the device."""
-        for batch in self.known:
-            if self._tier is not None and batch.of_places is None:
-                batch.of_places = self._tier.know(batch.keys if self._by_next_use else batch.keys[:0])
+        """Announce batches that came into the device's window to it."""
         for batch in itertools.islice(self.known, self._lookahead + 1):
             if not batch.is_known:
                 batch.of_device, batch.is_known = self._cache.know(batch.keys, batch.lengths), True
