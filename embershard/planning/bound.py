@@ -77,7 +77,7 @@ def tightened(costs: CostArrays, bound: Bound, step_seconds: float) -> Bound:
     """
     with suppress(ShardingError):  # the solver found none
         bound = max(bound, lower_bound(costs, whole_groups=True), key=lambda each: each.step_seconds)
-    work = [min(float(option.seconds.sum()) for option in options) for options in costs.options]
+    work = [min(float(option.total_seconds.sum()) for option in options) for options in costs.options]
     order = sorted(range(len(work)), key=lambda table: -work[table])
     open_ones = [(bound.step_seconds, 0, 0, costs)]  # seconds, a number that tells equal ones apart, depth
     programs = 0
@@ -194,7 +194,7 @@ def _that_fit(costs: CostArrays) -> CostArrays:
     names = dict(zip(MEMORY, range(len(MEMORY)), strict=True))
 
     def fits(option: Option) -> bool:
-        memory = option.memory.sum(axis=0)
+        memory = option.total_memory
         taken = memory[names["fixed"]] + max(memory[names["needed"]], memory[names["held"]])
         return bool(taken <= room * min(option.num_shards, costs.world_size) * (1 + _TOLERANCE))
 
@@ -215,14 +215,14 @@ def _add_memory(program: _Program, costs: CostArrays, shares: list[NDArray[np.in
     if costs.device_limit is None:
         return
     batch = MEMORY.index("batch")
-    most = sum(max(float(o.memory[:, batch].sum()) for o in options) for options in costs.options)
+    most = sum(max(float(o.total_memory[batch]) for o in options) for options in costs.options)
     most += costs.base_memory[batch]
     times = float(costs.window.bytes_of(np.array(most))) / most if most else 0.0
     for cache in ("needed", "held"):
         weights = np.array([{"fixed": 1.0, "batch": times, cache: 1.0}.get(name, 0.0) for name in MEMORY])
         left = (costs.device_limit - float(costs.base_memory @ weights)) * world_size - float(costs.less_bytes.sum())
         pairs = zip(shares, costs.options, strict=True)
-        terms = [(own, np.array([float(o.memory.sum(axis=0) @ weights) for o in options])) for own, options in pairs]
+        terms = [(own, np.array([float(o.total_memory @ weights) for o in options])) for own, options in pairs]
         program.at_most(left, *terms)
 
 
@@ -240,8 +240,12 @@ def _slowest(
     means = []
     for own, options in zip(shares, costs.options, strict=True):
         everywhere = np.array([option.row_id_seconds * lookup for option in options])
-        totals = np.array([option.seconds[:, columns].sum() for option in options]) / costs.world_size + everywhere
-        largest = alone * np.array([option.seconds[:, columns].sum(axis=1).max() for option in options]) + everywhere
+        totals = np.array([option.total_seconds for option in options])[:, columns].sum(axis=1) / costs.world_size
+        if len(columns) == 1:
+            largest = np.array([option.most_seconds for option in options])[:, columns[0]]
+        else:
+            largest = np.array([option.seconds[:, columns].sum(axis=1).max() for option in options])
+        totals, largest = totals + everywhere, alone * largest + everywhere
         means.append((own, totals))
         program.at_most(-fixed, (variable, -1.0), (own, largest))
     program.at_most(-fixed, (variable, -1.0), *means)

@@ -6,6 +6,7 @@ lookups, so that three calls of these functions give the costs of all shards of 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ MEMORY = ("fixed", "needed", "held", "batch", "by_rows")
 _FILLED = 0.93
 #: Slots of a table, relative to those in one cache over all ranks: more where its rank has little else.
 _LEVELS = (2.2, 1.5, 1.0, 0.82, 0.66, 0.52, 0.42, 0.33, 0.24)
+#: Of the memory of a rank, by which a table's slots become fewer from one size to the next; and sizes at most.
+_STEP, _MOST_SIZES = 0.2, 14
 #: Sizes of caches in the bound, which is lower by what a cache of the next size does better.
 _BEST_LEVELS, _MOST_LEVELS = 6, 2000  # of one table, and of all
 
@@ -73,6 +76,7 @@ class Option:
         memory: [N, columns] of the device.
         host_bytes: [N].
         row_id_seconds: that every rank's lookup takes longer, to find the distinct ids of its samples.
+        level: of its cache's size; 0: the largest.
     """
 
     sharding: Sharding
@@ -83,11 +87,38 @@ class Option:
     memory: Floats
     host_bytes: Floats
     row_id_seconds: float
+    level: int = 0
 
     @property
     def num_shards(self) -> int:
         """N."""
         return len(self.host_bytes)
+
+    @cached_property
+    def total_seconds(self) -> Floats:
+        """[stages] of all shards together."""
+        return np.asarray(self.seconds.sum(axis=0))
+
+    @cached_property
+    def most_seconds(self) -> Floats:
+        """[stages] of the shard with most of each."""
+        return np.asarray(self.seconds.max(axis=0))
+
+    @cached_property
+    def total_memory(self) -> Floats:
+        """[columns] of all shards together."""
+        return np.asarray(self.memory.sum(axis=0))
+
+    def is_as_good_as(self, other: Option) -> bool:
+        """Return True if this one in the place of the other makes no rank's work longer, and none's memory larger."""
+        if (self.sharding, self.num_shards, self.group) != (other.sharding, other.num_shards, other.group):
+            return False
+        fixed, needed, held = (MEMORY.index(name) for name in ("fixed", "needed", "held"))
+        more = self.memory - other.memory
+        more[:, [needed, held]] += more[:, [fixed]]  # caches are as large as needed, or as held
+        more[:, fixed] = 0.0
+        is_as_fast = (self.seconds <= other.seconds).all() and self.row_id_seconds <= other.row_id_seconds
+        return bool(is_as_fast and (more <= 0).all() and (self.host_bytes <= other.host_bytes).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +160,7 @@ class CostArrays:
         lookup = STAGES.index("lookup")
         least = self.base_seconds.copy()
         for options in self.options:
-            mean = np.array([option.seconds.sum(axis=0) for option in options]) / self.world_size
+            mean = np.array([option.total_seconds for option in options]) / self.world_size
             mean[:, lookup] += [option.row_id_seconds for option in options]
             least += mean.min(axis=0)
         return float(self.formula.seconds(self.formula.columns(least), 1))
@@ -137,7 +168,7 @@ class CostArrays:
     @property
     def all_bytes(self) -> float:
         """Bytes of a rank with all tables: a limit that never binds."""
-        most = [np.max([option.memory.sum(axis=0) for option in options], axis=0) for options in self.options]
+        most = [np.max([option.total_memory for option in options], axis=0) for options in self.options]
         return float(self.device_bytes(sum(most, self.base_memory)) + self.less_bytes.max())
 
     @property
@@ -189,12 +220,15 @@ class CostArrays:
         )
 
     def options_of(self, placed: TablePlacement) -> list[int]:
-        """Return the options of a table's placement, larger caches first; none where it has none."""
+        """Return the options of a table's placement, larger caches first; without a cache, where that is as good. None
+        where it has none."""
         table = next((number for number, size in enumerate(self.tables) if size.table == placed.table), None)
         is_on_ranks_of_its_own = len(set(placed.ranks)) == len(placed.ranks)
-        kind = (placed.sharding, placed.kernel, len(placed.ranks))
         own = () if table is None or not is_on_ranks_of_its_own else self.options[table]
-        return [n for n, each in enumerate(own) if (each.sharding, each.kernel, each.num_shards) == kind]
+        kind = (placed.sharding, len(placed.ranks))
+        alike = [number for number, each in enumerate(own) if (each.sharding, each.num_shards) == kind]
+        of_kernels = {kernel: [n for n in alike if own[n].kernel == kernel] for kernel in (placed.kernel, "device")}
+        return of_kernels[placed.kernel] or of_kernels["device"]
 
     def placement(self, table: int, option: int, ranks: Sequence[int]) -> TablePlacement:
         """Return a table's option on these ranks as a `TablePlacement`."""
@@ -349,14 +383,16 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     options: list[list[Option]] = [[] for _ in sized]
     kernels = [request.kernels(table.table, resident=resident, cached=cached) for table in sized]
     has_caches = any("cached" in each for each in kernels)
-    levels = [maker.reports(sized, slots) for slots in (maker.slots(sized) if has_caches else [1])]
-    for number, reports in enumerate(levels):
-        better = levels[number + 1] if at_best and number + 1 < len(levels) else reports
-        for own, kinds, table, report, best in zip(options, kernels, sized, reports, better, strict=True):
-            if "device" in kinds and not number:
-                own += maker.of(table, report, report, "device")
-            if "cached" in kinds:
-                own += maker.of(table, report, best, "cached")
+    levels = maker.levels(sized) if has_caches else [maker.reports(sized, 1)]
+    for own, kinds, table, reports in zip(options, kernels, sized, zip(*levels, strict=True), strict=True):
+        if "device" in kinds:
+            own += maker.of(table, reports[0], reports[0], "device")
+        pairs = list(zip(reports, (*reports[1:], reports[-1]) if at_best else reports, strict=True))
+        for number, pair in enumerate(pairs if "cached" in kinds else []):
+            if pair not in pairs[:number]:  # small tables are whole in all but the smallest caches
+                own += [replace(each, level=number) for each in maker.of(table, *pair, "cached")]
+    if not at_best:
+        options = [_without_worse(own) for own in options]
     return CostArrays(
         tables=tuple(sized),
         options=tuple(map(tuple, options)),
@@ -371,6 +407,14 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
         less_bytes=np.array([0.0 if slots_only else float(request.budget.less(r)) for r in range(shape.world_size)]),
         ranks=tuple(None if (pin := request.pins.get(table.table)) is None else pin.ranks for table in sized),
     )
+
+
+def _without_worse(options: Sequence[Option]) -> list[Option]:
+    """Return the options without those that another one before them is as good as."""
+    kept: list[Option] = []
+    for each in options:
+        kept += [] if any(other.is_as_good_as(each) for other in kept) else [each]
+    return kept
 
 
 def _base_memory(workload: Workload, copies: Sequence[PlacedShard], window: BatchWindow) -> Floats:
@@ -397,12 +441,34 @@ def _formula(request: PlanRequest, stages: Mapping[str, float], parameter_bytes:
     )
 
 
+def _whole(table: TableSize) -> PlacedShard:
+    return PlacedShard(table, 0, 0, table.rows, table.dim, "table_wise", "cached")
+
+
 class _Options:
     """Makes options."""
 
     def __init__(self, request: PlanRequest, base_memory: Floats, window: BatchWindow, at_best: bool) -> None:
         self._request, self._workload, self._shape = request, request.workload, request.workload.shape
         self._base_memory, self._window, self._at_best = base_memory, window, at_best
+
+    def levels(self, tables: Sequence[TableSize]) -> list[tuple[ShardReport, ...]]:
+        """Return what one cache over all ranks does with each table, for caches of several sizes: so many that no table
+        has far fewer slots in one than in the one before."""
+        found = {slots: self.reports(tables, slots) for slots in self.slots(tables)}
+        if self._at_best or self._request.budget.ratio is not None:
+            return list(found.values())
+        slot_bytes = np.array([memory_model.pool_memory([_whole(each)], self._shape).slot_bytes for each in tables])
+        held: dict[int, Floats] = {}
+        while len(found) < _MOST_SIZES:
+            held |= {n: slot_bytes * [each.held_rows for each in found[n]] for n in found.keys() - held.keys()}
+            pairs = itertools.pairwise(sorted(found, reverse=True))
+            steps = [(float((held[large] - held[small]).max()), (large + small) // 2) for large, small in pairs]
+            most, slots = max(steps, default=(0.0, 0))
+            if most <= _STEP * (self._request.budget.rank_bytes or 0) or slots in found:
+                break
+            found[slots] = self.reports(tables, slots)
+        return [found[slots] for slots in sorted(found, reverse=True)]
 
     def slots(self, tables: Sequence[TableSize]) -> list[int]:
         """Return numbers of slots, of all ranks together: those that fill most of the memory, and shares of them."""
@@ -424,16 +490,14 @@ class _Options:
         fewer batches."""
         memory = self._base_memory.copy()
         for table, report in zip(tables, self.reports(tables, slots), strict=True):
-            whole = PlacedShard(table, 0, 0, table.rows, table.dim, "table_wise", "cached")
-            memory += self._memory(whole, report, report, np.ones(1), np.ones(1))[0] / self._shape.world_size
+            memory += self._memory(_whole(table), report, report, np.ones(1), np.ones(1))[0] / self._shape.world_size
         fixed, needed, held, batch, _ = memory
         window = self._window.bytes_of(batch * self._shape.world_size) / self._shape.world_size
         return float(fixed + max(needed, held) + window)
 
     def reports(self, tables: Sequence[TableSize], slots: int) -> tuple[ShardReport, ...]:
         """Return what one cache of so many slots over all ranks does with each table."""
-        whole = [PlacedShard(t, 0, 0, t.rows, t.dim, "table_wise", "cached") for t in tables]
-        return counted_reports(self._workload, whole, max(1, slots)) if tables else ()
+        return counted_reports(self._workload, [_whole(each) for each in tables], max(1, slots)) if tables else ()
 
     def of(self, table: TableSize, size: ShardReport, done: ShardReport, kernel: Kernel) -> list[Option]:
         """Return the options of a table, from the reports of one cache over all ranks of its `size`, and of the one

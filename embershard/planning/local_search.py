@@ -132,12 +132,15 @@ def _given(
     """Yield the placements that these costs know, with caches of the size that fits best."""
     numbers = {size.table: number for number, size in enumerate(costs.tables)}
     for tables in given:
-        own = [(costs.options_of(each), each) for each in tables if each.table in numbers]
+        own = [(numbers[each.table], costs.options_of(each), each) for each in tables if each.table in numbers]
+        if not all(options for _, options, _ in own):
+            continue
         states = []
-        for level in range(max((len(options) for options, _ in own), default=0) if all(o for o, _ in own) else 0):
+        for level in sorted({costs.options[table][option].level for table, options, _ in own for option in options}):
             states.append(_SearchState(costs, ways))
-            for options, each in own:
-                states[-1].put(numbers[each.table], Choice(options[min(level, len(options) - 1)], each.ranks))
+            for table, options, each in own:
+                smaller = [option for option in options if costs.options[table][option].level <= level]
+                states[-1].put(table, Choice((smaller or options)[-1 if smaller else 0], each.ranks))
         if states:
             yield min(states, key=_SearchState.value)
 
