@@ -164,7 +164,7 @@ def measure(seed: int) -> dict[str, Any]:
     for name, rival in RIVALS.items():
         timed(name, lambda rival=rival: _fastest(make_plan.all_sized(request, rival(request))))  # type: ignore[misc]
     start = time.process_time()
-    first = make_plan.best_bound(request)
+    first = make_plan.PlanSearch(request).bound()
     seconds["bound"] = round(time.process_time() - start, 2)
     bound = told[0] if told else first
     shape = {"tables": len(request.sharded), "ranks": request.workload.shape.world_size}

@@ -12,12 +12,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.budget import (
     LeastNeed,
     device_memory,
+    least_need_of_some_caches,
     least_needs,
     may_be_resident,
     need_of,
@@ -27,7 +29,7 @@ from embershard.planning.budget import (
 )
 from embershard.planning.cost_arrays import CostArrays, cost_arrays
 from embershard.planning.exchange import exchange_notes, with_exchange
-from embershard.planning.local_search import local_search
+from embershard.planning.local_search import Placed, local_search
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
 from embershard.planning.shard_costs import ShardCosts, cached
@@ -45,8 +47,9 @@ _ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_by
 _ROOMS = (1.0, 0.97, 0.93, 0.87, 0.8)
 #: So far above what the search tells, a step is as it was told.
 _AS_TOLD = 0.02
-_ITERATIONS, _MOST_FOUND = 900, 3
-_ITERATIONS_PER_TABLE = 120
+_ITERATIONS, _MOST_FOUND = 1800, 3
+_MOST_OTHERS = 6  # placements with sharding types of their own, where caches have yet to be sized
+_ITERATIONS_PER_TABLE = 240
 #: Memory, relative to what resident tables take on average, with which no table need be cached.
 _MUCH_ROOM = 1.6
 _MOSTLY = 0.5  # of the misses: with more first touches, hit rates say little of a cache's size
@@ -57,6 +60,7 @@ _CLOSE = 0.005
 _FAR = 0.01  # from it: a tighter bound is looked for
 _MOST_FOR_TORCHREC = 2500  # tables times ranks: about 20 seconds of the processor
 _MOST_BEGINNINGS = 2  # of the fastest placements of all
+_MOST_SIMPLE = 1  # simple placements, of which the search goes on, too
 _MOST_SHRUNK = 3  # searches for a need that is a byte less, before a refusal
 _REFUSAL_EFFORT = 0.25  # of each of them: all together take no longer than the search for a plan
 _SKEWED = 1.5  # a block with more lookups than this, relative to its share of the rows, gets a note
@@ -99,7 +103,8 @@ def best_candidate(request: PlanRequest) -> Candidate:
         best = best_candidate(replace(request, rates=replace(request.rates, step_overhead_seconds=0.0)))
         told = predict(request.workload, best.tables, best.pools, request.rates, from_counts=True)
         return replace(best, quick=told, bound=best.bound and best.bound.beside(host_seconds))
-    found, bound = _searched(request), best_bound(request)
+    search = PlanSearch(request)
+    found, bound = search.first(), search.bound()
     needs: list[LeastNeed] = []
     gap = bound.gap(min(each.step_seconds for each in found)) if found and bound is not None else 0.0
     if not found or not -_AS_FAST <= gap <= _CLOSE:  # a bound above a plan is none
@@ -107,12 +112,12 @@ def best_candidate(request: PlanRequest) -> Candidate:
             needs = least_needs(request)
             found += all_sized(request, [*(need.tables for need in needs), *by_torchrec(request, needs[0])])
         if found:
-            found += _searched_again(request, found)
+            found += search.again(found)
     if found:
         limit = min(candidate.step_seconds for candidate in found) * (1.0 + _AS_FAST)
         as_fast = [candidate for candidate in found if candidate.step_seconds <= limit]
         best = min(as_fast, key=lambda each: (bool(each.pools), each.quick.most_device_bytes, each.step_seconds))
-        return replace(best, bound=bound and tighter_bound(request, bound, best.step_seconds))
+        return replace(best, bound=bound and search.tighter(bound, best.step_seconds))
     need = needs[0]
     if not need.excess_rows:
         least = _least_found(request, needs)
@@ -122,17 +127,6 @@ def best_candidate(request: PlanRequest) -> Candidate:
     need.check_pools(request)
     need.check_host(request)
     raise ShardingError(_no_room(request, need))
-
-
-def _searched(request: PlanRequest) -> list[Candidate]:
-    return all_sized(request, _plain(request)) + by_local_search(request)
-
-
-def _searched_again(request: PlanRequest, found: Sequence[Candidate]) -> list[Candidate]:
-    """Return what a search finds from the fastest of these: with caches if that has some, for they only add work."""
-    fastest = sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
-    begin = [each.tables for each in fastest]
-    return by_local_search(request, begin, resident=not fastest[0].pools, seed=1)
 
 
 def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
@@ -149,11 +143,12 @@ def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
     found = [need_of(request, placed(request, each.tables)) for each in by_memory]
     need = min([need, *(n for n in found if not n.excess_rows)], key=lambda each: each.asked(request.budget))
     for _ in range(_MOST_SHRUNK):
-        fitting = _searched(replace(request, budget=request.budget.of_rank(need.asked(request.budget) - 1)))
+        less = replace(request, budget=request.budget.of_rank(need.asked(request.budget) - 1))
+        fitting = PlanSearch(less).first()
         if not fitting:
             break
-        less = [need_of(request, each.tables) for each in fitting]
-        need = min(less, key=lambda each: each.asked(request.budget))
+        needs = [need_of(request, each.tables) for each in fitting]
+        need = min(needs, key=lambda each: each.asked(request.budget))
     return need
 
 
@@ -258,51 +253,125 @@ def all_sized(request: PlanRequest, tried: Sequence[tuple[TablePlacement, ...]])
     return [candidate for candidate in candidates if candidate is not None]
 
 
-def by_local_search(
-    request: PlanRequest,
-    begin: Sequence[tuple[TablePlacement, ...]] = (),
-    *,
-    resident: bool = True,
-    seed: int = 0,
-) -> list[Candidate]:
-    """Return the best placements of the local search that fit.
+class PlanSearch:
+    """The searches for plans of a request, and what no plan is faster than; what options cost is worked out once."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+
+    def first(self) -> list[Candidate]:
+        """Return simple placements, and the best that the local search finds, those that fit."""
+        return all_sized(self._request, _plain(self._request)) + self._searched()
+
+    def again(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return what a search finds from the fastest of these: with caches if that has some, for they only add work.
+        Then also from whole tables in a simple order, in caches where these take less memory than all rows."""
+        request, fastest = self._request, sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
+        begin = [each.tables for each in fastest]
+        if request.may_mix:
+            mixed = [least_need_of_some_caches(request, need_of(request, tables)) for tables in _plain(request)[1::2]]
+            simple = all_sized(request, [need.tables for need in mixed if need is not None])
+            begin += [each.tables for each in sorted(simple, key=lambda each: each.step_seconds)[:_MOST_SIMPLE]]
+        return self._searched(begin, resident=not fastest[0].pools, seed=1)
+
+    def bound(self) -> Bound | None:
+        """Return what no plan can be faster than; None for one rank, or where no plan fits."""
+        if not self._has_choices:
+            return None
+        from embershard.planning.bound import lower_bound  # loads scipy's solvers
+
+        try:
+            return lower_bound(self.costs_at_best)
+        except ShardingError:
+            return None
+
+    def tighter(self, bound: Bound, step_seconds: float) -> Bound:
+        """Return the bound, higher where a plan with a step of so many seconds is far above it."""
+        from embershard.planning.bound import tightened
+
+        return tightened(self.costs_at_best, bound, step_seconds) if bound.gap(step_seconds) > _FAR else bound
+
+    @property
+    def _has_choices(self) -> bool:
+        return self._request.workload.shape.world_size > 1 and bool(self._request.sharded)
+
+    @cached_property
+    def _costs(self) -> CostArrays:
+        return cost_arrays(self._request, resident=self._request.may_mix, cached=True)
+
+    @cached_property
+    def _costs_without_caches(self) -> CostArrays:
+        return cost_arrays(self._request, resident=True, cached=False)
+
+    @cached_property
+    def costs_at_best(self) -> CostArrays:
+        """Costs that no plan is below."""
+        request = self._request
+        costs = cost_arrays(request, resident=request.may_mix, cached=not request.may_mix, at_best=True)
+        fits = False
+        if costs.device_limit is not None and request.may_mix:
+            mean = sum((each[0].memory.sum(axis=0) for each in costs.options), costs.base_memory * costs.world_size)
+            mean = mean / costs.world_size
+            with_one = (costs.device_bytes(mean + each.memory.max(axis=0)) for own in costs.options for each in own)
+            most = max(_MUCH_ROOM * float(costs.device_bytes(mean)), *map(float, with_one))
+            fits = most + costs.less_bytes.max() <= costs.device_limit
+        if fits:  # with much memory left: a cache only adds work, so without a limit none is needed
+            return replace(costs, device_limit=None)
+        return cost_arrays(request, resident=True, cached=True, at_best=True) if request.may_mix else costs
+
+    def _searched(
+        self, begin: Sequence[tuple[TablePlacement, ...]] = (), *, resident: bool = True, seed: int = 0
+    ) -> list[Candidate]:
+        """Return the best placements of the local search that fit.
+
+        Args:
+            begin: placements to begin with; none: it makes its own.
+            resident: first without caches, which only add work, and with them only where that finds none, or none that
+                is close to what no such placement is faster than: caches let tables be whole where they would not fit.
+            seed: of its chances.
+        """
+        if not self._has_choices:
+            return []
+        found: list[Candidate] = []
+        if resident and may_be_resident(self._request):
+            costs = self._costs_without_caches
+            found = self._fitting(costs, begin, seed)
+            least = min((each.step_seconds for each in found), default=math.inf)
+            if least <= (1 + _CLOSE) * costs.floor_seconds or (found and begin):
+                return found
+        return found + self._fitting(self._costs, begin, seed)
+
+    def _fitting(self, costs: CostArrays, begin: Sequence[tuple[TablePlacement, ...]], seed: int) -> list[Candidate]:
+        """Return the best placements under these costs that fit. Costs are those of the prediction, but for the sizes
+        of caches: where no placement fits after all, or all are slower than their costs say, since caches on some ranks
+        got less than the tables' mean, the search is repeated with less memory."""
+        request, iterations = self._request, _iterations(self._request, costs)
+        may_shrink = costs.device_limit is not None and any(o.kernel == "cached" for own in costs.options for o in own)
+        found: list[Candidate] = []
+        for room in _ROOMS if may_shrink else (1.0,):
+            limit = None if costs.device_limit is None else room * costs.device_limit
+            placements = local_search(replace(costs, device_limit=limit), iterations, begin=begin, seed=seed)
+            found += all_sized(request, [placed(request, each.tables) for each in _worth_sizing(placements)])
+            told = min((each.step_seconds for each in placements), default=math.inf)
+            if not placements or min((each.step_seconds for each in found), default=math.inf) <= (1 + _AS_TOLD) * told:
+                break
+        return found
+
+
+def _worth_sizing(placements: Sequence[Placed]) -> list[Placed]:
+    """Return the best placements, one of those that are alike, and the best with other sharding types: the costs of
+    types differ less than what the sizes of their caches add to them.
 
     Args:
-        begin: placements to begin with; none: it makes its own.
-        resident: first without caches, which only add work, and with them only where that finds none, or none that is
-            close to what no such placement is faster than: caches let tables be whole where they would not fit.
-        seed: of its chances.
+        placements: the best first.
     """
-    if request.workload.shape.world_size == 1 or not request.sharded:
-        return []
-    found: list[Candidate] = []
-    if resident and may_be_resident(request):
-        costs = cost_arrays(request, resident=True, cached=False)
-        found = _fitting(request, costs, begin, seed)
-        least = min((each.step_seconds for each in found), default=math.inf)
-        if least <= (1 + _CLOSE) * costs.floor_seconds or (found and begin):
-            return found
-    costs = cost_arrays(request, resident=request.may_mix, cached=True)
-    return found + _fitting(request, costs, begin, seed)
-
-
-def _fitting(
-    request: PlanRequest, costs: CostArrays, begin: Sequence[tuple[TablePlacement, ...]], seed: int
-) -> list[Candidate]:
-    """Return the best placements under these costs that fit. Costs are those of the prediction, but for the sizes of
-    caches: where no placement fits after all, or all are slower than their costs say, since caches on some ranks got
-    less than the tables' mean, the search is repeated with less memory."""
-    iterations = _iterations(request, costs)
-    may_shrink = costs.device_limit is not None and any(o.kernel == "cached" for own in costs.options for o in own)
-    found: list[Candidate] = []
-    for room in _ROOMS if may_shrink else (1.0,):
-        limit = None if costs.device_limit is None else room * costs.device_limit
-        placements = local_search(replace(costs, device_limit=limit), iterations, begin=begin, seed=seed)[:_MOST_FOUND]
-        found += all_sized(request, [placed(request, each.tables) for each in placements])
-        told = min((each.step_seconds for each in placements), default=math.inf)
-        if not placements or min((each.step_seconds for each in found), default=math.inf) <= (1 + _AS_TOLD) * told:
-            break
-    return found
+    by_seconds: dict[str, Placed] = {}
+    others: dict[frozenset[tuple[str, str]], Placed] = {}
+    for each in placements:
+        if by_seconds.setdefault(f"{each.step_seconds:.9e}", each) is each:
+            others.setdefault(frozenset((table.sharding, table.kernel) for table in each.tables), each)
+    best, has_caches = list(by_seconds.values()), any(kernel == "cached" for kinds in others for _, kernel in kinds)
+    return list(dict.fromkeys([*best[:_MOST_FOUND], *list(others.values())[: _MOST_OTHERS * has_caches]]))
 
 
 def _iterations(request: PlanRequest, costs: CostArrays) -> int:
@@ -360,41 +429,6 @@ def _choices(request: PlanRequest) -> list[dict[str, list[str]]]:
         if all(only in types for types in allowed.values())
     ]
     return [allowed, *(choice for choice in one_type if choice != allowed)]
-
-
-def best_bound(request: PlanRequest) -> Bound | None:
-    """Return what no plan can be faster than; None for one rank, or where no plan fits."""
-    if request.workload.shape.world_size == 1 or not request.sharded:
-        return None
-    from embershard.planning.bound import lower_bound  # loads scipy's solvers
-
-    try:
-        return lower_bound(_costs_at_best(request))
-    except ShardingError:
-        return None
-
-
-def tighter_bound(request: PlanRequest, bound: Bound, step_seconds: float) -> Bound:
-    """Return the bound, higher where a plan with a step of so many seconds is far above it."""
-    from embershard.planning.bound import tightened
-
-    return tightened(_costs_at_best(request), bound, step_seconds) if bound.gap(step_seconds) > _FAR else bound
-
-
-def _costs_at_best(request: PlanRequest) -> CostArrays:
-    costs = cost_arrays(request, resident=request.may_mix, cached=not request.may_mix, at_best=True)
-    fits = False
-    if costs.device_limit is not None and request.may_mix:
-        mean = sum((each[0].memory.sum(axis=0) for each in costs.options), costs.base_memory * costs.world_size)
-        mean = mean / costs.world_size
-        with_one = (costs.device_bytes(mean + each.memory.max(axis=0)) for options in costs.options for each in options)
-        most = max(_MUCH_ROOM * float(costs.device_bytes(mean)), *map(float, with_one))
-        fits = most + costs.less_bytes.max() <= costs.device_limit
-    if fits:  # with much memory left: a cache only adds work, so without a limit none is needed
-        costs = replace(costs, device_limit=None)
-    elif request.may_mix:
-        costs = cost_arrays(request, resident=True, cached=True, at_best=True)
-    return costs
 
 
 def _plain(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:

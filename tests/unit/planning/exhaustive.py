@@ -19,7 +19,7 @@ from embershard.errors import ShardingError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning.budget import placed
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.make_plan import best_bound, best_candidate, sized
+from embershard.planning.make_plan import PlanSearch, best_candidate, sized
 from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest
 from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.sharding_types import SHARDING_TYPES
@@ -174,7 +174,7 @@ class Tried:
 
 def tried(request: PlanRequest) -> Tried:
     """Try every plan of a task."""
-    seconds, bound = list(every_plan(request)), best_bound(request)
+    seconds, bound = list(every_plan(request)), PlanSearch(request).bound()
     try:
         candidate = best_candidate(request)
         found, bound = candidate.step_seconds, candidate.bound

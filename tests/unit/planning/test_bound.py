@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 
 from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
-from embershard.planning import make_plan as make_plan_module
 from embershard.planning.bound import Bound, lower_bound, tightened
 from embershard.planning.budget import placed
 from embershard.planning.cost.rates import Rates, StepWork
 from embershard.planning.cost_arrays import STAGES, StepFormula, cost_arrays
 from embershard.planning.local_search import local_search
-from embershard.planning.make_plan import best_bound, best_candidate, make_plan, sized
+from embershard.planning.make_plan import PlanSearch, best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.sharding.plan import Plan
@@ -68,7 +67,7 @@ def test_a_bound_above_the_plan_is_said_to_be_none(monkeypatch, tmp_path):
     """It is not lowered to the plan, which then would seem to be the best."""
     right = best_candidate(make_request()).bound
     wrong = Bound(1.5 * right.step_seconds, right.fixed_seconds)
-    monkeypatch.setattr("embershard.planning.make_plan.best_bound", lambda request: wrong)
+    monkeypatch.setattr(PlanSearch, "bound", lambda self: wrong)
     plan = make_plan(make_request())
     assert plan.bound.least_seconds == wrong.step_seconds
     assert plan.bound.sentence.startswith("The bound is not valid here: no plan should take less than ")
@@ -146,7 +145,7 @@ def test_the_formula_is_the_replay_where_nothing_else_is_slower(budget, lookahea
     for found in local_search(costs, 20):
         candidate = sized(request, placed(request, found.tables))
         assert found.step_seconds == pytest.approx(candidate.step_seconds, rel=0.02 if is_cached else 1e-9)
-    bound = best_bound(request)
+    bound = PlanSearch(request).bound()
     assert bound.step_seconds <= best_candidate(request).step_seconds * (1 + 1e-9)
 
 
@@ -165,8 +164,8 @@ def test_what_cannot_run_beside_a_step_makes_it_longer():
 def test_a_tighter_bound_is_between_the_bound_and_the_plan():
     """Some tables need another sharding type, of whose collectives the first bound has a fraction."""
     request = tight_task(0)
-    loose, best = best_bound(request), best_candidate(request)
-    tight = tightened(make_plan_module._costs_at_best(request), loose, 2 * best.step_seconds)
+    loose, best = PlanSearch(request).bound(), best_candidate(request)
+    tight = tightened(PlanSearch(request).costs_at_best, loose, 2 * best.step_seconds)
     assert loose.step_seconds * 1.02 < tight.step_seconds <= best.step_seconds
     assert tight.fixed_seconds == loose.fixed_seconds
 
@@ -174,8 +173,8 @@ def test_a_tighter_bound_is_between_the_bound_and_the_plan():
 @pytest.mark.parametrize("seed", [0, 2, 3])
 def test_a_tighter_bound_is_below_every_plan(seed):
     request = on_two_nodes(seed)
-    loose = best_bound(request)
-    tight = tightened(make_plan_module._costs_at_best(request), loose, 2 * loose.step_seconds)
+    loose = PlanSearch(request).bound()
+    tight = tightened(PlanSearch(request).costs_at_best, loose, 2 * loose.step_seconds)
     assert loose.step_seconds <= tight.step_seconds <= min(every_plan(request)) * (1 + 1e-9)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.budget import least_need
-from embershard.planning.make_plan import best_bound, best_candidate, by_torchrec, make_plan, sized
+from embershard.planning.make_plan import PlanSearch, best_candidate, by_torchrec, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan
 from embershard.sharding.plan_diff import diff_lines
@@ -100,7 +100,7 @@ def test_no_plan_is_faster_than_the_bound(seed):
     plans, found = list(every_plan(request)), best_candidate(request).step_seconds
     assert len(plans) < len(anywhere)
     assert min(plans) > min(anywhere)
-    assert best_bound(request).step_seconds <= min(plans) * (1 + 1e-9) <= found * (1 + 2e-9)
+    assert PlanSearch(request).bound().step_seconds <= min(plans) * (1 + 1e-9) <= found * (1 + 2e-9)
     assert found <= 1.02 * min(plans)
 
 
