@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +31,8 @@ _COUNTED = {
 Floats = NDArray[np.float64]
 #: Weight of the difference of two steps, beside one step.
 _PAIR_WEIGHT = 3.0
+#: Weight of an expected rate beside one step: twice the rate counts as much as an error of so much of its seconds.
+_EXPECTED_WEIGHT = 0.1
 #: Kinds of work that cannot be told apart by running a few settings get one rate.
 _TIED = (
     ("fills", "write_backs"),
@@ -140,13 +142,19 @@ class Fit:
     errors: tuple[float, ...]
 
 
-def fit_rates(measured: Sequence[tuple[StepWork, float]], pairs: Sequence[tuple[int, int]] = ()) -> Fit:
+def fit_rates(
+    measured: Sequence[tuple[StepWork, float]],
+    pairs: Sequence[tuple[int, int]] = (),
+    expected: Mapping[str, float] | None = None,
+) -> Fit:
     """Fit rates to pairs of a step's work and its seconds on a CPU, where the parts add up: least squares of the
     relative errors. Work that no step did gets the rate 0.
 
     Args:
         pairs: numbers of two steps that are alike but for a little work. What is wrong in both, since work is not all
             that decides, cancels in their difference: it counts as much as several steps.
+        expected: rates by name, which those found should be near: kinds of work that come together in all steps are
+            told apart by them.
 
     >>> round(fit_rates([(StepWork(fills=1), 0.5), (StepWork(fills=2), 0.75)]).rates.step_overhead_seconds, 6)
     0.25
@@ -165,8 +173,13 @@ def fit_rates(measured: Sequence[tuple[StepWork, float]], pairs: Sequence[tuple[
     weight = _PAIR_WEIGHT / (seconds[a] + seconds[b]) * 2
     matrix = np.concatenate([amounts / seconds[:, None], (amounts[b] - amounts[a]) * weight[:, None]])
     target = np.concatenate([np.ones(len(measured)), (seconds[b] - seconds[a]) * weight])
-    found = nonnegative_least_squares(matrix, target)
     rate_of = {amount: rate for amount, rate, _ in TERMS}
+    near = [(n, rate) for n, names in enumerate(groups) if (rate := (expected or {}).get(rate_of[names[0]], 0.0)) > 0]
+    prior = np.zeros((len(near), len(groups) + 1))
+    for row, (column, rate) in enumerate(near):
+        prior[row, column] = _EXPECTED_WEIGHT / rate
+    matrix, target = np.concatenate([matrix, prior]), np.concatenate([target, np.full(len(near), _EXPECTED_WEIGHT)])
+    found = nonnegative_least_squares(matrix, target)
     values = {rate_of[name]: float(found[i]) for i, names in enumerate(groups) for name in names}
     rates = Rates(**values, step_overhead_seconds=float(found[-1]))
     return Fit(rates, tuple(sum(step_parts(work, rates).values()) / value - 1 for work, value in measured))

@@ -24,7 +24,7 @@ from embershard.errors import ConfigError, SetupError
 from embershard.launch.launcher import start_ranks
 from embershard.launch.screen import make_table, plain_console, say
 from embershard.launch.versions import versions
-from embershard.planning.cost.rates import Rates, StepWork
+from embershard.planning.cost.rates import Rates, StepWork, own_work
 from embershard.planning.cost.topology import Topology, save_topology
 from embershard.planning.recalibrate import fit_rates
 from embershard.settings.decoding import decode
@@ -130,7 +130,8 @@ def run_calibration(
         measured = summarize(measure(ranks, _segments(ranks, quick)), ranks >= (psutil.cpu_count() or 1))
         number = {each.setting: number for number, each in enumerate(measured)}
         pairs = [(number[a], number[b]) for a, b in PAIRS if {a, b} <= set(number)]
-        fit = fit_rates([(each.work, each.step_seconds) for each in measured], pairs)
+        expected = own_work(_topology("fewer ranks", rates, busy, quick).rates_for(ranks)) if rates else None
+        fit = fit_rates([(each.work, each.step_seconds) for each in measured], pairs, expected)
         rates[ranks] = fit.rates
         busy = max(busy, *(each.foreign for each in measured))
         console.print(_table(ranks, measured, fit.errors, time.perf_counter() - began))

@@ -174,6 +174,20 @@ TERMS: tuple[tuple[str, str, str], ...] = (
 PARTS: tuple[str, ...] = (*dict.fromkeys(part for _, _, part in TERMS), "overhead")
 
 
+#: Parts of which a rank does the work alone, with its cores and its memory.
+_OWN_PARTS = ("dense", "optimizer", "embedding", "planning", "fills", "write_backs")
+
+
+def own_work(rates: Rates) -> dict[str, float]:
+    """Return the rates, by name, of the work that a rank does alone.
+
+    >>> rates = own_work(Rates(seconds_per_fill=1e-6, seconds_per_collective=1e-4))
+    >>> rates["seconds_per_fill"], "seconds_per_collective" in rates
+    (1e-06, False)
+    """
+    return {rate: float(getattr(rates, rate)) for _, rate, part in TERMS if part in _OWN_PARTS}
+
+
 def step_parts(work: StepWork, rates: Rates) -> dict[str, float]:
     """Return the seconds of each of the `PARTS` of a rank's step. On a CPU, which does one thing after the other, the
     sum of all but the disk's, which works beside them, is the time of a step of one rank;

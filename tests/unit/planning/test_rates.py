@@ -210,3 +210,24 @@ def test_the_difference_of_alike_steps_tells_what_little_work_takes() -> None:
         for pairs in ([], [(2, 3)])
     ]
     assert errors[1] < 0.5 * errors[0]
+
+
+def test_work_that_comes_together_is_told_apart_by_expected_rates() -> None:
+    """Every distinct id brings two operations: their sum is known, and which of them takes how long is not."""
+    true = Rates(seconds_per_unique_id=1e-6, seconds_per_collective=2e-6, step_overhead_seconds=0.01)
+    works = [StepWork(unique_ids=ids, num_collectives=2 * ids) for ids in (1e3, 3e3, 5e3, 9e3)]
+    measured = [(work, sum(step_parts(work, true).values())) for work in works]
+    near = fit_rates(measured, expected={"seconds_per_unique_id": 1e-6}).rates
+    assert near.seconds_per_unique_id == pytest.approx(1e-6, rel=0.05)
+    assert near.seconds_per_collective == pytest.approx(2e-6, rel=0.05)
+    alone = fit_rates(measured).rates  # the control: one of them has it all
+    assert abs(alone.seconds_per_unique_id / 1e-6 - 1) > 0.3
+
+
+def test_an_expected_rate_gives_way_to_what_was_measured() -> None:
+    true = Rates(seconds_per_unique_id=1e-6, seconds_per_flop=1e-11, step_overhead_seconds=0.01)
+    works = [StepWork(unique_ids=ids, dense_flops=flops) for ids in (1e3, 5e4) for flops in (1e8, 1e10)]
+    measured = [(work, sum(step_parts(work, true).values())) for work in works]
+    found = fit_rates(measured, expected={"seconds_per_unique_id": 3e-6, "seconds_per_flop": 3e-11}).rates
+    assert found.seconds_per_unique_id == pytest.approx(1e-6, rel=0.1)
+    assert found.seconds_per_flop == pytest.approx(1e-11, rel=0.1)
