@@ -9,7 +9,8 @@ us, by TorchRec's planner with our costs, and by PlanBench's rivals, of which th
 prediction. All are predicted before any trains. The plans of a task train in the same ranks, in short segments in turn;
 so passing load on the machine meets all of them. Told are the wall time of a step, that time scaled by the share of the
 processor time that other programs left, as a calibration scales it, and the processor time of all ranks (medians of the
-segments; ratios to our plan: medians over the rounds), and Spearman's correlation of each with the prediction.
+segments; ratios to our plan: medians over the rounds), and Spearman's correlation of each with the prediction; also with
+plans that the noise does not tell apart (Wilcoxon's test of their rounds) in one place.
 """
 
 from __future__ import annotations
@@ -212,38 +213,68 @@ def figures(task: dict[str, Any]) -> dict[str, Any]:
             }
         )
     shape = {"tables": len(plan.tables), "batch_size": task["settings"]["train"]["batch_size"]}
+    for kind in _KINDS:
+        for each, place in zip(found, places([own[f"{kind}_seconds"] for own in measured]), strict=True):
+            each[f"{kind}_place"] = place
     apart = {kind: told_apart([each[f"{kind}_seconds"] for each in measured]) for kind in _KINDS}
     return {**{name: task[name] for name in ("seed", "ranks", "kind")}, **shape, "told_apart": apart, "plans": found}
 
 
 def told_apart(seconds: Sequence[Sequence[float]]) -> bool:
-    """Return whether the slowest plan differs from the fastest by more than the noise: Wilcoxon's test of the rounds of
-    both, 5 %.
+    """Return whether the slowest plan differs from the fastest by more than the noise.
 
     Args:
         seconds: of each plan, in each round.
     """
-    rounds = min(map(len, seconds))
-    own = sorted((each[:rounds] for each in seconds), key=statistics.median)
-    return rounds > 1 and len(own) > 1 and float(wilcoxon(np.log(own[-1]), np.log(own[0])).pvalue) < 0.05
+    order = sorted(seconds, key=statistics.median)
+    return len(order) > 1 and _differ(order[0], order[-1])
+
+
+def places(seconds: Sequence[Sequence[float]]) -> list[int]:
+    """Return the place of each plan, the fastest first: that of the fastest one which the noise does not tell from it.
+
+    Args:
+        seconds: of each plan, in each round.
+
+    >>> fast, slow = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9], [2.0, 2.1, 1.9, 2.0, 2.1, 1.9]
+    >>> places([slow, fast, fast[::-1]])
+    [2, 0, 0]
+    """
+    order = sorted(range(len(seconds)), key=lambda plan: statistics.median(seconds[plan]))
+    found, first = [0] * len(seconds), 0
+    for place, plan in enumerate(order):
+        if _differ(seconds[order[first]], seconds[plan]):
+            first = place
+        found[plan] = first
+    return found
+
+
+def _differ(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether two plans differ by more than the noise: Wilcoxon's test of the rounds of both, 5 %."""
+    rounds = min(len(first), len(second))
+    logs = np.log(first[:rounds]), np.log(second[:rounds])
+    return rounds > 1 and bool((logs[0] != logs[1]).any()) and float(wilcoxon(*logs).pvalue) < 0.05
 
 
 def summary(tasks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return Spearman's correlation of predicted and measured steps, over the plans of all tasks, as a mean over tasks
-    with other than equal plans, and over those of them whose rates differ by more than the noise; how often the faster
-    of two plans was told; and rivals' steps over ours."""
+    with other than equal plans, and over those of them whose rates differ by more than the noise: of these also with
+    plans that the noise does not tell apart in one place; how often the faster of two plans was told; and rivals' steps
+    over ours."""
     found: dict[str, Any] = {}
     for kind in _KINDS:
         every = [plan for task in tasks for plan in task["plans"]]
         several = [task for task in tasks if len(task["plans"]) > 1]
         within = [_order(task["plans"], f"{kind}_over_ours") for task in several]
         apart = [order for order, task in zip(within, several, strict=True) if task["told_apart"][kind]]
+        in_places = [_order(task["plans"], f"{kind}_place") for task in several if task["told_apart"][kind]]
         pairs = [pair for task in tasks for pair in _pairs(task["plans"], f"{kind}_over_ours")]
         found[kind] = {
             "spearman_all_plans": _order(every, f"{kind}_ms"),
             "spearman_mean_of_tasks": round(statistics.mean(within), 3) if within else None,
             "spearman_of_tasks": within,
             "spearman_mean_of_tasks_told_apart": round(statistics.mean(apart), 3) if apart else None,
+            "spearman_of_their_places": round(statistics.mean(in_places), 3) if in_places else None,
             "tasks_told_apart": len(apart),
             "pairs_told_right": {
                 f"predicted {int(100 * low)} to {int(100 * high)} % apart": [sum(rights), len(rights)]

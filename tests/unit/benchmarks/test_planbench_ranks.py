@@ -8,20 +8,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.planbench import RIVALS
-from benchmarks.planbench_ranks import OURS, TORCHREC, profiled, summary, told_apart, write_task
+from benchmarks.planbench_ranks import OURS, TORCHREC, places, profiled, summary, told_apart, write_task
 from embershard.settings.decoding import decode
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import tables_of_run
 
 
-def plan(name: str, predicted: float, wall: float, cpu: float, ours: float = 20.0) -> dict[str, Any]:
+def plan(name: str, predicted: float, wall: float, cpu: float, place: int = 0) -> dict[str, Any]:
     measured = {"wall": wall, "scaled": wall, "cpu": cpu}
     times = {f"{kind}_ms": each for kind, each in measured.items()}
     return {
         "plan": name,
         "predicted_ms": predicted,
         **times,
-        **{f"{k}_over_ours": v / ours for k, v in measured.items()},
+        **{f"{k}_over_ours": v / 20.0 for k, v in measured.items()},
+        **{f"{k}_place": place for k in measured},
     }
 
 
@@ -41,7 +42,7 @@ def test_orders_are_told_over_all_plans_and_within_tasks():
     """In the second task two of three plans are not in the order of the prediction, by wall time alone."""
     rival = next(iter(RIVALS))
     first = [plan(OURS, 20, 20, 20), plan(TORCHREC, 21, 22, 22), plan(rival, 30, 26, 26)]
-    second = [plan(OURS, 50, 20, 20), plan(TORCHREC, 60, 18, 24), plan(rival, 80, 25, 30)]
+    second = [plan(OURS, 50, 20, 20), plan(TORCHREC, 60, 18, 24), plan(rival, 80, 25, 30, place=2)]
     apart, noise = ({"told_apart": dict.fromkeys(("wall", "scaled", "cpu"), is_apart)} for is_apart in (True, False))
     lone = {"plans": [plan(OURS, 40, 20, 20)], **noise}
     found = summary([{"plans": first, **noise}, {"plans": second, **apart}, lone])
@@ -49,6 +50,7 @@ def test_orders_are_told_over_all_plans_and_within_tasks():
     assert found["wall"]["spearman_mean_of_tasks"] == 0.75
     assert found["wall"]["spearman_mean_of_tasks_told_apart"] == 0.5
     assert found["wall"]["tasks_told_apart"] == 1
+    assert found["wall"]["spearman_of_their_places"] == 0.866  # the most that two in one place leave
     assert found["cpu"]["spearman_of_tasks"] == [1.0, 1.0]
     assert found["wall"]["torchrec_over_ours"] == {"tasks": 2, "median": 1.0, "all": [1.1, 0.9]}
     assert found["cpu"]["best_rival_over_ours"]["all"] == [1.3, 1.5]
@@ -64,3 +66,10 @@ def test_plans_are_told_apart_by_more_than_the_noise():
     assert told_apart([[1.05 * each for each in noise], noise, [1.2 * each for each in noise]])
     assert not told_apart([noise, [*noise[1:], 0.9]])
     assert not told_apart([noise])
+
+
+def test_plans_that_noise_does_not_tell_apart_are_in_one_place():
+    noise = [0.9, 1.1, 1.0, 0.95, 1.05, 1.02, 0.98, 1.01]
+    slower, as_fast = [1.05 * each for each in noise], [*noise[1:], 0.9]
+    assert places([[1.2 * each for each in noise], noise, slower, as_fast]) == [3, 0, 2, 0]
+    assert places([noise, noise]) == [0, 0]
