@@ -131,8 +131,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
 
 def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
     """Return the least of these needs (with caches, without them, with some), or a lesser one that searches find: for
-    the least memory first, then as for a
-    plan, with a byte less than the least so far, until that finds none."""
+    the least memory first, then as for a plan, with a byte less than the least so far, until that finds none."""
     need = min(needs, key=lambda each: each.asked(request.budget))
     if request.budget.rank_bytes is None or request.workload.shape.world_size == 1 or not request.sharded:
         return need
