@@ -53,8 +53,8 @@ MEMORY = ("fixed", "needed", "held", "batch", "by_rows")
 _FILLED = 0.93
 #: Slots of a table, relative to those in one cache over all ranks: more where its rank has little else.
 _LEVELS = (2.2, 1.5, 1.0, 0.82, 0.66, 0.52, 0.42, 0.33, 0.24)
-#: Of the memory of a rank, by which a table's slots become fewer from one size to the next; and sizes at most.
-_STEP, _MOST_SIZES = 0.2, 14
+#: The most of a rank's memory that a table loses from one size to the next, as long as there are not so many sizes.
+_STEP, _MOST_SIZES = 0.04, 40
 #: Sizes of caches in the bound, which is lower by what a cache of the next size does better.
 _BEST_LEVELS, _MOST_LEVELS = 6, 2000  # of one table, and of all
 
@@ -76,7 +76,7 @@ class Option:
         memory: [N, columns] of the device.
         host_bytes: [N].
         row_id_seconds: that every rank's lookup takes longer, to find the distinct ids of its samples.
-        level: of its cache's size; 0: the largest.
+        level: of its cache's size, in a search from 0, the largest; 0 without a cache.
     """
 
     sharding: Sharding
@@ -220,8 +220,8 @@ class CostArrays:
         )
 
     def options_of(self, placed: TablePlacement) -> list[int]:
-        """Return the options of a table's placement, larger caches first; without a cache, where that is as good. None
-        where it has none."""
+        """Return the options of a table's placement, larger caches first; those without a cache, where it has none with
+        one. None where it has neither."""
         table = next((number for number, size in enumerate(self.tables) if size.table == placed.table), None)
         is_on_ranks_of_its_own = len(set(placed.ranks)) == len(placed.ranks)
         own = () if table is None or not is_on_ranks_of_its_own else self.options[table]
@@ -376,9 +376,8 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     window = BatchWindow.of(workload, counted=request.budget.cache_bytes is None and not slots_only)
     base_memory, limit = _base_memory(workload, copies, window), request.budget.rank_bytes
     if at_best and request.budget.ratio is not None:
-        limit = math.ceil(request.budget.ratio * sum(t.rows for t in sized) / shape.world_size) + LEAST_SLOTS * len(
-            sized
-        )
+        mean_slots = request.budget.ratio * sum(table.rows for table in sized) / shape.world_size
+        limit = math.ceil(mean_slots) + LEAST_SLOTS * len(sized)
     maker = _Options(request, base_memory, window, at_best)
     options: list[list[Option]] = [[] for _ in sized]
     kernels = [request.kernels(table.table, resident=resident, cached=cached) for table in sized]
@@ -386,16 +385,14 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     levels = maker.levels(sized) if has_caches else [maker.reports(sized, 1)]
     for own, kinds, table, reports in zip(options, kernels, sized, zip(*levels, strict=True), strict=True):
         if "device" in kinds:
-            own += maker.of(table, reports[0], reports[0], "device")
+            own += maker.of(table, reports[0], reports[0], "device", "cached" in kinds)
         pairs = list(zip(reports, (*reports[1:], reports[-1]) if at_best else reports, strict=True))
         for number, pair in enumerate(pairs if "cached" in kinds else []):
             if pair not in pairs[:number]:  # small tables are whole in all but the smallest caches
-                own += [replace(each, level=number) for each in maker.of(table, *pair, "cached")]
-    if not at_best:
-        options = [_without_worse(own) for own in options]
+                own += [replace(each, level=number) for each in maker.of(table, *pair, "cached", True)]
     return CostArrays(
         tables=tuple(sized),
-        options=tuple(map(tuple, options)),
+        options=tuple(tuple(own if at_best else _without_worse(own)) for own in options),
         base_seconds=np.array([sum(stages[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES]),
         base_memory=base_memory,
         window=window,
@@ -499,14 +496,14 @@ class _Options:
         """Return what one cache of so many slots over all ranks does with each table."""
         return counted_reports(self._workload, [_whole(each) for each in tables], max(1, slots)) if tables else ()
 
-    def of(self, table: TableSize, size: ShardReport, done: ShardReport, kernel: Kernel) -> list[Option]:
+    def of(self, table: TableSize, size: ShardReport, done: ShardReport, kernel: Kernel, cached: bool) -> list[Option]:
         """Return the options of a table, from the reports of one cache over all ranks of its `size`, and of the one
-        that does its work (`done`)."""
+        that does its work (`done`). `cached`: it may be in a cache."""
         shape, names = self._shape, self._request.allowed[table.table]
         if kernel == "device" and not self._at_best:  # FBGEMM cannot train a rank without a row
             local = min(shape.ranks_per_node, shape.world_size)
             fit = [name for name in names if not SHARDING_TYPES[name].is_too_small(table.rows, shape.world_size, local)]
-            names = fit or names
+            names = fit if fit or cached else names
         return [
             self._option(table, cast(Sharding, name), columns, kernel, size, done)
             for name in names

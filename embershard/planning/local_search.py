@@ -129,20 +129,24 @@ def _made(state: _SearchState, types: Container[str] | None) -> _SearchState:
 def _given(
     costs: CostArrays, ways: Sequence[Sequence[_Way]], given: Sequence[Sequence[TablePlacement]]
 ) -> Iterator[_SearchState]:
-    """Yield the placements that these costs know, with caches of the size that fits best."""
+    """Yield the placements that these costs know, each rank's caches as large as it has room for."""
     numbers = {size.table: number for number, size in enumerate(costs.tables)}
     for tables in given:
-        own = [(numbers[each.table], costs.options_of(each), each) for each in tables if each.table in numbers]
-        if not all(options for _, options, _ in own):
+        own = {numbers[each.table]: (costs.options_of(each), each.ranks) for each in tables if each.table in numbers}
+        if not all(options for options, _ in own.values()):
             continue
-        states = []
-        for level in sorted({costs.options[table][option].level for table, options, _ in own for option in options}):
-            states.append(_SearchState(costs, ways))
-            for table, options, each in own:
-                smaller = [option for option in options if costs.options[table][option].level <= level]
-                states[-1].put(table, Choice((smaller or options)[-1 if smaller else 0], each.ranks))
-        if states:
-            yield min(states, key=_SearchState.value)
+        last = max((each.level for options in costs.options for each in options), default=0)
+        levels = np.zeros(costs.world_size, np.int64)  # of each rank, larger caches first
+        while True:
+            state = _SearchState(costs, ways)
+            for table, (options, ranks) in own.items():
+                smaller = [option for option in options if costs.options[table][option].level <= levels[[*ranks]].max()]
+                state.put(table, Choice((smaller or options)[-1 if smaller else 0], ranks))
+            is_full = (state.over_limit > 0) & (levels < last)
+            if not is_full.any():
+                break
+            levels[is_full] += 1
+        yield state
 
 
 def _improve(
@@ -223,6 +227,11 @@ class _SearchState:
     @property
     def floor(self) -> float:
         return self._costs.floor_seconds
+
+    @property
+    def over_limit(self) -> Floats:
+        """Device memory of each rank above its limit, [R]."""
+        return np.asarray(np.maximum(0.0, self._costs.device_bytes(self._memory) - self._limit))
 
     @property
     def fits(self) -> bool:

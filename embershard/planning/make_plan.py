@@ -146,8 +146,7 @@ def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
         fitting = PlanSearch(less).first()
         if not fitting:
             break
-        needs = [need_of(request, each.tables) for each in fitting]
-        need = min(needs, key=lambda each: each.asked(request.budget))
+        need = min((need_of(request, each.tables) for each in fitting), key=lambda each: each.asked(request.budget))
     return need
 
 
@@ -263,8 +262,8 @@ class PlanSearch:
         return all_sized(self._request, _plain(self._request)) + self._searched()
 
     def again(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return what a search finds from the fastest of these: with caches if that has some, for they only add work.
-        Then also from whole tables in a simple order, in caches where these take less memory than all rows."""
+        """Return what a search finds from the fastest of these, and from whole tables in a simple order: with caches if
+        the fastest has some, for they only add work. The simple one has those that take less memory than all rows."""
         request, fastest = self._request, sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
         begin = [each.tables for each in fastest]
         if request.may_mix:
@@ -364,11 +363,12 @@ def _worth_sizing(placements: Sequence[Placed]) -> list[Placed]:
     Args:
         placements: the best first.
     """
-    by_seconds: dict[str, Placed] = {}
+    by_seconds: dict[tuple[str, frozenset[tuple[str, str]]], Placed] = {}
     others: dict[frozenset[tuple[str, str]], Placed] = {}
     for each in placements:
-        if by_seconds.setdefault(f"{each.step_seconds:.9e}", each) is each:
-            others.setdefault(frozenset((table.sharding, table.kernel) for table in each.tables), each)
+        kinds = frozenset((table.sharding, table.kernel) for table in each.tables)
+        if by_seconds.setdefault((f"{each.step_seconds:.9e}", kinds), each) is each:
+            others.setdefault(kinds, each)
     best, has_caches = list(by_seconds.values()), any(kernel == "cached" for kinds in others for _, kernel in kinds)
     return list(dict.fromkeys([*best[:_MOST_FOUND], *list(others.values())[: _MOST_OTHERS * has_caches]]))
 

@@ -78,9 +78,9 @@ def test_no_step_between_two_sizes_of_a_cache_is_large(monkeypatch):
         return max(-np.diff(held)) / request.budget.device_bytes
 
     request = tight_request()
-    assert largest_step() <= module._STEP * 1.001
+    assert largest_step() <= 2 * module._STEP  # not below it: most sizes are larger than a rank here
     monkeypatch.setattr(module, "_MOST_SIZES", 0)
-    assert largest_step() > module._STEP  # the control: as it was
+    assert largest_step() > 4 * module._STEP  # the control: as it was
 
 
 def test_a_placement_in_caches_that_are_no_options_is_known_without_them():
@@ -88,6 +88,17 @@ def test_a_placement_in_caches_that_are_no_options_is_known_without_them():
     costs, small = cost_arrays(request, resident=True, cached=True), request.sharded[-1]
     placed = TablePlacement(small.table, small.rows, small.dim, small.dtype, "table_wise", "cached", (1,))
     assert [costs.options[-1][number].kernel for number in costs.options_of(placed)] == ["device"]
+
+
+def test_a_table_that_fbgemm_cannot_train_without_a_cache_is_in_one():
+    """Three rows by rows on four ranks: one of them would have none."""
+    rows = (5000, 4900, 4300, 3)
+    request = make_request(
+        Budget(device_bytes=1_900_000), rows=rows, world_size=4, types=["table_wise"], only={"t3": ["row_wise"]}
+    )
+    request = replace(request, rates=replace(request.rates, step_overhead_seconds=0.0))
+    assert {each.kernel for each in cost_arrays(request, resident=True, cached=True).options[-1]} == {"cached"}
+    assert PlanSearch(request).first()
 
 
 def test_caches_are_sized_of_placements_that_differ():
@@ -99,6 +110,8 @@ def test_caches_are_sized_of_placements_that_differ():
     alike = [found(1.0, "table_wise", rank=rank) for rank in range(4)]
     others = [found(1.1, "table_wise"), found(1.2, "table_wise"), found(1.3, "table_wise"), found(1.4, "row_wise")]
     assert _worth_sizing([*alike, *others]) == [alike[0], *others[:2], others[3]]
+    as_fast = found(1.0, "row_wise")  # its memory is another
+    assert _worth_sizing([*alike, as_fast]) == [alike[0], as_fast]
     whole = [found(1.0 + n / 10, name, "device") for n, name in enumerate(("a", "b", "c", "d"))]
     assert _worth_sizing(whole) == whole[:3]  # their costs are those of the prediction
 
