@@ -9,8 +9,8 @@ us, by TorchRec's planner with our costs, and by PlanBench's rivals, of which th
 prediction. All are predicted before any trains. The plans of a task train in the same ranks, in short segments in turn;
 so passing load on the machine meets all of them. Told are the wall time of a step, that time scaled by the share of the
 processor time that other programs left, as a calibration scales it, and the processor time of all ranks (medians of the
-segments; ratios to our plan: medians over the rounds), and Spearman's correlation of each with the prediction; also with
-plans that the noise does not tell apart (Wilcoxon's test of their rounds) in one place.
+segments; ratios to our plan: medians over the rounds), and Spearman's correlation of each with the prediction; also
+with plans that the noise does not tell apart (Wilcoxon's test of their rounds) in one place.
 """
 
 from __future__ import annotations
