@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report
 
 from embershard.commands import cli
 from tests.unit.planning.runs import predicted_plan, result_of
-from tests.unit.reports.browser import CHROMIUM, open_page
+from tests.unit.reports.browser import CHROMIUM, NO_CHROMIUM, Browser, chromium
 from tests.unit.reports.reported_runs import reports, write_run, write_sweep
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian: apt-get install chromium)"),
+    pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM),
 ]
+_ELEMENTS = "document.documentElement.outerHTML"
 #: Element that a drawn figure has, by its title.
 _DRAWN = {
     "Comparison": "<td",
@@ -25,6 +27,7 @@ _DRAWN = {
     "Scaling": 'class="js-line"',
     "Runs that did not finish": "<td",
     "Results": "<td",
+    "As each run's closing table has it": "<td",
     "Settings that differ": "<td",
     "Loss": 'class="js-line"',
     "AUC": 'class="js-line"',
@@ -45,6 +48,12 @@ _DRAWN = {
 
 
 @pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, plan = tmp_path_factory.mktemp("page"), predicted_plan()
     run = write_run(folder / "<run> & more", plan, result_of(plan), reports=reports([10, 20]))
@@ -53,18 +62,19 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_every_figure_is_drawn_without_an_error_or_a_request(page: Path, tmp_path: Path):
+def test_every_figure_is_drawn_without_an_error_or_a_request(page: Path, browser: Browser):
     """A request would be an error: the page's own policy refuses all."""
-    found = open_page(page, tmp_path)
-    assert found.console == []
-    parts = re.split(r"<h3>([^<]*)</h3>", found.elements.replace("<h2", "<h3></h3><h2"))[1:]
+    with browser.page(page) as found:
+        elements = found.evaluate(_ELEMENTS)
+        assert found.console == []
+    parts = re.split(r"<h3>([^<]*)</h3>", elements.replace("<h2", "<h3></h3><h2"))[1:]
     by_title = {title: part for title, part in zip(parts[::2], parts[1::2], strict=True) if title}
     assert set(by_title) == set(_DRAWN)
     assert [title for title, element in _DRAWN.items() if element not in by_title[title]] == []
 
 
 @pytest.mark.matrix
-def test_labels_of_an_axis_differ(tmp_path: Path):
+def test_labels_of_an_axis_differ(tmp_path: Path, browser: Browser):
     """Of hit rates between 94.6 % and 94.9 %, all of which round to 95 %."""
     plan = predicted_plan()
     lines = reports([10, 20, 30])
@@ -72,7 +82,8 @@ def test_labels_of_an_axis_differ(tmp_path: Path):
         line |= {"hit_rate_lookups": rate, "hit_rate_unique": rate - 0.2}
     run = write_run(tmp_path / "run", None, result_of(plan), reports=lines)
     assert cli.main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
-    elements = open_page(tmp_path / "page.html", tmp_path / "chromium").elements
+    with browser.page(tmp_path / "page.html") as found:
+        elements = found.evaluate(_ELEMENTS)
     figure = elements.split("<h3>Hit rate</h3>")[1].split("<h3>")[0]
     for axis in ("ytick", "y2tick"):
         labels = re.findall(rf'class="{axis}"><text[^>]*>([^<]*)</text>', figure)
@@ -88,8 +99,8 @@ def test_labels_of_an_axis_differ(tmp_path: Path):
         ("<img src='http://elsewhere.example/x.png'>", "elsewhere.example/x.png"),
     ],
 )
-def test_an_error_or_a_request_would_be_noticed(page: Path, tmp_path: Path, added: str, noticed: str):
+def test_an_error_or_a_request_would_be_noticed(page: Path, browser: Browser, tmp_path: Path, added: str, noticed: str):
     head = page.read_text().split("<script>")[0]  # with the policy
     (tmp_path / "broken.html").write_text(f"{head}</head><body>{added}")
-    found = open_page(tmp_path / "broken.html", tmp_path / "chromium")
-    assert noticed in " ".join(found.console)
+    with browser.page(tmp_path / "broken.html") as found:
+        assert noticed in " ".join(found.console)
