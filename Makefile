@@ -26,7 +26,7 @@ CODE := embershard tests scripts benchmarks examples
 TORCHREC_1.9 := build/torchrec-1.9.2
 TORCHREC_TESTS := tests/unit/sharding tests/unit/pipeline tests/unit/planning tests/ranks/test_exactness.py
 
-.PHONY: help setup setup-tests train test test-all test-matrix test-fast test-torchrec-1.9 check rooms format bench doctor clean clean-venv
+.PHONY: help setup setup-tests train test test-all test-matrix test-fast test-torchrec-1.9 check rooms format browser bench doctor clean clean-venv
 
 help: ## this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9.-]+):.*## /\1\t/' | expand -t 19
@@ -73,6 +73,9 @@ rooms: ## every file of the package with its subject
 format: $(SETUP_TESTS) ## format the code, and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix-only $(CODE)
 	$(PYTHON) -m ruff format $(CODE)
+
+browser: ## Chromium, by apt-get, for the tests of report pages: without it they are skipped, and named at the end
+	@scripts/get_browser.sh
 
 bench: $(SETUP) ## all benchmarks; each prints JSON
 	@set -e; for name in step_overhead table_scale row_copies "fill_optimality steady" stack_distances plan_scale command_start start_up bad_cells "plan_accuracy hit-rates" plan_comparison; do echo "== $$name"; $(PYTHON) -m benchmarks.$$name; done

@@ -99,10 +99,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Report at the end how many GPU tests did not run, and why."""
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {cuda_problem()}.", yellow=True)
+    """Report at the end which tests did not run, and why: a line for each reason, which says what they need."""
+    files: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        files.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid.partition("::")[0])
+    for reason, own in files.items():
+        names = [*dict.fromkeys(own)]
+        more = f" and {len(names) - 3} more files" if len(names) > 3 else ""
+        terminalreporter.write_line(f"{len(own)} skipped in {', '.join(names[:3])}{more}: {reason}", yellow=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
