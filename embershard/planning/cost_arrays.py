@@ -227,8 +227,8 @@ class CostArrays:
         own = () if table is None or not is_on_ranks_of_its_own else self.options[table]
         kind = (placed.sharding, len(placed.ranks))
         alike = [number for number, each in enumerate(own) if (each.sharding, each.num_shards) == kind]
-        of_kernels = {kernel: [n for n in alike if own[n].kernel == kernel] for kernel in (placed.kernel, "device")}
-        return of_kernels[placed.kernel] or of_kernels["device"]
+        found = [number for number in alike if own[number].kernel == placed.kernel]
+        return found or [number for number in alike if own[number].kernel == "device"]
 
     def placement(self, table: int, option: int, ranks: Sequence[int]) -> TablePlacement:
         """Return a table's option on these ranks as a `TablePlacement`."""
@@ -388,7 +388,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
             own += maker.of(table, reports[0], reports[0], "device", "cached" in kinds)
         pairs = list(zip(reports, (*reports[1:], reports[-1]) if at_best else reports, strict=True))
         for number, pair in enumerate(pairs if "cached" in kinds else []):
-            if pair not in pairs[:number]:  # small tables are whole in all but the smallest caches
+            if not number or pair != pairs[number - 1]:  # small tables are whole in all but the smallest caches
                 own += [replace(each, level=number) for each in maker.of(table, *pair, "cached", True)]
     return CostArrays(
         tables=tuple(sized),
@@ -407,10 +407,15 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
 
 
 def _without_worse(options: Sequence[Option]) -> list[Option]:
-    """Return the options without those that another one before them is as good as."""
+    """Return the options without those that another one is as good as: of their kind the first, which may be without a
+    cache, or the one before, with a larger cache."""
     kept: list[Option] = []
+    of_kind: dict[tuple[str, int], list[Option]] = {}
     for each in options:
-        kept += [] if any(other.is_as_good_as(each) for other in kept) else [each]
+        own = of_kind.setdefault((each.sharding, each.num_shards), [])
+        if not any(other.is_as_good_as(each) for other in own[:1] + own[-1:]):
+            own.append(each)
+            kept.append(each)
     return kept
 
 

@@ -140,12 +140,13 @@ def _given(
         while True:
             state = _SearchState(costs, ways)
             for table, (options, ranks) in own.items():
-                smaller = [option for option in options if costs.options[table][option].level <= levels[[*ranks]].max()]
-                state.put(table, Choice((smaller or options)[-1 if smaller else 0], ranks))
-            is_full = (state.over_limit > 0) & (levels < last)
-            if not is_full.any():
+                level = levels[[*ranks]].max()
+                allowed = [option for option in options if costs.options[table][option].level <= level]
+                state.put(table, Choice((allowed or options[:1])[-1], ranks))
+            may_shrink = (state.over_limit > 0) & (levels < last)
+            if not may_shrink.any():
                 break
-            levels[is_full] += 1
+            levels[may_shrink] += 1
         yield state
 
 
@@ -218,7 +219,7 @@ class _SearchState:
 
     def by_size(self) -> list[int]:
         """Return the tables, those with most seconds first."""
-        seconds = [max(float(each.seconds.sum()) for each in options) for options in self._costs.options]
+        seconds = [max(float(each.total_seconds.sum()) for each in options) for options in self._costs.options]
         return sorted(range(self.num_tables), key=lambda table: -seconds[table])
 
     def choices(self) -> list[Choice]:
@@ -231,7 +232,7 @@ class _SearchState:
     @property
     def over_limit(self) -> Floats:
         """Device memory of each rank above its limit, [R]."""
-        return np.asarray(np.maximum(0.0, self._costs.device_bytes(self._memory) - self._limit))
+        return self._over_limit(self._memory)
 
     @property
     def fits(self) -> bool:
@@ -351,11 +352,14 @@ class _SearchState:
         """Return by how much the ranks are over their memory, and the nodes over theirs, relative to it, [...]."""
         excess = np.zeros(host.shape[:-1])
         if self._limit < math.inf:
-            taken = self._costs.device_bytes(memory)
-            excess = excess + np.maximum(0.0, taken - self._limit).sum(axis=-1) / self._limit
+            excess = excess + self._over_limit(memory).sum(axis=-1) / self._limit
         if self._host_limit < math.inf:
             excess = excess + np.maximum(0.0, self._of_nodes(host) - self._host_limit).sum(axis=-1) / self._host_limit
         return np.asarray(excess)
+
+    def _over_limit(self, memory: Floats) -> Floats:
+        """Return the bytes above the limit, [..., R], of ranks with so much in memory, [..., R, columns]."""
+        return np.asarray(np.maximum(0.0, self._costs.device_bytes(memory) - self._limit))
 
     def _of_nodes(self, host: Floats) -> Floats:
         """Return the bytes of each node, [..., nodes], from those of the ranks."""

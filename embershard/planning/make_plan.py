@@ -262,8 +262,8 @@ class PlanSearch:
         return all_sized(self._request, _plain(self._request)) + self._searched()
 
     def again(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return what a search finds from the fastest of these, and from whole tables in a simple order: with caches if
-        the fastest has some, for they only add work. The simple one has those that take less memory than all rows."""
+        """Return what a search finds from the fastest of these, and from whole tables in a simple order, with the
+        caches that take less memory than all rows. Without caches if the fastest has none, for they only add work."""
         request, fastest = self._request, sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
         begin = [each.tables for each in fastest]
         if request.may_mix:
@@ -308,7 +308,7 @@ class PlanSearch:
         costs = cost_arrays(request, resident=request.may_mix, cached=not request.may_mix, at_best=True)
         fits = False
         if costs.device_limit is not None and request.may_mix:
-            mean = sum((each[0].memory.sum(axis=0) for each in costs.options), costs.base_memory * costs.world_size)
+            mean = sum((each[0].total_memory for each in costs.options), costs.base_memory * costs.world_size)
             mean = mean / costs.world_size
             with_one = (costs.device_bytes(mean + each.memory.max(axis=0)) for own in costs.options for each in own)
             most = max(_MUCH_ROOM * float(costs.device_bytes(mean)), *map(float, with_one))
@@ -357,8 +357,8 @@ class PlanSearch:
 
 
 def _worth_sizing(placements: Sequence[Placed]) -> list[Placed]:
-    """Return the best placements, one of those that are alike, and the best with other sharding types: the costs of
-    types differ less than what the sizes of their caches add to them.
+    """Return the best placements, one of those that are alike, and where caches have yet to be sized the best with each
+    set of sharding types: costs of two sets may differ by less than what the sizes of their caches add.
 
     Args:
         placements: the best first.

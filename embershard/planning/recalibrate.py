@@ -148,8 +148,7 @@ def fit_rates(
     expected: Mapping[str, float] | None = None,
 ) -> Fit:
     """Fit rates to pairs of a step's work and its seconds on a CPU, where the parts add up: least squares of the
-    relative errors. Work that no step did gets the expected rate,
-    or 0.
+    relative errors. Work that no step did gets the expected rate, or 0.
 
     Args:
         pairs: numbers of two steps that are alike but for a little work. What is wrong in both, since work is not all
