@@ -84,6 +84,46 @@ def limits_of_maps(root: Path = Path("/")) -> list[MapLimit]:
     return [MapLimit(*limit) for limit in limits if limit[1] != resource.RLIM_INFINITY]
 
 
+#: OpenMP's number of threads; and what the launcher set it to for its ranks, where the user had set none.
+THREADS_VARIABLE, OWN_THREADS_VARIABLE = "OMP_NUM_THREADS", "EMBERSHARD_RANK_CORES"
+#: Operations of a step for each thread. With fewer, a thread is ready before the next one has woken.
+_FLOPS_PER_THREAD = 1.5e9
+
+
+def cores_of_a_rank(num_ranks: int) -> int:
+    """Return the cores for each of so many ranks on this machine, of those that this process may use.
+
+    >>> cores_of_a_rank(10_000)
+    1
+    """
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+@dataclass(frozen=True)
+class RankThreads:
+    """In how many threads the operations of a rank run, and why so many.
+
+    >>> RankThreads.for_step(step_flops=9e9, cores=16)
+    RankThreads(count=6, why='a step is 9 GFLOP, a thread gets 1.5 or more, and a rank 16 cores')
+    """
+
+    count: int
+    why: str
+
+    @classmethod
+    def for_step(cls, step_flops: float, cores: int) -> RankThreads:
+        """Choose by the size of a step alone: sums over another number of threads are rounded otherwise, so a number
+        that was measured could change what is trained.
+
+        Args:
+            step_flops: floating-point operations of a rank's step in the dense layers.
+            cores: of the rank.
+        """
+        count = max(1, min(cores, int(step_flops / _FLOPS_PER_THREAD)))
+        least, of = f"{_FLOPS_PER_THREAD / 1e9:g} or more", "1 core" if cores == 1 else f"{cores} cores"
+        return cls(count, f"a step is {step_flops / 1e9:.2g} GFLOP, a thread gets {least}, and a rank {of}")
+
+
 def cores_problem(num_ranks: int, cores: int | None, where: str) -> str | None:
     """Return what is wrong with so many ranks on the cores of a CPU; None up to two ranks per core, or if the cores are
     not known (None).

@@ -17,6 +17,7 @@ from embershard.cache.totals import FileCounts, RankCaches, RunCaches
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
+from embershard.machine import RankThreads
 from embershard.metrics.figures import Figures, Slices, figures, form_of, quality_rows, slice_tables, title_of
 from embershard.settings.decoding import decode
 from embershard.units import Row, ShownTable, number, size
@@ -273,6 +274,11 @@ def _speed_rows(device: str, run: RunResult) -> Iterator[Row]:
     yield "speed", speed, f"a step takes {p50} ms (median), {p95} ms (95 %)"
 
 
+def _thread_rows(threads: RankThreads | None, run: RunResult) -> Iterator[Row]:
+    if threads is not None:
+        yield "threads", f"{threads.count} {'per' if run.world_size > 1 else 'of the'} rank", threads.why
+
+
 def _cache_rows(cache: RunCaches | None, run: RunResult) -> Iterable[Row]:
     if cache is None:
         return [("cache", "off", "all embedding rows are on the device")]
@@ -379,6 +385,7 @@ class RunResult:
         bad_rows: None where none is tolerated.
         followed: of a run that follows a folder.
         device: "cpu" or "cuda".
+        threads: of the first rank; None in files of earlier versions.
         cache: None in a run without caches.
         ids: of the tables that take any id, since the run was last resumed.
         changes: settings that resumes changed on request.
@@ -411,6 +418,7 @@ class RunResult:
     device: str = field(
         metadata=_shown(_speed_rows)
     )  # in the closing table after quality, and before what the rest counts
+    threads: RankThreads | None = field(default=None, metadata=_shown(_thread_rows))
     cache: RunCaches | None = field(metadata=_shown(_cache_rows, _cache_tables))
     look_ahead: LookAheadTotals | None = field(metadata=_shown(_look_ahead_rows))
     sent_bytes: SentTotals = field(metadata=_shown(_sent_rows))

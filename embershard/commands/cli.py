@@ -45,6 +45,11 @@ _ACTIONS = {
 }
 
 
+#: Turns that a thread of libgomp waits for the next operation before it sleeps: some tenths of a millisecond. By itself
+#: it waits for 10 ms and more, on a core that others could use.
+_SPINS = "10000"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0 done, 1 failed, 2 wrong usage, settings or data, 130 Ctrl-C."""
     if argv is None:
@@ -52,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # it was closed
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     words = _words() if argv is None else list(argv)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # before torch and ranks are loaded
     try:
         _check_encoding(words)
         try:

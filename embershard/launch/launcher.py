@@ -52,8 +52,8 @@ def start_ranks(
     It is 0 when all ended well, also after a SIGTERM or SIGHUP that ended them in order; 130 after a Ctrl-C that did;
     128 and the signal's number after a second signal, which ends them at once; 1 when a rank failed.
 
-    Each rank gets cores / `num_ranks` OpenMP threads and uses the loopback interface only, unless OMP_NUM_THREADS,
-    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. Ranks end when this process dies.
+    Each rank gets at most cores / `num_ranks` threads (`RankThreads`) and uses the loopback interface only, unless
+    OMP_NUM_THREADS, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. Ranks end when this process dies.
 
     Args:
         job: what ranks are to do (`embershard.launch.rank`).
@@ -71,7 +71,6 @@ def start_ranks(
             "torchrun starts ranks, and this command starts ranks, too: each of torchrun's would start all of them. "
             "Call this command without torchrun."
         )
-    _set_variables(num_ranks)
     has_trained, num_restarts = False, 0
     command = [sys.executable, "-m", module, *arguments]
     with stop_asked() as asked:
@@ -86,13 +85,6 @@ def start_ranks(
             num_restarts += 1
             _tell(f"{ended.message} Restart {num_restarts} of {most_restarts}.")
             job = job if restarted is None else restarted(has_trained)
-
-
-def _set_variables(num_ranks: int) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
-    if os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _check_map_limit(limits: Sequence[MapLimit]) -> None:

@@ -107,8 +107,10 @@ def run_rank(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
 
 def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
     """Do the job that `make` returns, as one rank of a group or alone; return the exit code."""
+    import torch
+
     from embershard.launch.screen import silence_libraries
-    from embershard.training.arithmetic import prepare_process
+    from embershard.training.arithmetic import prepare_process, rank_threads
 
     silence_libraries()
     supervision = distributed.Supervision.of_this_process()
@@ -117,6 +119,7 @@ def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
         job = make()
         prepare_process(job.config.train)
         with distributed.process_group(job.config.train.device, numa=job.config.train.numa) as ranks:
+            torch.set_num_threads(rank_threads(job.config, ranks).count)
             return job.run(ranks, supervision)
 
 

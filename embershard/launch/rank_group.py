@@ -24,6 +24,7 @@ from embershard.distributed.supervision import (
 )
 from embershard.launch.rank import hand_over
 from embershard.launch.stop_signals import StopAsked, stop_code
+from embershard.machine import OWN_THREADS_VARIABLE, THREADS_VARIABLE, cores_of_a_rank
 from embershard.settings.files import run_folder_of
 
 _POLL_SECONDS = 0.1
@@ -200,7 +201,8 @@ class RankGroup:
 
 
 def _environment(rank: int, num_ranks: int, address: tuple[str, int] | None) -> dict[str, str]:
-    """Return a rank's variables, those that torchrun sets. A rank that is alone gets no address.
+    """Return a rank's variables, those that torchrun sets. A rank that is alone gets no address. Libraries get a rank's
+    share of the cores as their number of threads; those of torch are chosen in the rank.
 
     Inside of a run's folder, which others may have written, Python imports nothing from the folder that it is started
     in (Python 3.10 knows no such option).
@@ -209,8 +211,13 @@ def _environment(rank: int, num_ranks: int, address: tuple[str, int] | None) -> 
     if address is not None:  # no rank makes the store: this process has it
         place = dict(zip(_ADDRESS, (address[0], str(address[1]), "True"), strict=True))
     is_safe = {"PYTHONSAFEPATH": "1"} if run_folder_of(Path.cwd()) else {}
+    cores = str(cores_of_a_rank(num_ranks))
+    threads = {} if THREADS_VARIABLE in os.environ else dict.fromkeys((THREADS_VARIABLE, OWN_THREADS_VARIABLE), cores)
+    loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
     return {
+        **(loopback if os.path.exists("/sys/class/net/lo") else {}),
         **{name: value for name, value in os.environ.items() if name not in _ADDRESS},
+        **threads,
         **is_safe,
         **place,
         "RANK": str(rank),

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from embershard.data.block import BadRow
+from embershard.distributed import Ranks
 from embershard.errors import naming_file
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.screen import time_now
 from embershard.launch.versions import git_commit, versions
+from embershard.machine import RankThreads
 from embershard.metrics.figures import metric_names
 from embershard.run_result import (
     RESULT,
@@ -31,6 +34,7 @@ from embershard.run_result import (
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
 from embershard.sharding.plan import Plan
+from embershard.training.arithmetic import rank_threads
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.config import RunConfig
 from embershard.training.reports import BadRowsReport, EvalReport, Report, TrainReport
@@ -182,12 +186,18 @@ def make_result(
         windows=tuple(windows),
         world_size=ranks.world_size,
         device=ranks.device.type,
+        threads=_threads(config, ranks),
         changes=tuple(dataclasses.asdict(change) for change in trainer.state.changes),
         plan=None if plan is None else ObeyedPlan(config.sharding.plan, plan.digest),
         versions=versions(),
         git_commit=git_commit(),
         **{"hot_cold": None, **totals, **trainer.of_parts(lambda part: part.result())},
     )
+
+
+def _threads(config: RunConfig, ranks: Ranks) -> RankThreads:
+    chosen, count = rank_threads(config, ranks), torch.get_num_threads()
+    return chosen if chosen.count == count else RankThreads(count, "by torch.set_num_threads")
 
 
 def report_line(report: Report) -> dict[str, Any]:

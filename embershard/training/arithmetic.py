@@ -1,6 +1,8 @@
-"""How torch computes in a run: the number format of its matrix products, and whether sums keep one order.
+"""How torch computes in a run: the number format of its matrix products, whether sums keep one order, and in how many
+threads.
 
-Both belong to the process, not to a tensor: a run sets them when it begins to compute, and sets them back at its end.
+All belong to the process, not to a tensor. A run sets the first two when it begins to compute, and sets them back at
+its end; the threads are set for all that the process of a rank does.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
+from embershard.distributed import Ranks
 from embershard.errors import ConfigError
-from embershard.training.config import TrainConfig
+from embershard.machine import OWN_THREADS_VARIABLE, THREADS_VARIABLE, RankThreads, cores_of_a_rank
+from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.fit.model_size import step_flops
 
 #: cuBLAS reads it once. With these values products on several streams do not choose their kernels by what is left of a
 #: common workspace; torch refuses deterministic products without one of them.
@@ -35,6 +40,23 @@ def check_process(settings: TrainConfig, device: torch.device) -> None:
             f"train.deterministic: got {_WORKSPACE}={got or '(not set)'}, needed {' or '.join(_WORKSPACES)} before "
             f"CUDA starts. Set it in the environment of the ranks: export {_WORKSPACE}={_WORKSPACES[0]}"
         )
+
+
+def rank_threads(config: RunConfig, ranks: Ranks) -> RankThreads:
+    """Return in how many threads the operations of this rank run: as many as OMP_NUM_THREADS says where the user has
+    set it, or by the size of a step.
+
+    >>> import torch
+    >>> rank_threads(RunConfig(), Ranks(0, 1, 0, 1, torch.device("cpu"))).count
+    1
+    """
+    given, own = os.environ.get(THREADS_VARIABLE), os.environ.get(OWN_THREADS_VARIABLE)
+    if given is not None and given != own:
+        return RankThreads(torch.get_num_threads(), f"by {THREADS_VARIABLE}")
+    cores = int(own) if own else cores_of_a_rank(ranks.local_world_size)
+    if ranks.device.type != "cpu":
+        return RankThreads(min(cores, torch.get_num_threads()), "cores of a rank: steps run on a GPU")
+    return RankThreads.for_step(step_flops(config, ranks.world_size), cores)
 
 
 @contextmanager

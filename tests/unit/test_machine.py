@@ -11,7 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from embershard.machine import HostMemory, MapLimit, cpus_near, host_memory, limits_of_maps, parse_cpus
+from embershard.machine import (
+    HostMemory,
+    MapLimit,
+    RankThreads,
+    cpus_near,
+    host_memory,
+    limits_of_maps,
+    parse_cpus,
+)
 
 GIB = 1 << 30
 MACHINE = HostMemory(64 * GIB, 60 * GIB)
@@ -118,3 +126,11 @@ def test_all_threads_stay_near_the_gpu(project_dir: Path):
     """Those that were started before, too: an import starts some."""
     done = subprocess.run([sys.executable, "-c", KEPT], cwd=project_dir, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[True, True, True]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("step_flops", "cores", "count"),
+    [(0.0, 64, 1), (0.9e9, 16, 1), (2.9e9, 16, 1), (3e9, 16, 2), (170e9, 2, 2), (170e9, 16, 16), (170e9, 128, 113)],
+)
+def test_threads_of_a_rank_follow_the_size_of_a_step_and_its_cores(step_flops, cores, count):
+    assert RankThreads.for_step(step_flops, cores).count == count

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -177,7 +175,7 @@ def measure(num_ranks: int, segments: Segments) -> list[Segment]:
     Raises:
         SetupError: a rank failed.
     """
-    with tempfile.TemporaryDirectory() as folder, _kept("OMP_NUM_THREADS"):
+    with tempfile.TemporaryDirectory() as folder:
         plan, result = Path(folder) / "plan.json", Path(folder) / "result.json"
         plan.write_text(json.dumps(asdict(segments)), encoding="utf-8")
         if start_ranks(num_ranks, _MODULE, [str(plan), str(result)]) or not result.exists():
@@ -205,17 +203,6 @@ def summarize(segments: Sequence[Segment], ranks_fill_machine: bool) -> list[Seg
         seconds = median(segment.step_seconds * share for segment, share in zip(kept, own, strict=True))
         found.append(Segment(name, seconds, StepWork.mean([segment.work for segment in kept]), kept[-1].foreign))
     return found
-
-
-@contextmanager
-def _kept(variable: str) -> Iterator[None]:
-    """Restore an environment variable at the end: `start_ranks` sets each rank's threads in this process for good."""
-    given = os.environ.get(variable)
-    try:
-        yield
-    finally:
-        if given is None:
-            os.environ.pop(variable, None)
 
 
 def _topology(name: str, rates: Mapping[int, Rates], busy: float, quick: bool) -> Topology:

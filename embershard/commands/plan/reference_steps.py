@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import psutil
+import torch
 
 from embershard.cache import CacheGrowthWarning
 from embershard.data import Batch, BatchStream, open_source, schema_of
@@ -30,6 +31,7 @@ from embershard.sharding.memory_model import slots_for
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.shards import Kernel
 from embershard.sharding.torchrec import cache_stats
+from embershard.training.arithmetic import rank_threads
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, table_rows
 from embershard.training.trainer import Trainer
@@ -103,7 +105,8 @@ class _Timed:
         self._run(1)
 
     def measure(self, skip: int, steps: int) -> Segment:
-        """Time one segment. Collective."""
+        """Time one segment, in the threads of a run with these settings. Collective."""
+        torch.set_num_threads(rank_threads(self._config, self._ranks).count)
         self._run(skip)
         self._lookups.clear()
         self._distinct.clear()

@@ -35,6 +35,7 @@ from embershard.launch.launcher import default_ranks, planned_ranks, warn_of_cor
 from embershard.launch.rank import PROGRAM, Job, is_rank, run_rank
 from embershard.launch.run_dir import check_run_dir, default_run_dir, was_resumed_by_this_job
 from embershard.launch.stop_signals import stop_code
+from embershard.machine import THREADS_VARIABLE, RankThreads, cores_of_a_rank
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
@@ -174,10 +175,10 @@ def main(argv: Sequence[str]) -> int:
     num_ranks = planned_ranks(config, arguments.nproc, is_started=not arguments.dry_run)
     run_dir = arguments.run_dir or default_run_dir(job.file)
     check_run_dir(run_dir, resume=job.resume is not None or arguments.dry_run)
-    if arguments.dry_run:
-        _print_settings(job)
-        return 0
     is_small = is_of_data and config.train.global_batch_size is not None
+    if arguments.dry_run:
+        _print_settings(job, num_ranks or (1 if is_small else 2))
+        return 0
     num_ranks = num_ranks or (1 if is_small else default_ranks(config))  # small batches gain nothing from more
     warn_of_cores(config, num_ranks)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
@@ -204,8 +205,9 @@ def rank_job(argv: Sequence[str]) -> TrainJob:
     return TrainJob.of(arguments)
 
 
-def _print_settings(job: TrainJob) -> None:
-    """Check the data, and print the settings, and what one's own model has to train."""
+def _print_settings(job: TrainJob, num_ranks: int) -> None:
+    """Check the data, and print the settings, in how many threads as many ranks on a CPU compute, and what one's own
+    model has to train."""
     check_data(job.config.data, job.config.metrics.columns)
     own = ""
     if job.config.model.build is not None:
@@ -213,6 +215,8 @@ def _print_settings(job: TrainJob) -> None:
 
         own = describe_own(job.config)  # first of all: it may fail
     print(to_toml(job.config))
+    if job.config.train.device != "cuda":
+        print(_describe_threads(job.config, num_ranks))
     if own:
         print(own)
     if job.start is not None:
@@ -221,6 +225,17 @@ def _print_settings(job: TrainJob) -> None:
         print("\n".join(f"# {line}" for line in str(plan_start(job.start, job.config)).splitlines()))
     if job.resume is not None:
         print("# The checkpoint was not looked at: a run that resumes compares its settings with these.")
+
+
+def _describe_threads(config: RunConfig, num_ranks: int) -> str:
+    from embershard.training.fit.model_size import step_flops  # it loads pyarrow
+
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    threads, why = os.environ.get(THREADS_VARIABLE), f"by {THREADS_VARIABLE}"
+    if threads is None:
+        found = RankThreads.for_step(step_flops(config, num_ranks), cores_of_a_rank(num_ranks))
+        threads, why = str(found.count), f"{found.why} ({THREADS_VARIABLE}: another number)"
+    return f"# Threads of each of {ranks} on a CPU: {threads}; {why}."
 
 
 def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:

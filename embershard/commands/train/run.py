@@ -264,6 +264,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
     dims = " and ".join(map(str, sorted({table.dim for table in tables})))
     num_ranks = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
+    threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
     steps = "" if trainer.total_steps is None else f"{trainer.total_steps:,} "
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
     notes += [note for part in trainer.parts for note in part.notes()]
@@ -281,7 +282,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
     say(
         console,
         f"{config.model.title}: {len(tables)} tables with {sum(table.num_rows for table in tables):,} rows of "
-        f"dim {dims}; {num_ranks} on {kind}; {steps}steps of "
+        f"dim {dims}; {num_ranks} on {kind}, {threads} each; {steps}steps of "
         f"{global_batch(config, ranks.world_size):,} samples; run folder {run_dir}",
         *trainer.source.notes,
         *notes,

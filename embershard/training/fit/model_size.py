@@ -79,6 +79,12 @@ def model_size(config: RunConfig, rows: Mapping[str, int]) -> ModelSize:
     )
 
 
+def step_flops(config: RunConfig, world_size: int) -> float:
+    """Return the floating-point operations of a rank's step, on so many ranks, in the dense layers."""
+    samples = config.train.rank_batch_size(world_size)
+    return model_size(config, table_rows(config)).dense_flops_per_sample * samples
+
+
 def table_sizes(config: RunConfig, rows: Mapping[str, int]) -> tuple[TableSize, ...]:
     """Return the sizes of the config's tables with these rows.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,36 @@ def test_dry_run_prints_all_settings_and_starts_nothing(example, started, tmp_pa
     assert cli.main([*words, "--run-dir", str(tmp_path), "--resume"]) == 0
     assert "The checkpoint was not looked at" in capsys.readouterr().out
     assert started == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            None,
+            "# Threads of each of 4 ranks on a CPU: 1; a step is 0.43 GFLOP, a thread gets 1.5 or more, ",
+        ),
+        ("3", "# Threads of each of 4 ranks on a CPU: 3; by OMP_NUM_THREADS."),
+    ],
+)
+def test_a_dry_run_names_the_threads_of_a_rank_and_why(given, said, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16))
+    assert cli.main(["train", QUICK, "--dry-run", "--nproc", "4"]) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", [None, "active"])
+def test_threads_that_wait_sleep_soon_unless_the_user_says_otherwise(policy, monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(cli, "_command", lambda words: lambda words: 0)
+    assert cli.main(["settings"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == (None if policy else "10000")
 
 
 @pytest.mark.parametrize(

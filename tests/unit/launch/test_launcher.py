@@ -219,6 +219,24 @@ def test_restarts(tmp_path, monkeypatch, capfd):
     ]
 
 
+_TELLS = "print(*(os.environ.get(each) for each in ('OMP_NUM_THREADS', 'EMBERSHARD_RANK_CORES')), flush=True)"
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, "8 8"), ("5", "5 None"), ("8", "8 None")])
+def test_ranks_share_the_cores_unless_the_user_chose_their_threads(given, told, tmp_path, monkeypatch, capfd):
+    """And this process keeps its variables: it may start other numbers of ranks."""
+    (tmp_path / "program.py").write_text(f"import os\n{_TELLS}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16))
+    before = dict(os.environ)
+    assert start_ranks(2, "program") == 0
+    assert capfd.readouterr().out.splitlines() == [told, told]
+    assert os.environ == before
+
+
 _PROGRAM = """
 import os
 from embershard.distributed import Supervision

@@ -14,8 +14,10 @@ from embershard.commands import cli
 from embershard.commands.score import ScoreJob
 from embershard.commands.train.command import TrainJob
 from embershard.commands.verify import VerifyJob
+from embershard.distributed import Ranks, Supervision
 from embershard.errors import DataError
 from embershard.launch import launcher, rank
+from embershard.settings.decoding import decode
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from tests.unit.settings.test_code_of_runs import settings, write_module
@@ -131,3 +133,22 @@ def test_without_one_of_the_variables_it_is_none(missing, under_torchrun, monkey
     assert rank.is_rank()
     monkeypatch.delenv(missing)
     assert not rank.is_rank()
+
+
+def test_a_rank_computes_in_as_many_threads_as_its_steps_are_worth(monkeypatch):
+    """Before the model is built, and threads beside the training are started."""
+
+    class Looks(rank.Job):
+        def run(self, ranks: Ranks, supervision: Supervision) -> int:
+            return torch.get_num_threads()
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("EMBERSHARD_RANK_CORES", "7")
+    before = torch.get_num_threads()
+    large = decode(RunConfig, {"model": {"over_arch_layer_sizes": [1024, 512, 1]}, "train": {"device": "cpu"}})
+    try:
+        torch.set_num_threads(7)
+        found = [rank.do(lambda config=config: Looks(config, None, False)) for config in (RunConfig(), large)]
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 3]

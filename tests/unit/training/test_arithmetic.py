@@ -27,7 +27,7 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.settings.decoding import decode
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.training.arithmetic import arithmetic, check_process, prepare_process
+from embershard.training.arithmetic import arithmetic, check_process, prepare_process, rank_threads
 from embershard.training.checkpoint.identity import RULES
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.equivalence import _Runs, compare_with_stock
@@ -47,6 +47,43 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def make_config(**changes: Any) -> RunConfig:
     train = {"train": TrainConfig(batch_size=50, max_steps=6), **changes}
     return small_run(data=small_data(600, eval_fraction=0.2), look_ahead=LookAheadConfig(lookahead=3), **train)
+
+
+def large_run() -> RunConfig:
+    """Steps of 22 GFLOP."""
+    model = {"embedding_dim": 8, "dense_arch_layer_sizes": [512, 8], "over_arch_layer_sizes": [1024, 512, 1]}
+    return decode(RunConfig, {"model": model, "train": {"batch_size": 4096}})
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "cpus", "num_ranks", "count"),
+    [
+        (RunConfig(), {}, 16, 1, 1),
+        (large_run(), {}, 16, 1, 14),
+        (large_run(), {}, 16, 4, 4),
+        (large_run(), {"OMP_NUM_THREADS": "3", "EMBERSHARD_RANK_CORES": "3"}, 16, 1, 3),  # by the launcher: at most
+        (RunConfig(), {"OMP_NUM_THREADS": "3", "EMBERSHARD_RANK_CORES": "3"}, 16, 1, 1),
+    ],
+)
+def test_threads_by_the_size_of_a_step(config, environment, cpus, num_ranks, count, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "EMBERSHARD_RANK_CORES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cpus))
+    assert rank_threads(config, Ranks(0, num_ranks, 0, num_ranks, CPU)).count == count
+
+
+@pytest.mark.parametrize("cores_of_launcher", [None, "8"])
+def test_the_user_s_number_of_threads_stands(cores_of_launcher, monkeypatch):
+    """Also where a rank of another launcher set it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    if cores_of_launcher is not None:
+        monkeypatch.setenv("EMBERSHARD_RANK_CORES", cores_of_launcher)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for config in (RunConfig(), large_run()):
+        found = rank_threads(config, Ranks(0, 1, 0, 1, CPU))
+        assert (found.count, found.why) == (3, "by OMP_NUM_THREADS")
 
 
 def now() -> tuple[bool, bool, bool, bool]:
