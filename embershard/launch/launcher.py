@@ -114,16 +114,27 @@ def _tell(message: str) -> None:
 
 
 _MOST_LOCAL_RANKS = 64  # above it, the number of processes must be asked for
+_SMALL_BATCH = 256  # of all ranks: so few samples gain nothing from more ranks
+
+
+def has_small_batches(config: RunConfig) -> bool:
+    """Return whether batches of all ranks together are so small that more than one gain nothing."""
+    size = config.train.global_batch_size
+    return size is not None and size <= _SMALL_BATCH
 
 
 def default_ranks(config: RunConfig) -> int:
-    """Return the number of ranks where nobody chose one, and say it: one per GPU, or 2 on a machine without one."""
-    num_ranks = 2
-    if config.train.device != "cpu":
+    """Return the number of ranks where nobody chose one, and say it: one for small batches of all ranks; else one per
+    GPU, or 2 on a machine without one."""
+    num_ranks, why = 2, ""
+    if has_small_batches(config):
+        num_ranks, why = 1, f", since batches of {config.train.global_batch_size} samples gain nothing from more"
+    elif config.train.device != "cpu":
         import torch
 
         num_ranks = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    print(f"embershard: starting {num_ranks} ranks (--nproc N for another number).", file=sys.stderr, flush=True)
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    print(f"embershard: starting {ranks}{why} (--nproc N for another number).", file=sys.stderr, flush=True)
     return num_ranks
 
 

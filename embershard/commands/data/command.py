@@ -4,7 +4,7 @@ torch or pyarrow: --help must answer at once."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -109,12 +109,17 @@ def _add_inspect(actions: Any) -> None:
     add_choices(action)
 
 
-def add_choices(action: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what columns are, and how text files are to be read."""
+def add_choices(action: argparse.ArgumentParser, *, is_brief: bool = False) -> None:
+    """Add the arguments that say what columns are, and how text files are to be read.
+
+    Args:
+        is_brief: the help shows `--label` alone.
+    """
+    shown = (lambda _: argparse.SUPPRESS) if is_brief else str
     text = "column to predict (default: the one that looks like it); a label is 1 where its cell is yes, or at least 4"
     action.add_argument("--label", action=_OneLabel, metavar="COL[=yes|>=4]", help=text)
     text = "a column of results known before the label: others are left out; may be repeated"
-    action.add_argument("--feature", action="append", default=[], metavar="COL", help=text)
+    action.add_argument("--feature", action="append", default=[], metavar="COL", help=shown(text))
     for kind, metavar, text in (
         ("category", "COL,...", "columns that are categories, whatever they look like; 'C*' is all that begin with C"),
         ("number", "COL,...", "columns that are numbers"),
@@ -122,9 +127,31 @@ def add_choices(action: argparse.ArgumentParser) -> None:
         ("time", "COL[:FORMAT]", "a column of times, as strptime's %%d.%%m.%%Y, or ms since 1970"),
         ("drop", "COL,...", "columns that are no features"),
     ):
-        help_text = f"{text}; may be repeated"
+        help_text = shown(f"{text}; may be repeated")
         action.add_argument(f"--{kind}", action="append", default=[], metavar=metavar, help=help_text)
-    _add_form(action)
+    _add_form(action, shown)
+
+
+#: The arguments that `add_choices` adds.
+_CHOICES = ("label", "feature", "category", "number", "list", "time", "drop")
+_FORM = ("columns", "header", "separator", "encoding", "skip_lines", "null", "no_quotes")
+
+
+def choice_words(arguments: argparse.Namespace) -> list[str]:
+    """Return the words of a command with the same options of `add_choices`.
+
+    >>> given = ["inspect", "a.csv", "--label", "sold=yes", "--drop", "row", "--drop", "id", "--header"]
+    >>> choice_words(parser().parse_args(given))
+    ['--label', 'sold=yes', '--drop', 'row', '--drop', 'id', '--header']
+    """
+    words: list[str] = []
+    for name in (*_CHOICES, *_FORM):
+        option, value = f"--{name.replace('_', '-')}", getattr(arguments, name)
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif value is not None:
+            words += [word for each in (value if isinstance(value, list) else [value]) for word in (option, str(each))]
+    return words
 
 
 class _OneLabel(argparse.Action):
@@ -177,21 +204,22 @@ def _encoding(text: str) -> str:
     return text
 
 
-def _add_form(action: argparse.ArgumentParser) -> None:
+def _add_form(action: argparse.ArgumentParser, shown: Callable[[str], str] = str) -> None:
     """Add the arguments that say how text files are to be read."""
     header = action.add_mutually_exclusive_group()
-    header.add_argument("--columns", metavar="NAME,...", help="names of the columns of text files without a header")
-    header.add_argument(
-        "--header", action="store_true", help="the first line names the columns, whatever it looks like"
-    )
+    text = "names of the columns of text files without a header"
+    header.add_argument("--columns", metavar="NAME,...", help=shown(text))
+    text = "the first line names the columns, whatever it looks like"
+    header.add_argument("--header", action="store_true", help=shown(text))
     text = "between the cells of a line (default: what fits most lines)"
-    action.add_argument("--separator", metavar="TEXT", help=text)
-    action.add_argument("--encoding", type=_encoding, help="of text files (default: UTF-8, or UTF-16 if it is)")
+    action.add_argument("--separator", metavar="TEXT", help=shown(text))
+    text = "of text files (default: UTF-8, or UTF-16 if it is)"
+    action.add_argument("--encoding", type=_encoding, help=shown(text))
     text = "lines before the header, or before the first row (default: those of another number of cells)"
-    action.add_argument("--skip-lines", type=whole, metavar="N", help=text)
+    action.add_argument("--skip-lines", type=whole, metavar="N", help=shown(text))
     text = "a cell that is a missing value; may be repeated"
-    action.add_argument("--null", action="append", default=[], metavar="TEXT", help=text)
-    action.add_argument("--no-quotes", action="store_true", help="quotes in text files are text")
+    action.add_argument("--null", action="append", default=[], metavar="TEXT", help=shown(text))
+    action.add_argument("--no-quotes", action="store_true", help=shown("quotes in text files are text"))
 
 
 def _add_events(actions: Any) -> None:

@@ -206,6 +206,8 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | Non
     column = columns[wanted.column]
     if wanted.text is not None or (wanted.column not in numeric and wanted.column in yes):
         return _label_of_texts(column, wanted.text or yes[wanted.column])
+    if wanted.column not in numeric and is_text(column.inner) and len(column.texts or ()) == 2:
+        return _label_of_rarer(column)
     if wanted.column not in numeric:
         texts = [short(each) for each in list(column.texts or ())[:2]]
         hint = f" Or the text that is 1: {' or '.join(_ways(column))}" if texts else ""
@@ -236,6 +238,14 @@ def _text_of_yes(column: ColumnSurvey) -> str | None:
     texts = list(column.texts or ()) if is_text(column.inner) else []
     yes = [each for each in texts if each.lower() in words()["label"]["yes"]]
     return yes[0] if len(texts) == 2 and len(yes) == 1 else None
+
+
+def _label_of_rarer(column: ColumnSurvey) -> LabelSuggestion:
+    """Return a label that is 1 for the rarer of a column's two texts, as what is to be predicted mostly is."""
+    assert column.texts is not None
+    (rarer, count), (other, _) = sorted(column.texts.items(), key=lambda each: (each[1], each[0]))
+    why = f"1 where it is {short(rarer)}, as are {count / column.present:.1%}; --label COL=TEXT takes {short(other)}"
+    return LabelSuggestion(column.name, None, None, why, text=rarer)
 
 
 def _label_of_texts(column: ColumnSurvey, text: str) -> LabelSuggestion:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from embershard import distributed  # its names load torch, and a launcher needs it not
-from embershard.commands.train.from_data import is_data, with_settings
+from embershard.commands.data.command import add_choices, choice_words
+from embershard.commands.train.from_data import check_no_choices, is_data, with_settings
 from embershard.commands.train.warm_start import add_warm_start, frozen_overrides, warm_start_of, words_of
 from embershard.data.sources.check import check_data
 from embershard.errors import ConfigError
@@ -31,7 +32,7 @@ from embershard.launch.arguments import (
     trust_words,
     whole,
 )
-from embershard.launch.launcher import default_ranks, planned_ranks, warn_of_cores
+from embershard.launch.launcher import default_ranks, has_small_batches, planned_ranks, warn_of_cores
 from embershard.launch.rank import PROGRAM, Job, is_rank, run_rank
 from embershard.launch.run_dir import check_run_dir, default_run_dir, was_resumed_by_this_job
 from embershard.launch.stop_signals import stop_code
@@ -41,11 +42,13 @@ from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from embershard.training.warm.request import WarmStart
 
-_HELP = """Train on this machine, a process per GPU, or 2 on the CPU; CONFIG may be data.
+_HELP = """Train on this machine, a process per GPU, or 2 on the CPU, or 1 where batches are small. CONFIG may be data;
+options of data inspect then say what columns are.
 
 All settings: embershard settings. On several machines: docs/operations.md.
 
   embershard train quickstart --set train.max_steps=100
+  embershard train shop.csv --label 'rating>=4'
   embershard train run.toml --plan plan.json --run-dir runs/a --max-restarts 3
   embershard train run.toml --run-dir runs/mine --resume
 """
@@ -163,9 +166,10 @@ def main(argv: Sequence[str]) -> int:
     if is_rank():
         return run_rank(lambda: rank_job(argv), stops_in_order=TrainJob.stops_in_order)
     arguments = _parser(starts_ranks=True).parse_intermixed_args(argv)
-    is_of_data = is_data(arguments.config)
-    if is_of_data:
+    if is_data(arguments.config):
         arguments = with_settings(arguments)
+    else:
+        check_no_choices(arguments)
     job = TrainJob.of(arguments)
     config = job.config
     if config.tracking.trackers:
@@ -175,11 +179,10 @@ def main(argv: Sequence[str]) -> int:
     num_ranks = planned_ranks(config, arguments.nproc, is_started=not arguments.dry_run)
     run_dir = arguments.run_dir or default_run_dir(job.file)
     check_run_dir(run_dir, resume=job.resume is not None or arguments.dry_run)
-    is_small = is_of_data and config.train.global_batch_size is not None
     if arguments.dry_run:
-        _print_settings(job, num_ranks or (1 if is_small else 2))
+        _print_settings(job, num_ranks or (1 if has_small_batches(config) else 2))
         return 0
-    num_ranks = num_ranks or (1 if is_small else default_ranks(config))  # small batches gain nothing from more
+    num_ranks = num_ranks or default_ranks(config)
     warn_of_cores(config, num_ranks)
     config.train.rank_batch_size(num_ranks)  # raises before any rank starts
     job = dataclasses.replace(job, run_dir=run_dir)
@@ -198,10 +201,12 @@ def rank_job(argv: Sequence[str]) -> TrainJob:
     """Return the job of a rank that torchrun started with these arguments."""
     arguments = _parser(starts_ranks=False).parse_intermixed_args(argv)
     if is_data(arguments.config):
+        data = shlex.join([str(arguments.config), *choice_words(arguments)])
         raise ConfigError(
             f"{arguments.config} is data, and torchrun starts every rank with it. Write the settings once: embershard "
-            f"data inspect {arguments.config} -o run.toml; then give run.toml."
+            f"data inspect {data} -o run.toml; then give run.toml."
         )
+    check_no_choices(arguments)
     return TrainJob.of(arguments)
 
 
@@ -242,12 +247,13 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     parser = make_parser("train", _HELP, "[CONFIG] [options]")
     add_run_arguments(parser)
     add_config_word(parser)
+    add_choices(parser, is_brief=True)
     add_warm_start(parser)
     text = "json: a line of JSON per report, and for the result"
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
     if not starts_ranks:
         return parser
-    text = "ranks (default: GPUs, or 2; of a small file, 1)"
+    text = "ranks (default: GPUs, or 2; 1 for small batches)"
     parser.add_argument("--nproc", type=positive, metavar="N", help=text)
     text = "start failed ranks again, at most N times (default: 0)"
     parser.add_argument("--max-restarts", type=whole, default=0, metavar="N", help=text)

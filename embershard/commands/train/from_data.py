@@ -8,8 +8,9 @@ import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 
+from embershard.commands.data.command import choice_words
 from embershard.data.config import TableConfig
-from embershard.errors import ConfigError, DataError
+from embershard.errors import ConfigError
 from embershard.launch.run_dir import check_run_dir, default_run_dir
 
 #: Of files that are data, besides those of `data.table.files`.
@@ -26,15 +27,23 @@ def is_data(path: Path | None) -> bool:
     return any(fnmatch(name, pattern) for name in names for pattern in patterns)
 
 
+def check_no_choices(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` where options say what columns are, and settings are given, which say that themselves."""
+    if words := choice_words(arguments):
+        raise ConfigError(
+            f"{words[0]} is of data, and {arguments.config} has settings: say it by them (embershard settings "
+            "data.table), or give the data in place of the settings."
+        )
+
+
 def with_settings(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments of a training with settings in place of data: those that `embershard data inspect` writes,
-    which are shown, and kept in the run's folder.
+    with the same options, which are shown, and kept in the run's folder.
 
     Raises:
-        ConfigError, DataError: as `embershard data inspect`, whose options say more of the columns.
+        ConfigError, DataError: as `embershard data inspect`; or a run that is resumed began with other options.
     """
-    from embershard.commands.data.command import parser  # these load pyarrow
-    from embershard.commands.data.inspect_files import Inspected
+    from embershard.commands.data.inspect_files import Inspected  # it loads pyarrow
     from embershard.launch.screen import plain_console, say
 
     data: Path = arguments.config
@@ -42,20 +51,30 @@ def with_settings(arguments: argparse.Namespace) -> argparse.Namespace:
     is_new, is_dry = arguments.resume is None, arguments.dry_run
     folder = Path(tempfile.mkdtemp()) if is_new and is_dry else changed["run_dir"]
     written = folder / _WRITTEN
+    inspect = argparse.Namespace(**changed | {"data": data, "label": arguments.label or _label_set(arguments)})
+    command = f"embershard data inspect {shlex.join([str(data), *choice_words(inspect)])}"
     if is_new or not written.exists():
         check_run_dir(changed["run_dir"], resume=not is_new or is_dry)
-        command = f"embershard data inspect {shlex.quote(str(data))}"
-        try:
-            found = Inspected.of(parser().parse_args(["inspect", str(data)]), needs_label=True)
-            text = found.settings()
-        except (ConfigError, DataError) as error:
-            if isinstance(error, DataError) and " --" not in str(error):  # no option helps
-                raise
-            then = f"Options of inspect say what columns are; then train on its file: {command} -o run.toml"
-            raise type(error)(f"{str(error).rstrip('.')}. {then}") from None
+        found = Inspected.of(inspect, needs_label=True)
+        text = found.settings()
         folder.mkdir(parents=True, exist_ok=True)
-        written.write_text(text, encoding="utf-8")
+        written.write_text(f"# {command}\n{text}", encoding="utf-8")
         if arguments.log_format == "text":  # a program reads JSON alone
             found.show_uses()
-            say(plain_console(), f"Assumed, and kept in {written}. To change it: {command} --help")
+            say(plain_console(), f"Assumed, and kept in {written}. Options change it: embershard data inspect --help")
+    elif choice_words(arguments) and f"# {command}\n" not in written.read_text(encoding="utf-8"):
+        raise ConfigError(
+            f"{choice_words(arguments)[0]}: the run began with other options of columns, which are in the first line "
+            f"of {written}. Leave them out to go on; for others, begin a run in a new --run-dir."
+        )
     return argparse.Namespace(**changed | {"config": written})
+
+
+def _label_set(arguments: argparse.Namespace) -> str | None:
+    """Return the label that `--set` names, as `--label` does."""
+    given = dict(override.split("=", 1) for override in arguments.overrides if "=" in override)
+    label, text, least = (given.get(f"data.table.{name}") for name in ("label", "label_is", "label_at_least"))
+    if label is None:
+        return None
+    label = label.strip("\"'")
+    return f"{label}={text}" if text else f"{label}>={least}" if least else label
