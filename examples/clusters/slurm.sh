@@ -24,7 +24,8 @@ ranks=${RANKS_PER_NODE:-8}
 threads=$((SLURM_CPUS_PER_TASK / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
-srun --kill-on-bad-exit=1 torchrun \
+# Since Slurm 22.05 srun does not inherit --cpus-per-task: without it, torchrun and its ranks would share one core.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" --nproc_per_node "$ranks" \
     --rdzv_backend c10d --rdzv_endpoint "$first:$((20000 + SLURM_JOB_ID % 10000))" --rdzv_id "$SLURM_JOB_ID" \
     --max_restarts 3 --shutdown-timeout 540 \

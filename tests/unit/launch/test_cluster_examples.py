@@ -30,7 +30,7 @@ def check_torchrun(words: list[str]) -> argparse.Namespace:
 
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_the_slurm_script(project_dir: Path, tmp_path: Path, restarts: str) -> None:
-    for name, prints in (("srun", 'shift; printf "%s\\n" "$@"'), ("scontrol", "printf 'node7\\nnode8\\n'")):
+    for name, prints in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", "printf 'node7\\nnode8\\n'")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{prints}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "123456"}
@@ -38,7 +38,10 @@ def test_the_slurm_script(project_dir: Path, tmp_path: Path, restarts: str) -> N
     script = project_dir / "examples" / "clusters" / "slurm.sh"
     command = ["bash", str(script), "--config", "a b.toml", "--run-dir", "/shared/run1"]
     done = subprocess.run(command, env=slurm, capture_output=True, text=True, check=True)
-    found = check_torchrun(done.stdout.splitlines())
+    words = done.stdout.splitlines()
+    options = words[: words.index("torchrun")]
+    assert options == ["--cpus-per-task=16", "--kill-on-bad-exit=1"], "srun inherits no cores from sbatch"
+    found = check_torchrun(words[len(options) :])
     assert (found.nnodes, found.nproc_per_node, found.rdzv_endpoint) == ("2", "8", "node7:23456")
     resume = ["--resume"] if restarts == "1" else []
     assert found.training_script_args == ["train", "--config", "a b.toml", "--run-dir", "/shared/run1", *resume]
