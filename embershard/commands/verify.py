@@ -19,6 +19,7 @@ from embershard.launch.arguments import (
     make_parser,
     needed_config,
     positive,
+    refuse_starters,
 )
 from embershard.launch.launcher import default_ranks, planned_ranks
 from embershard.launch.rank import PROGRAM, Job, is_rank, run_rank
@@ -98,6 +99,8 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     if starts_ranks:
         text = "number of ranks (default: as embershard train)"
         parser.add_argument("--nproc", type=positive, metavar="N", help=text)
+    else:
+        refuse_starters(parser, "--nproc")
     return parser
 
 

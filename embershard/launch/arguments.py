@@ -76,6 +76,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Show the message, with the choice that comes close to a wrong one, and end the process with code 2."""
+        if found := re.match(r"unrecognized arguments: (.*)", message):
+            settings = [word for word in found[1].split() if _is_setting(word)]
+            if settings and "--set" in self._option_string_actions:
+                message += f". Did you mean {' '.join(f'--set {word}' for word in settings)}?"
         if choice := re.search(r"invalid choice: '(.+)' \(choose from (.+)\)", message):
             message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         super().error(message)
@@ -90,8 +94,8 @@ class Parser(argparse.ArgumentParser):
         """Return a question about an option that is not known: is a setting, or another option meant?"""
         option, equals, given = option.partition("=")
         value = given if equals else value if value and not value.startswith("-") else "VALUE"
-        options = re.findall(r"--[\w-]+", self.format_help())
-        near = did_you_mean(option, {*options} - {"--help"})
+        options = {*self._option_string_actions} - {"--help", "-h"}  # those that the help leaves out, too
+        near = did_you_mean(option, sorted(options), least=0.8)
         if "--set" not in options:
             return near
         from embershard.settings.files import describe, find_settings
@@ -117,6 +121,15 @@ class Parser(argparse.ArgumentParser):
             # The words of the line that this parser does not see: the program's is one, however it was called.
             os.environ[ASKS] = str(1 + len(self.prog.removeprefix(program()).split()))
             argcomplete.autocomplete(self)
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether a word has the form of a setting with its value: `train.epochs=3`.
+
+    >>> _is_setting("train.epochs=3"), _is_setting("runs/a.b=3"), _is_setting("epochs=3")
+    (True, False, False)
+    """
+    return re.match(r"[a-z]\w*(\.\w+)+=", word) is not None
 
 
 def make_parser(command: str, text: str, usage: str | None = None) -> Parser:
@@ -251,7 +264,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         type=partial(text_override, "sharding.plan"),
         default=[],
         metavar="FILE",
-        help="obey a plan of embershard plan; the same as --set sharding.plan=FILE",
+        help="obey a plan of embershard plan (sharding.plan)",
     )
 
 
@@ -356,6 +369,25 @@ def _step(text: str) -> int:
     return int(text)
 
 
+def refuse_starters(parser: argparse.ArgumentParser, *options: str) -> None:
+    """Add the options of a command that starts ranks to the parser of one that is a rank, which refuses them."""
+    for option in options:
+        parser.add_argument(option, nargs="?", action=_OfStarter, help=argparse.SUPPRESS)
+
+
+class _OfStarter(argparse.Action):
+    """Says why a rank does not take an option of what starts ranks."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        given = ", ".join(f"{name}={os.environ.get(name, '')}" for name in variables)
+        parser.error(
+            f"{option_string}: this process is a rank already, since {given} and MASTER_ADDR are set, as torchrun and "
+            f"Kubernetes' PyTorchJob do; what set them starts the ranks. Leave {option_string} out; or, to start ranks "
+            f"here: unset {' '.join(variables)}"
+        )
+
+
 _IN_WHEEL = "share/embershard"  # as setup.cfg says
 
 
@@ -388,6 +420,8 @@ def config_file(text: str) -> Path:
     True
     """
     path = Path(text)
+    if _is_setting(text) and not path.exists():
+        raise argparse.ArgumentTypeError(f"got {text}, which is a setting. Did you mean --set {text}?")
     if path.exists() or path.suffix not in ("", ".toml"):
         return path
     if path.stem not in examples() and not near_file(path) and (meant := did_you_mean(path.stem, examples())):

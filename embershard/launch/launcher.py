@@ -71,6 +71,12 @@ def start_ranks(
             "torchrun starts ranks, and this command starts ranks, too: each of torchrun's would start all of them. "
             "Call this command without torchrun."
         )
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":  # one of several, without a LOCAL_RANK
+        raise ConfigError(
+            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, by RANK and WORLD_SIZE in its "
+            "environment, and LOCAL_RANK or MASTER_ADDR is missing: each of them would start a run of its own. Start "
+            "torchrun in each (docs/operations.md); or, for a run of this process alone: unset RANK WORLD_SIZE."
+        )
     has_trained, num_restarts = False, 0
     command = [sys.executable, "-m", module, *arguments]
     with stop_asked() as asked:

@@ -124,15 +124,28 @@ def read_toml(file: Any) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or is not TOML.
     """
+    text = ""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        return tomllib.loads(text)
     except OSError as error:
         near = near_file(Path(str(file))) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{file}: cannot be read ({error.strerror}). Give an existing file{near or '.'}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: is not TOML: {error}") from error
+        yaml = ". It looks like YAML; in TOML, a line [train] stands above epochs = 3"
+        raise ConfigError(f"{file}: is not TOML: {error}{yaml if _looks_like_yaml(text) else ''}") from error
     except RecursionError:
         raise ConfigError(f"{file}: lists or tables are nested too deeply.") from None
+
+
+def _looks_like_yaml(text: str) -> bool:
+    """Return whether the first line with words is a key of YAML.
+
+    >>> _looks_like_yaml("# mine\\ntrain:\\n  epochs: 3"), _looks_like_yaml("[train]\\nepochs: 3")
+    (True, False)
+    """
+    lines = (line for line in text.splitlines() if line.strip("- ") and not line.startswith("#"))
+    return re.match(r"(- )?[\w.-]+:(\s|$)", next(lines, "")) is not None
 
 
 def toml_value(text: str) -> Any:

@@ -116,8 +116,13 @@ def add_choices(action: argparse.ArgumentParser, *, is_brief: bool = False) -> N
         is_brief: the help shows `--label` alone.
     """
     shown = (lambda _: argparse.SUPPRESS) if is_brief else str
-    text = "column to predict (default: the one that looks like it); a label is 1 where its cell is yes, or at least 4"
-    action.add_argument("--label", action=_OneLabel, metavar="COL[=yes|>=4]", help=text)
+    text, metavar = "of data: the column to predict", "COL[=TEXT]"
+    if not is_brief:
+        text = (
+            "column to predict (default: the one that looks like it); a label is 1 where its cell is yes, or at least 4"
+        )
+        metavar = "COL[=yes|>=4]"
+    action.add_argument("--label", action=_OneLabel, metavar=metavar, help=text)
     text = "a column of results known before the label: others are left out; may be repeated"
     action.add_argument("--feature", action="append", default=[], metavar="COL", help=shown(text))
     for kind, metavar, text in (

@@ -28,6 +28,7 @@ from embershard.launch.arguments import (
     make_parser,
     needed_config,
     positive,
+    refuse_starters,
     set_words,
     trust_words,
     whole,
@@ -42,13 +43,12 @@ from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from embershard.training.warm.request import WarmStart
 
-_HELP = """Train on this machine, a process per GPU, or 2 on the CPU, or 1 where batches are small. CONFIG may be data;
-options of data inspect then say what columns are.
+_HELP = """Train on this machine; CONFIG may be data, with the options of data inspect.
 
 All settings: embershard settings. On several machines: docs/operations.md.
 
   embershard train quickstart --set train.max_steps=100
-  embershard train shop.csv --label 'rating>=4'
+  embershard train shop.csv --label 'rating>=4' --drop session
   embershard train run.toml --plan plan.json --run-dir runs/a --max-restarts 3
   embershard train run.toml --run-dir runs/mine --resume
 """
@@ -252,8 +252,9 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     text = "json: a line of JSON per report, and for the result"
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
     if not starts_ranks:
+        refuse_starters(parser, "--nproc", "--max-restarts", "--hang-seconds", "--dry-run")
         return parser
-    text = "ranks (default: GPUs, or 2; 1 for small batches)"
+    text = "ranks (default: GPUs, or 2; 1 of small batches)"
     parser.add_argument("--nproc", type=positive, metavar="N", help=text)
     text = "start failed ranks again, at most N times (default: 0)"
     parser.add_argument("--max-restarts", type=whole, default=0, metavar="N", help=text)

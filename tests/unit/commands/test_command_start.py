@@ -119,6 +119,11 @@ def test_help_fits_a_screen_and_ends_with_an_example(command, width, monkeypatch
         (["train", "--lr", "0.1"], "Did you mean --set embedding_optimizer.lr=0.1 or --set dense_optimizer.lr=0.1?"),
         (["train", "--learning-rate", "0.1"], "Did you mean --set embedding_optimizer.lr=0.1 or"),
         (["ckpt", "verify", "runs/a", "--step", "3"], "unrecognized arguments: --step 3\n"),
+        (["train", "clicks.csv", "--lable", "sold"], "unrecognized arguments: --lable sold. Did you mean --label"),
+        (["train", "clicks.csv", "--seperator", ";"], "Did you mean --separator?"),
+        (["train", "train.epochs=3"], "got train.epochs=3, which is a setting. Did you mean --set train.epochs=3?"),
+        (["train", "quickstart", "--set", "train.seed=1", "data.seed=2"], "Did you mean --set data.seed=2?"),
+        (["predict", "runs/a", "-o", "b", "data.path=c"], "arguments: data.path=c. Did you mean --set data.path=c?"),
         (
             ["train", "quickstrat"],
             "got quickstrat: no such file, and no example is called so. Did you mean quickstart?",
@@ -130,6 +135,16 @@ def test_a_word_that_is_almost_right_gets_a_question(words, said, capsys):
         cli.main(words)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_settings_in_yaml_are_told_how_toml_has_them(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("# mine\ntrain:\n  epochs: 3\n")
+    assert cli.main(["train", str(tmp_path / "run.yaml")]) == 2
+    said = "It looks like YAML; in TOML, a line [train] stands above epochs = 3"
+    assert said in capsys.readouterr().err
+    (tmp_path / "run.toml").write_text("[train\nepochs = 3\n")
+    assert cli.main(["train", str(tmp_path / "run.toml")]) == 2
+    assert "YAML" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

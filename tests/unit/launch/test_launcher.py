@@ -306,6 +306,20 @@ def test_ranks_of_torchrun_start_no_ranks(monkeypatch: pytest.MonkeyPatch) -> No
         start_ranks(2, "some.program", [])
 
 
+@pytest.mark.parametrize("world_size", ["1", "4"])
+def test_one_of_several_processes_starts_no_run_of_its_own(world_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes' PyTorchJob sets RANK and WORLD_SIZE alone: each of its processes would train all of it."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    if world_size == "1":
+        assert start_ranks(1, "no.such.module", []) == 1
+        return
+    with pytest.raises(
+        ConfigError, match=r"this process is rank 0 of 4, by RANK and WORLD_SIZE.*unset RANK WORLD_SIZE"
+    ):
+        start_ranks(1, "no.such.module", [])
+
+
 def test_a_limit_of_mapped_memory_under_which_libc_would_end_the_ranks_is_refused():
     """In a process of its own: limits that were lowered stay low."""
     lowers = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1_200_000 << 10, -1))"

@@ -110,7 +110,9 @@ def test_under_torchrun_options_of_the_launcher_are_refused(option, project_dir,
     with pytest.raises(SystemExit) as stopped:
         cli.main(["train", str(project_dir / "examples" / "quickstart.toml"), option, "2"])
     assert stopped.value.code == 2
-    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{option}: this process is a rank already, since RANK=0, LOCAL_RANK=0, WORLD_SIZE=1 and MASTER_ADDR" in said
+    assert f"Leave {option} out; or, to start ranks here: unset RANK LOCAL_RANK WORLD_SIZE" in said
 
 
 @pytest.mark.parametrize("uses_gpu", [True, False])
