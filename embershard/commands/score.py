@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from embershard.data.config import DataConfig
 from embershard.data.sources.check import check_data
 from embershard.errors import ConfigError, DataError, naming_file
 from embershard.launch import launcher
@@ -19,6 +20,7 @@ from embershard.launch.arguments import (
     check_new_output,
     make_parser,
     positive,
+    refuse_starters,
     step_or_last,
     text_override,
 )
@@ -84,10 +86,11 @@ class ScoreJob(Job):
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> ScoreJob:
-        """Read the settings of the run that the arguments name. Raises as `run_config`."""
+        """Read the settings of the run that the arguments name. Raises as `run_config` and `check_kept`."""
         run_dir, output = arguments.run_dir, getattr(arguments, "output", None)
         checkpoints = run_dir / CHECKPOINTS
         config, keep = run_config(arguments), tuple(getattr(arguments, "keep", ()))
+        check_kept(config.data, keep)
         form = getattr(arguments, "format", None)
         places = config, run_dir, arguments.trust_code, checkpoints, arguments.step, output
         return ScoreJob(*places, keep, form, stdout_is_taken=form is not None)
@@ -97,6 +100,7 @@ class ScoreJob(Job):
         console, output = plain_console(quiet=not ranks.is_first, stderr=self.stdout_is_taken), self.output
         with console.status("reading the checkpoint"):
             from embershard.data import open_source
+            from embershard.data.sources.source import ColumnSource
             from embershard.training.trained_run import Scorer, open_trained
 
             if output is not None:
@@ -104,7 +108,7 @@ class ScoreJob(Job):
             trained = open_trained(self.config, self.checkpoints, ranks, self.step)
         say(console, *(f"Not used: {reason}." for reason in trained.skipped))
         source = open_source(self.config.data, needs_labels=output is None, share=ranks.from_first)
-        kept = kept_columns(source, self.keep) if self.keep else None
+        kept = source.held_out_columns(list(self.keep)) if self.keep and isinstance(source, ColumnSource) else None
         scorer = Scorer(trained, source, ranks, supervision)
         say(console, f"Scoring {scorer.num_samples:,} samples by {trained.title}.", *source.notes)
         if scorer.memory_warning:
@@ -152,7 +156,9 @@ def score_held_out(run_dir: Path, output: Path, keep: Sequence[str] = (), *, tru
     """
     words = [str(run_dir), "-o", str(output), *(["--keep", ",".join(keep)] if keep else [])]
     arguments = _parser("predict", starts_ranks=True).parse_args([*words, *(["--trust-code"] if trust_code else [])])
-    if _start(arguments, dataclasses.replace(ScoreJob.of(arguments), stdout_is_taken=True)):
+    job = dataclasses.replace(ScoreJob.of(arguments), stdout_is_taken=True)
+    check_data(job.config.data, kept=job.keep, needs_labels=False)
+    if _start(arguments, job):
         raise ConfigError(f"{run_dir} could not be scored; its messages stand above.")
 
 
@@ -165,7 +171,8 @@ def _score(command: str, argv: Sequence[str]) -> int:
         check_new_output(arguments.output)
     job = ScoreJob.of(arguments)
     is_measured = command == "eval"
-    check_data(job.config.data, job.config.metrics.columns if is_measured else (), needs_labels=is_measured)
+    columns = job.config.metrics.columns if is_measured else ()
+    check_data(job.config.data, columns, job.keep, needs_labels=is_measured)
     return _start(arguments, job)
 
 
@@ -192,6 +199,8 @@ def _parser(command: str, *, starts_ranks: bool) -> argparse.ArgumentParser:
         text = "number of ranks (default: %(default)s)"
         parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=text)
         launcher.add_hang_seconds(parser)
+    else:
+        refuse_starters(parser, "--nproc", "--hang-seconds")
     if command == "eval":
         from embershard.reports.results import FORMATS
 
@@ -251,22 +260,14 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
     return config
 
 
-def kept_columns(source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Return columns of the held-out samples, in their order, some samples at a time.
-
-    Raises:
-        ConfigError: the data have no columns with names, or scores have such a name.
-        DataError: a file has not one of the columns.
-    """
-    from embershard.data.sources.table.source import TableSource
-
-    if not isinstance(source, TableSource):
+def check_kept(data: DataConfig, names: Sequence[str]) -> None:
+    """Raise `ConfigError` where the data have no columns with names, or scores have a column with one of these."""
+    if names and data.kind not in ("table", "parquet"):
         raise ConfigError('--keep: needed data of kind "table" or "parquet", whose columns have names. Leave it out.')
-    has_weights = source.schema.target.weight not in (None, "weight")
+    has_weights = data.kind == "table" and data.table.weight not in (None, "weight")
     for name in names:
         if name.partition("/")[0] in ("logit", "score", "label") or (name == "weight" and has_weights):
             raise ConfigError(f"--keep {name}: scores have a column of that name. Leave it out, or rename it.")
-    return source.held_out_columns(list(names))
 
 
 def beyond_tables(source: Source, ranks: Ranks) -> list[str]:

@@ -9,12 +9,15 @@ from embershard.data.config import DataConfig
 from embershard.data.sources.input_file import list_files, need_path, next_file
 
 
-def check_data(config: DataConfig, of_metrics: Sequence[str] = (), *, needs_labels: bool = True) -> None:
+def check_data(
+    config: DataConfig, of_metrics: Sequence[str] = (), kept: Sequence[str] = (), *, needs_labels: bool = True
+) -> None:
     """Check that the files are there; of "parquet" and "table" that every column is, with a type and, in the first
     rows, values that its feature takes.
 
     Args:
         of_metrics: columns that evaluations need, too.
+        kept: columns, of any type, that go along with scores.
         needs_labels: False: the columns of labels and of what goes with them may be missing.
 
     Raises:
@@ -28,4 +31,4 @@ def check_data(config: DataConfig, of_metrics: Sequence[str] = (), *, needs_labe
     if config.kind in ("parquet", "table"):
         from embershard.data.sources.table.source import check_table  # it loads pyarrow
 
-        check_table(config, files, of_metrics, needs_labels=needs_labels)
+        check_table(config, files, of_metrics, kept, needs_labels=needs_labels)

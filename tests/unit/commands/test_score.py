@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.commands import score
-from embershard.data import DataConfig, open_source
+from embershard.commands import cli, score
+from embershard.data import DataConfig
 from embershard.distributed import complete_checkpoints, step_of
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.errors import CheckpointError, ConfigError, DataError
@@ -81,8 +81,23 @@ def test_columns_that_cannot_be_kept_are_refused(trained, tmp_path):
     with pytest.raises(ConfigError, match="--keep label: scores have a column of that name"):
         score_here(run, *output, "--keep", "label")
     with pytest.raises(ConfigError, match='--keep: needed data of kind "table" or "parquet"'):
-        score.kept_columns(open_source(DataConfig()), ["C1"])
+        score.check_kept(DataConfig(), ["C1"])
     assert not list(tmp_path.glob("no.parquet*"))
+
+
+@pytest.mark.parametrize(("keep", "said"), [("user,usr", "no column 'usr'; did you mean"), ("label", "--keep label:")])
+@pytest.mark.parametrize("command", ["predict", "compare"])
+def test_columns_that_cannot_be_kept_are_refused_before_a_rank_starts(
+    command, keep, said, trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(launcher, "start_ranks", None)
+    run, column = str(trained.run_dir), keep.rpartition(",")[2]
+    words = {
+        "predict": ["predict", run, "-o", str(tmp_path / "no.parquet"), "--keep", keep],
+        "compare": ["compare", run, run, "--group", column],
+    }
+    assert cli.main(words[command]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_what_cannot_be_scored_is_refused(trained, tmp_path):

@@ -18,7 +18,7 @@ from pathlib import Path
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.containers import container_of, raw_blocks
 from embershard.data.text_form import TextForm
-from embershard.errors import DataError, naming_file
+from embershard.errors import ConfigError, DataError, naming_file, os_problem
 from embershard.whole_file import whole_file
 
 #: Stand in plain text for the line feeds and carriage returns in cells, where `line_breaks` is true.
@@ -67,6 +67,7 @@ def plain_file(file: InputFile, form: TextForm) -> InputFile:
 
     Raises:
         DataError: as `plain_blocks`.
+        ConfigError: the copy cannot be written.
     """
     if form.is_plain and container_of(file) in ("", "gzip"):
         head = next(raw_blocks(file, _HEAD_BYTES), b"")
@@ -76,21 +77,29 @@ def plain_file(file: InputFile, form: TextForm) -> InputFile:
     facts = [_VERSION, str(file.path.absolute()), file.num_bytes, file.modified_ns, *fields]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     copy = copies_folder() / name / f"{file.path.name}.txt"
-    with naming_file(copy):
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with (copy.parent / "lock").open("w") as lock:
-            _wait_for(lock.fileno())
-            if not copy.exists():
-                (copy.parent / "source.json").write_text(json.dumps(facts), encoding="utf-8")
-                with whole_file(copy) as partial, partial.open("wb") as written:
-                    for block in plain_blocks(file, form):
-                        written.write(block)
+    try:
+        with naming_file(copy):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with (copy.parent / "lock").open("w") as lock:
+                _wait_for(lock.fileno())
+                if not copy.exists():
+                    (copy.parent / "source.json").write_text(json.dumps(facts), encoding="utf-8")
+                    with whole_file(copy) as partial, partial.open("wb") as written:
+                        for block in plain_blocks(file, form):
+                            written.write(block)
+    except OSError as error:
+        if error.filename == str(file.path):
+            raise
+        raise ConfigError(
+            f"{file.path} is read from a copy as plain text, which cannot be written: {os_problem(error)} The folder "
+            f"of such copies is {copies_folder()}; set EMBERSHARD_COPIES to one on a disk with room."
+        ) from error
     return InputFile.at(copy)
 
 
 def copies_folder() -> Path:
     """Return the folder of plain copies: `EMBERSHARD_COPIES`, else embershard/copies in the user's folder of caches."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("EMBERSHARD_COPIES") or Path(caches) / "embershard" / "copies")
 
 

@@ -155,14 +155,19 @@ def _open(files: list[InputFile], settings: TableConfig, config: DataConfig, nee
 
 
 def check_table(
-    config: DataConfig, files: list[InputFile], of_metrics: Sequence[str] = (), *, needs_labels: bool = True
+    config: DataConfig,
+    files: list[InputFile],
+    of_metrics: Sequence[str] = (),
+    kept: Sequence[str] = (),
+    *,
+    needs_labels: bool = True,
 ) -> None:
     """Check the columns of the files of "parquet" and "table": those that features need are there, with types and, in
     the first rows, values that fit.
 
     Args:
         of_metrics: columns of single values that evaluations need.
-        needs_labels: as for `check_data`.
+        kept, needs_labels: as for `check_data`.
 
     Raises:
         ConfigError: the features do not fit each other; or a file has not one of `of_metrics`.
@@ -175,6 +180,7 @@ def check_table(
             kinds = {**dict.fromkeys(part.partitions, pa.string()), **{each.name: each.type for each in schema}}
             check_split(config, part.path, list(kinds), pa.schema(kinds.items()))
             _check_of_metrics(part.path, list(kinds), of_metrics)
+            need_columns(part.path, list(kinds), kept)
             if lists := [name for name in of_metrics if is_list(kinds[name])]:
                 raise ConfigError(
                     f"metrics.group, metrics.slices: {part.path}: column {lists[0]!r} is of type {kinds[lists[0]]}; "
@@ -183,7 +189,7 @@ def check_table(
             if config.bad_rows == "stop":
                 _check_values(first_rows(part, _FIRST_ROWS), settings, config.kind)
         return
-    _check_texts(files, settings, config, of_metrics, needs_labels)
+    _check_texts(files, settings, config, of_metrics, kept, needs_labels)
 
 
 def _check_of_metrics(path: Path, names: Sequence[str], of_metrics: Sequence[str]) -> None:
@@ -198,6 +204,7 @@ def _check_texts(
     settings: TableConfig,
     config: DataConfig,
     of_metrics: Sequence[str],
+    kept: Sequence[str],
     needs_labels: bool,
 ) -> None:
     """Raise `DataError` where a header or, where bad rows stop a run, one of the first lines does not fit."""
@@ -211,6 +218,7 @@ def _check_texts(
         has = [*part.names, *part.partitions]
         check_split(config, part.path, has)
         _check_of_metrics(part.path, has, of_metrics)
+        need_columns(part.path, has, kept)
         lines = data.partition(b"\n")[2] if has_header else data
         whole = lines if len(data) < _FIRST_BYTES else lines[: lines.rfind(b"\n") + 1]
         num_lines = whole.count(b"\n") + (whole[-1:] not in (b"", b"\n"))

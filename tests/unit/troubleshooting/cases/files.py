@@ -1,10 +1,13 @@
 """Files and folders that the system does not let a command read or write."""
 
+import bz2
 import functools
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from tests.unit.troubleshooting.case import Case, Prepare, command, rank
+from tests.unit.troubleshooting.case import Case, Outcome, Prepare, Provoke, command, rank
 
 TITLE = "Files and folders"
 _FORBIDDEN = "Permission denied. Change its permissions, or choose another path."
@@ -48,6 +51,25 @@ def _full_disk() -> None:
 def _full_run() -> None:
     Path("mine").mkdir()
     Path("mine/config.toml.partial").symlink_to("/dev/full")  # it gets its name when it is whole
+
+
+def _without_copies(provoke: Provoke) -> Provoke:
+    def run() -> Outcome:
+        with mock.patch.dict(os.environ, EMBERSHARD_COPIES="kept/copies"):
+            return provoke()
+
+    return run
+
+
+_TABLE = """
+[data]
+kind = "table"
+path = "clicks.csv.bz2"
+[data.table]
+label = "click"
+features.user = {kind = "sparse", mapping = "text", num_rows = 9}
+"""
+_PACKED = {"run.toml": _TABLE, "clicks.csv.bz2": bz2.compress(b"click,user\n0,a\n1,b\n")}
 
 
 def _case(cause: str, words: tuple[str, ...], message: str, remedy: str, **given: Any) -> Case:
@@ -100,6 +122,13 @@ CASES = [
         "Free some space, or write to another disk. What was there before may be gone.",
         files=_FILES,
         prepare=_full_disk,
+    ),
+    Case(
+        "A compressed file is read from a copy as plain text, and the folder of copies may only be read",
+        _without_copies(command("data", "validate", "--config", "run.toml", files=_PACKED, prepare=_read_only_folder)),
+        "embershard: clicks.csv.bz2 is read from a copy as plain text, which cannot be written: <path>: "
+        f"{_FORBIDDEN} The folder of such copies is kept/copies; set EMBERSHARD_COPIES to one on a disk with room.",
+        "`export EMBERSHARD_COPIES=FOLDER` on a disk with as much room as the text. See [own_data.md](own_data.md).",
     ),
     _case(
         "A profile cannot be read",
