@@ -1,4 +1,4 @@
-"""`embershard compare`: does one model rank better than another, or is it chance?"""
+"""`embershard compare`: do models rank better than the first one, or is it chance?"""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import dataclasses
 import json
 import math
+import string
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embershard.commands.report.compared import ComparedModel, Scores, read_pairs, seeds_text
 from embershard.errors import ConfigError
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     _Floats = NDArray[np.float64]
     _Found = tuple[int, list[PairedDifference]]
 
-_HELP = """Compare two models on the same samples, by a paired bootstrap: the difference of each figure, its interval,
-and whether chance alone explains it. A and B are runs, which score what they hold out, files of embershard predict with
-labels, or configurations of sweeps, whose runs are paired by their seeds. With --group, all samples of a group (a user,
-a session) are drawn together: use it where they are alike, or the interval is too narrow. See docs/training.md.
+_HELP = """Compare models with the first one, A, on the same samples, by a paired bootstrap: the difference of each
+figure, its interval, and whether chance alone explains it. Each is a run, which scores what it holds out, a file of
+embershard predict with labels, or a configuration of a sweep, whose runs are paired by their seeds. With --group, all
+samples of a group (a user, a session) are drawn together: use it where they are alike, or the interval is too narrow.
+See docs/training.md.
 
-  embershard compare runs/mine runs/other
+  embershard compare runs/mine runs/other runs/third
   embershard compare runs/mine runs/other --group user_id --metrics auc,gauc
   embershard compare a.parquet b.parquet --group user_id --json
   embershard compare sweeps/models:model.arch=dlrm sweeps/models:model.arch=din
@@ -41,53 +43,80 @@ _LEVEL = 0.95
 _Pairs = Sequence[tuple[Scores, Scores]]
 
 
+class _Comparison(NamedTuple):
+    """The first model, A, and another one: what was found of each label."""
+
+    models: tuple[ComparedModel, ComparedModel]
+    pairs: _Pairs
+    weight: str | None
+    found: dict[str, _Found]
+
+
 def main(argv: Sequence[str]) -> int:
     """Run `embershard compare`; return 0.
 
     Raises:
-        ConfigError: the two have not the same samples, or no labels.
+        ConfigError: two have not the same samples, or no labels.
     """
     arguments = _parser().parse_args(argv)
-    keep = [*filter(None, (arguments.group, arguments.weight))]
-    models = ComparedModel.of(arguments.a), ComparedModel.of(arguments.b)
+    first, *others = map(ComparedModel.of, (arguments.a, *arguments.b))
     with tempfile.TemporaryDirectory() as folder:
-        pairs = read_pairs(models, Path(folder), keep, trust_code=arguments.trust_code)
-    if not arguments.weight and not arguments.no_weight and _have_weights(models, pairs):
-        arguments.weight = "weight"
-        keep.append("weight")
-    labels = _labels_of(keep, pairs)
-    found = {label.removeprefix("/"): _compared(arguments, label, pairs) for label in labels}
-    for label, own in _classes(labels, pairs).items():
-        if (of_classes := _with_classes(arguments, own, pairs))[1]:
-            found[label] = of_classes
+        found = [_compare(arguments, (first, each), Path(folder)) for each in others]
     if arguments.json:
-        values = {
-            label: [{**dataclasses.asdict(each), "better": each.better} for each in differences]
-            for label, (_, differences) in found.items()
-        }
-        of: dict[str, Any] = {"samples": len(pairs[0][0].table), "seeds": len(pairs), "level": _LEVEL}
-        of["samples_of"] = {label: count for label, (count, _) in found.items()}
-        print(json.dumps({**of, "labels": values}, indent=2, allow_nan=False))
+        values = [_as_json(each) for each in found]
+        named = [{"a": arguments.a, "b": name, **each} for name, each in zip(arguments.b, values, strict=True)]
+        print(json.dumps(values[0] if len(values) == 1 else {"comparisons": named}, indent=2, allow_nan=False))
         return 0
-    _show(arguments, models, pairs, found)
+    for number, each in enumerate(found, 1):
+        _show(arguments, string.ascii_uppercase[number] if number < 26 else str(number + 1), each)
+    if len(found) > 1:
+        say(wide_console(), "p is of each pair alone: of twenty models that are alike, one differs at 0.05 by chance.")
     return 0
 
 
-def _show(
-    arguments: argparse.Namespace, models: tuple[ComparedModel, ComparedModel], pairs: _Pairs, found: dict[str, _Found]
-) -> None:
-    console, count = wide_console(), len(pairs[0][0].table)
+def _compare(arguments: argparse.Namespace, models: tuple[ComparedModel, ComparedModel], folder: Path) -> _Comparison:
+    """Compare two models; `folder` keeps the scores of runs."""
+    keep = [*filter(None, (arguments.group, arguments.weight))]
+    pairs = read_pairs(models, folder, keep, trust_code=arguments.trust_code)
+    weight = arguments.weight
+    if not weight and not arguments.no_weight and _have_weights(models, pairs):
+        weight = "weight"
+        keep.append("weight")
+    options = argparse.Namespace(**vars(arguments) | {"weight": weight})
+    labels = _labels_of(keep, pairs)
+    found = {label.removeprefix("/"): _compared(options, label, pairs) for label in labels}
+    for label, own in _classes(labels, pairs).items():
+        if (of_classes := _with_classes(options, own, pairs))[1]:
+            found[label] = of_classes
+    return _Comparison(models, pairs, weight, found)
+
+
+def _as_json(comparison: _Comparison) -> dict[str, Any]:
+    found, pairs = comparison.found, comparison.pairs
+    values = {
+        label: [{**dataclasses.asdict(each), "better": each.better} for each in differences]
+        for label, (_, differences) in found.items()
+    }
+    of: dict[str, Any] = {"samples": len(pairs[0][0].table), "seeds": len(pairs), "level": _LEVEL}
+    return {**of, "samples_of": {label: count for label, (count, _) in found.items()}, "labels": values}
+
+
+def _show(arguments: argparse.Namespace, letter: str, comparison: _Comparison) -> None:
+    console, (models, pairs, weight, found) = wide_console(), comparison
+    count = len(pairs[0][0].table)
     of = f", by {arguments.group}" if arguments.group else ""
-    of += f", weighted by {arguments.weight}" if arguments.weight else ""
-    say(console, f"A: {arguments.a}. B: {arguments.b}. {count:,} samples{of}.", *seeds_text(models, len(pairs)))
+    of += f", weighted by {weight}" if weight else ""
+    a, b = (each.given for each in models)
+    say(console, f"A: {a}. {letter}: {b}. {count:,} samples{of}.", *seeds_text(models, len(pairs)))
     for label, (own, differences) in found.items():
         title = f"{label}: {own:,} samples have it" if own != count else label
-        table = make_table(title, ["figure"], ["A", "B", "B - A", "95 % of it", "p", "better"])
+        table = make_table(title, ["figure"], ["A", letter, f"{letter} - A", "95 % of it", "p", "better"])
         for each in differences:
             form = form_of(each.metric)
             low, high = format(each.low, f"+{form}"), format(each.high, f"+{form}")
             row = (format(each.a, form), format(each.b, form), format(each.b - each.a, f"+{form}"), f"{low} to {high}")
-            verdict = (each.better or "they differ") if each.is_different else "no difference"
+            better = letter if each.better == "B" else each.better
+            verdict = (better or "they differ") if each.is_different else "no difference"
             table.add_row(title_of(each.metric), *row, f"{each.p_value:.3g}", verdict)
         console.print(table)
 
@@ -96,9 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("compare", _HELP)
     metrics = [name for name, each in METRICS.items() if not each.is_of_groups and not each.is_recalibrated]
     of_groups = [f"{name}@10" if each.has_place else name for name, each in METRICS.items() if each.is_of_groups]
-    for name in "ab":
-        text = "folder of a run, a Parquet file of scores, or SWEEP:SETTING=VALUE, a configuration of a sweep"
-        parser.add_argument(name, metavar=name.upper(), help=text)
+    text = "folder of a run, a Parquet file of scores, or SWEEP:SETTING=VALUE, a configuration of a sweep"
+    parser.add_argument("a", metavar="A", help=text)
+    parser.add_argument("b", nargs="+", metavar="B", help="another such model, or several: each is compared with A")
     parser.add_argument(
         "--metrics",
         type=lambda text: text.split(","),

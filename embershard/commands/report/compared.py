@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -66,7 +67,7 @@ class ComparedModel:
         """Return the scores of one seed; a run scores what it holds out.
 
         Args:
-            folder: for files of scores.
+            folder: for files of scores, of which each run has one.
             keep: columns of the data that are needed, too.
 
         Raises:
@@ -126,8 +127,9 @@ def _read(source: Path, folder: Path, keep: Sequence[str], *, trust_code: bool) 
     if source.is_dir():
         from embershard.commands.score import score_held_out
 
-        path = folder / f"{len(list(folder.iterdir()))}.parquet"
-        score_held_out(source, path, keep, trust_code=trust_code)
+        path = folder / f"{hashlib.sha256(str(source.absolute()).encode()).hexdigest()}.parquet"
+        if not path.exists():  # the first of several models is compared with each other one
+            score_held_out(source, path, keep, trust_code=trust_code)
     try:
         with naming_file(path):
             table: pa.Table = pq.read_table(path)

@@ -54,6 +54,25 @@ def test_the_better_model_is_named_and_the_same_one_is_not(tmp_path, capsys):
     assert "600 samples" in shown
 
 
+def test_several_models_are_compared_with_the_first(tmp_path, capsys):
+    a, b, c = (write(tmp_path / f"{skill}.parquet", seed, skill) for seed, skill in enumerate((0.5, 0.0, 3.0), 1))
+    assert main([a, b, c, "--metrics", "auc"]) == 0
+    shown = capsys.readouterr().out
+    assert f"A: {a}. B: {b}. 600 samples" in shown
+    assert f"A: {a}. C: {c}. 600 samples" in shown
+    assert [line.rpartition("│")[0].rpartition("│")[2].strip() for line in shown.splitlines() if "│AUC" in line] == [
+        "A",
+        "C",
+    ]
+    assert "p is of each pair alone" in shown
+    assert main([a, b, c, "--metrics", "auc", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [(each["b"], each["labels"][""][0]["better"]) for each in found] == [(b, "A"), (c, "B")]
+    assert main([a, c, "--metrics", "auc", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert {"a": a, "b": c, **alone} == found[1]
+
+
 def test_several_labels_and_regressions(tmp_path, capsys):
     def several(path: Path, seed: int) -> str:
         rng, labels = np.random.default_rng(seed), np.random.default_rng(0).integers(0, 2, 600).astype(np.float32)
