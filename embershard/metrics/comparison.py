@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from embershard.data.schema import Task
 from embershard.errors import ConfigError
-from embershard.metrics.figures import METRICS, OfGroups, OfPairs, OfSums, check_name, metric_of, more_is_better
+from embershard.metrics.figures import OfGroups, OfOwn, OfPairs, OfSums, check_name, known_row, more_is_better
+from embershard.metrics.own_metric import own_values
 from embershard.metrics.ranking import by_group
 from embershard.metrics.resampling import resampled_auc, resampled_sums
 
@@ -182,7 +183,7 @@ class _Draws:
     def __init__(self, samples: Samples, models: tuple[Floats, Floats], num_replicates: int, seed: int) -> None:
         self._samples, self._models = samples, models
         self._options = num_replicates, seed
-        self._hows: dict[str, OfSums | OfPairs | OfGroups] = {}
+        self._hows: dict[str, OfSums | OfPairs | OfGroups | OfOwn] = {}
         self._units = _units(samples)
 
     def add(self, metric: str) -> None:
@@ -192,7 +193,7 @@ class _Draws:
             ConfigError: there is no such metric, or it needs groups.
         """
         check_name(metric, "--metrics")
-        row = METRICS[metric_of(metric)]
+        row = known_row(metric)
         if row.is_recalibrated:
             raise ConfigError(f"--metrics: {metric} is of one run's setting, metrics.recalibration. Leave it out.")
         if row.is_of_groups and self._samples.groups is None:
@@ -225,7 +226,7 @@ class _Draws:
         """Of each metric and model what is summed, [U, C], the sums of all columns in each replicate, [R, all C], and
         which of them are its own."""
         found: dict[str, list[tuple[Floats, Floats, slice]]] = {}
-        for kind in (OfSums, OfGroups):
+        for kind in ((OfSums, OfOwn), OfGroups):
             own = {metric: how for metric, how in self._hows.items() if isinstance(how, kind)}
             if not own:
                 continue
@@ -242,19 +243,32 @@ class _Draws:
                 end += values.shape[1]
         return found
 
+    def _of_samples(self, metric: str, how: OfSums | OfOwn, predictions: Floats, weights: Floats) -> Floats:
+        """Return what is summed of each sample, [N, C]."""
+        labels = self._samples.labels
+        if isinstance(how, OfSums):
+            columns = how.columns(*map(torch.from_numpy, (predictions, labels, weights)))
+            return torch.stack([column.double() for column in columns], dim=1).numpy()
+        values = own_values(metric, ".", predictions, labels, weights)
+        if not values.ndim:
+            raise ConfigError(
+                f"--metrics: {metric} returned a number of all samples; needed one of each, [{len(labels)}], since a "
+                "comparison draws samples. Leave it out, or write it so."
+            )
+        return np.stack([weights * values, weights], axis=1)
+
     def _numbers(self, *, of_groups: bool) -> Ints | None:
         if of_groups:
             assert self._samples.groups is not None
             return np.unique(self._samples.groups[self._samples.groups >= 0])
         return None if self._units is None else np.unique(self._units)
 
-    def _summed(self, metric: str, how: OfSums | OfGroups, predictions: Floats) -> Floats:
+    def _summed(self, metric: str, how: OfSums | OfGroups | OfOwn, predictions: Floats) -> Floats:
         """Return what is summed of each unit, [U, C]: of a mean over groups the values and the weights."""
         samples = self._samples
         weights = np.ones(len(samples.labels)) if samples.weights is None else samples.weights.astype(np.float64)
-        if isinstance(how, OfSums):
-            columns = how.columns(*map(torch.from_numpy, (predictions, samples.labels, weights)))
-            each = torch.stack([column.double() for column in columns], dim=1).numpy()
+        if not isinstance(how, OfGroups):
+            each = self._of_samples(metric, how, predictions, weights)
             if self._units is None:
                 return each
             numbers, places = np.unique(self._units, return_inverse=True)
@@ -268,10 +282,10 @@ class _Draws:
         return np.stack([np.nan_to_num(values) * weight, weight], axis=1)
 
 
-def _figure(how: OfSums | OfGroups, sums: Floats) -> Floats:
+def _figure(how: OfSums | OfGroups | OfOwn, sums: Floats) -> Floats:
     """Return the figure of sums [C] or [C, R]; NaN where they have none."""
     columns = torch.from_numpy(np.ascontiguousarray(sums, np.float64)).unbind()
-    if isinstance(how, OfGroups):
+    if not isinstance(how, OfSums):
         total, weight = columns
         return (total / weight).numpy()
     return torch.where(how.is_defined(*columns), how.figure(*columns), math.nan).numpy()

@@ -19,6 +19,7 @@ from embershard.errors import ConfigError, DataError
 from embershard.metrics.config import MetricsConfig
 from embershard.metrics.curves import Curves, curves_of
 from embershard.metrics.figures import Figures, Slices, names_of
+from embershard.metrics.own_metric import try_own
 from embershard.metrics.predictions import Predicted, PredictionBuffer, judge
 
 #: Slices of samples without a value, and of values with few samples.
@@ -100,18 +101,23 @@ class Evaluator:
         source: of the samples that are judged most often: their columns are read once.
 
     Raises:
-        ConfigError: the data have not the columns that `metrics` names.
+        ConfigError: the data have not the columns that `metrics` names, or a function that it names fails.
     """
 
     def __init__(self, target: Target, metrics: MetricsConfig, source: Source, ranks: Ranks) -> None:
         self._target, self._metrics, self._ranks = target, metrics, ranks
         self._source = source
         self._own: dict[str, ValueNumbers] | None = None
-        if metrics.columns:
+        if metrics.columns or metrics.own:
             ranks.from_first(self._check)
 
     def _check(self) -> None:
-        """Raise where columns are missing, or not of single values, by the first chunk."""
+        """Raise where columns are missing, or not of single values, by the first chunk; or a function of one's own
+        fails."""
+        for name in self._metrics.own:
+            try_own(name, self._metrics.folder)
+        if not self._metrics.columns:
+            return
         try:
             first = next(self._columns_of(self._source), None)
         except DataError as error:

@@ -1,6 +1,7 @@
 """`METRICS`: the figures of a model's quality, a row each: what is summed, the figure of the sums, title and places.
 
-A figure has a name: "auc", "ndcg@10", and of several labels "auc/click". An evaluation is a dict of figures by name,
+A figure has a name: "auc", "ndcg@10", and of several labels "auc/click"; that of a function of one's own is
+"module:function", and needs no row. An evaluation is a dict of figures by name,
 with "samples" among them; one that is undefined for its samples is None. With weights of samples, every figure but
 `samples` is a mean or a sum in which a sample counts by its weight.
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from embershard.data.schema import Target, Task
 from embershard.errors import ConfigError
+from embershard.settings.own_code import names_function
 from embershard.units import ShownTable, number
 
 if TYPE_CHECKING:  # settings know the names of figures, and load no torch
@@ -60,6 +62,10 @@ class OfGroups(NamedTuple):
     has_place: bool = True
 
 
+class OfOwn(NamedTuple):
+    """What a function of one's own gives of all samples, or the mean of what it gives of each (`own_metric`)."""
+
+
 #: Where readers find a figure without asking: of slices, in the table at a run's end, in tables of sweeps, of pages,
 #: and in curves over the windows of time.
 Place = Literal["slices", "closing", "sweeps", "page", "windows"]
@@ -84,7 +90,7 @@ class Metric:
     title: str
     form: str
     meaning: str
-    of: Mapping[Task, OfSums | OfPairs | OfGroups]
+    of: Mapping[Task, OfSums | OfPairs | OfGroups | OfOwn]
     more_is_better: bool | None
     given: Literal["always", "with groups", "on request"] = "always"
     main_of: tuple[Task, ...] = ()
@@ -220,6 +226,27 @@ METRICS: dict[str, Metric] = {
 }  # fmt: skip
 
 
+def row_of(name: str) -> Metric | None:
+    """Return the row of a figure, by its name; None where there is no such figure.
+
+    >>> row_of("ndcg@10/click").title, row_of("my_metrics:profit").title, row_of("samples")
+    ('NDCG', 'profit', None)
+    """
+    metric = metric_of(name)
+    if not names_function(metric):
+        return METRICS.get(metric)
+    title, how = metric.partition(":")[2], OfOwn()
+    meaning = f"held-out samples; {metric}, of which more is better"
+    return Metric(title, ".5g", meaning, {"binary": how, "regression": how}, more_is_better=True, given="on request")
+
+
+def known_row(name: str) -> Metric:
+    """Return the row of a figure that there is."""
+    row = row_of(name)
+    assert row is not None, name
+    return row
+
+
 def metric_of(name: str) -> str:
     """Return the metric of a figure, by its name.
 
@@ -235,7 +262,7 @@ def more_is_better(name: str) -> bool | None:
     >>> more_is_better("auc/click"), more_is_better("logloss"), more_is_better("calibration"), more_is_better("samples")
     (True, False, None, None)
     """
-    metric = METRICS.get(metric_of(name))
+    metric = row_of(name)
     return None if metric is None else metric.more_is_better
 
 
@@ -255,11 +282,16 @@ def check_name(name: str, what: str) -> None:
     Args:
         what: got it, for the message.
     """
+    if names_function(name):
+        return
     metric, at, place = name.partition("@")
     has_place = at == "@" and place.isascii() and place.isdigit() and place == str(int(place)) and int(place) > 0
     if metric not in METRICS or (not has_place if METRICS[metric].has_place else at):
         known = ", ".join(f"{name}@10" if each.has_place else name for name, each in METRICS.items())
-        raise ConfigError(f"{what}: got {name!r}, needed some of {known} (of the last ones with any number of places).")
+        raise ConfigError(
+            f"{what}: got {name!r}, needed some of {known} (of the last ones with any number of places), or "
+            '"module:function" for one of your own.'
+        )
 
 
 def metric_names(target: Target, more: Callable[[Task], Sequence[str]] = lambda task: ()) -> list[str]:
@@ -291,7 +323,7 @@ def main_values(values: Mapping[str, Any]) -> Figures:
 
 
 def _is_main(name: str, values: Mapping[str, Any]) -> bool:
-    metric = METRICS.get(metric_of(name))
+    metric = row_of(name)
     return metric is not None and bool({*metric.main_of} & {*_tasks_of(name.partition("/")[2], values)})
 
 
@@ -377,7 +409,7 @@ def figures(values: Mapping[str, Any]) -> Iterator[QualityFigure]:
     ['0.7123', 'n/a']
     """
     for name in _in_order(values):
-        metric = METRICS[metric_of(name)]
+        metric = known_row(name)
         label = name.partition("/")[2]
         yield QualityFigure(title_of(name.partition("/")[0]), label, number(values[name], metric.form), metric.meaning)
 
@@ -400,7 +432,7 @@ def quality_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     >>> [title for title, *_ in quality_rows({"auc/click": 0.75, "accuracy/click": 0.5, "accuracy/stars": 0.4})]
     ['AUC click', 'accuracy stars']
     """
-    places = {name: METRICS[metric_of(name)].is_in("closing") for name in _in_order(values)}
+    places = {name: known_row(name).is_in("closing") for name in _in_order(values)}
     shown = {name: values[name] for name, is_shown in places.items() if is_shown or _is_main(name, values)}
     return [(f"{title} {label}".strip(), value, meaning) for title, label, value, meaning in figures(shown)]
 
@@ -445,14 +477,14 @@ def main_names(results: Iterable[Mapping[str, Any]], place: Place | None = None)
     found, of_classes = [], []
     for result in results:
         for name in _in_order(result):
-            metric, label = METRICS[metric_of(name)], name.partition("/")[2]
+            metric, label = known_row(name), name.partition("/")[2]
             if _tasks_of(label, result) == ("multiclass",):
                 of_classes.append(name)
             elif _tasks_of(label.rpartition("=")[0], result) != ("multiclass",) and (
                 _is_main(name, result) or metric.given != "always" or place in metric.places
             ):
                 found.append(name)
-        of_classes.sort(key=lambda name: "multiclass" not in METRICS[metric_of(name)].main_of)
+        of_classes.sort(key=lambda name: "multiclass" not in known_row(name).main_of)
     return list(dict.fromkeys(found + of_classes)) or ["auc"]
 
 
@@ -463,18 +495,17 @@ def title_of(name: str) -> str:
     ('AUC click', 'NDCG@10')
     """
     metric, _, label = name.partition("/")
-    metric, at, place = metric.partition("@")
-    return f"{METRICS[metric].title}{at}{place} {label}".strip()
+    _, at, place = metric.partition("@")
+    return f"{known_row(metric).title}{at}{place} {label}".strip()
 
 
 def form_of(name: str) -> str:
     """Return the format of a figure by its name."""
-    return METRICS[metric_of(name)].form
+    return known_row(name).form
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Return those of the names that are figures, in the order of a reader's interest."""
+    """Return those of the names that are figures, in the order of a reader's interest; one's own at the end."""
     order = {metric: place for place, metric in enumerate(METRICS)}
-    return sorted(
-        dict.fromkeys(name for name in names if metric_of(name) in order), key=lambda name: order[metric_of(name)]
-    )
+    known = dict.fromkeys(name for name in names if row_of(name) is not None)
+    return sorted(known, key=lambda name: order.get(metric_of(name), len(order)))

@@ -19,7 +19,8 @@ from embershard.data import Batch, Target
 from embershard.data.schema import Task
 from embershard.distributed import Ranks, Supervision
 from embershard.metrics.config import MetricsConfig
-from embershard.metrics.figures import METRICS, Figures, OfGroups, OfPairs, metric_of, names_of
+from embershard.metrics.figures import Figures, OfGroups, OfOwn, OfPairs, known_row, names_of
+from embershard.metrics.own_metric import own_figure
 from embershard.metrics.ranking import GroupFigures, by_group, weighted_mean
 
 
@@ -158,7 +159,7 @@ def judge(
     """
     metrics = metrics or MetricsConfig()
     each = {
-        label: _judge_label(task, own, (*names_of(task), *metrics.more(task)), metrics.recalibration, groups)
+        label: _judge_label(task, own, (*names_of(task), *metrics.more(task)), metrics, groups)
         for (label, own), task in zip(predicted.by_label(target).items(), target.tasks, strict=True)
     }
     if len(each) == 1:
@@ -166,7 +167,7 @@ def judge(
     for label in target.classes:
         places = slice(target.heads[label].start, target.heads[label].stop)
         own = Predicted(predicted.outputs[:, places], predicted.labels[:, places], predicted.weights)
-        each[label] = _judge_label("multiclass", own, names_of("multiclass"), None, None)
+        each[label] = _judge_label("multiclass", own, names_of("multiclass"), MetricsConfig(), None)
     found: Figures = {"samples": len(predicted.labels)}
     of_classes = {name for own in target.classes.values() for name in own}  # a class has the samples of its label
     for label, figures in each.items():
@@ -177,7 +178,7 @@ def judge(
 
 
 def _judge_label(
-    task: Task, predicted: Predicted, names: Iterable[str], recalibration: float | None, groups: Tensor | None
+    task: Task, predicted: Predicted, names: Iterable[str], metrics: MetricsConfig, groups: Tensor | None
 ) -> Figures:
     """Return the figures of one label, for the samples that have it: whose label is not NaN."""
     missing = predicted.labels.isnan() if task != "multiclass" else predicted.labels[:, 0].isnan()
@@ -188,7 +189,7 @@ def _judge_label(
     weights = labels.new_ones(len(labels)) if predicted.weights is None else predicted.weights.double()
     sums: dict[Any, list[Tensor]] = {}
     found: Figures = {"samples": len(labels)}
-    hows = {name: METRICS[metric_of(name)].of[task] for name in names}
+    hows = {name: known_row(name).of[task] for name in names}
     places = sorted({int(name.partition("@")[2]) for name in hows if "@" in name})
     if groups is not None and any(isinstance(how, OfGroups) for how in hows.values()):
         there = groups >= 0
@@ -200,8 +201,11 @@ def _judge_label(
         elif isinstance(how, OfGroups):
             values = how.of_each(of_groups, places.index(int(name.partition("@")[2])) if how.has_place else 0)
             found[name] = weighted_mean(values, None if how.has_place else of_groups.weight)
+        elif isinstance(how, OfOwn):
+            found[name] = own_figure(name, metrics.folder, outputs.numpy(), labels.numpy(), weights.numpy())
         else:
-            shift = math.log(recalibration) if recalibration and METRICS[name].is_recalibrated else 0.0
+            rate = metrics.recalibration
+            shift = math.log(rate) if rate and known_row(name).is_recalibrated else 0.0
             key = how.columns, shift
             if key not in sums:
                 shifted = torch.sigmoid(raw + shift) if shift else outputs

@@ -35,6 +35,7 @@ from embershard.settings.decoding import (
     type_name,
     unknown_key,
 )
+from embershard.settings.own_code import names_function
 
 C = TypeVar("C")
 
@@ -75,7 +76,7 @@ def load_config(
 
 
 #: Settings that name code, "module:function", with the setting beside each that names the module's folder.
-_CODE = {"model.build": "folder", "cache.policy": "policy_folder"}
+_CODE = {"model.build": "folder", "cache.policy": "policy_folder", "metrics.names": "folder"}
 
 
 def _with_code(values: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -90,8 +91,9 @@ def _with_code(values: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
 def check_config_code(config: Any, run_dir: Path | None) -> None:
     """Raise `ConfigError` if code that settings name is inside of a run's folder: see `check_code`."""
     for setting, folder, section in _with_code(dataclasses.asdict(config)):
-        code = section[setting.partition(".")[2]]
-        check_code(code.partition(":")[0], Path(section[folder] or "."), run_dir, setting)
+        named = section[setting.partition(".")[2]]
+        for code in filter(names_function, [named] if isinstance(named, str) else named):
+            check_code(code.partition(":")[0], Path(section[folder] or "."), run_dir, setting)
 
 
 def holds_run(folder: Path) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,6 +17,7 @@ from embershard.data import Target, open_source
 from embershard.distributed import CheckpointConfig, Supervision
 from embershard.metrics.config import MetricsConfig
 from embershard.metrics.evaluation import Evaluator
+from embershard.metrics.own_metric import Floats
 from embershard.metrics.predictions import Predicted, PredictionBuffer
 from embershard.serving import serving_model
 from embershard.serving.write import ExportRequest, write_export
@@ -38,6 +40,16 @@ def train(config: RunConfig, checkpoints: Path) -> None:
     trainer.close()
 
 
+def mean_of_scores(scores: Floats, labels: Floats, weights: Floats) -> float:
+    """A figure of one's own, of all samples."""
+    return float((weights * scores).sum() / weights.sum())
+
+
+def distance(scores: Floats, labels: Floats, weights: Floats) -> Floats:
+    """A figure of one's own, of each sample."""
+    return -np.abs(scores - labels)
+
+
 def judge_scores() -> dict[str, Any]:
     """Return what made-up scores say, of which this rank has those of its batches of 16."""
     ranks, generator = here(), torch.Generator().manual_seed(0)
@@ -49,7 +61,8 @@ def judge_scores() -> dict[str, Any]:
         own = slice(start + 16 * ranks.rank, start + 16 * (ranks.rank + 1))
         buffer.add(Predicted(outputs[own], labels[own], weights[own]))
     source: Any = Columns(user=[f"u{n % 23}" for n in range(357)], country=[f"c{n % 5}" for n in range(357)])
-    metrics = MetricsConfig(("auc", "ne", "gauc", "ndcg@3"), "user", ("country",))
+    own = tuple(f"{__name__}:{function.__name__}" for function in (mean_of_scores, distance))
+    metrics = MetricsConfig(("auc", "ne", "gauc", "ndcg@3", *own), group="user", slices=("country",))
     return dataclasses.asdict(Evaluator(target, metrics, source, ranks).judge(buffer, source))
 
 
@@ -105,11 +118,12 @@ def test_figures_are_the_same_on_any_number_of_ranks(one_rank, two_ranks, four_r
     other ranks. 357 and 120 samples in batches of 16: some ranks have a short one at the end, or none."""
     pools = one_rank, two_ranks, four_ranks
     (first,), *others = (pool.run(judge_scores) for pool in pools)
-    assert {"gauc/buy", "ndcg@3/buy"} <= first["quality"].keys()
+    assert {"gauc/buy", "ndcg@3/buy", f"{__name__}:distance/click"} <= first["quality"].keys()
     assert [each == first for pool in others for each in pool] == [True] * 6
 
     config = target_config(write_targets(tmp_path / "samples.parquet"), "several")
-    metrics = MetricsConfig(("auc", "logloss", "gauc", "ndcg@2", "recall@2"), "user", ("item",), most_slices=3)
+    names = ("auc", "logloss", "gauc", "ndcg@2", "recall@2")
+    metrics = MetricsConfig(names, group="user", slices=("item",), most_slices=3)
     config = replace(config, metrics=metrics, checkpoint=CheckpointConfig(at_end=True))
     one_rank.run(train, config, tmp_path / "checkpoints")
     (alone,), *others = (pool.run(evaluate, config, tmp_path / "checkpoints") for pool in pools)

@@ -78,14 +78,23 @@ def test_code_in_a_run_folder_runs_only_where_that_is_asked_for(words, run, tmp_
 @pytest.mark.parametrize(
     "words", ["train RUN/foreign.toml --dry-run", "train RUN/foreign.toml", "verify RUN/config.toml"]
 )
-def test_a_policy_in_a_run_folder_is_code_too(words, run, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("setting", "settings", "folder"),
+    [
+        ("cache.policy", '[cache]\npolicy = "received:make"\n', "policy_folder"),
+        ("metrics.names", '[metrics]\nnames = ["auc", "received:make"]\n', "folder"),
+    ],
+)
+def test_policies_and_figures_in_a_run_folder_are_code_too(
+    setting, settings, folder, words, run, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for name in ("config.toml", "foreign.toml"):
-        (run / name).write_text('[cache]\npolicy = "received:make"\n')
+        (run / name).write_text(settings)
     assert cli.main([word.replace("RUN", run.name) for word in words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"cache.policy: {run}/received.py is in the run folder {run}, whose code runs only with --trust-code" in line
-    assert "--set cache.policy_folder=DIR" in line
+    assert f"{setting}: {run}/received.py is in the run folder {run}, whose code runs only with --trust-code" in line
+    assert f"--set {setting.partition('.')[0]}.{folder}=DIR" in line
     assert not (run / "received.ran").exists()
 
 
