@@ -137,11 +137,6 @@ def add_choices(action: argparse.ArgumentParser, *, is_brief: bool = False) -> N
     _add_form(action, shown)
 
 
-#: The arguments that `add_choices` adds.
-_CHOICES = ("label", "feature", "category", "number", "list", "time", "drop")
-_FORM = ("columns", "header", "separator", "encoding", "skip_lines", "null", "no_quotes")
-
-
 def choice_words(arguments: argparse.Namespace) -> list[str]:
     """Return the words of a command with the same options of `add_choices`.
 
@@ -149,13 +144,15 @@ def choice_words(arguments: argparse.Namespace) -> list[str]:
     >>> choice_words(parser().parse_args(given))
     ['--label', 'sold=yes', '--drop', 'row', '--drop', 'id', '--header']
     """
+    own = argparse.ArgumentParser(add_help=False)
+    add_choices(own)
     words: list[str] = []
-    for name in (*_CHOICES, *_FORM):
-        option, value = f"--{name.replace('_', '-')}", getattr(arguments, name)
-        if isinstance(value, bool):
-            words += [option] if value else []
-        elif value is not None:
-            words += [word for each in (value if isinstance(value, list) else [value]) for word in (option, str(each))]
+    for name, default in vars(own.parse_args([])).items():
+        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value == default:
+            continue
+        values = value if isinstance(value, list) else [value]
+        words += [option] if value is True else [word for each in values for word in (option, str(each))]
     return words
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -101,6 +103,21 @@ class SkippedRows:
             )
 
 
+def _of_joined(problem: str, path: str) -> str:
+    """Return what is wrong with a joined file, with a remedy: most options say how the first files are written."""
+    alone = f"embershard data convert {shlex.quote(path)}"
+    then = "-o joined.parquet; then: --join joined.parquet"
+    if "--columns NAME" in problem:
+        what = re.sub(r" (Name the columns|Say which): .*", "", problem)
+        return (
+            f"{what} Name its columns: --join {shlex.quote(f'{path}:NAME,...')}. If that line is a header, convert it "
+            f"alone first: {alone} --header {then}"
+        )
+    if "--separator" in problem:
+        return f"{problem}. That is of the first files; convert this one alone first: {alone} --separator TEXT {then}"
+    return problem
+
+
 @dataclass
 class Joined:
     """A file whose columns are joined to rows by the values of one column.
@@ -127,7 +144,10 @@ class Joined:
         path, colon, names = text.rpartition(":")
         if not colon or Path(text).exists():
             path, names = text, ""
-        files = columns_of_files(Path(path), arguments, names or None, is_joined=True)
+        try:
+            files = columns_of_files(Path(path), arguments, names or None, is_joined=True)
+        except DataError as error:
+            raise DataError(_of_joined(str(error), path)) from None
         types = _types_of(files)
         with naming_file(folder), tempfile.NamedTemporaryFile(dir=folder, prefix=".join") as kept:
             writer = None

@@ -197,7 +197,7 @@ class Inspected:
         if left_out := [each.column for each in self.suggested if each.judgement.kind == "leak" and each.features]:
             said.append(
                 f"{', '.join(left_out)}: left out, since columns of results are not known before the label. To use "
-                f"one that is: --feature {left_out[0]}"
+                f"one that is: --feature {shlex.quote(left_out[0])}"
             )
         return said
 
@@ -289,9 +289,9 @@ def _else(suggestion: Suggestion) -> str:
     """Return the option that makes another kind of a column."""
     judgement, column = suggestion.judgement, suggestion.column
     if judgement.other_format:
-        return f"Else: --time {column}:{judgement.other_format}"
+        return f"Else: --time {shlex.quote(f'{column}:{judgement.other_format}')}"
     other = "number" if judgement.kind == "category" else "category"
-    return f"Else: --{other} {column}"
+    return f"Else: --{other} {shlex.quote(column)}"
 
 
 def _tasks(label: LabelSuggestion) -> list[str]:

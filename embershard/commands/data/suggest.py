@@ -220,12 +220,15 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | Non
 
 
 def _of_two_texts(columns: Mapping[str, ColumnSurvey]) -> str:
-    """Name the texts of columns that have two, each of which may be the label's 1."""
-    ways = []
-    for column in columns.values():
-        if is_text(column.inner) and len(column.texts or ()) == 2:
-            ways += _ways(column)
-    return f" Or the text that is 1: {' or '.join(ways[:6])}." if ways else ""
+    """Name the texts of columns that have two, or else of the one that has fewest: each may be the label's 1."""
+    counted = sorted((each for each in columns.values() if each.texts and is_text(each.inner)), key=_num_texts)
+    chosen = [each for each in counted if _num_texts(each) == 2][:3] or counted[:1]
+    ways = [way for each in chosen for way in _ways(each)]
+    return f" Or the text that is 1: {' or '.join(ways)}." if ways else ""
+
+
+def _num_texts(column: ColumnSurvey) -> int:
+    return len(column.texts or ())
 
 
 def _ways(column: ColumnSurvey) -> list[str]:
@@ -304,10 +307,14 @@ def near_miss(column: ColumnSurvey) -> str:
     if not is_time(column.types[name][0]):
         if word_of(column.name)[0] in ("id", "category"):
             return ""  # codes, some of which have letters
-        return f"{said.format('numbers')}. To take them as missing: --number {column.name}" if share < 1 else ""
+        return (
+            f"{said.format('numbers')}. To take them as missing: --number {shlex.quote(column.name)}"
+            if share < 1
+            else ""
+        )
     formats = (each for each in TIME_FORMATS if read_cells(pa.array(some), [time_form(each)])[1].sum() == 0)
     own = name if name in TIME_FORMATS else next(formats, "")
-    return f"{said.format('times')}: --time {column.name}{own and ':'}{own}"
+    return f"{said.format('times')}: --time {shlex.quote(f'{column.name}:{own}' if own else column.name)}"
 
 
 def suggest_features(
@@ -335,7 +342,8 @@ def suggest_features(
         if name != column.name:
             settings["column"] = column.name
     if choice is not None and choice.kind != "drop" and not features:
-        raise ConfigError(f"--{choice.kind} {column.name}: {why}. Name another kind, or leave it out: --drop")
+        drop = f"--drop {shlex.quote(column.name)}"
+        raise ConfigError(f"--{choice.kind} {column.name}: {why}. Name another kind, or leave it out: {drop}")
     said = f"{column.title}; {distinct_values(column)} distinct, {column.missing:,} missing"
     for more in (others_of(column), ", ".join(f"{n:,} say {word}" for word, n in column.null_cells.items())):
         said += f"; {more}" if more else ""
@@ -354,21 +362,23 @@ def _chosen(column: ColumnSurvey, choice: ColumnChoice, judgement: Judgement) ->
         ConfigError: the column holds what cannot be that.
     """
     got = ", ".join(short(each) for each in column.examples[:_SHOWN_OTHERS]) or column.title
-    at = f"--{choice.kind} {column.name}"
+    at, drop = f"--{choice.kind} {column.name}", f"Or leave it out: --drop {shlex.quote(column.name)}"
     why = f"--{choice.kind}"
     if choice.kind == "list":
         separator = choice.detail or judgement.separator
         if not is_list(column.type) and (separator is None or not is_text(column.type)):
-            raise ConfigError(f"{at}: got {got}; needed the separator, too, for instance {at}:,")
+            example = f"--list {shlex.quote(f'{column.name}:,')}"
+            raise ConfigError(f"{at}: got {got}; needed the separator, too, for instance {example}. {drop}")
         return Judgement("list", "sure", why, separator=None if is_list(column.type) else separator)
     if choice.kind == "time":
         if is_text(column.inner) or types.is_boolean(column.inner):
-            near = near_miss(column) or f"needed how they are written: {at}:%d.%m.%Y"
-            raise ConfigError(f"{at}: got {got}; {near}")
+            example = f"--time {shlex.quote(f'{column.name}:%d.%m.%Y')}"
+            near = near_miss(column) or f"needed how they are written: {example}"
+            raise ConfigError(f"{at}: got {got}; {near}. {drop}")
         form = choice.detail or column.written or (judgement.format if judgement.kind == "time" else "")
         return Judgement("time", "sure", why, format=form)
     if choice.kind == "number" and (is_list(column.type) or (is_text(column.inner) and column.kind is None)):
-        raise ConfigError(f"{at}: got {got}; needed numbers. Leave it out: --drop {column.name}")
+        raise ConfigError(f"{at}: got {got}; needed numbers. {drop}")
     return Judgement(choice.kind, "sure", why)
 
 
@@ -424,6 +434,8 @@ def _time(name: str, column: ColumnSurvey, written: str) -> _Found:
         if is_wrong.any():
             return {}, f"{short(whole[int(is_wrong.argmax())].as_py())} is no time as {written}", 0, {}
         numbers.add(seconds.to_numpy(zero_copy_only=False))
+    elif written and column.written and written != column.written:  # digits were asked for
+        return {}, f"its times are written as {column.written}, not as {written}", 0, {}
     if not numbers.count or max(abs(numbers.least), abs(numbers.largest)) >= MOST_SECONDS:
         return {}, "these would be times after 5138-11-16 or long before 1970. Say how they are written", 0, {}
     is_in_floats = not written and types.is_floating(column.type)

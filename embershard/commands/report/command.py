@@ -15,15 +15,17 @@ from embershard.planning.cost.topology import Topology, load_topology, save_topo
 from embershard.planning.recalibrate import Recalibration, recalibrated
 from embershard.planning.verify.compare import compare, notes
 from embershard.reports.run_folder import RunFolder, is_sweep
-from embershard.run_result import RunResult
+from embershard.run_result import RESULT, RunResult
+from embershard.settings.files import METRICS, RUN_CONFIG
 from embershard.sharding.plan import Plan
 
 _HELP = """Show what a run gave; set what its plan predicted beside what was measured; or make a page with figures, or a
-table, of runs and sweeps.
+table, of runs and sweeps; or a page of a plan.
 
   embershard report runs/mine
   embershard report runs/mine runs/other sweeps/ratios -o report.html
   embershard report runs/mine runs/other sweeps/ratios --format markdown
+  embershard report plan.json -o plan.html
   embershard report runs/mine --predicted
   embershard report runs/mine --recalibrate machine.toml
   embershard plan --config run.toml --profile profile.npz --topology machine.toml
@@ -135,6 +137,11 @@ def _topology(given: str | None, plan: Plan) -> Topology:
 def _check_usage(arguments: argparse.Namespace) -> None:
     """Raise where an option has no effect, or what is given does not fit together."""
     given = [f"--{name}" for name in _SCREEN_OPTIONS if getattr(arguments, name)]
+    for file in filter(Path.is_file, arguments.folders):
+        if file.name in (RESULT, METRICS, RUN_CONFIG):
+            raise ConfigError(f"{file} is a file of a run; give its folder: {file.parent}.")
+        if arguments.format is not None:
+            raise ConfigError(f"{file} is a file, of which --format has no table: give runs and sweeps.")
     if arguments.format is not None:
         given += ["-o"] if arguments.output is not None else []
         if given:
@@ -146,6 +153,8 @@ def _check_usage(arguments: argparse.Namespace) -> None:
         if arguments.output.suffix != ".html":
             raise ConfigError(f"-o {arguments.output}: needed a file name that ends in .html.")
         return
+    if (file := next(filter(Path.is_file, arguments.folders), None)) is not None:
+        raise ConfigError(f"{file} is a file: of a plan there is a page, -o FILE.html.")
     if len(arguments.folders) > 1:
         raise ConfigError(
             f"got {len(arguments.folders)} folders, which need -o FILE.html or --format; or give one run."
@@ -166,7 +175,7 @@ def _check_usage(arguments: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("report", _HELP, "RUN_OR_SWEEP ... [options]")
-    text = "folder of a run; with -o or --format also of a sweep"
+    text = "folder of a run; with -o or --format also of a sweep; with -o also the file of a plan"
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_OR_SWEEP", help=text)
     text = "write a page of all these, which opens offline"
     parser.add_argument("-o", dest="output", type=Path, metavar="FILE.html", help=text)

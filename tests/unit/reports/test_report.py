@@ -155,6 +155,20 @@ def test_options_without_an_effect_are_errors(run_dir, report, arguments, says):
     assert says in err
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("plan.json", [], "plan.json is a file: of a plan there is a page, -o FILE.html."),
+        ("plan.json", ["--format", "csv"], "plan.json is a file, of which --format has no table"),
+        ("result.json", ["-o", "page.html"], "result.json is a file of a run; give its folder: "),
+    ],
+)
+def test_a_file_in_place_of_a_folder_gets_the_right_remedy(run_dir, report, name, options, says):
+    code, out, err = report(run_dir / name, *options)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
 def table_of(report, form: str, *folders: Path) -> str:
     code, out, err = report(*folders, "--format", form)
     assert (code, err) == (0, "")

@@ -183,7 +183,7 @@ def test_options_win_over_rules():
         (["--drop", "z*"], "--drop: no column 'z*'; there are click, user_id, city, when"),
         (["--category", "city", "--drop", "city"], "'city' is named by --category, too; name it once"),
         (["--label", "click", "--drop", "click"], "--label click: it is named by --drop, too"),
-        (["--number", "city"], "--number city: got 'c0', 'c1', 'c2'; needed numbers. Leave it out: --drop city"),
+        (["--number", "city"], "--number city: got 'c0', 'c1', 'c2'; needed numbers. Or leave it out: --drop city"),
         (["--time", "city"], "--time city: got 'c0', 'c1', 'c2'; needed how they are written: --time city:%d.%m.%Y"),
         (["--time", "city:%Q"], 'got \'%Q\' for how its times are written; needed "s", "ms", "us", "ns", or fields'),
         (["--list", "user_id"], "--list user_id: got '0', '1', '2'; needed the separator, too"),
