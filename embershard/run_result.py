@@ -499,7 +499,7 @@ class RunResult:
         except FileNotFoundError as error:
             what = "the run has not ended, or it failed" if folder.is_dir() else "there is no such folder"
             page = " Of one that goes on, there is the page (embershard report RUN -o FILE.html)." * folder.is_dir()
-            raise ConfigError(f"{file}: not found; {what}. Give the --run-dir of a run that ended.{page}") from error
+            raise ConfigError(f"{file}: not found; {what}. Give the folder of a run that ended.{page}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file}: cannot be read ({error}). Needed is what embershard train wrote.") from error
         if not isinstance(values, dict):

@@ -131,7 +131,7 @@ def _checkpoints(run_dir: Path) -> Path:
     """Return the folder of the checkpoints, given the run's or itself."""
     folder = run_dir / CHECKPOINTS if (run_dir / CHECKPOINTS).is_dir() else run_dir
     if not any(folder.glob("step_*")):
-        raise ConfigError(f"{run_dir}: no checkpoints there; give the --run-dir of a run that saved some.")
+        raise ConfigError(f"{run_dir}: no checkpoints there; give the folder of a run that saved some.")
     return folder
 
 

@@ -240,7 +240,7 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
     """
     file = arguments.run_dir / RUN_CONFIG
     if not file.is_file():
-        raise ConfigError(f"{arguments.run_dir} has no {RUN_CONFIG}; give the --run-dir of a run of embershard train.")
+        raise ConfigError(f"{arguments.run_dir} has no {RUN_CONFIG}; give the folder of a run of embershard train.")
     for override in arguments.overrides:
         if not override.startswith(_SETTINGS):
             key = override.partition("=")[0]
@@ -263,11 +263,14 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
 def check_kept(data: DataConfig, names: Sequence[str]) -> None:
     """Raise `ConfigError` where the data have no columns with names, or scores have a column with one of these."""
     if names and data.kind not in ("table", "parquet"):
-        raise ConfigError('--keep: needed data of kind "table" or "parquet", whose columns have names. Leave it out.')
+        raise ConfigError(
+            f'{", ".join(names)}: needed data of kind "table" or "parquet", whose columns have names, to stand beside '
+            "scores. Leave it out."
+        )
     has_weights = data.kind == "table" and data.table.weight not in (None, "weight")
     for name in names:
         if name.partition("/")[0] in ("logit", "score", "label") or (name == "weight" and has_weights):
-            raise ConfigError(f"--keep {name}: scores have a column of that name. Leave it out, or rename it.")
+            raise ConfigError(f"{name}: scores have a column of that name already. Leave it out, or rename it.")
 
 
 def beyond_tables(source: Source, ranks: Ranks) -> list[str]:

@@ -66,17 +66,7 @@ def start_ranks(
         ConfigError: torchrun started this process as a rank, or the memory that a process may map is limited too much.
     """
     _check_map_limit(limits_of_maps())
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError(
-            "torchrun starts ranks, and this command starts ranks, too: each of torchrun's would start all of them. "
-            "Call this command without torchrun."
-        )
-    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":  # one of several, without a LOCAL_RANK
-        raise ConfigError(
-            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, by RANK and WORLD_SIZE in its "
-            "environment, and LOCAL_RANK or MASTER_ADDR is missing: each of them would start a run of its own. Start "
-            "torchrun in each (docs/operations.md); or, for a run of this process alone: unset RANK WORLD_SIZE."
-        )
+    _check_alone()
     has_trained, num_restarts = False, 0
     command = [sys.executable, "-m", module, *arguments]
     with stop_asked() as asked:
@@ -91,6 +81,21 @@ def start_ranks(
             num_restarts += 1
             _tell(f"{ended.message} Restart {num_restarts} of {most_restarts}.")
             job = job if restarted is None else restarted(has_trained)
+
+
+def _check_alone() -> None:
+    """Raise `ConfigError` where this process is one of several that would all start the ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "torchrun starts ranks, and this command starts ranks, too: each of torchrun's would start all of them. "
+            "Call this command without torchrun."
+        )
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":  # one of several, without a LOCAL_RANK
+        raise ConfigError(
+            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, by RANK and WORLD_SIZE in its "
+            "environment, and LOCAL_RANK or MASTER_ADDR is missing: each of them would start a run of its own. Start "
+            "torchrun in each (docs/operations.md); or, for a run of this process alone: unset RANK WORLD_SIZE."
+        )
 
 
 def _check_map_limit(limits: Sequence[MapLimit]) -> None:

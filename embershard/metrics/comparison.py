@@ -121,6 +121,16 @@ def compare(
     return found
 
 
+def check_metric(metric: str, *, has_groups: bool) -> None:
+    """Raise `ConfigError` where there is no such metric, or it cannot be compared, or it needs groups."""
+    check_name(metric, "--metrics")
+    row = known_row(metric)
+    if row.is_recalibrated:
+        raise ConfigError(f"--metrics: {metric} is of one run's setting, metrics.recalibration. Leave it out.")
+    if row.is_of_groups and not has_groups:
+        raise ConfigError(f"{metric} is a mean over groups of samples. Say which column has them: --group COLUMN.")
+
+
 class _Figures(NamedTuple):
     """A metric of both models: what it is, and the difference of B and A in each replicate, [R]."""
 
@@ -187,17 +197,9 @@ class _Draws:
         self._units = _units(samples)
 
     def add(self, metric: str) -> None:
-        """Note a metric.
-
-        Raises:
-            ConfigError: there is no such metric, or it needs groups.
-        """
-        check_name(metric, "--metrics")
+        """Note a metric. Raises as `check_metric`."""
+        check_metric(metric, has_groups=self._samples.groups is not None)
         row = known_row(metric)
-        if row.is_recalibrated:
-            raise ConfigError(f"--metrics: {metric} is of one run's setting, metrics.recalibration. Leave it out.")
-        if row.is_of_groups and self._samples.groups is None:
-            raise ConfigError(f"{metric} is a mean over groups of samples. Say which column has them: --group COLUMN.")
         has_classes = self._samples.labels.ndim == 2
         tasks: list[Task] = ["multiclass"] if has_classes else ["binary", "regression"]
         hows = [row.of[task] for task in tasks if task in row.of]

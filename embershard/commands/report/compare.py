@@ -59,6 +59,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: two have not the same samples, or no labels.
     """
     arguments = _parser().parse_args(argv)
+    if arguments.metrics:
+        from embershard.metrics.comparison import check_metric  # it loads torch
+
+        for metric in arguments.metrics:  # before runs are scored
+            check_metric(metric, has_groups=arguments.group is not None)
     first, *others = map(ComparedModel.of, (arguments.a, *arguments.b))
     with tempfile.TemporaryDirectory() as folder:
         found = [_compare(arguments, (first, each), Path(folder)) for each in others]

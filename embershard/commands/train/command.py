@@ -180,6 +180,8 @@ def main(argv: Sequence[str]) -> int:
     run_dir = arguments.run_dir or default_run_dir(job.file)
     check_run_dir(run_dir, resume=job.resume is not None or arguments.dry_run)
     if arguments.dry_run:
+        if num_ranks is not None:
+            config.train.rank_batch_size(num_ranks)
         _print_settings(job, num_ranks or (1 if has_small_batches(config) else 2))
         return 0
     num_ranks = num_ranks or default_ranks(config)

@@ -220,6 +220,10 @@ _GLOBAL_BATCH = ("--set", "train.batch_size=none", "--set", "train.global_batch_
             "train.global_batch_size: got 1000, needed a multiple of the 3 ranks, for instance 999.",
         ),
         (
+            [*("--config", QUICK, "--nproc", "3", "--dry-run"), *_GLOBAL_BATCH],
+            "train.global_batch_size: got 1000, needed a multiple of the 3 ranks, for instance 999.",
+        ),
+        (
             ["--config", QUICK, "--set", "sharding.exchange=auto"],
             'sharding.exchange: got "auto" without a plan, needed "pooled" or "rows". To choose per table, make a plan',
         ),

@@ -78,14 +78,16 @@ def test_columns_that_cannot_be_kept_are_refused(trained, tmp_path):
     run, output = str(trained.run_dir), ["-o", str(tmp_path / "no.parquet")]
     with pytest.raises(DataError, match="no column 'usr'; did you mean 'user'"):
         score_here(run, *output, "--keep", "user,usr")
-    with pytest.raises(ConfigError, match="--keep label: scores have a column of that name"):
+    with pytest.raises(ConfigError, match="label: scores have a column of that name"):
         score_here(run, *output, "--keep", "label")
-    with pytest.raises(ConfigError, match='--keep: needed data of kind "table" or "parquet"'):
+    with pytest.raises(ConfigError, match='C1: needed data of kind "table" or "parquet"'):
         score.check_kept(DataConfig(), ["C1"])
     assert not list(tmp_path.glob("no.parquet*"))
 
 
-@pytest.mark.parametrize(("keep", "said"), [("user,usr", "no column 'usr'; did you mean"), ("label", "--keep label:")])
+@pytest.mark.parametrize(
+    ("keep", "said"), [("user,usr", "no column 'usr'; did you mean"), ("label", "label: scores have")]
+)
 @pytest.mark.parametrize("command", ["predict", "compare"])
 def test_columns_that_cannot_be_kept_are_refused_before_a_rank_starts(
     command, keep, said, trained, tmp_path, monkeypatch, capsys
@@ -98,6 +100,8 @@ def test_columns_that_cannot_be_kept_are_refused_before_a_rank_starts(
     }
     assert cli.main(words[command]) == 2
     assert said in capsys.readouterr().err
+    assert cli.main(["compare", run, run, "--metrics", "auc,gauc"]) == 2
+    assert "--group COLUMN" in capsys.readouterr().err
 
 
 def test_what_cannot_be_scored_is_refused(trained, tmp_path):

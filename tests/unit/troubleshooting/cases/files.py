@@ -149,7 +149,7 @@ CASES = [
     _case(
         "The folder of a run is not there, or its run has not ended",
         ("report", "nowhere"),
-        "nowhere/result.json: not found; there is no such folder. Give the --run-dir of a run that ended.",
+        "nowhere/result.json: not found; there is no such folder. Give the folder of a run that ended.",
         "Check the path; wait for the end of the run.",
     ),
     _case(

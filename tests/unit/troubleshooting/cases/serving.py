@@ -16,7 +16,7 @@ CASES = [
     _case(
         "The folder is not that of a run",
         ("predict", "mine", "-o", "scores.parquet"),
-        "mine has no config.toml; give the --run-dir of a run of embershard train.",
+        "mine has no config.toml; give the folder of a run of embershard train.",
         "Give the folder that `embershard train` named.",
     ),
     _case(

@@ -69,7 +69,7 @@ CASES = [
     Case(
         "A path looks like the markup of a terminal",
         command("ckpt", "ls", "a[/x]b", files={"a[/x]b/y": ""}),
-        "embershard: a[/x]b: no checkpoints there; give the --run-dir of a run that saved some.",
+        "embershard: a[/x]b: no checkpoints there; give the folder of a run that saved some.",
         "Such names are allowed; give the right folder.",
     ),
 ]
