@@ -270,11 +270,12 @@ def grown_slots(
     """Return the number of slots to grow to so that the newest batch fits, and warn.
 
     Raises:
-        CacheOverflowError: growth is forbidden, or other batches are in flight.
+        CacheOverflowError: growth is forbidden, or other batches in flight are not held.
     """
     batch, pinned, needed_slots = in_flight.newest, len(in_flight), num_slots + num_missing
-    waiting = sum(not ticket.held for ticket in in_flight.tickets)  # held ones have no graph over the slots
-    needed = f"batch {batch} and {pinned} in flight need {needed_slots} slots at once, there are {num_slots}"
+    num_held = sum(ticket.held for ticket in in_flight.tickets)  # these have no graph over the slots
+    waiting, held = pinned - num_held, f" ({num_held} of which train together with it)" if num_held else ""
+    needed = f"batch {batch} and {pinned} in flight{held} need {needed_slots} slots at once, there are {num_slots}"
     advice = "set a larger cache.ratio or cache.device_bytes, or a smaller batch"
     if overflow == "raise":
         raise CacheOverflowError(f"{pool}: {needed}; {advice}")

@@ -99,11 +99,8 @@ class RowCache:
         others = OtherTables(host.row_offsets, table_of_feature, self._pinned_keys)
         self.next_use_index = index_class(self._map, others) if policy.by_next_use else None
         sizes = (host.num_rows, num_slots, device)
-        self._scores: SlotScores
-        if policy.own is None:
-            self._scores = make_scores(policy, *sizes, row_counts, transfer)
-        else:
-            self._scores = OwnScores(policy.own, policy.folder, *sizes)
+        own = None if policy.own is None else OwnScores(policy.own, policy.folder, *sizes)
+        self._scores: SlotScores = own or make_scores(policy, *sizes, row_counts, transfer)
         num_pinned = self._pinned_keys.numel()
         self.state = SlotState(self._map, self._scores, self.next_use_index, num_pinned, policy.is_static)
         self._planner = planner_class(self.state)
@@ -162,7 +159,7 @@ class RowCache:
             feature_lengths: int64 [F], ids per feature; sums to N.
             critical_path: a training step waits for this call.
             known: result of `know` for the batch.
-            if_it_fits: do nothing if the batch does not fit beside the batches in flight. Do nothing, either, for a
+            if_it_fits: do nothing if the batch does not fit before another one is released. Do nothing, either, for a
                 known batch if two others are in flight and the three would take more than half of the slots: rows
                 pinned that early cost more fills than they save time (decision 0011).
             births: rows that begin anew with this batch; see `begin_anew`.
@@ -201,7 +198,7 @@ class RowCache:
         if births is not None:
             self.begin_anew(births)
         training = self._copies.newest_training
-        plan = yield from self._plan(keys, if_it_fits)
+        plan = yield from self._plan(keys, if_it_fits, critical_path)
         if plan is None:
             return None
         filled = self._execute(plan, known, feature_lengths, critical_path, training)
@@ -262,8 +259,8 @@ class RowCache:
             for ticket in tickets:
                 self.begin_update(ticket)
             yield
-        for ticket in tickets:
-            self.release(ticket)
+            for ticket in tickets:
+                self.release(ticket)
 
     def release(self, ticket: Ticket) -> None:
         """Round the rows of a batch that has trained (`RowCopies.round`), and unpin. A second call does nothing."""
@@ -318,14 +315,16 @@ class RowCache:
             with self._guard.change("forgetting the known batches"):
                 self._planner.forget_known()
 
-    def _plan(self, keys: Tensor, if_it_fits: bool) -> Reads[CachePlan | None]:
-        """Plan the next batch, and grow if it does not fit; None if it may fit after a release."""
+    def _plan(self, keys: Tensor, if_it_fits: bool, critical_path: bool) -> Reads[CachePlan | None]:
+        """Plan the next batch, and grow if it does not fit; None if it may fit after a release. On the critical path
+        none comes where all batches in flight are held: they train together with this one."""
         batch = self._in_flight.next_batch()  # not used again if planning fails: slots may be stamped with it
         oldest = self._in_flight.oldest
         pinned = batch if oldest is None else oldest
         if self.state.is_static:  # rows that earlier batches brought in and no later one uses leave
             passing, num_passing = self._planner.removal_of_passing(pinned)
             if passing.evicted_slots.numel():
+                self._in_flight.check_victims(passing.evicted_slots, self._map, self._pin_watch is not None)
                 passing = self._own_write_backs(passing)  # the next plan's meeting orders them
                 self._copies.write_back_evicted(passing)
                 with self._guard.change("removing rows from a static cache"):
@@ -338,10 +337,10 @@ class RowCache:
         if found is not None and self._pin_watch is not None:
             self._pin_watch.add(found, batch, pinned)
         if isinstance(found, Shortage):
-            if if_it_fits and oldest is not None:
+            if if_it_fits and oldest is not None and not (critical_path and self._in_flight.are_held):
                 return None
             self._grow(found)
-            found = self._planner.plan(keys, batch, batch)
+            found = self._planner.plan(keys, batch, pinned)  # what was in flight before the growth still is
             assert isinstance(found, CachePlan), "the cache grew by what was missing"
         return found
 
@@ -377,6 +376,7 @@ class RowCache:
         training: torch.cuda.Event | None,
     ) -> torch.cuda.Event | None:
         """Move a plan's rows; return the event to wait for before their use, if any. A copy that fails loses no row."""
+        self._in_flight.check_victims(plan.evicted_slots, self._map, self._pin_watch is not None)
         plan = self._own_write_backs(plan)
         self._copies.write_back_evicted(plan, training)
         if self.host.is_shared:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from embershard.cache.slot_map import SlotMap
+
 
 @dataclass(eq=False)
 class Ticket:
@@ -91,6 +93,19 @@ class InFlight:
     def tickets(self) -> list[Ticket]:
         """Tickets of the batches in flight."""
         return [ticket for ref in list(self._batches.values()) if (ticket := ref()) is not None]
+
+    @property
+    def are_held(self) -> bool:
+        """True if no slot is unpinned before further batches have run: all batches in flight are held."""
+        return self._frozen is None and all(ticket.held for ticket in self.tickets)
+
+    def check_victims(self, slots: Tensor, of: SlotMap, is_watched: bool) -> None:
+        """Check that no batch in flight uses `slots` (int64 [M]) of a map, which other rows are about to get. On a GPU,
+        whose host would wait for the answer, only where pins are watched."""
+        oldest = self.oldest
+        if oldest is not None and slots.numel() and (slots.is_cpu or is_watched):
+            newest = int(of.last_batch(slots).max())
+            assert newest < oldest, f"a slot of batch {newest} was to be evicted; batches from {oldest} on are pinned"
 
     def add(self, ticket: Ticket, known_rows: int | None) -> None:
         """Pin the slots of the ticket's batch, which has `known_rows` distinct rows; None if it was not known."""

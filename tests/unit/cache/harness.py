@@ -105,6 +105,7 @@ class Pool:
         self.most_known_uses = 10**9
         self.guessed: set[int] = set()
         self.held_pin: int | None = None
+        self.held_through = self.frozen_held = 0  # batches up to this one do not keep known ones out
         self.expected = {
             name: np.zeros(self.num_tables, dtype=np.int64)
             for name in (
@@ -196,14 +197,14 @@ class Pool:
                 ticket = self.cache.prepare(ids, lengths, critical_path, known, if_it_fits)
             except CacheOverflowError:
                 assert not fits, f"{len(pinned | distinct)} rows fit {self.map.num_slots} slots"
-                assert self.overflow == "raise" or self.tickets, "grows when nothing is in flight"
-                assert not (if_it_fits and (self.tickets or self.held_pin)), "may fit when those in flight are released"
+                assert self.overflow == "raise" or not self._are_held, "grows when nothing else is in flight"
+                assert not (if_it_fits and self._may_fit_later(critical_path)), "may fit when those are released"
                 assert self.resident() == resident
                 return None
         if ticket is None:
             assert not fits, f"{len(pinned | distinct)} rows fit {self.map.num_slots} slots"
             assert if_it_fits, "it must be prepared"
-            assert self.tickets or self.held_pin, "nothing to wait for"
+            assert self._may_fit_later(critical_path), "nothing to wait for"
             assert self.resident() == resident
             assert not caught
             return None
@@ -258,7 +259,40 @@ class Pool:
     def freeze_pins(self) -> None:
         """Batches in flight stay pinned, released or not."""
         self.cache.freeze_pins()
-        self.held_pin = min(self.tickets, default=None)
+        self.held_pin, self.frozen_held = min(self.tickets, default=None), self.held_through
+
+    def hold(self) -> None:
+        """The batches in flight train together, and with later ones (`train_held`)."""
+        for ticket, _ in self.tickets.values():
+            self.cache.hold(ticket)
+        self.held_through = max(self.tickets, default=self.held_through)
+
+    def train_held(self) -> None:
+        """Train the batches that are held."""
+        held = [number for number, (ticket, _) in self.tickets.items() if ticket.held]
+        with self.cache.training([self.tickets[number][0] for number in held]):
+            for number in held:
+                self.train(number)
+        for number in held:
+            del self.tickets[number]
+
+    def next_piece(self) -> None:
+        """A step of a pipeline: its batch, if it was not prepared early, and beside its forward the next one early."""
+        if self.known and self._are_held:
+            assert self.prepare_known(critical_path=True, if_it_fits=True) or self.overflow == "raise"
+        self.freeze_pins()
+        self.hold()
+        if self.known:
+            self.prepare_known(if_it_fits=True)
+        self.unfreeze_pins()
+
+    @property
+    def _are_held(self) -> bool:
+        return all(ticket.held for ticket, _ in self.tickets.values())
+
+    def _may_fit_later(self, critical_path: bool) -> bool:
+        in_flight = bool(self.tickets or self.held_pin)
+        return in_flight and not (critical_path and self.held_pin is None and self._are_held)
 
     def unfreeze_pins(self) -> None:
         """As usual again."""
@@ -277,7 +311,8 @@ class Pool:
     def _would_crowd(self, distinct: set[int]) -> bool:
         """Two known batches or more are pinned, and with this one they would take more than half of the slots."""
         oldest = self._oldest_pinned() if self.tickets or self.held_pin else self.batch + 1
-        pinned = [count for batch, count in self.rows_of_known.items() if batch >= oldest]
+        held = self.frozen_held if self.held_pin else self.held_through
+        pinned = [count for batch, count in self.rows_of_known.items() if batch >= max(oldest, held + 1)]
         room = (self.map.num_slots - len(self.pinned_rows)) // 2
         return len(pinned) >= 2 and sum(pinned) + len(distinct - self.pinned_rows) > room
 
@@ -613,9 +648,15 @@ def run(pool: Pool, operations: Iterable[Operation]) -> None:
             pool.skip_known()
         elif name == "forget":
             pool.forget()
-        elif name == "train" and one:
+        elif name == "train" and one and not pool.tickets[one][0].held:
             pool.train(one)
             pool.release(one)
+        elif name in ("train", "train_held"):
+            pool.train_held()
+        elif name == "hold":
+            pool.hold()
+        elif name == "next_piece":
+            pool.next_piece()
         elif name == "cancel" and one:
             pool.cancel(one)
         elif name == "abandon" and one:
@@ -653,6 +694,23 @@ def windowed_operations(
         if step % 40 == 35:
             operations.append(("forget", (0,)))
     return operations
+
+
+def held_operations(
+    seed: int, steps: int, num_rows: int = 30, batch_size: int = 7, pieces: int = 4, is_known: bool = False
+) -> list[Operation]:
+    """Batches of unequal size that train together, a few at a time; with `is_known`, two are known ahead."""
+    rng = np.random.default_rng(seed)
+    operations: list[Operation] = []
+    for _ in range(steps):
+        for _ in range(int(rng.integers(1, pieces + 1))):
+            size = int(rng.integers(1, batch_size + 1))
+            keys = tuple(int(k) for k in (rng.random(size) ** 2 * num_rows).astype(int) * 7 % num_rows)
+            operations += [("know", keys), ("next_piece", ())] if is_known else [("prepare", keys), ("hold", ())]
+        operations.append(("train_held", ()))
+        if rng.random() < 0.2:
+            operations.append((str(rng.choice(["abandon", "flush", "read", "cancel"])), (0,)))
+    return [*([("know", (1, 2)), ("know", (3,))] if is_known else []), *operations]
 
 
 def random_operations(

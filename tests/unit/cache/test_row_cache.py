@@ -24,7 +24,7 @@ from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.covering import covering, examples
 from tests.unit.cache.faults import FAULTS
-from tests.unit.cache.harness import Pool, random_operations, run, windowed_operations
+from tests.unit.cache.harness import Pool, held_operations, random_operations, run, windowed_operations
 
 POLICIES = get_args(Policy)
 NUM_ROWS = 30
@@ -37,7 +37,7 @@ operations = st.lists(
         st.tuples(st.just("prepare"), rows),
         st.tuples(st.just("train"), which),
         st.tuples(st.just("train"), which),
-        st.tuples(st.sampled_from(["abandon", "flush"]), which),
+        st.tuples(st.sampled_from(["abandon", "flush", "hold"]), which),
         st.tuples(st.sampled_from(["read", "load", "load_unseen"]), rows),
     ),
     max_size=50,
@@ -73,7 +73,7 @@ window_operations = st.lists(
         st.tuples(st.just("train"), which),
         st.tuples(st.sampled_from(["prepare", "prepare_if_it_fits", "read", "load", "load_unseen"]), rows),
         st.tuples(st.sampled_from(["skip_known", "fail_known", "abandon", "cancel", "flush", "forget"]), which),
-        st.tuples(st.sampled_from(["freeze_pins", "unfreeze_pins"]), which),
+        st.tuples(st.sampled_from(["freeze_pins", "unfreeze_pins", "hold", "next_piece"]), which),
     ),
     max_size=50,
 )
@@ -170,6 +170,7 @@ def check_scenarios() -> None:
     run(Pool(num_slots=24, policy="lru"), random_operations(seed=2, steps=200, batch_size=3))
     run(Pool(num_slots=20, policy="lookahead"), windowed_operations(seed=3, steps=90))
     run(Pool(num_slots=24, policy="lookahead"), windowed_operations(seed=2, steps=150, batch_size=3))
+    run(Pool(num_slots=6, overflow="grow"), held_operations(seed=3, steps=25))
 
 
 @pytest.mark.slow
@@ -185,6 +186,17 @@ def test_a_fault_is_noticed(fault):
 
 
 # -- pins ---------------------------------------------------------
+
+
+def test_a_plan_that_takes_a_slot_in_flight_is_stopped_before_a_row_moves():
+    pool = Pool(num_slots=4, policy="lru")
+    pool.step([1])
+    pool.prepare([2, 3, 4])
+    with FAULTS["pins_ignored"](), pytest.raises(AssertionError, match="slot of batch 2 was to be evicted; batches"):
+        pool.cache.prepare(*pool.split_by_feature([5, 6]))
+    pool.batch += 1
+    pool.check()
+    pool.finish()
 
 
 @pytest.mark.slow
@@ -339,6 +351,38 @@ def test_growing_is_refused_while_batches_are_in_flight():
     pool.release(number)
     pool.step([4, 5, 6, 7, 8])
     pool.check()
+    pool.finish()
+
+
+@pytest.mark.parametrize(("policy", "kind"), covering((*POLICIES, "in a window"), ("array", "hashed")))
+def test_a_cache_that_grows_keeps_the_batches_that_train_together(policy, kind):
+    is_known = policy == "in a window"
+    pool = Pool(num_slots=6, policy="lookahead" if is_known else policy, overflow="grow", kind=kind)
+    run(pool, held_operations(seed=2 if is_known else 3, steps=25, is_known=is_known))
+    assert pool.expected["overflow_growths"].sum() >= 2
+    assert pool.expected["evictions"].sum() >= 50
+
+
+@pytest.mark.parametrize("overflow", ["grow", "raise"])
+def test_a_batch_that_must_train_now_waits_for_none_that_trains_with_it(overflow):
+    """Early, it waits: it may belong to the next update."""
+    pool = Pool(num_slots=4, policy="lookahead", overflow=overflow)
+    for keys in ([1, 2, 3], [4, 5]):
+        pool.know(keys)
+    pool.prepare_known()
+    pool.hold()
+    assert pool.prepare_known(if_it_fits=True) is None
+    if overflow == "grow":
+        assert pool.prepare_known(critical_path=True, if_it_fits=True)
+    else:
+        known, keys = pool.known[0]
+        needed = r"batch 3 and 1 in flight \(1 of which train together with it\) need 5 slots at once, there are 4; set"
+        with pytest.raises(CacheOverflowError, match=needed):
+            pool.cache.prepare(*pool.split_by_feature(keys), True, known, if_it_fits=True)
+        pool.batch += 1
+    pool.check()
+    pool.hold()
+    pool.train_held()
     pool.finish()
 
 

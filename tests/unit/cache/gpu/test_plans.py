@@ -21,7 +21,7 @@ from embershard.cache.gpu.readback import ReadTogether
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.planning_classes import kernel_classes, planning_classes
 from tests.covering import keep
-from tests.unit.cache.harness import Operation, Pool, random_operations, run, windowed_operations
+from tests.unit.cache.harness import Operation, Pool, held_operations, random_operations, run, windowed_operations
 from tests.unit.training.order_of_sums import Refused
 
 pytestmark = pytest.mark.slow
@@ -41,14 +41,20 @@ class PlannedPool(Pool):
         self.history: list[dict[str, Any]] = []
         self._expected, self._plans = expected, list[dict[str, Any]]()
         self.refused = Refused()
-        plan = self.cache._planner.plan_with_reads
+        planner = self.cache._planner
+        plan, plan_with_reads = planner.plan, planner.plan_with_reads
 
-        def record(*arguments: Any) -> Any:
-            made = yield from plan(*arguments)
+        def note(made: Any) -> Any:
             self._plans.append({name: _plain(name, value) for name, value in vars(made).items()})
             return made
 
-        self.cache._planner.plan_with_reads = record  # type: ignore[method-assign]
+        def record(*arguments: Any) -> Any:
+            return note((yield from plan_with_reads(*arguments)))
+
+        if by_kernels:  # of which each plan has reads
+            planner.plan_with_reads = record  # type: ignore[method-assign]
+        else:
+            planner.plan = lambda *arguments: note(plan(*arguments))  # type: ignore[method-assign]
 
     def check(self) -> None:
         super().check()
@@ -113,6 +119,14 @@ CASES: dict[str, tuple[Callable[[], list[Operation]], dict[str, Any]]] = {
         lambda: windowed_operations(seed=1, steps=9, num_rows=3910, batch_size=700, lookahead=3),
         {"rows_per_table": (1900, 10, 2000), "num_slots": 1600, "policy": "lookahead", "wrap": 8192},
     ),
+    "held and growing": (
+        lambda: held_operations(seed=1, steps=7, is_known=True),
+        {"num_slots": 6, "policy": "lookahead", "overflow": "grow"},
+    ),
+    "held and growing, static": (
+        lambda: held_operations(seed=1, steps=7),
+        {"num_slots": 6, "policy": "static", "kind": "hashed", "overflow": "grow"},
+    ),
     "lfu": (lambda: random_operations(seed=0, steps=14), {"num_slots": 12, "policy": "lfu", "decay": 0.9}),
     "lru, hashed": (lambda: random_operations(seed=1, steps=14), {"num_slots": 14, "policy": "lru", "kind": "hashed"}),
     "frequency": (lambda: random_operations(seed=2, steps=14), {"num_slots": 12, "policy": "frequency"}),
@@ -121,6 +135,7 @@ CASES: dict[str, tuple[Callable[[], list[Operation]], dict[str, Any]]] = {
 
 
 _IN_THE_MATRIX = {"look-ahead", "look-ahead over many batches, hashed, growing", "lfu", "frequency", "static"}
+_IN_THE_MATRIX |= {"held and growing, static"}
 
 
 @pytest.mark.parametrize("case", keep(CASES.keys() - _IN_THE_MATRIX, CASES))
