@@ -59,7 +59,7 @@ class Case:
     that do not need it. ``cached``: numbers of the cached tables, None for all; ``data_parallel`` tables are never
     cached. ``replicated``: numbers of tables that are sharded in stock TorchRec, and replicated beside the cache.
     ``hot``: rows of each table that every rank has a copy of, the most frequent ones; None: not this mode.
-    ``host_dtype``, ``full_rows``: of the cache."""
+    ``host_dtype``, ``full_rows``, ``host_dir``: of the cache; with ``host_bytes`` rows are in a file there."""
 
     optimizer: str = "rowwise_adagrad"
     sharding: str | tuple[str, ...] = "table_wise"
@@ -79,6 +79,7 @@ class Case:
     batch_size: int = 16
     local_world_size: int | None = None
     host_dir: str | None = None
+    host_bytes: int | None = None
     overflow: str = "raise"
     evaluate_every: int = 0
     rows: tuple[int, ...] = ROWS
@@ -179,8 +180,9 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
         ratio=case.ratio,
         policy=case.policy,  # type: ignore[arg-type]
         overflow=case.overflow,  # type: ignore[arg-type]
-        host="mmap" if case.host_dir else "memory",
+        host="file" if case.host_bytes else "mmap" if case.host_dir else "memory",
         host_dir=case.host_dir,
+        host_bytes=case.host_bytes,
         transfer=case.transfer,  # type: ignore[arg-type]
         slot_map=case.slot_map,  # type: ignore[arg-type]
         host_dtype=case.host_dtype,  # type: ignore[arg-type]

@@ -46,7 +46,8 @@ Unequal = Callable[[Any], list[str]]
 class Case(parity.Case):
     """``lookahead``: batches known ahead; 0: no pipeline. ``empty_every``: every so many batches this rank has no id;
     the other rank has them, and the rank after it one batch later. ``absent_every``: the same, without a sample.
-    ``hot_every``: every so many batches have hot ids only, on all ranks."""
+    ``hot_every``: every so many batches have hot ids only, on all ranks. ``sizes``: samples of the batches, in turn;
+    none: ``batch_size``. ``seed``: of the ids."""
 
     exchange: str = "rows"
     steps: int = 15
@@ -54,6 +55,8 @@ class Case(parity.Case):
     empty_every: int = 0
     absent_every: int = 0
     hot_every: int = 0
+    sizes: tuple[int, ...] = ()
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,9 @@ def batches(case: Case) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
     rank, rows = dist.get_rank(), [case.rows[int(name[1])] for name in case.features]
     width = sum(case.dims[int(name[1])] for name in case.features)
     for step in range(case.steps):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
+        generator = torch.Generator().manual_seed(1_000_000 * case.seed + 1000 * step + rank)
         is_absent = bool(case.absent_every) and (step + rank) % case.absent_every == 0
-        size = 0 if is_absent else case.batch_size
+        size = 0 if is_absent else case.sizes[step % len(case.sizes)] if case.sizes else case.batch_size
         lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (len(rows), size), generator=generator)]
         if case.empty_every and (step + rank) % case.empty_every == 0:
             lengths.zero_()

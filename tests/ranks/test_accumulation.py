@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from embershard.cache import CacheConfig
+from embershard.training.config import TrainConfig
 from tests.covering import covering, keep
-from tests.ranks import accumulation
-from tests.ranks.accumulation import Case, Outcome
+from tests.ranks import accumulation, grown_accumulation, own_models
+from tests.ranks.accumulation import Case, Interrupted, Outcome
 from tests.ranks.workers import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -82,14 +86,58 @@ def test_dense_gradients_are_averaged_once(two_ranks: RankPool) -> None:
     assert any(two_ranks.run(accumulation.dense_gradients, case, "never averaged"))
 
 
-@pytest.mark.parametrize("at", [f"after {kind} {n}" for kind in ("forward", "backward") for n in range(3)])
-def test_an_interrupted_update_trains_nothing(one_rank: RankPool, at: str) -> None:
-    assert one_rank.run(accumulation.interrupted, Case(**POOLED), at) == [([], False, [])]
+def test_the_first_update_of_a_process_has_the_bits_of_a_later_one(two_ranks: RankPool) -> None:
+    assert two_ranks.run(accumulation.resumed, Case(**POOLED)) == [[], []]
+
+
+@pytest.mark.matrix
+def test_a_resumed_run_has_the_bits_of_the_whole_one(two_ranks: RankPool, tmp_path: Path) -> None:
+    train = TrainConfig(batch_size=20, max_steps=own_models.STEPS, log_every=1, device="cpu", accumulate=3)
+    config = own_models.own_config(train=train, cache=CacheConfig(ratio=0.02))
+    assert two_ranks.run(own_models.resumed_equals_whole, config, tmp_path) == [[], []]
+
+
+#: Rows in a file, small ones, hot ones, data-parallel ones, and those that are exchanged.
+GROWN = (1, 4, 8, 10, 14, 31)
+
+
+@pytest.mark.parametrize("number", keep(GROWN, [each for each in range(36) if grown_accumulation.ranks_of(each) < 4]))
+def test_caches_that_grow_between_micro_batches(number: int, request: pytest.FixtureRequest) -> None:
+    """`python -m tests.ranks.grown_accumulation` tries hundreds."""
+    pool: RankPool = request.getfixturevalue("one_rank" if grown_accumulation.ranks_of(number) == 1 else "two_ranks")
+    case = grown_accumulation.random_case(1, number)
+    outcomes = pool.run(grown_accumulation.compared, case)
+    assert grown_accumulation.differs(case, outcomes) == []
+    assert number not in GROWN or any(outcome.held_growths for outcome in outcomes)
+
+
+@pytest.mark.parametrize("fault", ["growth unpins", "growth unpins, checked"])
+def test_growth_that_unpins_shows(one_rank: RankPool, fault: str) -> None:
+    """In the rows, or by an assertion before one is moved."""
+    (outcome,) = one_rank.run(grown_accumulation.compared, grown_accumulation.random_case(1, GROWN[1]), fault)
+    assert outcome.different
+    assert ("checked" in fault) == ("was to be evicted" in outcome.different[0])
+
+
+INTERRUPTS = [f"{when} {kind} {n}" for when in ("in", "after") for kind in ("forward", "backward") for n in range(3)]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("at", keep(["in forward 0", "in backward 1", "after backward 2"], INTERRUPTS))
+def test_an_interrupted_update_trains_nothing_and_the_next_one_does(
+    one_rank: RankPool, at: str, is_first: bool
+) -> None:
+    """The first exception may come before the dense layers' wrapper has seen a forward or a backward."""
+    assert one_rank.run(accumulation.interrupted, Case(**POOLED), at, is_first) == [Interrupted([], False, [], [])]
+
+
+@pytest.mark.parametrize("at", keep(["in forward 0", "in backward 0"], INTERRUPTS))
+def test_interrupts_on_two_ranks(two_ranks: RankPool, at: str) -> None:
+    expected = [Interrupted([], False, [], [])] * 2
+    assert two_ranks.run(accumulation.interrupted, Case(exchange="pooled", sharding="row_wise"), at, True) == expected
 
 
 def test_an_interrupt_of_the_update_itself_leaves_the_rows_refused(one_rank: RankPool) -> None:
-    ((_, is_pinned, (message,)),) = one_rank.run(
-        accumulation.interrupted, Case(exchange="pooled", dims=(16, 16, 8, 8)), "end"
-    )
-    assert not is_pinned
-    assert "training several batches at once did not end" in message
+    (found,) = one_rank.run(accumulation.interrupted, Case(exchange="pooled", dims=(16, 16, 8, 8)), "end")
+    assert not found.is_pinned
+    assert "training several batches at once did not end" in found.wrong[0]

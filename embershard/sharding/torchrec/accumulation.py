@@ -9,7 +9,6 @@ Letters: K lookups that a table holds, F features, B bags of a feature, N ids, D
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from embershard.cache.guards import CopiesGuard
 from embershard.errors import CacheError, ConfigError
@@ -37,6 +35,7 @@ from embershard.sharding.torchrec.modules import CachedModule
 from embershard.sharding.torchrec.slots import SlotTable
 
 VARIABLE = "batch_size_per_feature_per_rank"
+_IS_DELAYED = "_static_graph_delay_allreduce_enqueued"  # DDP's: the average of the first backward was asked for
 
 
 @contextmanager
@@ -132,10 +131,11 @@ class HeldLookups:
         """Return the output of a lookup. FBGEMM counts no iteration: that is done once, at the end."""
         tbe = self._tbe
         counts = tbe.iter.clone(), tbe.iter_cpu.clone()
-        output = self._look_up(held.ids, held.offsets, **arguments)
-        for count, before in zip((tbe.iter, tbe.iter_cpu), counts, strict=True):
-            count.copy_(before)
-        return output.detach()
+        try:
+            return self._look_up(held.ids, held.offsets, **arguments).detach()
+        finally:  # after an interrupt, too
+            for count, before in zip((tbe.iter, tbe.iter_cpu), counts, strict=True):
+                count.copy_(before)
 
     def weight_gradients(self, held: _Lookup) -> Tensor:
         """Return the gradients [N] of the ids' weights: each row times the gradient of its bag."""
@@ -218,43 +218,37 @@ class _HeldLookUp(torch.autograd.Function):
         return None, ctx.table.weight_gradients(ctx.held) if ctx.needs_input_grad[1] else None, None, None, None
 
 
-#: Of TorchRec's static graphs, `no_sync` in the first backward of a process ends in an internal assertion of DDP.
-_HAVE_RUN: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
 class _DenseGradients:
-    """The gradients of DDP's parameters: summed over the group, then averaged over the ranks once."""
+    """The gradients of DDP's parameters: summed on their rank, then averaged over the ranks once, by `average`.
+
+    DDP sees none of these forwards and backwards, the first ones of a process included: gradients that it has averaged
+    already would be summed in another order, so that a resume would change bits; and it would count a forward whose
+    backward never came.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._wrapped = list(_ddps(model))
-        self._have_run: set[DistributedDataParallel] = set()
+        self._have_run: set[nn.Module] = set()
 
     @contextmanager
     def unsynchronized(self) -> Iterator[None]:
-        """Return a context in which gradients stay on their rank, but those of the first backward of a process."""
-        hooks: list[RemovableHandle] = []
-        try:
+        """Return a context in which gradients stay on their rank."""
+        with ExitStack() as stack:
             for each in self._wrapped:
-                each.require_backward_grad_sync = each not in _HAVE_RUN
-                hooks.append(each.register_forward_pre_hook(self._begin_forward))
+                stack.callback(each.register_forward_pre_hook(self._note_forward).remove)
+                stack.enter_context(each.no_sync())
+                if each.static_graph and not each._static_graph_delay_allreduce_enqueued:
+                    # Else the first backward of a process, whoever asks for no communication, averages at its end.
+                    stack.callback(setattr, each, _IS_DELAYED, False)
+                    setattr(each, _IS_DELAYED, True)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for each in self._wrapped:
-                each.require_backward_grad_sync = True
 
-    def _begin_forward(self, wrapped: nn.Module, _: Any) -> None:
-        assert isinstance(wrapped, DistributedDataParallel)
-        if not torch.is_grad_enabled():
-            return
-        if wrapped in _HAVE_RUN:
-            wrapped.require_backward_grad_sync = False
+    def _note_forward(self, wrapped: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled():
             self._have_run.add(wrapped)
-        _HAVE_RUN.add(wrapped)
 
     def average(self) -> None:
-        """Average over the ranks what was summed. Gradients that DDP has averaged already stay as they are so."""
+        """Average over the ranks what was summed, if there was a forward."""
         for wrapped in self._wrapped:
             gradients = [p.grad for p in _parameters(wrapped) if p.grad is not None]
             if wrapped not in self._have_run or dist.get_world_size(wrapped.process_group) == 1:
