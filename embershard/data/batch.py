@@ -80,7 +80,7 @@ class Batch(Pipelineable):
         ends = num_ids.sum(dim=1).tolist()
         of_ids = [None] * len(sizes) if weights is None else weights.split(ends)
         sparse = [
-            KeyedJaggedTensor(keys, own, of_own, part.flatten(), stride=part.shape[1])
+            KeyedJaggedTensor(keys, own, of_own, part.contiguous().flatten(), stride=part.shape[1])
             for own, of_own, part in zip(ids.split(ends), of_ids, lengths, strict=True)
         ]
         for each in sparse:

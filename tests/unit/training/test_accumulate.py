@@ -52,6 +52,7 @@ def test_pieces_have_the_samples_in_order(
     assert sum(sizes) == samples
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
+    assert all(piece.sparse_features.lengths().is_contiguous() for piece in found), "FBGEMM reads other lengths"
     joined = Batch.joined(found)
     for name in ("dense_features", "labels", "weights"):
         one, other = getattr(batch, name), getattr(joined, name)
