@@ -339,6 +339,11 @@ class RunConfig:
         ):
             if got != needed:
                 raise ConfigError(f"{name}: got {got!r}, needed {needed!r} with tables that take any id: {why}.")
+        if self.train.accumulate > 1 and self.lookahead < 1:
+            raise ConfigError(
+                f"look_ahead.lookahead: got 0, needed 1 or more with train.accumulate = {self.train.accumulate} and "
+                "tables that take any id: ids of all pieces get rows together."
+            )
         if self.train.device == "cuda":
             raise ConfigError(
                 'train.device: got "cuda", needed "cpu": tables that take any id are on a CPU only so far.'

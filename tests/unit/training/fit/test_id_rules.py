@@ -17,6 +17,7 @@ from embershard.data.config import TableConfig, TableFeature
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
+from embershard.pipeline.config import LookAheadConfig
 from embershard.settings.decoding import decode, to_toml
 from embershard.settings.files import apply_override, load_config
 from embershard.sharding.config import ShardingConfig
@@ -87,6 +88,7 @@ def test_a_pair_of_target_and_history_is_of_one_kind():
         ({"sharding": ShardingConfig(exchange="rows")}, r"sharding.exchange: got 'rows', needed 'pooled'"),
         ({"train": TrainConfig(init="torchrec")}, r"train.init: got 'torchrec', needed 'counter'"),
         ({"train": TrainConfig(device="cuda")}, r"train.device: got \"cuda\", needed \"cpu\""),
+        ({"train": TrainConfig(accumulate=2), "look_ahead": LookAheadConfig(0)}, r"lookahead: got 0, needed 1 or more"),
         ({"profile": ProfileConfig(samples=100)}, r"a profile counts rows"),
         ({"cache": CacheConfig(policy="frequency")}, r"a profile counts rows"),
     ],
