@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +32,7 @@ from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.parts.publishing import Publisher
 from embershard.training.trainer import Trainer
+from tests.faults.rank_kills import KILLS
 from tests.ranks import resharding
 from tests.ranks.planned import here
 from tests.ranks.publications import with_fault
@@ -41,7 +40,6 @@ from tests.ranks.resharding import Layout
 
 STEPS = 14
 RATE = "embedding_optimizer.lr"
-_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree"}
 
 
 @dataclass(frozen=True)
@@ -69,35 +67,6 @@ class Life:
     broken: str = ""
 
 
-@dataclass
-class _Kill:
-    """Counts file operations in `folders`; kills `processes` before number `at`."""
-
-    folders: tuple[str, ...] = ()
-    at: int | None = None
-    count: int = 0
-    processes: tuple[int, ...] = ()
-    is_watching: bool = False
-
-    def now(self) -> None:
-        own = os.getpid()
-        for process in sorted(self.processes, key=lambda each: each == own):  # itself as the last
-            os.kill(process, signal.SIGKILL)
-
-    def add(self) -> None:
-        self.count += 1
-        if self.at is not None and self.count > self.at:
-            self.now()
-
-
-_KILL = _Kill()
-
-
-def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in _OPERATIONS and str(arguments[0]).startswith(_KILL.folders):
-        _KILL.add()
-
-
 def config_of(root: Path, life: Life) -> RunConfig:
     """The settings of a life of the run in `root`."""
     config = resharding.config_of(replace(life.layout, steps=STEPS), root)
@@ -116,31 +85,26 @@ def live(root: Path, life: Life, is_resumed: bool) -> tuple[int, int]:
     first rank also writes an export of the last checkpoint."""
     ranks, config = here(), config_of(root, life)
     is_killer = ranks.rank == life.killed_by
-    _KILL.folders, _KILL.count = (str(root / "published"), str(root / "run")), 0
-    _KILL.processes = tuple(ranks.all_gather_objects(os.getpid()))
-    if not _KILL.is_watching:
-        sys.addaudithook(_watch)
-        _KILL.is_watching = True
-    export = partial(_export, config)
+    KILLS.watch((root / "published", root / "run"), ranks.all_gather_objects(os.getpid()))
+    export = partial(export_quickly, config, root / "dense.pt2")
     with with_fault(life.broken), _kept_states(root / "states"):
         trainer = Trainer(config, ranks, root / "run" / "checkpoints", export=export)
         if is_resumed:
             resume_run(trainer, allow_changes={ORDER, RATE})
-        _KILL.at = life.operation if is_killer else None
+        KILLS.at = life.operation if is_killer else None
         for _ in trainer.train():
             if is_killer and life.operation is None and trainer.steps >= (life.step or 0):
-                _KILL.now()
-        _KILL.at = None
+                KILLS.now()
+        KILLS.at = None
         trainer.close()
         evictions = sum(stats.evictions for stats in cache_stats(trainer.model))
     last = checkpoint_at(root / "run" / "checkpoints", STEPS)
     ranks.from_first(lambda: (shutil.rmtree(root / "exported", True), export(last, life.dtype, root / "exported"))[1])
-    return evictions, _KILL.count
+    return evictions, KILLS.count
 
 
-def _export(config: RunConfig, checkpoint: Path, dtype: Any, folder: Path) -> None:
-    """As `export_base`; the program of the layers, which takes seconds to record, was recorded once."""
-    recorded = Path(str(config.publish.folder)).parent / "dense.pt2"
+def export_quickly(config: RunConfig, recorded: Path, checkpoint: Path, dtype: Any, folder: Path) -> None:
+    """As `export_base`; the program of the layers, which takes seconds to record, is recorded once, in a file."""
 
     def save(layers: Any, path: Path) -> None:
         shutil.copyfile(recorded, path)
@@ -184,7 +148,7 @@ def _counted(pieces: Callable[..., Any]) -> Callable[..., Any]:
 
     def found(tensors: Any) -> Iterator[Any]:
         for piece in pieces(tensors):
-            _KILL.add()
+            KILLS.add()
             yield piece
 
     return found

@@ -42,6 +42,7 @@ from embershard.training.config import RunConfig
 from embershard.training.reports import SaveReport
 from embershard.training.trainer import Trainer
 from tests.faults.children import in_child
+from tests.faults.rank_kills import is_writing
 from tests.ranks import resharding
 from tests.ranks.planned import here
 from tests.ranks.resharding import Layout
@@ -70,7 +71,7 @@ class _Kill:
             return
         path = os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes, os.PathLike)) else ""
         is_removal = event in ("os.remove", "os.rmdir")  # by names within a folder
-        if is_removal or (path.startswith(self.folder) and (event != "open" or _is_writing(arguments))):
+        if is_removal or (path.startswith(self.folder) and (event != "open" or is_writing(arguments))):
             self.operation()
 
     def operation(self) -> None:
@@ -96,11 +97,6 @@ class _Kill:
 
 
 _write, _sync, _move = digests._DigestedFile._write, os.fsync, PageIo._move
-
-
-def _is_writing(arguments: tuple[Any, ...]) -> bool:
-    _, mode, flags = arguments
-    return bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
 def killed(folder: Path, work: Callable[[], None], kill_at: int | None = None) -> tuple[int, int]:
