@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +33,11 @@ from embershard import (
 )
 from embershard.cache.file.file_rows import FileRows
 from embershard.cache.totals import FileCounts
+from embershard.errors import CheckpointError
 from embershard.pipeline import look_ahead
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.checkpoint.host_rows import without_small_flushes
+from tests.faults.rank_kills import FILE_OPERATIONS, is_writing
 from tests.ranks.look_ahead import Batch, Case, Model
 from tests.ranks.parity import OPTIMIZERS, _constraints, batches, snapshot
 
@@ -209,6 +215,81 @@ def loaded_by_torch(case: Case, folder: str, checkpoint: str) -> Any:
     program.model.load_state_dict(state["model"])
     program.optimizer.load_state_dict(state["optimizer"])
     return program.train(HALF, STEPS), program.rows()
+
+
+def crashed_saves(folder: Path) -> tuple[int, list[str]]:
+    """What is wrong with what a program loads of a folder that a dead save left, for each file operation of the save:
+    its newest sound step is neither the one before nor that of the save, its rows are others, or it cannot go on; and
+    the number of operations."""
+    program, images, rows, problems = Program(case_of(), "file", str(folder)), Images(folder / "saves"), {}, []
+    program.train(0, 3)
+    for step in (3, 6):
+        rows[step] = program.rows()
+        with images.of_operations() if step == 6 else nullcontext():
+            save_program(images.folder, step, program.model, program.optimizer, scalars={"at": step}, keep_last=1)
+        program.train(step, step + 3)
+    for image in images.taken:
+        step = load_program(image, program.model, program.optimizer)["at"]
+        found = program.rows()
+        different = [name for name, expected in rows[step].items() if not torch.equal(found[name], expected)]
+        problems += [f"{image.name}: step {step}: {name}" for name in different]
+        left = save_program(image, 6 if step == 3 else 9, program.model, program.optimizer, keep_last=1)
+        names = sorted(path.name for path in image.iterdir())
+        problems += [] if names == [left.name] else [f"{image.name}: {names} are left"]
+    return len(images.taken), problems
+
+
+class Images:
+    """What a process that dies at a file operation in `folder` leaves of it: copies, each in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.taken, self._is_copying = folder, list[Path](), True
+        sys.addaudithook(self._look)
+
+    @contextmanager
+    def of_operations(self) -> Iterator[None]:
+        """Take one before each operation, and one at the end."""
+        self._is_copying = False
+        yield
+        self._take()
+        self._is_copying = True
+
+    def _look(self, event: str, arguments: tuple[Any, ...]) -> None:
+        is_here = event in FILE_OPERATIONS and str(arguments[0]).startswith(str(self.folder))
+        if is_here and not self._is_copying and (event != "open" or is_writing(arguments)):
+            self._take()
+
+    def _take(self) -> None:
+        self._is_copying = True
+        self.taken.append(self.folder.with_name(f"image_{len(self.taken)}"))
+        shutil.copytree(self.folder, self.taken[-1])
+        self._is_copying = False
+
+
+def loaded_by_folder(folder: str) -> list[str]:
+    """What a program is told where it goes on from a folder whose newest checkpoint is damaged, and saves again."""
+    program, said = Program(case_of(), "memory", folder), list[str]()
+    for step in (2, 4, 6):
+        program.train(step - 2, step)
+        save_program(folder, step, program.model, program.optimizer, keep_last=9)
+    said.append(str(load_program(folder, program.model, program.optimizer)["step"]))
+    said.append(str(load_program(folder, program.model, program.optimizer, step=2)["step"]))
+    if dist.get_rank() == 0:
+        file = next(Path(folder, "step_6").glob("*.distcp"))
+        file.write_bytes(file.read_bytes()[:-1])
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        said.append(str(load_program(folder, program.model, program.optimizer)["step"]))
+        save_program(folder, 5, program.model, program.optimizer, keep_last=9)
+        said.append(str(load_program(folder, program.model, program.optimizer)["step"]))
+    said += [str(each.message) for each in caught if each.category is UserWarning]
+    for wrong in (Path(folder, "nothing"), Path(folder, "step_9")):
+        try:
+            load_program(wrong, program.model, program.optimizer)
+        except CheckpointError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 def refused(folder: str) -> dict[str, str]:

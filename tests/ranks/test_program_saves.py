@@ -14,7 +14,9 @@ from tests.ranks.program_saves import (
     HALF,
     case_of,
     counted,
+    crashed_saves,
     loaded,
+    loaded_by_folder,
     loaded_by_torch,
     refused,
     saved,
@@ -126,6 +128,25 @@ def test_rows_of_other_ranks_and_plans_are_read(one_rank: RankPool, two_ranks: R
     assert len(before) == 4
     assert sorted(before) == sorted(after)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_folder_is_loaded_by_its_newest_sound_step(two_ranks: RankPool, tmp_path: Path) -> None:
+    """By the argument that it was saved with; what is of another future is put aside."""
+    first, second = two_ranks.run(loaded_by_folder, str(tmp_path))
+    newest, chosen, sound, saved_again, skipped, aside, nothing, gone = first
+    assert [newest, chosen, sound, saved_again] == ["6", "2", "4", "5"]
+    assert "step_4 is loaded" in skipped
+    assert "step_6" in skipped
+    assert "step_6.aside" in aside
+    assert "no complete checkpoint" in nothing
+    assert "step_9" in gone
+    assert second == [*first[:4], *first[-2:]]
+
+
+def test_a_dead_save_leaves_a_sound_step(one_rank: RankPool, tmp_path: Path) -> None:
+    ((operations, problems),) = one_rank.run(crashed_saves, tmp_path)
+    assert problems == []
+    assert operations > 10
 
 
 def test_what_cannot_be_says_what_to_call(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,15 @@ from embershard.distributed import (
     save_checkpoint,
     saved_sizes,
     saved_tensors,
+    set_aside,
+    step_of,
     verify_checkpoint,
     without_empty,
 )
-from embershard.distributed.checkpoint.load import SCALARS, without_known_warnings
-from embershard.errors import CheckpointError, ConfigError
+from embershard.distributed.checkpoint.folder import checkpoint_at, checkpoints_for
+from embershard.distributed.checkpoint.load import SCALARS, newest_valid, verify_alone, without_known_warnings
+from embershard.distributed.checkpoint.manifest import METADATA
+from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
 from embershard.sharding.torchrec import cached_embeddings, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates
 from embershard.training.checkpoint.host_rows import load_weights, without_small_flushes
@@ -63,7 +69,7 @@ def save_program(
 
     Raises:
         ConfigError: rows are small, or the optimizer has no states of tables whose rows are in files.
-        CheckpointError: a checkpoint of this step is there, or something in a state dict is no tensor.
+        CheckpointError: a sound checkpoint of this step is there, or something in a state dict is no tensor.
         FailedSaveError: on all ranks: a rank could not write; earlier checkpoints are as they were.
 
     >>> save_program("saved_program", 1, model, model.fused_optimizer).name  # a sharded model
@@ -78,6 +84,7 @@ def save_program(
             tensors = {_MODEL: model.state_dict(), _OPTIMIZER: optimizer.state_dict()}
         check_all_parts(model, tensors)
         run_id = ranks.from_first(lambda: uuid.uuid4().hex)
+        ranks.from_first(lambda: _set_aside(Path(folder), step))
         blocks = TensorBlocks(without_empty(tensors), rows)
         return save_checkpoint(
             Path(folder), step, blocks, dict(scalars or {}), ranks, keep_last=keep_last, run_id=run_id
@@ -85,10 +92,11 @@ def save_program(
 
 
 def load_program(
-    checkpoint: str | Path,
+    folder: str | Path,
     model: DistributedModelParallel,
     optimizer: KeyedOptimizer,
     *,
+    step: int | None = None,
     allow_unverified: bool = False,
 ) -> dict[str, Any]:
     """Load a program's checkpoint, and return its scalars, "step" among them. All ranks call it, between two steps.
@@ -96,23 +104,26 @@ def load_program(
     Any number of ranks may have written it, with any plan, and with rows in memory or in a file.
 
     Args:
-        checkpoint: that `save_program` returned.
+        folder: as for `save_program`: the newest sound checkpoint in it is loaded, and newer ones are named in a
+            warning; or one of its checkpoints, as `save_program` returned it.
         optimizer: as for `save_program`. Optimizers of dense layers have their states first: `init_state()`.
+        step: only the checkpoint of this step.
         allow_unverified: also take one without a manifest: what torch.distributed.checkpoint saved as
             `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`. It has no scalars.
 
     Raises:
-        ConfigError: as `save_program`.
-        InvalidCheckpointError: on all ranks: a file is missing or damaged. Nothing was changed.
-        CheckpointError: it is of another model, or has states that the optimizer has not.
+        ConfigError: as `save_program`; or a step of what is one checkpoint.
+        InvalidCheckpointError: on all ranks: a file is missing or damaged, in a folder of each checkpoint. Nothing was
+            changed.
+        CheckpointError: there is none; or it is of another model, or has states that the optimizer has not.
 
     >>> saved = save_program("loaded_program", 1, model, model.fused_optimizer)  # a sharded model
-    >>> load_program(saved, model, model.fused_optimizer)["step"]
+    >>> load_program("loaded_program", model, model.fused_optimizer)["step"]
     1
     """
     _refuse_small(model)
-    path, ranks = Path(checkpoint), _ranks(model)
-    verify_checkpoint(path, ranks, allow_unverified=allow_unverified)
+    ranks = _ranks(model)
+    path = _newest_sound(Path(folder), step, ranks, allow_unverified)
     for pool in cached_embeddings(model):
         pool.write_back()  # trained rows would be lost unseen, and count as such
     with without_small_flushes(model), without_known_warnings():
@@ -134,9 +145,40 @@ def load_program(
     return ranks.from_first(lambda: read_scalars(path) if (path / SCALARS).exists() else {})
 
 
+def _newest_sound(folder: Path, step: int | None, ranks: Ranks, allow_unverified: bool) -> Path:
+    """Return the checkpoint to load; all ranks have verified it together."""
+    verify = partial(verify_checkpoint, ranks=ranks, allow_unverified=allow_unverified)
+    if step_of(folder) is not None or ranks.from_first((folder / METADATA).exists):
+        if step is not None:
+            raise ConfigError(f"step={step} has no effect: {folder} is one checkpoint. Leave it out.")
+        verify(folder)
+        return folder
+    candidates = ranks.from_first(lambda: checkpoints_for(folder, step))
+    used, skipped = newest_valid(candidates, verify)
+    if used is None and skipped:
+        raise InvalidCheckpointError(f"{folder}: no checkpoint is sound: {'; '.join(skipped)}.")
+    if used is None:
+        raise CheckpointError(f"{folder}: no complete checkpoint is there; needed one that save_program wrote.")
+    if skipped and ranks.is_first:
+        warnings.warn(f"{used[0].name} is loaded, as newer ones are damaged: {'; '.join(skipped)}.", stacklevel=3)
+    return used[0]
+
+
 def _ranks(model: DistributedModelParallel) -> Ranks:
     rank, size = dist.get_rank(), dist.get_world_size()
     return Ranks(rank, size, rank, size, model.device)
+
+
+def _set_aside(folder: Path, step: int) -> None:
+    """Rename checkpoints of later steps, and a damaged one of this step: a program went on from an older one."""
+    first = step
+    if (same := checkpoint_at(folder, step)).exists():
+        try:
+            verify_alone(same)
+        except InvalidCheckpointError:
+            first = step - 1
+    if names := set_aside(folder, first):
+        warnings.warn(f"{folder}: checkpoints from step {step} on are renamed to {', '.join(names)}.", stacklevel=5)
 
 
 def _refuse_small(model: DistributedModelParallel) -> None:
