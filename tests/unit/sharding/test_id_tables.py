@@ -180,6 +180,19 @@ def test_a_row_is_not_given_away_before_the_batch_that_took_it_has_begun() -> No
         maps.prepare(*batches[late], False, known[late], False)
 
 
+def test_a_part_of_an_update_that_has_begun_waits_for_no_later_one() -> None:
+    """Nor do ids of later updates, which are known, get their rows before them."""
+    maps, _ = make_maps(quarantine=1)
+    parts = maps.know(ids(1, 2), ids(2, 1))
+    later = [maps.know(ids(*numbers))[0] for numbers in ((3, 4), (5, 6), (7, 8), (9, 10))]
+    for part, batch in zip(parts, (ids(1, 2), ids(2, 1)), strict=True):
+        ticket = maps.prepare(*batch, True, part, False)
+        assert ticket is not None
+        assert maps.begin(ticket) is False
+    assert maps.maps[0].committed == 1
+    assert not any(each.has_begun for each in later)
+
+
 def test_a_batch_that_was_taken_back_cannot_train() -> None:
     maps, cache = make_maps(quarantine=4)
     batch = ids(1, 2)

@@ -6,6 +6,7 @@ the batch: a second answer would be another one.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -212,11 +213,9 @@ class PoolIdMaps:
                 (known,) = self.know((ids, lengths))
             step = known.step or known
             due = []  # batches up to this one whose births are not in the cache
-            for batch in self._ahead:
-                if not batch.has_begun:
-                    due.append(batch)
-                if batch is step:
-                    break
+            if step in self._ahead:  # else another part of its update has begun to train, and its births are there
+                before = itertools.takewhile(lambda batch: batch is not step, self._ahead)
+                due = [batch for batch in (*before, step) if not batch.has_begun]
             evicted_in = max((batch.evicted_in for batch in due), default=0)
             if evicted_in > self._maps[0].committed:
                 if if_it_fits and not critical_path:
