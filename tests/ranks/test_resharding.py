@@ -70,6 +70,15 @@ def test_on_as_many_ranks(two_ranks: RankPool, folder: Path, whole: list[float],
     assert go_on(two_ranks, ON_TWO[name], folder, tmp_path) == ([], whole[SAVED_AT:])
 
 
+def test_small_rows_that_are_exchanged_go_on(two_ranks: RankPool, tmp_path: Path) -> None:
+    resharding.write_samples(tmp_path / "samples.parquet")
+    layout = Layout(host_dtype="int8", exchange="rows", ratio=0.3, steps=2 * SAVED_AT)
+    losses = two_ranks.run(resharding.run, layout, tmp_path)[0]
+    saved, copy = tmp_path / "whole" / f"step_{SAVED_AT}", tmp_path / "copy"
+    assert two_ranks.run(resharding.go_on, layout, tmp_path, saved, copy)[0] == losses[SAVED_AT:]
+    assert tensors_that_differ(saved, copy / saved.name) == []
+
+
 @pytest.mark.matrix
 def test_data_parallel_and_back(two_ranks: RankPool, folder: Path, whole: list[float], tmp_path: Path) -> None:
     """Data-parallel tables add gradients up in another order; what they load and save is exact."""

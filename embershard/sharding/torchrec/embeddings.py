@@ -77,9 +77,11 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     Attributes:
         ids: maps from ids without a bound to rows, if the tables have such ids; None: ids are row numbers.
+        holder: name of the sharded module's attribute that has the tables' weights; the module sets it.
     """
 
     ids: PoolIdMaps | None = None
+    holder = ""
     _is_frozen = False  # nothing trains
     _announcer: object = None
     _held: list[Ticket] | None = None  # of lookups that train together
@@ -427,11 +429,6 @@ class CachedTableBatchedEmbeddings(HostTables):
                 columns = weights[:, shard.column : shard.column + self.host.dim]
                 self.host.small.put(rows - shard.first_row + shard.first_key, columns)
         self.host_rows_changed(table)
-
-    @property
-    def holder(self) -> str:
-        """Name of the sharded module's attribute that has the tables' weights."""
-        return "embeddings" if self.slots.tbe.pooling_mode == PoolingMode.NONE else "embedding_bags"
 
     @property
     def full_rows(self) -> dict[str, Tensor]:

@@ -116,11 +116,18 @@ class CachedModule:
             for pool in pools:
                 stack.enter_context(pool.without_flushes())
             super()._initialize_torch_state(*args, **kwargs)  # type: ignore[misc]
+        for pool in pools:
+            pool.holder = self._holder
         if self._has_counter_init:
-            holders = getattr(self, "embedding_bags", None) or self.embeddings  # type: ignore[attr-defined]
+            holders = getattr(self, self._holder)
             for name in {name for pool in pools for name in pool.cache.tables}:
                 holders[name].__class__ = _CachedTable
                 holders[name].__dict__["pools"] = pools
+
+    @property
+    def _holder(self) -> str:
+        """Name of the attribute that has the tables' weights."""
+        return "embedding_bags" if hasattr(self, "embedding_bags") else "embeddings"
 
     def reset_parameters(self) -> None:
         """Initialize as TorchRec does; do nothing where sharder and host tier make the weights, from a counter."""
@@ -153,8 +160,7 @@ class CachedModule:
         if tables:
             from embershard.sharding.torchrec.ids.id_states import IdStates
 
-            holder = "embedding_bags" if hasattr(self, "embedding_bags") else "embeddings"
-            self._id_states = states = IdStates(self, holder, pools_of_module(self), tables)
+            self._id_states = states = IdStates(self, self._holder, pools_of_module(self), tables)
             self._register_state_dict_hook(lambda _, found, prefix, *__: states.add_to(found, prefix))  # type: ignore[attr-defined]
         both = sorted(self._table_of_ids.keys() & self._rows_by_feature.keys())
         if both:
@@ -169,7 +175,7 @@ class CachedModule:
 
         `DistributedModelParallel` moves the whole model to the device, and would copy every table.
         """
-        holders = getattr(self, "embedding_bags", None) or self.embeddings  # type: ignore[attr-defined]
+        holders = getattr(self, self._holder)
         plan = self.module_sharding_plan  # type: ignore[attr-defined]
         cached = [name for name in holders if plan[name].compute_kernel == CACHED_KERNEL]
         weights = {name: holders[name]._parameters.pop("weight") for name in cached}
