@@ -33,6 +33,7 @@ _TENSORS_SECONDS = 2.0
 _new_process = subprocess.Popen
 #: What ranks import, some of it at their first use.
 _IMPORTED_ONCE = [
+    *(f"embershard.cache.loops.{name}" for name in ("ids", "initial_rows", "next_uses", "rows", "slots", "victims")),
     "embershard.launch.rank",
     "embershard.commands.score",
     "embershard.commands.train.command",

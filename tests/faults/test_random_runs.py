@@ -1,0 +1,31 @@
+"""A sample of `python -m tests.faults.random_runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.covering import keep
+from tests.faults.random_lives import CONTROLS
+from tests.faults.random_runs import Pools, Tally, try_run
+
+pytestmark = pytest.mark.slow  # processes that are killed
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.mark.parametrize("seed", keep([3, 8], range(12)))
+def test_a_run_that_is_killed_is_as_a_plain_training(pools: Pools, tmp_path: Path, seed: int) -> None:
+    assert try_run(seed, tmp_path, pools, Tally()) == ""
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_what_a_resume_forgets_is_noticed(pools: Pools, tmp_path: Path, control: str) -> None:
+    assert "--seed 8: loss at step" in try_run(8, tmp_path, pools, Tally(), control)
