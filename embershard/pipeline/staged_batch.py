@@ -298,8 +298,10 @@ class Window:
         return self._arriving[-1].batch if self._arriving else None
 
     def coming(self, first: int, count: int) -> list[StagedBatch]:
-        """Return up to `count` batches from place `first` on; none that is far."""
-        stop = first + count if not self._far else min(first + count, self.num_near)
+        """Return up to `count` batches from place `first` on, to make them resident: none that is far; where several
+        train together, none whose step is not whole, as its ids would get rows without those of the others."""
+        are_known = self._far or self._micro_batches > 1
+        stop = min(first + count, self.num_near) if are_known else first + count
         return list(itertools.islice(self._batches, first, max(first, stop)))
 
     def add(self, staged: StagedBatch) -> None:

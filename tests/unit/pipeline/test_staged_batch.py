@@ -279,6 +279,15 @@ def test_batches_of_one_step_go_far_and_come_near_together() -> None:
     assert [each.stages for each in batches[4:]] == [["announce", "put_away", "know"]] * 2 + [["announce", "put_away"]]
 
 
+def test_a_batch_is_not_made_resident_before_all_of_its_step_are_known() -> None:
+    """Its ids would get rows alone."""
+    window, batches = window_of(5, micro_batches=2)
+    window.know()
+    assert window.coming(1, 8) == batches[1:4]
+    window.know(is_over=True)
+    assert window.coming(1, 8) == batches[1:]
+
+
 def test_what_was_forgotten_becomes_known_again_as_far_as_it_was() -> None:
     window, batches = window_of(5, near=1)
     window.know()
