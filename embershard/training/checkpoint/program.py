@@ -104,8 +104,7 @@ def load_program(
     Any number of ranks may have written it, with any plan, and with rows in memory or in a file.
 
     Args:
-        folder: as for `save_program`: the newest sound checkpoint in it is loaded, and newer ones are named in a
-            warning; or one of its checkpoints, as `save_program` returned it.
+        folder: as for `save_program`, of which the newest sound checkpoint is loaded; or one checkpoint in it.
         optimizer: as for `save_program`. Optimizers of dense layers have their states first: `init_state()`.
         step: only the checkpoint of this step.
         allow_unverified: also take one without a manifest: what torch.distributed.checkpoint saved as
@@ -113,8 +112,7 @@ def load_program(
 
     Raises:
         ConfigError: as `save_program`; or a step of what is one checkpoint.
-        InvalidCheckpointError: on all ranks: a file is missing or damaged, in a folder of each checkpoint. Nothing was
-            changed.
+        InvalidCheckpointError: on all ranks: a file of each checkpoint is missing or damaged. Nothing was changed.
         CheckpointError: there is none; or it is of another model, or has states that the optimizer has not.
 
     >>> saved = save_program("loaded_program", 1, model, model.fused_optimizer)  # a sharded model
