@@ -131,8 +131,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Lived:
-    """What a rank says of a life that ended by itself. `refusal`: why its settings were refused; `operations`: of files;
-    `evictions`: of its caches."""
+    """What a rank says of a life that ended by itself. `refusal`: why its settings were refused; `operations`: of
+    files; `evictions`: of its caches."""
 
     refusal: str = ""
     operations: int = 0

@@ -271,6 +271,12 @@ class Run:
             yield f"no losses of the steps {missing}"
         assert checkpoint is not None
         yield from different_tensors(self._last, checkpoint)
+        # An evaluation that is due where a run is asked to stop is left out.
+        names = [
+            name for name in _SCALARS if name != "evaluations" or not any(way.is_stopped for way, _ in self._lives)
+        ]
+        scalars = [read_scalars(path) for path in (self._last, checkpoint)]
+        yield from (f"{name} differs" for name in names if scalars[0].get(name) != scalars[1].get(name))
 
     def _segments(self) -> list[tuple[Way, int, int]]:
         """Return the ways by which steps that survived add up: from which step to which."""
@@ -296,27 +302,29 @@ class Run:
 
 
 def different_tensors(found: Path, expected: Path) -> Iterator[str]:
-    """Yield what two checkpoints have otherwise: weights, states, averages, ids and the position; of tables of ids, the
-    rows that ids have or share."""
+    """Yield what two checkpoints have otherwise: weights, states, averages and ids; of tables of ids, the rows that ids
+    have or share."""
     verify_alone(expected)
     readers = BoxReader(found), BoxReader(expected)
     names = [{name for name in reader.tensors if name.startswith(_GROUPS)} for reader in readers]
     yield from (f"{name} is in one of them" for name in sorted(names[0] ^ names[1]))
     for name in sorted(names[0] & names[1]):
         first, second = (reader.read_whole(name) for reader in readers)
-        if (ids := _ids_of(name, names[0])) and name != ids:
+        if ids := _ids_of(name, names[0]):
             has_id = readers[1].read_whole(ids)[:, 1] >= 0
             has_id[:: len(has_id) // _IDS_BUCKETS] = True
             first, second = first[has_id], second[has_id]
         if not torch.equal(_bits(first), _bits(second)):
             yield f"{found.name}: {name} differs"
-    scalars = [read_scalars(path) for path in (found, expected)]
-    yield from (f"{name} differs" for name in _SCALARS if scalars[0].get(name) != scalars[1].get(name))
 
 
 def _ids_of(name: str, names: set[str]) -> str:
     """Return the name of the tensor that says which rows of this one have ids, or nothing."""
-    return next((each for each in names if each.endswith(".ids") and f".{each.split('.')[-2]}." in name), "")
+    path, _, kind = name.rpartition(".")
+    table = f".{path.split('.')[-1]}.ids"
+    if kind in ("ids", "id_candidates"):
+        return ""
+    return next((each for each in names if each.endswith(table)), "")
 
 
 def _bits(tensor: Tensor) -> Tensor:
