@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from embershard.cache.loops.ids import evict_ids as evict_ids
     from embershard.cache.loops.ids import find_ids as find_ids
     from embershard.cache.loops.ids import mix_ids as mix_ids
+    from embershard.cache.loops.ids import rank_ids as rank_ids
     from embershard.cache.loops.ids import rebuild_ids as rebuild_ids
     from embershard.cache.loops.ids import use_ids as use_ids
     from embershard.cache.loops.initial_rows import make_blocks as make_blocks

@@ -265,6 +265,15 @@ def _rank(uses: int, clock: int, decay: int) -> int:
 
 
 @compiled
+def rank_ids(uses: Int64s, clock: int, oldest: int, decay: int, ranks: Int64s) -> None:
+    """Write the ranks [n] of live ids of these uses after batch `clock`: the lowest are evicted first, negative ones
+    because no batch from `oldest` on used them."""
+    for i in range(uses.size):
+        rank = _rank(uses[i], clock, decay)
+        ranks[i] = rank if (uses[i] & _LOW) >= oldest else rank - _NEVER
+
+
+@compiled
 def _last_of_ties(
     bucket: int, clock: int, oldest: int, decay: int, size: int, records: Int64s, bound: int, ties: int
 ) -> int:

@@ -22,7 +22,7 @@ _ONCE = 1 << 32  # the uses of an id of which nobody knows more: one, long ago
 
 @dataclass(frozen=True, eq=False)
 class LiveIds:
-    """Ids with a row.
+    """Ids with a row; where a bucket has room for some, it is for those that come first.
 
     Attributes:
         words: mixed, [n].
@@ -36,10 +36,12 @@ class LiveIds:
 
     @staticmethod
     def of_ids(ids: _Ints, rows: _Ints) -> LiveIds:
-        """Return ids as data have them, of whose uses nothing is known."""
+        """Return ids as data have them, of whose uses nothing is known, in the order in which a batch admits them."""
         from embershard.cache.ids.id_map import mixed  # of a capability that may be taken out
 
-        return LiveIds(mixed(ids), np.full(len(ids), _ONCE), rows)
+        words = mixed(ids)
+        order = words.argsort()
+        return LiveIds(words[order], np.full(len(ids), _ONCE), rows[order])
 
 
 def fill_ids(
@@ -54,8 +56,8 @@ def fill_ids(
 ) -> tuple[int, int]:
     """Fill a table of ids on this rank: who has which row, the rows, and their states.
 
-    With the rows and rules of before, all is as it was. Otherwise an id gets a row of its bucket, the most used ones
-    first, as long as more than its reserve is left; and no id without a row is a candidate.
+    With the rows and rules of before, all is as it was. Otherwise an id gets a row of its bucket, those that the new
+    rules would evict last first, as long as more than its reserve is left; and no id without a row is a candidate.
 
     Returns:
         Ids with a row on this rank, and those of its buckets that found none.
@@ -67,7 +69,7 @@ def fill_ids(
     values = {name: value for name, value in values.items() if name in saved.sizes()}
     if saved.ids(was.name) is not None or was.num_rows != table.num_rows or rules != old_rules:
         layout = rules.buckets_of(table.name, table.num_rows)
-        return place_ids(model[ids], _live_ids(saved, was), layout, values, saved)
+        return place_ids(model[ids], _live_ids(saved, was, rules), layout, values, saved)
     for name in (ids, f"{ids.removesuffix('ids')}id_candidates"):
         if name in model:
             source = was.tensor.removesuffix("weight") + name.rpartition(".")[2]
@@ -87,7 +89,7 @@ def place_ids(target: Any, live: LiveIds, layout: Buckets, values: Mapping[str, 
     num_placed, num_left = 0, 0
     buckets = np.empty(len(live.words), np.int64)
     loops.buckets_of_ids(live.words, layout.num_buckets, buckets)
-    order = np.lexsort((live.words, -live.uses, buckets))
+    order = buckets.argsort(kind="stable")
     places = np.arange(len(order)) - np.searchsorted(buckets[order], buckets[order])
     has_row = places < layout.rows - 1 - layout.reserve
     rows = buckets[order] * layout.rows + 1 + places
@@ -115,7 +117,8 @@ def clock_of(saved: Saved, was: TableShape) -> int:
     return int(first_record[0, 0])
 
 
-def _live_ids(saved: Saved, was: TableShape) -> LiveIds:
+def _live_ids(saved: Saved, was: TableShape, rules: IdTable) -> LiveIds:
+    """Return the ids of a trained table, those first that `evict_ids` would evict last by the rules."""
     if (found := saved.ids(was.name)) is not None:
         return LiveIds.of_ids(*(each.numpy() for each in found))
     parts = list[tuple[_Ints, _Ints, _Ints]]()
@@ -124,4 +127,8 @@ def _live_ids(saved: Saved, was: TableShape) -> LiveIds:
         live = np.flatnonzero(records[:, 1] >= 0)
         parts.append((records[live, 0], records[live, 1], live + first))
     words, uses, rows = (np.concatenate([np.empty(0, np.int64), *each]) for each in zip(*parts, strict=True))
-    return LiveIds(words, uses, rows)
+    clock, ranks = clock_of(saved, was), np.empty(len(uses), np.int64)
+    oldest = 0 if rules.ttl_steps is None else clock - rules.ttl_steps
+    loops.rank_ids(uses, clock, oldest, rules.decay, ranks)
+    order = np.lexsort((words, ranks))[::-1]
+    return LiveIds(words[order], uses[order], rows[order])
