@@ -46,6 +46,21 @@ class BrokenIo(PageIo):
         super().write(*arguments)
 
 
+class FlippingIo(PageIo):
+    """A disk that changes a bit in each page that is written by part number `works` of the work, or a later one."""
+
+    def __init__(self, works: int, seed: int = 0) -> None:
+        self._left, self._random, self._lock = works, random.Random(seed), threading.Lock()
+
+    def write(self, file: int, pages: Any, page_bytes: int, memory: Any, places: Any) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left < 0:
+                for place in places:
+                    memory[place * page_bytes + self._random.randrange(page_bytes)] ^= 1 << self._random.randrange(8)
+        super().write(file, pages, page_bytes, memory, places)
+
+
 class CountingIo(PageIo):
     """A disk that counts the pages that are read and written."""
 

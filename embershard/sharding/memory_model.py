@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy, MapKind
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, map_kind
-from embershard.cache.rows.sizes import FILE_BUFFER_BYTES, FILED_ROW_BYTES, MARK_BYTES, PLACE_BYTES
+from embershard.cache.rows.sizes import FILE_BUFFER_BYTES, MARK_BYTES, PLACE_BYTES, filed_row_bytes
 from embershard.sharding.run_shape import RunShape
 from embershard.sharding.shards import PoolKey, PoolPlacement
 from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool, names_in_pool
@@ -209,8 +209,8 @@ def host_bytes(shards: Sequence[PlacedShard], shape: RunShape) -> dict[str, int]
     if places := pool_places(cached, shape):
         row_bytes = {key: members[0].host_row_bytes for key, members in by_pool(cached).items()}
         in_memory = sum((count + 1) * row_bytes[key] for key, count in places.items())
-        file_maps = int(FILED_ROW_BYTES * rows) + PLACE_BYTES * sum(places.values())
-        file_maps += min(in_memory // 8, FILE_BUFFER_BYTES)
+        file_maps = int(sum(filed_row_bytes(s.host_row_bytes) * s.rows for s in cached))
+        file_maps += PLACE_BYTES * sum(places.values()) + min(in_memory // 8, FILE_BUFFER_BYTES)
     return {
         "rows": in_memory,
         "scores": shape.cache.policy.score_bytes * rows,
@@ -223,7 +223,7 @@ def shard_host_bytes(shard: PlacedShard, shape: RunShape) -> int:
     """Return the host memory of a rank that grows with a cached shard: with rows in a file, `file_host_bytes` stays."""
     if shape.file_host_bytes is None:
         return sum(host_bytes([shard], shape).values())
-    return int((FILED_ROW_BYTES + shape.cache.policy.score_bytes) * shard.rows)
+    return int((filed_row_bytes(shard.host_row_bytes) + shape.cache.policy.score_bytes) * shard.rows)
 
 
 def places_in(host_bytes: int, row_bytes: int, elements: int, all_elements: int) -> int:

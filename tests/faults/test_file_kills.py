@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embershard.cache.file.file_rows import PageIo
+from embershard.cache.file.file_rows import FileRows, PageIo
 from tests.faults.file_kills import FileKills
 
 pytestmark = pytest.mark.slow  # processes that are killed
@@ -24,6 +24,8 @@ def test_runs_that_are_killed_go_on(kills: FileKills) -> None:
 
 
 def test_pages_that_are_lost_are_noticed(kills: FileKills, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A negative control: a disk that forgets what is written."""
+    """A disk that forgets what is written ends the run; the negative control is one without checksums."""
     monkeypatch.setattr(PageIo, "write", lambda *arguments: None)
+    assert "ended with status" in kills.try_all([])
+    monkeypatch.setattr(FileRows, "_sums_of", lambda *arguments: 0)
     assert "differ" in kills.try_all([])

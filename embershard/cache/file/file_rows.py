@@ -2,6 +2,9 @@
 
 The file is working storage: it has no name, so that the system frees it with the process, and no reader but this one.
 A checkpoint has the rows; so nothing is forced to the disk, and nothing is recovered from it.
+
+Memory keeps a checksum of each page as it was written last, and a page that is read is compared with it: so a bit that
+the disk flips, a write that it loses and a page of another place are noticed before a row of them is used.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -33,6 +36,7 @@ _CHUNK_BYTES = 1 << 20  # that a thread moves in one go
 _MOST_WRITING_BYTES = 64 << 20  # of rows that wait to be written
 _BLOCK_ROWS_BYTES = 64 << 20  # that `write_block` hands over at a time
 _THREADS = "embershard-file"
+_REMEDY = 'resume from the last checkpoint with another folder, or with cache.host = "memory"'
 
 _Numbers = NDArray[np.int64]
 
@@ -147,6 +151,7 @@ class FileRows:
         like: a tensor [?, ...] for each part of a row; a row of the file is one row of each.
         threads: that read and write at the same time.
         io: see `PageIo`.
+        name_rows: returns words for the rows [first, stop), for errors.
 
     Attributes:
         row_bytes: of a row.
@@ -159,7 +164,8 @@ class FileRows:
 
     What is counted follows from the calls and their order alone, not from the disk's speed.
 
-    Once the file could not be read or written, every call raises the same CacheError.
+    Once the file could not be read or written, or a page was not what was written, every call raises the same
+    CacheError.
 
     Raises:
         ConfigError: the folder cannot be used, or its disk has too little room.
@@ -174,7 +180,13 @@ class FileRows:
     """
 
     def __init__(
-        self, folder: str, num_rows: int, like: Sequence[Tensor], threads: int = 16, io: PageIo | None = None
+        self,
+        folder: str,
+        num_rows: int,
+        like: Sequence[Tensor],
+        threads: int = 16,
+        io: PageIo | None = None,
+        name_rows: Callable[[int, int], str] = lambda first, stop: f"rows {first} to {stop - 1}",
     ) -> None:
         part_bytes = [math.prod(part.shape[1:]) * part.itemsize for part in like]
         self._word_bytes = math.gcd(8, *part_bytes)
@@ -184,10 +196,14 @@ class FileRows:
         self.page_bytes = page_bytes_for(self.row_bytes)
         self.rows_per_page = self.page_bytes // self.row_bytes
         self.file_bytes = -(-num_rows // self.rows_per_page) * self.page_bytes
-        self._folder, self._io = folder, PageIo() if io is None else io
+        self._where, self._name_rows = f"cache.host_dir={folder!r}", name_rows
+        self._io = PageIo() if io is None else io
         check_room(folder, self.file_bytes)
         self._file, self.is_direct = without_page_cache(open_working_file(folder, self.file_bytes))
         self._bits = np.zeros(num_rows // 8 + 1, np.uint8)
+        self._sums = np.zeros(self.file_bytes // self.page_bytes, np.int32)
+        self._being_written: tuple[_Numbers, ...] = ()  # pages that may not agree with their sums
+        self._was_written = threading.Condition()
         self.rows_read = self.pages_read = self.rows_written = self.pages_written = self.pages_patched = 0
         self._memory = _ThreadMemory(max(_CHUNK_BYTES, self.page_bytes))
         self._num_threads, self._threads = threads, ThreadPoolExecutor(threads, _THREADS)
@@ -215,16 +231,10 @@ class FileRows:
             CacheError: the file could not be read or written before.
         """
         self._check()
-        numbers, to, views = keys.numpy(), places.numpy(), self._views(tables)
+        numbers = keys.numpy()
         self.rows_read += numbers.size
         self.pages_read += int(np.count_nonzero(self._is_first(numbers)))
-        is_left = np.ones(numbers.size, np.bool_)
-        for writing in self._writing:  # the newest comes last
-            found, of = writing.find(numbers)
-            self._from_words(writing.records, of * self.row_bytes, views, to[found])
-            is_left[found] = False
-        numbers, to = numbers[is_left], to[is_left]
-        return FileWork([self._submit(self._read, *part, views) for part in self._chunks(numbers, to)])
+        return self._begin_to_read(numbers, self._views(tables), places.numpy(), self._writing)
 
     def write(self, keys: Tensor, tables: Sequence[Tensor], places: Tensor) -> FileWork:
         """Begin to write rows, whose contents are copied before this returns: `places` may be used again at once.
@@ -271,17 +281,12 @@ class FileRows:
             CacheError: the file could not be read, or not written before.
         """
         self._check()
-        keys, views = np.arange(first, stop), self._views(tables)
+        keys = np.arange(first, stop)
         found = np.empty(keys.size, np.bool_)
         with self._lock:
             loops.are_set(self._bits, keys, found)
             writing = self._writing
-        keys = keys[found]
-        parts = self._chunks(keys, keys - first)
-        FileWork([self._submit(self._read, *part, views) for part in parts]).wait()
-        for each in writing:
-            here, of = each.find(keys)
-            self._from_words(each.records, of * self.row_bytes, views, keys[here] - first)
+        self._begin_to_read(keys[found], self._views(tables), keys[found] - first, writing).wait()
 
     def write_block(self, first: int, rows: Sequence[Tensor]) -> None:
         """Write the rows [first, first + n): [n, ...] for each part; return when they are in the file.
@@ -295,12 +300,74 @@ class FileRows:
             self.write(places + first, rows, places)
         self.finish()
 
+    def _begin_to_read(
+        self, keys: _Numbers, views: Sequence[NDArray[Any]], places: _Numbers, writing: Sequence[_OnTheWay]
+    ) -> FileWork:
+        """Begin to read rows that were written; those on their way come from there: the file may lack their page."""
+        is_left = np.ones(keys.size, np.bool_)
+        for each in writing:  # the newest comes last
+            found, of = each.find(keys)
+            self._from_words(each.records, of * self.row_bytes, views, places[found])
+            is_left[found] = False
+        parts = self._chunks(keys[is_left], places[is_left])
+        return FileWork([self._submit(self._read, *part, views) for part in parts])
+
     # -- in threads
 
     def _read(self, pages: _Numbers, keys: _Numbers, places: _Numbers, views: Sequence[NDArray[Any]]) -> None:
         memory = self._memory.pages
-        self._io.read(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
+        self._read_pages(pages, memory, np.arange(pages.size))
         self._from_words(memory, self._starts_of(keys, pages), views, places)
+
+    def _read_pages(self, pages: _Numbers, memory: NDArray[np.uint8], places: _Numbers) -> None:
+        """Read pages as they were written. One that another thread writes meanwhile is read again behind that."""
+        try:
+            self._io.read(self._file, pages, self.page_bytes, memory, places)
+            differ = self._sums[pages] != self._sums_of(memory, places)
+            if not differ.any():
+                return
+            pages, places = pages[differ], places[differ]
+            with self._was_written:
+                self._was_written.wait_for(lambda: not any(np.isin(pages, each).any() for each in self._being_written))
+                self._check()
+                self._io.read(self._file, pages, self.page_bytes, memory, places)
+                wanted, found = self._sums[pages], self._sums_of(memory, places)
+        except OSError as error:
+            said = f"rows in a file in {self._where} could not be read: {error}. Its disk fails; {_REMEDY}"
+            self._fail(CacheError(said), error)
+        if (differ := wanted != found).any():
+            self._fail(self._wrong_pages(pages[differ], wanted[differ], found[differ]))
+
+    def _write_pages(self, pages: _Numbers, memory: NDArray[np.uint8]) -> None:
+        sums = self._sums_of(memory, np.arange(pages.size))
+        with self._was_written:
+            self._being_written = (*self._being_written, pages)
+        try:
+            self._io.write(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
+            self._sums[pages] = sums
+        except OSError as error:
+            said = f"rows in a file in {self._where} could not be written: {error}. Its disk is full or broken; "
+            self._fail(CacheError(said + _REMEDY), error)
+        finally:
+            with self._was_written:
+                self._being_written = tuple(each for each in self._being_written if each is not pages)
+                self._was_written.notify_all()
+
+    def _sums_of(self, memory: NDArray[np.uint8], places: _Numbers) -> NDArray[np.int32]:
+        sums = np.empty(places.size, np.int32)
+        loops.sum_pages(memory.view(np.int64), self.page_bytes // 8, places, sums)
+        return sums
+
+    def _wrong_pages(self, pages: _Numbers, wanted: NDArray[np.int32], found: NDArray[np.int32]) -> CacheError:
+        page = int(pages[0])
+        names = self._name_rows(page * self.rows_per_page, min((page + 1) * self.rows_per_page, self._num_rows))
+        others = f" ({pages.size - 1} more of the pages that were read with it are wrong)" if pages.size > 1 else ""
+        sums = [f"{int(each[0]) & 0xFFFFFFFF:08x}" for each in (found, wanted)]
+        return CacheError(
+            f"page {page} of a file in {self._where}, with {names}, is not what was written: got checksum {sums[0]}, "
+            f"needed {sums[1]}{others}. No row of it was used. The disk, or what is between it and the processor, "
+            f"changes bits or loses writes: {_REMEDY}"
+        )
 
     def _write(self, keys: _Numbers, records: NDArray[np.uint8], is_shared: NDArray[np.bool_]) -> None:
         self._check()
@@ -319,32 +386,29 @@ class FileRows:
         """Write records `numbers`, those of `keys`, into their pages; read what else is in those at `shared` first."""
         memory = self._memory.pages
         if shared.size:
-            self._io.read(self._file, pages[shared], self.page_bytes, memory, shared)
+            self._read_pages(pages[shared], memory, shared)
         rows = records.view(self._word).reshape(-1, self.row_bytes // self._word_bytes)
         starts = self._starts_of(keys, pages) // self._word_bytes
         loops.rows_to_pages(memory.view(self._word), starts, rows, numbers)
-        self._io.write(self._file, pages, self.page_bytes, memory, np.arange(pages.size))
+        self._write_pages(pages, memory)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
         return self._threads.submit(self._run, work, *arguments)
 
     def _run(self, work: Callable[..., None], *arguments: Any) -> None:
         self._check()
-        failure: Exception | None = None
         try:
             work(*arguments)
-        except OSError as error:
-            doing = "written" if work == self._patch else "read"
-            failure = CacheError(
-                f"rows in a file in cache.host_dir={self._folder!r} could not be {doing}: {error}. Its disk is full or "
-                'broken; resume from the last checkpoint with another folder, or with cache.host = "memory"'
-            )
-            failure.__cause__ = error
         except Exception as error:  # of a thread that nobody may wait for
-            failure = error
+            self._fail(error)
+
+    def _fail(self, failure: Exception, cause: OSError | None = None) -> NoReturn:
+        """Raise the failure that every call raises from now on: this one, unless there was another."""
+        if cause is not None:
+            failure.__cause__ = cause
         with self._lock:
             self._failure = self._failure or failure
-        self._check()
+        raise self._failure
 
     # -- places of rows
 

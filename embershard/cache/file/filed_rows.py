@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -81,7 +82,8 @@ class FiledRows:
         self.parts = [
             memory.zeros(count * math.prod(part.shape[1:]), part.dtype).view(count, *part.shape[1:]) for part in like
         ]
-        self._file = FileRows(folder, self._num_rows, like, io=io)
+        names = partial(_names_of, rows_per_table, initial)
+        self._file = FileRows(folder, self._num_rows, like, io=io, name_rows=names)
         self._works: dict[KnownBatch, FileWork] = {}  # of claims
         self._reading: list[FileWork] = []  # what nobody has waited for, of any batch
         self._lock = threading.RLock()
@@ -275,3 +277,16 @@ class FiledRows:
         works, self._reading = self._reading, []
         for work in works:
             work.wait()
+
+
+def _names_of(rows_per_table: Sequence[int], shards: Sequence[ShardWeights], first: int, stop: int) -> str:
+    """Return words for the pool's rows [first, stop): the tables, and their own row numbers."""
+    found, start = list[str](), 0
+    for num_rows, shard in zip(rows_per_table, shards, strict=True):
+        low, high = max(first, start), min(stop, start + num_rows)
+        if low < high:
+            own = shard.first_row - start
+            numbers = f"row {low + own}" if high == low + 1 else f"rows {low + own} to {high + own - 1}"
+            found.append(f"{numbers} of table {shard.table!r}")
+        start += num_rows
+    return ", ".join(found)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from embershard.cache.loops.pages import rows_from_pages as rows_from_pages
     from embershard.cache.loops.pages import rows_to_pages as rows_to_pages
     from embershard.cache.loops.pages import set_bits as set_bits
+    from embershard.cache.loops.pages import sum_pages as sum_pages
     from embershard.cache.loops.pages import write_pages as write_pages
     from embershard.cache.loops.rows import add_per_feature as add_per_feature
     from embershard.cache.loops.rows import are_rows as are_rows

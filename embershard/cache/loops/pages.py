@@ -11,13 +11,18 @@ from typing import Any
 import numba
 import numpy as np
 
-from embershard.cache.loops.compiled import Int64s, compiled, compiled_when_called
+from embershard.cache.loops.compiled import Int32s, Int64s, compiled, compiled_when_called
 
 _OF_PAGES = numba.int64(numba.int64, numba.int64, numba.int64, numba.int64)
 _pread: Any = numba.types.ExternalFunction("pread64", _OF_PAGES)
 _pwrite: Any = numba.types.ExternalFunction("pwrite64", _OF_PAGES)
 #: Pages that one call moves at most, so that many threads share long runs.
 _MOST_TOGETHER = 256
+#: Of XXH64: its primes, and the bits by which it rotates.
+_P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
+_P4 = np.uint64(0x85EBCA77C2B2AE63)
+_1, _7, _12, _18, _29, _31, _32, _33 = (np.uint64(bits) for bits in (1, 7, 12, 18, 29, 31, 32, 33))
+_37, _46, _52, _57, _63 = (np.uint64(bits) for bits in (37, 46, 52, 57, 63))
 
 
 @compiled
@@ -61,6 +66,33 @@ def write_pages(file: int, pages: Int64s, page_bytes: int, address: int, places:
             return start
         start = stop
     return start
+
+
+@compiled
+def sum_pages(words: Int64s, page_words: int, places: Int64s, sums: Int32s) -> None:
+    """Write the checksums of pages at places in memory to `sums` [n]: the lower half of XXH64, without a seed. Any
+    change of bits within 8 bytes changes one of its four lanes."""
+    for number in range(places.size):
+        start = places[number] * page_words
+        a, b, c, d = _P1 + _P2, _P2, np.uint64(0), np.uint64(0) - _P1
+        for word in range(start, start + page_words, 4):
+            a += np.uint64(words[word]) * _P2
+            b += np.uint64(words[word + 1]) * _P2
+            c += np.uint64(words[word + 2]) * _P2
+            d += np.uint64(words[word + 3]) * _P2
+            a = ((a << _31) | (a >> _33)) * _P1
+            b = ((b << _31) | (b >> _33)) * _P1
+            c = ((c << _31) | (c >> _33)) * _P1
+            d = ((d << _31) | (d >> _33)) * _P1
+        found = ((a << _1) | (a >> _63)) + ((b << _7) | (b >> _57))
+        found += ((c << _12) | (c >> _52)) + ((d << _18) | (d >> _46))
+        for lane in (a, b, c, d):
+            lane *= _P2
+            found = (found ^ (((lane << _31) | (lane >> _33)) * _P1)) * _P1 + _P4
+        found += np.uint64(8 * page_words)
+        found = (found ^ (found >> _33)) * _P2
+        found = (found ^ (found >> _29)) * _P3
+        sums[number] = np.int32(found ^ (found >> _32))
 
 
 @compiled_when_called()

@@ -34,9 +34,9 @@ def num_full_rows(num_rows: int, share: float) -> int:
     return num_rows if num_rows <= SMALL_TABLE_ROWS else round(share * num_rows)
 
 
-#: Host memory of a row in a file, wherever it is (its entry in the map, and a bit), and of a place for one in memory
-#: beside the row itself (its key, stamp and uses), in bytes.
-FILED_ROW_BYTES, PLACE_BYTES = 4.125, 28
+#: Host memory of a row in a file, wherever it is (its entry in the map, and a bit), of the checksum of a page, and of a
+#: place for a row in memory beside the row itself (its key, stamp and uses), in bytes.
+_FILED_ROW_BYTES, _SUM_BYTES, PLACE_BYTES = 4.125, 4, 28
 #: Of the disk, of which a page of a file is one or more.
 _UNIT_BYTES, _MOST_UNITS = 4096, 4
 #: A page has no more waste than this share, where one of at most 16 KiB can.
@@ -56,3 +56,12 @@ def page_bytes_for(row_bytes: int) -> int:
         if page_bytes >= row_bytes and page_bytes % row_bytes <= _MOST_WASTE * page_bytes:
             return page_bytes
     return -(-row_bytes // _UNIT_BYTES) * _UNIT_BYTES
+
+
+def filed_row_bytes(row_bytes: int) -> float:
+    """Return the host memory of a row in a file, wherever it is, with its share of the checksum of a page.
+
+    >>> filed_row_bytes(64), filed_row_bytes(4096)
+    (4.1875, 8.125)
+    """
+    return _FILED_ROW_BYTES + _SUM_BYTES / (page_bytes_for(row_bytes) // row_bytes)

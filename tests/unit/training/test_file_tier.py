@@ -32,7 +32,7 @@ from embershard.training.fit.model_size import table_rows
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
-from tests.disks import BrokenIo, SlowIo
+from tests.disks import BrokenIo, FlippingIo, SlowIo
 from tests.small_runs import small_data, small_run
 
 STEPS = 60
@@ -82,7 +82,11 @@ def assert_same(one: Found, other: Found) -> None:
 
 def use_io(monkeypatch: pytest.MonkeyPatch, make_io: Callable[[], PageIo]) -> None:
     """Read and write the files of all tables this way."""
-    monkeypatch.setattr(filed_rows, "FileRows", lambda *arguments, io: FileRows(*arguments, io=make_io()))
+
+    def make(*arguments: Any, **names: Any) -> FileRows:
+        return FileRows(*arguments, **{**names, "io": make_io()})
+
+    monkeypatch.setattr(filed_rows, "FileRows", make)
 
 
 @pytest.mark.slow
@@ -178,6 +182,7 @@ def test_what_is_done_wrongly_is_seen(
 ) -> None:
     use_io(monkeypatch, lambda: SlowIo(most_seconds=0.1))
     monkeypatch.setattr(owner, name, fault)
+    monkeypatch.setattr(FileRows, "_sums_of", lambda rows, memory, places: 0)  # which see the last one, too
     found = trained(make_config(tmp_path, 0.06), ranks)
     monkeypatch.undo()
     with pytest.raises(AssertionError):
@@ -234,6 +239,32 @@ def test_a_broken_disk_ends_the_run_and_leaves_the_checkpoint(
     whole = trained(make_config(tmp_path, 1), ranks)
     for checkpoint in complete_checkpoints(tmp_path / "run"):
         assert_same(whole, trained(config, ranks, None, checkpoint))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("works", [0, 30])
+def test_a_disk_that_changes_bits_ends_the_run_and_leaves_the_checkpoint(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: int
+) -> None:
+    """Neither a step nor a save takes a row of such a page."""
+    config = make_config(tmp_path, 0.06, every_steps=4)
+    with monkeypatch.context() as patch:
+        use_io(patch, lambda: FlippingIo(works))
+        with pytest.raises(CacheError, match=r"page \d+ of a file.*row.* of table 't.*not what was written.*resume"):
+            trained(config, ranks, tmp_path / "run")
+    whole = trained(make_config(tmp_path, 1), ranks)
+    for checkpoint in complete_checkpoints(tmp_path / "run"):
+        assert_same(whole, trained(config, ranks, None, checkpoint))
+
+
+@pytest.mark.slow
+def test_bits_that_change_would_train(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without sums the run ends as if nothing had happened, with other weights."""
+    use_io(monkeypatch, lambda: FlippingIo(30))
+    monkeypatch.setattr(FileRows, "_sums_of", lambda rows, memory, places: 0)
+    found = trained(make_config(tmp_path, 0.06), ranks)
+    with pytest.raises(AssertionError):
+        assert_same(found, trained(make_config(tmp_path, 1), ranks))
 
 
 @pytest.mark.slow
