@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,6 +20,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import CacheError, ShardingError
+from embershard.interrupts import interrupts_wait
 from embershard.pipeline.left_steps import BackwardWatch
 from embershard.pipeline.module_input import ModuleInput, features_among
 from embershard.sharding.torchrec.compat import unwrapped
@@ -169,7 +168,8 @@ def pipelined_forwards(
     if features is not None:
         return _named_forwards(model, batch, step, features)
     try:
-        with _interrupts_wait(), _torch_fx_undone():
+        # torch.fx replaces `nn.Module.__call__` while it traces; an interrupt while it puts that back would leave it.
+        with interrupts_wait(), _torch_fx_undone():
             modules, _, _, _, others = _rewrite_model(model, step, None, batch, pipelined_forward=PipelinedForward)
     except BaseException as error:
         _give_back(model)
@@ -203,24 +203,6 @@ def _give_back(model: nn.Module) -> None:
             module.is_pipelined = False
         while isinstance(module.forward, PipelinedForward):
             module.forward.remove()
-
-
-@contextlib.contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block. torch.fx replaces `nn.Module.__call__` while it traces, and an
-    interrupt while it puts that back would leave it replaced for all models of the process."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    waiting: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *interrupt: waiting.append(interrupt))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if waiting:
-            handler(*waiting[-1])
 
 
 @contextlib.contextmanager

@@ -212,6 +212,17 @@ class FileRows:
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self.close = weakref.finalize(self, _end, self._file, self._threads, self._writer)
+        self._compile(like)
+
+    def _compile(self, like: Sequence[Tensor]) -> None:
+        """Compile the loops, or load what was compiled: for the first step, and threads, that would have to wait."""
+        none, words, no_pages = np.empty(0, np.int64), np.empty(0, self._word), np.empty(0, np.bool_)
+        for view in self._views([part[:0] for part in like]):
+            loops.rows_to_pages(words, none, view, none)
+            loops.rows_from_pages(words, none, view, none)
+        loops.set_bits(self._bits, none)
+        loops.are_set(self._bits, none, no_pages)
+        loops.pages_to_keep(self._bits, none, none, self.rows_per_page, self._num_rows, no_pages)
 
     def is_written(self, keys: Tensor) -> Tensor:
         """Return which of the rows `keys` (int64 [M]) were written: bool [M]."""

@@ -88,6 +88,8 @@ class FiledRows:
         self._reading: list[FileWork] = []  # what nobody has waited for, of any batch
         self._lock = threading.RLock()
         self._counts = FileCounts()
+        none = torch.empty(0, dtype=torch.int64)
+        self._make(none, self.parts, none)  # compiles, or loads what was compiled: not in the first step
 
     # -- training
 
@@ -254,9 +256,8 @@ class FiledRows:
 
     def _make(self, keys: Tensor, parts: Sequence[Tensor], places: Tensor) -> None:
         """Write the initial weights of rows `keys` to rows `places` (both int64 [M])."""
-        if keys.numel():
-            none_made, out = np.zeros(1, np.bool_), as_array(parts[0].data)
-            loops.read_rows(keys.numpy(), places.numpy(), none_made, 62, out[:0], out, self._initial.arrays)
+        none_made, out = np.zeros(1, np.bool_), as_array(parts[0].data)
+        loops.read_rows(keys.numpy(), places.numpy(), none_made, 62, out[:0], out, self._initial.arrays)
 
     def _of_memory(self, keys: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the positions of those of `keys` that are in memory, and copies of their parts."""

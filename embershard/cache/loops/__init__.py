@@ -8,8 +8,10 @@ second to import, and is when the first of them is used: who scores on a CPU wit
 Arrays are one-dimensional and contiguous: N keys and positions of a batch, S + 1 slots, R rows.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from embershard.interrupts import interrupts_wait
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -76,5 +78,12 @@ else:
     _get = lazy_names(__name__)
 
     def __getattr__(name: str) -> Any:
-        found = globals()[name] = _get(name)  # the next use finds it here: they are called in every step
+        with interrupts_wait():  # an import of Numba that is cut off cannot be repeated
+            found = globals()[name] = _get(name)  # the next use finds it here: they are called in every step
         return found
+
+
+def load_those_of_a_cache() -> None:
+    """Load the loops that every cache on a CPU calls, or compile them: when it is built, and not in its first step."""
+    for name in ("find", "know", "candidates", "copy_rows"):  # one of each file
+        getattr(sys.modules[__name__], name)

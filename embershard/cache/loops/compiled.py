@@ -17,7 +17,11 @@ from typing import Any, NewType, TypeVar, cast
 import numba
 import numpy as np
 from numba.core.caching import IndexDataCacheFile
+from numba.core.errors import NumbaError
 from numpy.typing import NDArray
+
+from embershard.errors import CacheError
+from embershard.interrupts import interrupts_wait
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -37,6 +41,8 @@ _TYPES = {
     bool: numba.boolean,
 }
 _failures: list[Exception] = []
+#: What cut Numba off while it compiled a loop, or loaded it.
+_cuts: list[BaseException] = []
 
 
 def compiled(loop: _Loop) -> _Loop:
@@ -72,11 +78,38 @@ def _compile(signatures: Sequence[tuple[Any, ...]], loop: _Loop, **options: Any)
         )
     except Exception as error:  # of any class: no folder, or a Numba that keeps its files in another way
         _warn_not_kept(error)
+    found.compile = functools.partial(_as_a_whole, loop.__name__, found.compile)
     for signature in signatures:
         found.compile(signature)
     if signatures:
         found.disable_compile()
     return cast(_Loop, found)
+
+
+def _as_a_whole(name: str, compile_for: Callable[[Any], Any], signature: Any) -> Any:
+    """Compile or load a loop for a signature, while interrupts wait: Numba reads what it knows from generators that all
+    loops share, and one that an exception ends stays so. From then on nothing is compiled, or loaded, in the process.
+
+    Raises:
+        CacheError: that has happened.
+    """
+    with interrupts_wait():
+        try:
+            return compile_for(signature)
+        except NumbaError:  # of the loop, or of its arguments
+            raise
+        except Exception as error:
+            if not _cuts and not isinstance(error.__cause__, StopIteration):
+                _cuts.append(error)
+                raise
+            cut = f"{type(_cuts[0]).__name__} cut it off" if _cuts else "something cut it off"
+            raise CacheError(
+                f"the compiled loop {name!r} could not be loaded: Numba has been unable to load any in this process "
+                f"since {cut} in the middle of another one. Start the process again, from the last checkpoint"
+            ) from error
+        except BaseException as error:
+            _cuts.append(error)
+            raise
 
 
 def _warn_not_kept(error: Exception) -> None:

@@ -59,6 +59,7 @@ class LazyRows:
         self._lock = threading.Lock()
         self.num_unmade = self._made.size
         self._num_asked = self._num_done = 0  # calls of `make_later`, and those whose rows are all made
+        self._make(np.empty(0, np.int64))  # compiles, or loads what was compiled: not in the first step
 
     @property
     def has_caught_up(self) -> bool:
@@ -101,7 +102,6 @@ class LazyRows:
         """Make the rows `keys`, as `make` does, in a thread of the lowest priority."""
         with self._lock:
             self._num_asked += 1
-        self._make(np.empty(0, np.int64))  # compiles: the thread would do it slowly, and others would wait for it
         arguments = (weakref.ref(self), keys.numpy())
         threading.Thread(target=_make_later, args=arguments, name="embershard-rows").start()
 

@@ -97,6 +97,11 @@ class SmallRows:
             self._words = self.parts[0].view(torch.int32).numpy()
         self.full_keys = torch.empty(0, dtype=torch.int64)
         self.keep_full(full_keys)
+        none = self.full_keys[:0], torch.empty(0, dim)  # compiles, or loads what was compiled: not in the first step
+        self.read(*none)
+        self.write(*none)
+        self._round(none[1].numpy(), *2 * (none[0].numpy(),), _NO_MARKS, 0)
+        self._write_initial(none[0].numpy(), none[1], none[0].numpy())
 
     def keep_full(self, keys: Tensor) -> None:
         """Let these rows (int64 [K] ascending; of int8 only) be the full ones, with their initial weights; before any
@@ -291,9 +296,8 @@ class SmallRows:
         return int(loops.round_to_codes(rows, bits, places, keys, self.tables, self._steps, seen, number))
 
     def _write_initial(self, keys: NDArray[np.int64], out: Tensor, places: NDArray[np.int64]) -> None:
-        if keys.size:
-            none_made, nothing = np.zeros(1, np.bool_), np.empty(0, np.float32)
-            loops.read_rows(keys, places, none_made, 62, nothing, as_array(out), self._initial.arrays)
+        none_made, nothing = np.zeros(1, np.bool_), np.empty(0, np.float32)
+        loops.read_rows(keys, places, none_made, 62, nothing, as_array(out), self._initial.arrays)
 
     def _next_marks(self, num_places: int) -> tuple[NDArray[np.int32], int]:
         if self._seen.size != num_places or self._number == np.iinfo(np.int32).max:

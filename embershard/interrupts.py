@@ -1,0 +1,34 @@
+"""Ctrl-C waits while a library changes what belongs to the whole process."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block: in the thread that Python gives it to, and where it has a handler.
+
+    >>> with interrupts_wait():
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     print("the block goes on")
+    Traceback (most recent call last):
+        ...
+    KeyboardInterrupt
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    waiting: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *interrupt: waiting.append(interrupt))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if waiting:
+            handler(*waiting[-1])
