@@ -2,6 +2,7 @@
 
     python -m benchmarks.file_tier --replay [--path FILE_OR_FOLDER]
     python -m benchmarks.file_tier --limit [--folder FOLDER]
+    python -m benchmarks.file_tier --sums [--folder FOLDER]
 
 `--replay` replays streams (clicks at --path; generated ones, Zipf 1.05 and 0.7, and one whose popularity moves) through
 slots on the device and places in host memory (embershard/planning/simulate/two_levels.py), with windows of 0.5 to 24
@@ -16,6 +17,9 @@ reads beyond the rule is due to evictions in bulk, and to rows on the device.
 
 `--limit` trains on tables of 4 times the memory of a control group (needs root): `file` and `mmap` in it, `memory`
 without it, in turn; and `memory` in it, which must be ended by the system.
+
+`--sums` trains with checksums of pages and without them, 20 steps of each in turn: seconds of a step on the clock and
+of the process's CPU time, and the ratios of their medians; and the share of that CPU time which the sums take.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -35,6 +41,8 @@ import torch
 from benchmarks.common import machine, make_parser, report, settings_of
 from benchmarks.fill_optimality import Stream, read_stream
 from embershard.cache.config import CachePolicy
+from embershard.cache.file import filed_rows
+from embershard.cache.file.file_rows import FileRows
 from embershard.data import CriteoConfig, DataConfig, SyntheticConfig
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
 from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
@@ -47,6 +55,7 @@ HOST_SHARES = (0.05, 0.1)
 DEVICE_SHARE = 0.02
 TARGET, TARGET_WINDOW = 1.3, 6
 READ_AHEAD, PREFETCH, MOST_OF_DEVICE = 8, 2, 128
+_TURN_STEPS = 20
 ROWS_PER_PAGE = 4096 // 68  # of 16 columns, with the state of row-wise Adagrad
 _ROOT = Path(__file__).parents[1]
 
@@ -57,6 +66,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--replay", action="store_true")
     what.add_argument("--limit", action="store_true")
+    what.add_argument("--sums", action="store_true")
     what.add_argument("--train", metavar="JSON", help=argparse.SUPPRESS)
     parser.add_argument("--path", help="a file or a folder of Criteo click logs; without it, no real clicks")
     parser.add_argument("--batches", type=int, default=2000, help="of each generated stream")
@@ -73,7 +83,7 @@ def main() -> None:
     if options.train:
         print(json.dumps(train(json.loads(options.train))))
         return
-    found = replays(options) if options.replay else limits(options)
+    found = replays(options) if options.replay else sums(options) if options.sums else limits(options)
     settings = {name: value for name, value in settings_of(options).items() if name not in ("train", "folder")}
     report({"benchmark": "file_tier", "settings": settings, **found, "machine": machine()}, options.output)
 
@@ -208,19 +218,22 @@ def limits(options: argparse.Namespace) -> dict[str, Any]:
     return {"medians": medians, "runs": runs, "memory under the limit": control}
 
 
-def limited_run(options: argparse.Namespace, host: str, is_limited: bool) -> dict[str, Any]:
-    """Train with rows kept in one way; return what it printed, its exit code, and the most memory it had."""
-    row_bytes = 4 * options.dim + 4
-    case = {
+def _case(options: argparse.Namespace, host: str) -> dict[str, Any]:
+    return {
         "host": host,
         "dim": options.dim,
-        "rows": 4 * options.limit_bytes // row_bytes,
+        "rows": 4 * options.limit_bytes // (4 * options.dim + 4),
         "host_bytes": options.host_bytes,
         "batch_size": options.batch_size,
         "steps": options.steps,
         "locality": options.locality,
         "folder": options.folder,
     }
+
+
+def limited_run(options: argparse.Namespace, host: str, is_limited: bool) -> dict[str, Any]:
+    """Train with rows kept in one way; return what it printed, its exit code, and the most memory it had."""
+    case = _case(options, host)
     command = [sys.executable, "-m", "benchmarks.file_tier", "--train", json.dumps(case)]
     with limited_memory(options.limit_bytes if is_limited else 1 << 40) as group:
         done = group.run(command, cwd=_ROOT)
@@ -249,6 +262,60 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "median_step_seconds": round(statistics.median(seconds), 5),
         "p90_step_seconds": round(seconds[len(seconds) * 9 // 10], 5),
         "files": counts,
+    }
+
+
+class _TimedSums(FileRows):
+    seconds = 0.0  # of CPU time, of all files; a lost addition of two threads changes little
+
+    def _sums_of(self, memory: Any, places: Any) -> Any:
+        started = time.thread_time()
+        found = super()._sums_of(memory, places)
+        _TimedSums.seconds += time.thread_time() - started
+        return found
+
+
+class _WithoutSums(FileRows):
+    def _sums_of(self, memory: Any, places: Any) -> Any:
+        return np.int32(0)
+
+
+def sums(options: argparse.Namespace) -> dict[str, Any]:
+    """Train two models in turn, one of them without checksums."""
+    from embershard.distributed import process_group
+    from embershard.launch.screen import silence_libraries
+    from embershard.sharding.torchrec import cached_embeddings
+    from embershard.training.trainer import Trainer
+
+    silence_libraries()
+    config = _config(_case(options, "file"))
+    config = replace(config, train=replace(config.train, log_every=_TURN_STEPS))
+    found: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}  # seconds, and of the CPU, of a step
+    with process_group("cpu") as ranks:
+        trainers, runs = {}, {}
+        for name, kind in (("with", _TimedSums), ("without", _WithoutSums)):
+            with mock.patch.object(filed_rows, "FileRows", kind):
+                trainers[name] = Trainer(config, ranks)
+            runs[name] = trainers[name].train()
+        for turn in range(options.steps // _TURN_STEPS):
+            for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
+                began, steps = (time.perf_counter(), time.process_time()), trainers[name].steps
+                while trainers[name].steps < steps + _TURN_STEPS:
+                    next(runs[name])
+                seconds = (time.perf_counter() - began[0]) / _TURN_STEPS, (time.process_time() - began[1]) / _TURN_STEPS
+                found[name].append(seconds)
+        files = [asdict(pool.filed.counts) for pool in cached_embeddings(trainers["with"].model)]
+        for trainer in trainers.values():
+            trainer.close()
+    medians = {name: [statistics.median(each) for each in zip(*turns, strict=True)] for name, turns in found.items()}
+    ratios = [one / other for one, other in zip(medians["with"], medians["without"], strict=True)]
+    names = ("step_seconds", "cpu_seconds")
+    return {
+        **{name: dict(zip(names, values, strict=True)) for name, values in medians.items()},
+        "ratios": dict(zip(names, ratios, strict=True)),
+        "share_of_cpu": _TimedSums.seconds / (_TURN_STEPS * sum(cpu for _, cpu in found["with"])),
+        "files": files,
+        "turns": found,
     }
 
 

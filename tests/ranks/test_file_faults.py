@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 class _FlippingIoOfOneRank(FlippingIo):
     def __init__(self) -> None:
-        super().__init__(works=80 if os.environ.get("RANK") == "1" else 1 << 60)
+        super().__init__(works=260 if os.environ.get("RANK") == "1" else 1 << 60)
 
 
 def train(arguments: list[str], output: Path) -> None:
