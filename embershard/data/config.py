@@ -154,9 +154,10 @@ class TableFeature:
     """Of a dense feature: log(1 + max(x, 0)); (x - mean) / std; x's place among `quantiles`, in [0, 1]; or of a time
     the days since 1970, standardized by mean and std."""
     mean: float | None = None
-    """For scale = "standardize" and "days". `embershard data inspect` finds it."""
+    """For scale = "standardize" and "days"; with std, "log1p" and "quantile" are standardized, too. `embershard data
+    inspect` finds it."""
     std: float | None = None
-    """For scale = "standardize" and "days"; above 0."""
+    """The same; above 0."""
     quantiles: tuple[float, ...] = ()
     """For scale = "quantile": rising numbers. The first becomes 0, the last 1."""
     num_rows: int | None = None
@@ -187,16 +188,20 @@ class TableFeature:
         least_rows = 1 if self.mapping == "none" else 2  # with one, all values would be the row of missing ones
         found_by = "`embershard data inspect` finds it"
 
-        has_std = self.scale in ("standardize", "days")
-        only = f'a number where scale = "standardize" or "days" ({found_by}), and nothing otherwise'
+        needs_std, has_std = self.scale in ("standardize", "days"), self.std is not None
+        may_have = needs_std or self.scale in ("log1p", "quantile")
+        only = (
+            f'a number where scale = "standardize" or "days" ({found_by}); mean and std, or neither, where it is '
+            '"log1p" or "quantile"; and nothing otherwise'
+        )
         no_effect = f"nothing: it has no effect on a {self.kind} feature"
         check_fields(
             self,
             at,
             column=(self.column != "", "the name of a column"),
             scale=(not is_sparse or self.scale == "none", no_effect),
-            mean=((self.mean is not None) == has_std, only),
-            std=((self.std is not None) == has_std and (self.std is None or self.std > 0), f"{only}, above 0"),
+            mean=((self.mean is not None) == (needs_std or (may_have and has_std)), only),
+            std=((has_std or not needs_std) and (self.std is None or (may_have and self.std > 0)), f"{only}, above 0"),
             quantiles=(
                 (len(self.quantiles) >= _LEAST_QUANTILES and rising)
                 if self.scale == "quantile"

@@ -193,6 +193,8 @@ def scaled(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
         found = np.interp(numbers, feature["quantiles"], places).astype(np.float32)
     else:
         found = numbers.astype(np.float32)
+    if feature["scale"] in ("log1p", "quantile") and "mean" in feature:
+        missing, found = 0.0, ((found.astype(np.float64) - feature["mean"]) / feature["std"]).astype(np.float32)
     found[np.isnan(numbers)] = missing
     if not np.isfinite(found).all():
         value = numbers[~np.isfinite(found)][0]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pyarrow import types
 
 from embershard.commands.data.choices import ColumnChoice, LabelChoice
@@ -501,17 +502,24 @@ def _number(name: str, column: ColumnSurvey) -> tuple[_Features, str]:
     why = f"{numbers.least:g} to {numbers.largest:g}, mean {numbers.mean:.4g}, standard deviation {numbers.std:.4g}"
     settings: dict[str, Any] = {"kind": "dense"}
     if (numbers.least, numbers.largest) != (0, 1) or not numbers.are_whole:
-        quantiles = [_rounded(each) for each in numbers.quantiles(_QUANTILE_PARTS)]
+        quantiles = sorted({_rounded(each) for each in numbers.quantiles(_QUANTILE_PARTS)})
         is_skewed = numbers.largest > numbers.mean + _SKEWED * numbers.std
         if is_skewed and numbers.least >= 0:
-            settings["scale"] = "log1p"
-        elif is_skewed and len(set(quantiles)) > 1:
-            settings |= {"scale": "quantile", "quantiles": sorted(set(quantiles))}
+            settings |= _standardized({"scale": "log1p"}, np.log1p(numbers.sample))
+        elif is_skewed and len(quantiles) > 1:
+            places = np.interp(numbers.sample, quantiles, np.linspace(0, 1, len(quantiles)))
+            settings |= _standardized({"scale": "quantile", "quantiles": quantiles}, places)
         elif _rounded(numbers.std) > 0:
             settings |= {"scale": "standardize", "mean": _rounded(numbers.mean), "std": _rounded(numbers.std)}
         elif numbers.least:  # one value, or none: 1, or 0
             settings |= {"scale": "standardize", "mean": 0.0, "std": abs(_rounded(numbers.least))}
     return {name: settings}, why
+
+
+def _standardized(settings: dict[str, Any], sample: NDArray[np.float64]) -> dict[str, Any]:
+    """Return settings of a scale with the mean and the deviation of what it gives, a sample of it."""
+    mean, std = _rounded(sample.mean()), _rounded(sample.std())
+    return settings | ({"mean": mean, "std": std} if std > 0 else {})
 
 
 def _category(mapping: str, distinct: DistinctCount, span: tuple[float, float] | None) -> tuple[dict[str, Any], str]:

@@ -83,8 +83,8 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
     one, `id_base` is 16 where ids are hexadecimal texts, and `mapping` is as in `TableFeature`, or "avazu": as
     `AvazuSource` makes rows of texts. `separator` is that of the values in a text, `null_values` are texts that are
     missing values, and `format` and `decimal` are as in `TableConfig`. A missing id is row 0, a missing number 0 after
-    scaling, and 0.5 after "quantile". Where a table takes any id, `mapping` is "ids" or "text_ids", and a missing id is
-    `MISSING_ID`.
+    scaling, and 0.5 after "quantile" without `mean`. Where a table takes any id, `mapping` is "ids" or "text_ids", and
+    a missing id is `MISSING_ID`.
 
     >>> serving_inputs(DataConfig(kind="criteo"))["sparse"][0]
     {'name': 'C1', 'column': 'C1', 'num_rows': 100000, 'mapping': 'modulo', 'id_base': 16}

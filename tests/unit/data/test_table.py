@@ -23,7 +23,7 @@ from embershard.data.config import CONSTANT, TableConfig, TableFeature
 from embershard.data.hashing import make_key, mix64
 from embershard.data.sources.check import check_data
 from embershard.data.sources.kinds import serving_inputs
-from embershard.data.sources.table.decode import text_words
+from embershard.data.sources.table.decode import scaled, text_words
 from embershard.errors import ConfigError, DataError
 from embershard.serving import serving_values
 from embershard.serving.serving_model import Model
@@ -383,6 +383,10 @@ def test_files_that_do_not_fit_are_named(tmp_path):
             r"x.mean is not set; needed a number where scale = \"standardize\"",
         ),
         (TableFeature("dense", std=1.0), r"x.std = 1.0; needed"),
+        (TableFeature("dense", scale="log1p", mean=1.0), r"x.mean = 1.0; needed a number .* or neither, where it is"),
+        (TableFeature("dense", scale="log1p", std=1.0), r"x.mean is not set; needed"),
+        (TableFeature("dense", scale="log1p", mean=1.0, std=0.0), r"x.std = 0.0; needed .*, above 0"),
+        (TableFeature("dense", scale="none", mean=1.0), r"x.mean = 1.0; needed"),
         (TableFeature("dense", scale="quantile", quantiles=(1.0, 1.0)), "at least 2 rising numbers"),
         (TableFeature("dense", num_rows=5), "a dense feature needs none"),
         (TableFeature("sparse"), "x.num_rows is not set; needed at least 2"),
@@ -398,6 +402,29 @@ def test_files_that_do_not_fit_are_named(tmp_path):
 def test_settings_without_an_effect_are_refused(feature, said):
     with pytest.raises(ConfigError, match=rf"data\.table\.features\.{said}" if said[0] == "x" else said):
         TableConfig({"x": feature})
+
+
+@pytest.mark.parametrize(
+    ("plain", "missing"),
+    [
+        (TableFeature("dense", scale="log1p"), 0.0),
+        (TableFeature("dense", scale="quantile", quantiles=(0.0, 10.0, 1000.0)), 0.5),
+    ],
+)
+def test_logarithms_and_places_are_standardized_where_mean_and_std_are_given(plain, missing):
+    """In training and in an export; without both, they are as before there were such settings."""
+    numbers = [5.0, 0.0, -3.0, None, 4000.0, 77.0]
+    cells = np.array([np.nan if each is None else each for each in numbers])
+    centred = replace(plain, mean=0.75, std=0.3)
+    before, found = scaled(cells, plain), scaled(cells, centred)
+    assert before[3] == missing
+    assert before[0] == np.float32(np.log1p(np.float32(5)) if plain.scale == "log1p" else 0.25)
+    assert found[3] == 0, "as many as the mean"
+    assert np.delete(found, 3) == pytest.approx((np.delete(before, 3) - 0.75) / 0.3, rel=1e-6)
+    for feature, expected in ((plain, before), (centred, found)):
+        table = TableConfig({"x": feature, "u": TableFeature("sparse", num_rows=9)}, "y")
+        (exported,) = serving_inputs(DataConfig(kind="table", path="a.csv", table=table))["dense"]
+        assert serving_values.scaled(numbers, exported).tobytes() == expected.tobytes()
 
 
 def test_a_table_without_dense_features_gets_a_constant(tmp_path):

@@ -379,7 +379,7 @@ def _shown(value: pa.Scalar) -> str:
 
 def scaled(numbers: NDArray[np.float64], feature: TableFeature) -> NDArray[np.float32]:
     """Return the numbers [n], for "days" of days, as the model gets them; a missing one (NaN) is 0, with "quantile"
-    0.5.
+    and no `mean` 0.5.
 
     embershard/serving/serving_model.py does the same for programs without embershard.
 
@@ -399,6 +399,9 @@ def scaled(numbers: NDArray[np.float64], feature: TableFeature) -> NDArray[np.fl
         found = np.interp(numbers, feature.quantiles, np.linspace(0, 1, len(feature.quantiles))).astype(np.float32)
     else:
         found = numbers.astype(np.float32)
+    if feature.scale in ("log1p", "quantile") and feature.mean is not None:
+        assert feature.std is not None
+        missing, found = 0.0, ((found.astype(np.float64) - feature.mean) / feature.std).astype(np.float32)
     found[np.isnan(numbers)] = missing
     return found
 

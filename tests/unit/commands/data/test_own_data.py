@@ -21,6 +21,7 @@ from embershard.commands.data.suggest import facts_of, suggest_features, suggest
 from embershard.commands.train.command import rank_job
 from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
+from embershard.data.sources.table.decode import scaled
 from embershard.data.sources.table.survey import DistinctCount, survey
 from embershard.errors import CheckpointError, DataError
 from embershard.launch import rank
@@ -100,6 +101,20 @@ def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder, one_rank
     samples = pq.read_table("clicks.parquet", columns=model.columns).to_pylist()[:32]
     logits = model(*model.encode(samples)).detach().numpy()
     assert logits == pytest.approx(pq.read_table("scores.parquet")["logit"].to_numpy()[:32], abs=1e-5)
+
+
+@pytest.mark.parametrize(("shift", "scale"), [(0.0, "log1p"), (-5.0, "quantile")])
+def test_numbers_of_heavy_tails_are_centred(shift, scale, folder):
+    """A mean of 4 where all is above 0 weighs more than what differs between samples."""
+    draw = np.random.default_rng(1)
+    prices = draw.lognormal(3, 2, 900) + shift
+    cities = ["a", "b", "c"] * 300
+    pq.write_table(pa.table({"click": draw.integers(0, 2, 900), "price": prices, "city": cities}), "a.parquet")
+    assert cli.main(["data", "inspect", "a.parquet", "-o", "run.toml"]) == 0
+    price = load_config(RunConfig, Path("run.toml")).data.table.features["price"]
+    assert price.scale == scale
+    found = scaled(prices, price)
+    assert (found.mean(), found.std()) == pytest.approx((0.0, 1.0), abs=1e-4)
 
 
 def test_scaling_is_compared_and_used_again(folder):
