@@ -45,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
         server = PredictionServer(predictor, host, port, limits)
     except (OSError, OverflowError) as error:
         problem = os_problem(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"--host {host} --port {port}: {problem}; choose another port, or 0 for any.") from None
+        raise ConfigError(
+            f"--host {host} --port {port}: {str(problem).rstrip('.')}; choose another port, or 0 for any."
+        ) from None
     last = threading.Timer(arguments.stop_seconds, _end_with, [server])  # whatever clients do, or a model computes
     last.daemon = True
     with stop_asked(lambda asked: os._exit(128 + asked.number) if asked.is_at_once else None) as asked, server:

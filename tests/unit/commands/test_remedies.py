@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from embershard.commands import cli
+from tests.unit.commands.conftest import Trained
 
 _ROWS = range(60)
 
@@ -103,6 +105,133 @@ OF_DATA = [
 ]  # fmt: skip
 
 
+TINY = """
+[data]
+num_workers = 0
+[data.synthetic]
+num_samples = 600
+scale = 0.0001
+[model]
+embedding_dim = 4
+dense_arch_layer_sizes = [8, 4]
+over_arch_layer_sizes = [8, 1]
+[cache]
+ratio = 0.5
+[train]
+batch_size = 20
+max_steps = 2
+device = "cpu"
+"""
+#: Settings of the files of data that `data validate` and trainings read.
+TABLE = """
+[data]
+kind = "table"
+path = "{}"
+eval_fraction = 0.1
+[data.table]
+label = "click"
+features.user_id = {{kind = "sparse", mapping = "hash", num_rows = 99}}
+features.price = {{kind = "dense"}}
+"""
+FILES |= {"tiny.toml": TINY, "bad.toml": TABLE.format("bad.csv"), "near.toml": TABLE.format("near.csv")}
+FILES["city.toml"] = TABLE.format("city.csv").replace("features.price", "# features.price")
+_DRY, _VALIDATE = ("train {} --dry-run", "verify {} --nproc 1"), ("data validate --config {}",)
+_TRAIN = _DRY[:1]
+
+OF_SETTINGS = [
+    Remedy(_TRAIN, "tiny.toml", "--set train.global_batch_size=20", "(--set train.global_batch_size=none)"),
+    Remedy(_TRAIN, "tiny.toml", "--set train.global_batch_size=20", "(--set train.batch_size=none)"),
+    Remedy(
+        _TRAIN, "tiny.toml", "--nproc 2 --set train.batch_size=none --set train.global_batch_size=21",
+        r"for instance (20)\.", "--set train.global_batch_size=20",
+    ),
+    Remedy(
+        _TRAIN, "tiny.toml", "--set train.batchsize=3",
+        "Did you mean (train.batch_size)", "--set train.batch_size=3", True,
+    ),
+    Remedy(
+        _TRAIN, "tiny.toml", "--set batch_size=3",
+        "Did you mean (train.batch_size)", "--set train.batch_size=3", True,
+    ),
+    Remedy(_TRAIN, "tiny.toml", "--batch-size 3", "Did you mean (--set train.batch_size=3)", instead=True),
+    Remedy(_TRAIN, "tiny.toml", "train.batch_size=3", r"Did you mean (--set train.batch_size=3)\?", instead=True),
+    Remedy(_TRAIN, "tiny.toml", "--set train.batch_size", r"for instance (--set train.batch_size=\d+)", instead=True),
+    Remedy(
+        _TRAIN, "tiny.toml", "--set model.embedding_dim=6", r"The next one is (8)\.",
+        "--set model.embedding_dim=8 --set model.dense_arch_layer_sizes=[8,8]", True,
+    ),
+    Remedy(_TRAIN, "tiny.toml", "--set sharding.exchange=auto", 'needed ("pooled")', "--set sharding.exchange=pooled"),
+    Remedy(
+        _TRAIN, "tiny.toml", "--set cache.host=file", "needs (cache.host_dir).*, and cache.host_bytes",
+        "--set cache.host_dir=rows --set cache.host_bytes=1000000",
+    ),
+    Remedy(_TRAIN, "tiny.toml", "--set cache.host_dtype=int8", "(cache.full_rows = 0)", "--set cache.full_rows=0"),
+    Remedy(
+        _TRAIN, "tiny.toml", "--set cache.host_dtype=int8",
+        "(profile.samples = 200000)", "--set profile.samples=200000",
+    ),
+    Remedy(_TRAIN, "tiny.toml", "--set cache.host_dtype=int8", '("fp16") needs none', "--set cache.host_dtype=fp16"),
+    Remedy(_TRAIN, "tiny.toml", "--set cache.device_bytes=1000000", "(Remove the other)", "--set cache.ratio=none"),
+    Remedy(
+        _TRAIN, "tiny.toml", "--set cache.decay=0.5 --set cache.policy=lru",
+        'belongs to ("lfu")', "--set cache.policy=lfu",
+    ),
+    Remedy(
+        _TRAIN, "tiny.toml", "--set train.metric=auc",
+        "without (checkpoint.keep_best)", "--set checkpoint.keep_best=true",
+    ),
+    Remedy(_TRAIN, "tiny.toml", "--set profile.path=p.npz --set profile.samples=9", "(--set profile.samples=none)"),
+    Remedy(
+        _TRAIN, "tiny.toml", "--set look_ahead.prefetch=99",
+        "(look_ahead.lookahead)", "--set look_ahead.lookahead=99",
+    ),
+    Remedy(
+        _TRAIN, "tiny.toml", "--set schedule.decay=linear",
+        "schedule.(decay_steps)", "--set schedule.decay_steps=5",
+    ),
+    Remedy(_TRAIN, "tiny.toml", "--set publish.folder=p", "needs (publish.every_steps)", "--set publish.every_steps=2"),
+    Remedy(_TRAIN, "tiny.toml", "--set publish.every_steps=2", "without (publish.folder)", "--set publish.folder=p"),
+    Remedy(_TRAIN, "tiny.toml", "--set train.precision=fp16", '("bf16") is as fast', "--set train.precision=bf16"),
+    Remedy(_TRAIN, "tiny.toml", "--resume", "needs (--run-dir)", "--run-dir new"),
+    Remedy(_TRAIN, "tiny.toml", "--allow-change data.seed --run-dir new", "without (--resume)", "--resume"),
+    Remedy(
+        _TRAIN, "tiny.toml", "--allow-change data.sed --run-dir new --resume", "Did you mean (data.seed)",
+        "--allow-change data.seed --run-dir new --resume", True,
+    ),
+    Remedy(
+        _TRAIN, "city.toml", "--set metrics.group=user_id --set metrics.names=[auc]",
+        'add ("gauc")', "--set metrics.names=[auc,gauc]",
+    ),
+    Remedy(_TRAIN, "city.toml", "--set metrics.names=[gauc]", "(metrics.group) = ", "--set metrics.group=user_id"),
+    Remedy(
+        _TRAIN, "city.toml", "--set metrics.most_slices=3",
+        "without (metrics.slices)", "--set metrics.slices=[user_id]",
+    ),
+    Remedy(_VALIDATE, "bad.toml", "", "(--set data.bad_rows=[\\d.]+)", wrong_code=1),
+    Remedy(_VALIDATE, "near.toml", "", "(--set data.bad_rows=[\\d.]+)", wrong_code=1),
+    Remedy(("data validate",), "", "", "or (--config)", "--config bad.toml --set data.bad_rows=0.5"),
+    Remedy(("train bad.csv --dry-run",), "", "--label click --label user_id", "(give one)", "--label click", True),
+    Remedy(("export nowhere -o out",), "", "--dtype int8 --format parquet", "(Leave it out)", "--help", True),
+]  # fmt: skip
+#: Of a run on Parquet files with columns user, items, age and click.
+OF_RUNS = [
+    Remedy(("eval run",), "", "--set train.epochs=3", "(Leave it out)", "--step last", True),
+    Remedy(("eval run",), "", "--step 9", "there is step_(12)", "--step 12", True),
+    Remedy(("eval run",), "", "--set data.eval_fraction=0", "(--data PATH)", "--data clicks.parquet"),
+    Remedy(("predict run -o out.parquet",), "", "--keep usr", "did you mean ('user')", "--keep user", True),
+    Remedy(("predict run -o out.parquet",), "", "--keep label", "(Leave it out)", "--step last", True),
+    Remedy(("compare run run",), "", "--metrics gauc", "(--group COLUMN)", "--group user"),
+    Remedy(("compare run run",), "", "--group usr", "did you mean ('user')", "--group user", True),
+    Remedy(("report run run",), "", "", "or (--format)", "--format csv"),
+    Remedy(("report run run",), "", "", "need (-o FILE.html)", "-o out.html"),
+    Remedy(("report run",), "", "--json --top 3", "(--top) has no effect", "--json", True),
+    Remedy(("report run",), "", "--topology cpu", "without (--recalibrate)", "--json", True),
+    Remedy(("report",), "", "run/result.json", r"give its folder: (\S+)\.", instead=True),
+    Remedy(("ckpt prune run",), "", "", "required: (--keep)", "--keep 1"),
+    Remedy(("export run -o out.d",), "", "--format parquet --dtype int8", "(Leave it out)", "--format parquet", True),
+]  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Has the files, and is the current one."""
@@ -127,6 +256,40 @@ def cases(table: list[Remedy]) -> list[object]:
         for row in table
         for command in row.commands
     ]
+
+
+@pytest.mark.parametrize(("row", "command"), cases(OF_SETTINGS))
+def test_what_is_advised_of_settings_helps(row: Remedy, command: str, capsys: pytest.CaptureFixture[str]):
+    check(row, command, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "command"), cases(OF_RUNS))
+def test_what_is_advised_of_runs_helps(
+    row: Remedy, command: str, trained: Trained, one_rank_here: None, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(trained.run_dir, "run")
+    shutil.copy(trained.data, "clicks.parquet")
+    check(row, command, capsys)
+
+
+@pytest.mark.slow
+def test_what_is_advised_of_plans_helps(capsys: pytest.CaptureFixture[str]):
+    """The profile that is missing is made by the command that is named, and given as it says."""
+    code, said = said_by(["plan", "tiny.toml"], capsys)
+    found = re.search(r"give it as (--profile \S+): embershard (profile .*\.npz)", said)
+    assert code == 2, said
+    assert found is not None, said
+    assert said_by(shlex.split(found[2]), capsys)[0] == 0
+    plan = f"plan tiny.toml {found[1]} --ranks 2 -o out.json"
+    for words, remedy, tried in (
+        ("--topology h100x8x2 --ranks 8", r"or (--set train.device=auto)\.", ""),
+        ("--device-memory 1kB", r"that fits: (--device-memory \d+)", ""),
+        ("--host-memory 1kB", r"that fits: (--host-memory \d+)", ""),
+        ("--device-memory 1GB,2GB,3GB", r"(or one for each of 2 ranks)", "--device-memory 1GB,2GB"),
+        ("--ranks 2,4", r"give (one number of --ranks)", "--ranks 2"),
+    ):
+        check(Remedy((plan,), "", words, remedy, tried), plan, capsys)
 
 
 @pytest.mark.parametrize(("row", "command"), cases(OF_DATA))
