@@ -12,7 +12,7 @@ from importlib import import_module
 
 from embershard import __version__
 from embershard.errors import ConfigError, EmbershardError, SetupError, did_you_mean, naming_file, os_problem, printable
-from embershard.launch.arguments import as_called, examples, make_parser, note_program, shipped
+from embershard.launch.arguments import as_called, examples, make_parser, note_program, program, shipped
 
 #: Name of each command; below `embershard.commands` its module, and, where it is not `main`, its function of the words
 #: behind the name, which returns the exit code; and its help.
@@ -48,6 +48,19 @@ _ACTIONS = {
 #: Turns that a thread of libgomp waits for the next operation before it sleeps: some tenths of a millisecond. By itself
 #: it waits for 10 ms and more, on a core that others could use.
 _SPINS = "10000"
+
+
+#: Commands, by what others call them.
+_SAME = {
+    **dict.fromkeys(("fit", "run", "learn", "start", "resume"), "train"),
+    **dict.fromkeys(("test", "score", "measure"), "eval"),
+    **dict.fromkeys(("infer", "inference"), "predict"),
+    **dict.fromkeys(("tune", "search", "hpo"), "sweep"),
+    **dict.fromkeys(("config", "options", "params"), "settings"),
+    "help": "--help",
+    "version": "--version",
+    "check": "doctor",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,8 +124,10 @@ def _no_command(words: Sequence[str]) -> int:
     for name, _, text in _COMMANDS:
         commands.add_parser(name, help=text)
     meant = [name for name, actions in _ACTIONS.items() if words[0] in actions] if words else []
-    if words and (words[0].endswith(".toml") or words[0] in examples()):
+    if words and (words[0].endswith((".toml", ".csv", ".parquet")) or words[0] in examples()):
         meant = ["train"]
+    if words and (same := _SAME.get(words[0])):
+        parser.error(f"got {words[0]!r}, needed a command. Did you mean {program()} {same}?")
     if meant:
         questions = " or ".join(as_called(f"embershard {name} {words[0]}") for name in meant)
         parser.error(f"got {words[0]!r}, needed a command. Did you mean {questions}?")

@@ -169,6 +169,9 @@ def _score(command: str, argv: Sequence[str]) -> int:
     arguments = _parser(command, starts_ranks=True).parse_args(argv)
     if command == "predict":
         check_new_output(arguments.output)
+        if arguments.output.suffix in (".csv", ".tsv", ".json", ".jsonl", ".txt"):
+            parquet = arguments.output.with_suffix(".parquet")
+            raise ConfigError(f"-o {arguments.output}: scores are written as Parquet. Give -o {parquet}")
     job = ScoreJob.of(arguments)
     is_measured = command == "eval"
     columns = job.config.metrics.columns if is_measured else ()
@@ -240,7 +243,10 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
     """
     file = arguments.run_dir / RUN_CONFIG
     if not file.is_file():
-        raise ConfigError(f"{arguments.run_dir} has no {RUN_CONFIG}; give the folder of a run of embershard train.")
+        samples = f" Samples go behind --data: --data {arguments.run_dir}" if arguments.run_dir.is_file() else ""
+        raise ConfigError(
+            f"{arguments.run_dir} has no {RUN_CONFIG}; give the folder of a run of embershard train.{samples}"
+        )
     for override in arguments.overrides:
         if not override.startswith(_SETTINGS):
             key = override.partition("=")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from embershard.errors import ConfigError, os_problem
 from embershard.launch.arguments import make_parser, positive, whole
 from embershard.launch.stop_signals import stop_asked
+from embershard.settings.files import RUN_CONFIG
 from embershard.units import parse_bytes
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once
@@ -38,6 +40,11 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     from embershard.serving.prediction_server import Limits, PredictionServer, Predictor
 
+    if (arguments.folder / RUN_CONFIG).is_file():
+        run = shlex.quote(str(arguments.folder))
+        raise ConfigError(
+            f"{arguments.folder} is the folder of a run. Export it: embershard export {run} -o NEW; then serve NEW."
+        )
     predictor = Predictor(arguments.folder)
     host, port = arguments.host, arguments.port
     limits = Limits(arguments.max_body, arguments.max_requests, arguments.request_seconds)

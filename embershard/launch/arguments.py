@@ -58,6 +58,18 @@ def as_called(text: str) -> str:
     return re.sub(r"(?<!-m )(?<![\w./-])embershard (?=[a-zA-Z]|--)", lambda _: f"{program()} ", text)
 
 
+#: Options, and what others call them.
+_SAME = (
+    ("--label", "", "target", "y", "label-column", "label_column", "target-column"),
+    ("--drop", "", "ignore", "exclude", "skip", "drop-columns", "ignore-columns"),
+    ("--nproc", "", "gpus", "gpu", "num-gpus", "ranks", "nproc_per_node", "world-size"),
+    ("-o", "--run-dir", "output", "out", "o", "save", "output-dir", "output_dir", "model-dir", "save-dir", "outdir"),
+    ("--data", "--config", "input", "file", "f", "train-data", "test-data", "samples"),
+    ("--dry-run", "", "check", "dryrun", "print-settings"),
+    ("--resume", "", "continue", "restart", "checkpoint"),
+)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors say what was meant, perhaps. Where argcomplete asks, it prints what the word at the cursor
     may become, and ends the process."""
@@ -76,12 +88,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Show the message, with the choice that comes close to a wrong one, and end the process with code 2."""
-        if found := re.match(r"unrecognized arguments: (.*)", message):
-            settings = [word for word in found[1].split() if _is_setting(word)]
+        if (found := re.match(r"unrecognized arguments: (.*)", message)) and "Did you mean" not in message:
+            words = found[1].split()
+            settings = [word for word in words if _is_setting(word)]
             if settings and "--set" in self._option_string_actions:
                 message += f". Did you mean {' '.join(f'--set {word}' for word in settings)}?"
+            elif words and Path(words[0]).exists():
+                is_scored = "--data" in self._option_string_actions
+                message += f". Did you mean --data {words[0]}?" if is_scored else "; of several files, give the folder"
         if choice := re.search(r"invalid choice: '(.+)' \(choose from (.+)\)", message):
-            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
+            known = re.findall(r"[\w-]+", choice[2])
+            message += did_you_mean(choice[1], known)
+            if "inspect" in known and Path(choice[1]).exists():
+                message += f". Did you mean {self.prog} inspect {choice[1]}?"
         super().error(message)
 
     def format_help(self) -> str:
@@ -95,14 +114,21 @@ class Parser(argparse.ArgumentParser):
         option, equals, given = option.partition("=")
         value = given if equals else value if value and not value.startswith("-") else "VALUE"
         options = {*self._option_string_actions} - {"--help", "-h"}  # those that the help leaves out, too
-        near = did_you_mean(option, sorted(options), least=0.8)
-        if "--set" not in options:
+        bare = option.lstrip("-")
+        same = [name for names in _SAME if bare in names for name in names[:2] if name in options]
+        same += [f"--{bare}"] if f"--{bare}" in options else []  # one dash was missing
+        if same:
+            return f". Did you mean {same[0]}{'' if value == 'VALUE' else f' {value}'}?"
+        near = did_you_mean(f"--{bare}", sorted(options), least=0.8)
+        if "--set" not in options or len(bare) < 2:
             return near
         from embershard.settings.files import describe, find_settings
         from embershard.training.config import RunConfig
 
         name = option.lstrip("-").replace("-", "_")
         keys = [setting.key for setting in find_settings(describe(RunConfig()), name)]
+        if "_" not in name:  # the meaning of one word is told by chance
+            keys = [key for key in keys if name in key]
         found = [key for key in keys if key.endswith(f".{name}")] or ([] if near else keys)
         if not found:
             return near
@@ -438,4 +464,15 @@ def needed_config(arguments: argparse.Namespace) -> Path:
     if arguments.config is None:
         raise ConfigError(f"which settings? Give a TOML file, or the name of an example: {', '.join(examples())}.")
     path: Path = arguments.config
+    check_is_settings(path)
     return path
+
+
+def check_is_settings(path: Path) -> None:
+    """Raise `ConfigError` where a file of data is given in place of settings."""
+    if path.suffix.lower() in (".csv", ".tsv", ".parquet", ".jsonl", ".gz") and path.exists():
+        file = shlex.quote(str(path))
+        raise ConfigError(
+            f"{path} is data, and this command takes settings. Write them, and give run.toml: embershard data inspect "
+            f"{file} -o run.toml"
+        )

@@ -14,6 +14,7 @@ from embershard.launch.arguments import (
     add_config_word,
     add_settings,
     add_trust,
+    check_is_settings,
     check_output,
     make_parser,
     positive,
@@ -76,6 +77,8 @@ def _check(arguments: argparse.Namespace) -> None:
             "--profile FILE: embershard plan quickstart --profile profile.npz. Without data, "
             "give the numbers of its tables: --tables tables.toml"
         )
+    if arguments.tables is None:
+        check_is_settings(arguments.config)
     if arguments.tables is None and arguments.profile is None:
         words = ["--config", str(arguments.config), *set_words(arguments.overrides), "-o", "profile.npz"]
         raise ConfigError(

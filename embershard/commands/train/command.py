@@ -166,6 +166,10 @@ def main(argv: Sequence[str]) -> int:
     if is_rank():
         return run_rank(lambda: rank_job(argv), stops_in_order=TrainJob.stops_in_order)
     arguments = _parser(starts_ranks=True).parse_intermixed_args(argv)
+    if arguments.config is None:
+        raise ConfigError(
+            "train on what? Give data, as clicks.csv; a TOML file of settings; or an example: quickstart."
+        )
     if is_data(arguments.config):
         arguments = with_settings(arguments)
     else:

@@ -121,6 +121,21 @@ def test_help_fits_a_screen_and_ends_with_an_example(command, width, monkeypatch
         (["ckpt", "verify", "runs/a", "--step", "3"], "unrecognized arguments: --step 3\n"),
         (["train", "clicks.csv", "--lable", "sold"], "unrecognized arguments: --lable sold. Did you mean --label"),
         (["train", "clicks.csv", "--seperator", ";"], "Did you mean --separator?"),
+        (["train", "clicks.csv", "--target", "sold"], "arguments: --target sold. Did you mean --label sold?\n"),
+        (["train", "clicks.csv", "-label", "sold"], "arguments: -label sold. Did you mean --label sold?\n"),
+        (["train", "clicks.csv", "--ignore", "id"], "Did you mean --drop id?\n"),
+        (["train", "clicks.csv", "--gpus", "2"], "Did you mean --nproc 2?\n"),
+        (["train", "clicks.csv", "--output", "new"], "Did you mean --run-dir new?\n"),
+        (["train", "clicks.csv", "-f", "new"], "Did you mean --config new?\n"),
+        (["train", "clicks.csv", "--device", "cpu"], "arguments: --device cpu. Did you mean --set train.device=cpu?\n"),
+        (["data", "inspect", "clicks.csv", "--out", "a.toml"], "Did you mean -o a.toml?\n"),
+        (["data", "clicks.csv"], "Did you mean embershard data inspect clicks.csv?\n"),
+        (["train", "clicks.csv", "clicks.csv"], "arguments: clicks.csv; of several files, give the folder\n"),
+        (["predict", "runs/a", "clicks.csv", "-o", "b"], "arguments: clicks.csv. Did you mean --data clicks.csv?\n"),
+        (["fit", "clicks.csv"], "got 'fit', needed a command. Did you mean embershard train?\n"),
+        (["test", "runs/a"], "Did you mean embershard eval?\n"),
+        (["help"], "Did you mean embershard --help?\n"),
+        (["clicks.csv"], "Did you mean embershard train clicks.csv?\n"),
         (["train", "train.epochs=3"], "got train.epochs=3, which is a setting. Did you mean --set train.epochs=3?"),
         (["train", "quickstart", "--set", "train.seed=1", "data.seed=2"], "Did you mean --set data.seed=2?"),
         (["predict", "runs/a", "-o", "b", "data.path=c"], "arguments: data.path=c. Did you mean --set data.path=c?"),
@@ -130,10 +145,32 @@ def test_help_fits_a_screen_and_ends_with_an_example(command, width, monkeypatch
         ),
     ],
 )
-def test_a_word_that_is_almost_right_gets_a_question(words, said, capsys):
+def test_a_word_that_is_almost_right_gets_a_question(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("clicks.csv").write_text("click,user\n0,a\n1,b\n")
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
     assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "train on what? Give data, as clicks.csv; a TOML file of settings; or an example: quickstart."),
+        (["plan", "clicks.csv"], "clicks.csv is data, and this command takes settings. Write them, and give run.toml:"),
+        (["verify", "clicks.csv"], "embershard data inspect clicks.csv -o run.toml"),
+        (["predict", "clicks.csv", "-o", "a"], "Samples go behind --data: --data clicks.csv"),
+        (["predict", "run", "-o", "a.csv"], "-o a.csv: scores are written as Parquet. Give -o a.parquet"),
+        (["serve", "run"], "run is the folder of a run. Export it: embershard export run -o NEW; then serve NEW."),
+    ],
+)
+def test_what_a_newcomer_may_take_for_right_is_told_apart(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("clicks.csv").write_text("click,user\n0,a\n1,b\n")
+    Path("run").mkdir()
+    Path("run/config.toml").touch()
+    assert cli.main(words) == 2
     assert said in capsys.readouterr().err
 
 
@@ -247,7 +284,7 @@ def test_two_files_of_settings_are_refused(capsys):
 
 
 def test_no_settings(capsys):
-    assert cli.main(["train"]) == 2
+    assert cli.main(["verify"]) == 2
     assert "which settings? Give a TOML file, or the name of an example: " in capsys.readouterr().err
 
 
