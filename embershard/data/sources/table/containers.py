@@ -5,9 +5,11 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO
 
 import pyarrow as pa
@@ -35,8 +37,46 @@ _OTHERS = {
     b"\x80\x04\x95": "a pickle of Python; write it as Parquet (pandas: read_pickle, to_parquet)",
     b"\x93NUMPY": "an array of numpy; write it as CSV or Parquet",
     b"\xd0\xcf\x11\xe0": "a workbook of Excel; save it as CSV",
+    b"Obj\x01": "an Avro file; write it as Parquet (Python: fastavro.reader, pandas.DataFrame, to_parquet)",
+    b"SEQ\x06": "a sequence file of Hadoop; write its table as text or Parquet (Hive: STORED AS PARQUET)",
+    b"RDX": "an R data file; write it as CSV (R: write.csv(x, row.names = FALSE))",
+    b"\x1f\x9d": "a file of compress (.Z): uncompress it",
+    b"7z\xbc\xaf\x27\x1c": "an archive of 7-Zip: 7z x FILE, then give the file, or the folder, in it",
+    b"Rar!": "an archive of RAR: unrar x FILE, then give the file, or the folder, in it",
 }
-_LONGEST = 32
+_TAR_MAGIC = 257, b"ustar"
+_LEAST_RECORD, _LONGEST_RECORD = 16, 1 << 24
+_LONGEST = 1 << 16
+_LEAST_SHARE = 0.9  # of the lines
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_CLICK = "dict(label=int(float(w[0]) > 0)"
+#: What each format is called, how its lines are written, and how a line `l`, in words `w`, becomes an object of JSON.
+_FORMATS = (
+    (
+        "libffm (label field:feature:value)",
+        rf"{_NUMBER}(?:\s+\w+:\w+:{_NUMBER})+\s*",
+        f"{_CLICK}, **{{'f' + f: [t.split(':')[1] for t in w[1:] if t.split(':')[0] == f] "
+        "for f in {t.split(':')[0] for t in w[1:]}})",
+    ),
+    (
+        "libsvm whose values are 1 (label index:1)",
+        rf"{_NUMBER}(?:\s+\d+:1(?:\.0*)?)+\s*",
+        f"{_CLICK}, features=[t.split(':')[0] for t in w[1:]])",
+    ),
+    (
+        "libsvm (label index:value)",
+        rf"{_NUMBER}(?:\s+qid:\d+)?(?:\s+\d+:{_NUMBER})+\s*(?:#.*)?",
+        f"{_CLICK}, **{{i if i == 'qid' else 'f' + i: float(v) "
+        "for i, v in (t.split(':') for t in w[1:] if ':' in t)})",
+    ),
+    (
+        "text of Vowpal Wabbit (label |namespace feature:value)",
+        rf"{_NUMBER}(?:\s+{_NUMBER})*(?:\s+'?[^|\s]+)?\s+(?:\|[^|\s]+(?:\s+[^|\s]+)*\s*)+|"
+        rf"{_NUMBER}(?:\s+{_NUMBER})*(?:\s+'[^|\s]+)?\s+\|(?:\s+[^|\s]+){{2,}}\s*",
+        f"{_CLICK}, **{{n.split()[0].split(':')[0]: n.split()[1:] for n in "
+        "(p if p[:1].strip() else 'features' + p for p in l.split('|')[1:])})",
+    ),
+)
 _BLOCK_BYTES = 1 << 22
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, pa.ArrowException, RuntimeError)
 
@@ -48,12 +88,31 @@ def container_of(file: InputFile) -> str:
         DataError: the file is of a kind that is no text; with what to do.
     """
     first = bytes(file.read(0, min(_LONGEST, file.num_bytes)))
-    for magic, what in _OTHERS.items():
-        if first.startswith(magic):
-            raise DataError(f"{file.path}: {what}")
-    if file.path.suffix == ".gz":
+    _refuse_others(file, first)
+    if file.path.suffix.lower() == ".gz":
         return "gzip"
     return next((name for name, magic in _MAGIC.items() if first.startswith(magic)), "")
+
+
+def _refuse_others(file: InputFile, first: bytes) -> None:
+    """Raise `DataError` where the first bytes of a file, or of what is compressed in it, are those of another kind."""
+    what = next((what for magic, what in _OTHERS.items() if first.startswith(magic)), "")
+    if first[_TAR_MAGIC[0] :].startswith(_TAR_MAGIC[1]):
+        what = f"an archive of tar: tar -xf {file.path}, then give the file, or the folder, that was in it"
+    elif _are_records(first):
+        what = "TFRecords; write them as Parquet (Python: tf.data.TFRecordDataset, tf.io.parse_example, to_parquet)"
+    if what:
+        raise DataError(f"{file.path}: {what}")
+
+
+def _are_records(first: bytes) -> bool:
+    """Return whether bytes are TFRecords: each has 8 bytes of length, 4 of a checksum, its data and 4 of a checksum.
+    The data of an example begin with a line feed: field 1 of a protobuf."""
+    length = int.from_bytes(first[:8], "little")
+    if len(first) < _LEAST_RECORD or not 0 < length < _LONGEST_RECORD:
+        return False
+    next_length = first[16 + length : 24 + length]
+    return first[12:13] == b"\n" or 0 < int.from_bytes(next_length, "little") < _LONGEST_RECORD
 
 
 def raw_blocks(file: InputFile, block_bytes: int = _BLOCK_BYTES) -> Iterator[bytes]:
@@ -68,7 +127,11 @@ def raw_blocks(file: InputFile, block_bytes: int = _BLOCK_BYTES) -> Iterator[byt
         return
     try:
         with _opened(file, container) as stream:
+            is_first = True
             while data := stream.read(block_bytes):
+                if is_first:
+                    _refuse_others(file, data[:_LONGEST])
+                is_first = False
                 yield data
     except READ_ERRORS as error:
         file.check(0)
@@ -99,3 +162,13 @@ def _opened(file: InputFile, container: str) -> IO[bytes] | gzip.GzipFile | bz2.
         if members[0].flag_bits & 1:
             raise DataError(f"{file.path}: the zip file has a password; unzip it")
         return opened.open(members[0])
+
+
+def refuse_features(path: Path, lines: Sequence[str]) -> None:
+    """Raise `DataError` where lines are of a format that is no table; with a line of Python that makes JSON lines."""
+    lines = [line for line in lines if line.strip()]
+    for name, pattern, made in _FORMATS:
+        is_line = re.compile(pattern)
+        if sum(is_line.fullmatch(line) is not None for line in lines) >= _LEAST_SHARE * len(lines):
+            script = f"import json, sys; [print(json.dumps({made})) for l in sys.stdin for w in [l.split()] if w]"
+            raise DataError(f'{path}: is {name}; write it as JSON lines: python -c "{script}" < {path} > NEW.jsonl')

@@ -14,7 +14,7 @@ from pathlib import Path
 from embershard.data.block import short
 from embershard.data.config import TableConfig
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.containers import container_of, raw_blocks
+from embershard.data.sources.table.containers import container_of, raw_blocks, refuse_features
 from embershard.data.sources.table.plain_text import ends_in_returns, fold
 from embershard.data.sources.table.raw import typed_name
 from embershard.data.text_form import TextForm
@@ -25,6 +25,8 @@ _PIECE_BYTES = 1 << 18
 _MOST_LINES = 500  # of a piece
 _LEAST_SHARE = 0.9  # of the lines, that have as many cells as most of them
 _MOST_NOT_UTF8 = 0.01  # of the lines: they have bad cells, and the file is UTF-8
+_MORE_ZEROS = 8  # at even, or at odd places in UTF-16
+_MOST_ZEROS = 0.001  # of the bytes
 _MOST_SKIPPED = 20
 _WORDS = {
     ", ": "comma and a blank",
@@ -85,6 +87,8 @@ def find_form(file: InputFile, given: Given) -> TableConfig:
     texts = [_lines(piece, encoding, file.path, is_first=not n, is_given=is_given) for n, piece in enumerate(pieces)]
     if not any(texts[0]):
         raise DataError(f"{file.path}: no line in it but empty ones; remove it, or fetch it again")
+    if given.separator is None and given.columns is None:
+        refuse_features(file.path, texts[0])
     cut = _best_cut(file.path, texts, given)
     lines = texts[0]
     skip = _num_skipped(cut, lines) if given.skip_lines is None else given.skip_lines
@@ -117,8 +121,10 @@ def find_encoding(file: InputFile, given: Given) -> str:
     head = pieces[0]
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    if 10 * head.count(0) > len(head):  # letters of two bytes, one of them 0
-        return "utf-16-le" if head[1::2].count(0) > head[::2].count(0) else "utf-16-be"
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    if 10 * (even + odd) > len(head) and max(even, odd) > _MORE_ZEROS * min(even, odd):
+        return "utf-16-le" if odd > even else "utf-16-be"  # letters of two bytes, one of them 0
+    _refuse_zeros(file, pieces)
     lines = [line for piece in pieces for line in piece.splitlines()[:-1] or [piece]]
     wrong = [line for line in lines if not _is_utf8(line)]
     if len(wrong) > max(_MOST_NOT_UTF8 * len(lines), 0):
@@ -128,6 +134,24 @@ def find_encoding(file: InputFile, given: Given) -> str:
             f"for instance, one is {short(shown)}; other encodings are latin-1, gb18030, shift_jis"
         )
     return "utf-8"
+
+
+def _refuse_zeros(file: InputFile, pieces: list[bytes]) -> None:
+    """Raise `DataError` where a file of letters of one byte has bytes that are 0."""
+    path, last = file.path, pieces[-1]
+    if num_zeros := len(last) - len(last.rstrip(b"\0")):
+        if container_of(file) or num_zeros == len(last):
+            raise DataError(f"{path}: has bytes that are 0 where text should be; fetch it, or write it, again")
+        end = file.num_bytes - num_zeros
+        raise DataError(
+            f"{path}: its last bytes are 0, from byte {end:,} on, as a machine leaves them that went down while it "
+            f"wrote. Cut them off: head -c {end} {path} > NEW"
+        )
+    if sum(piece.count(0) for piece in pieces) > _MOST_ZEROS * sum(map(len, pieces)):
+        place = next((at for piece in pieces if (at := piece.find(0)) >= 0), 0)
+        raise DataError(
+            f"{path}: is no text: it has bytes that are 0, as at byte {place:,}; needed CSV, TSV or the like"
+        )
 
 
 def _is_utf8(line: bytes) -> bool:
