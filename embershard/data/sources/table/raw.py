@@ -184,6 +184,22 @@ def typed_name(name: str) -> tuple[str, str]:
     return (plain, kind) if plain and kind in ("token", "float", "token_seq", "float_seq") else (name, "")
 
 
+def named_once(names: Sequence[str]) -> list[str]:
+    """Return the names of columns; a name that is there before gets a number, and one that is empty its place.
+
+    >>> named_once(["", "score", "score", "score_2"])
+    ['Unnamed: 0', 'score', 'score_3', 'score_2']
+    """
+    found = list[str]()
+    for place, given in enumerate(names):
+        name = given or f"Unnamed: {place}"  # as pandas calls them
+        new, number = name, 2
+        while new in found or (new != name and new in names):
+            new, number = f"{name}_{number}", number + 1
+        found.append(new)
+    return found
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Return True for lists of any kind."""
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)

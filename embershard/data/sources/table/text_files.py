@@ -20,7 +20,7 @@ from embershard.data.sample_bits import Flags
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.json_lines import JsonColumns, has_json_lines, json_form
 from embershard.data.sources.table.plain_text import FEED, RETURN, plain_file
-from embershard.data.sources.table.raw import PartColumns, RawChunk, is_list, needed_columns
+from embershard.data.sources.table.raw import PartColumns, RawChunk, is_list, named_once, needed_columns
 from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines, some_lines
 from embershard.errors import DataError
 
@@ -163,7 +163,7 @@ def column_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
     """Return the names of the columns of a text file whose first line is `header`: the settings' names, if any.
 
     Raises:
-        DataError: the header has a name twice.
+        DataError: the header is empty.
     """
     return list(settings.columns) or header_names(path, header, settings)
 
@@ -188,7 +188,7 @@ def columns_of(
     without labels, which are not for training, may lack keys.
 
     Raises:
-        DataError: a header has a name twice, or a column that is needed is missing.
+        DataError: a header is empty, or a column that is needed is missing.
     """
     found: list[TextColumns | JsonColumns] = []
     wanted = [*needed_columns(settings), *settings.judging_columns]
@@ -204,22 +204,19 @@ def columns_of(
 
 
 def header_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
-    """Return the names in a text file's first line; "Unnamed: 0" of a column without one, at place 0.
+    """Return the names in a text file's first line, each once; see `named_once`.
 
     Raises:
-        DataError: a name is there twice; or lines end in a carriage return alone.
+        DataError: there is none; or lines end in a carriage return alone.
     """
     text, line = _line_text(header).removeprefix(BYTE_ORDER_MARK.decode()), 1 + settings.skip_lines
     if "\r" in text:
         raise DataError(f"{path}:{line} {short(text)}: {_CARRIAGE_RETURN}")
-    names = [name or f"Unnamed: {place}" for place, name in enumerate(_cells(text, settings))]  # as pandas calls them
-    wrong = next((name for name in names if names.count(name) > 1), None)
-    if wrong is not None or not names:
-        problem = f"has {wrong!r} twice" if wrong else "has no name"
+    if not (names := _cells(text, settings)):
         raise DataError(
-            f"{path}:{line} the header {problem}: {short(text)}. If there is no header: data.table.columns names them"
+            f"{path}:{line} the header has no name; if there is no header, data.table.columns names columns"
         )
-    return names
+    return named_once(names)
 
 
 def _line_text(line: bytes) -> str:

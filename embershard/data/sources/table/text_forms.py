@@ -16,11 +16,13 @@ from embershard.data.config import TableConfig
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.containers import container_of, raw_blocks, refuse_features
 from embershard.data.sources.table.plain_text import ends_in_returns, fold
-from embershard.data.sources.table.raw import typed_name
+from embershard.data.sources.table.raw import named_once, typed_name
 from embershard.data.text_form import TextForm
 from embershard.errors import DataError
 
 SEPARATORS = (", ", ",", "\t", ";", "|", "::", "^", "\x01", " ")
+#: The column of the names of rows, which a header does not name.
+ROW_NAME = "row_name"
 _PIECE_BYTES = 1 << 18
 _MOST_LINES = 500  # of a piece
 _LEAST_SHARE = 0.9  # of the lines, that have as many cells as most of them
@@ -39,6 +41,12 @@ _WORDS = {
 }
 _NUMBER = re.compile(r"[-+]?[$€£]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?%?")
 _TIME = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}(?:[ T].*)?")
+#: A first line that tells Excel the separator.
+_OF_EXCEL = re.compile(r'"?sep=(\\t|[^"])"?', re.IGNORECASE)
+_IN_DOUBLE_QUOTES = (
+    "python -c 'import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, quotechar=chr(39)))' "
+    "< FILE > NEW"
+)
 _NO_VALUE = ("", "na", "nan", "null", "none", "n/a", "\\n", "-", "?")
 
 
@@ -85,18 +93,25 @@ def find_form(file: InputFile, given: Given) -> TableConfig:
     pieces, encoding = _pieces(file), find_encoding(file, given)
     is_given = given.encoding is not None
     texts = [_lines(piece, encoding, file.path, is_first=not n, is_given=is_given) for n, piece in enumerate(pieces)]
-    if not any(texts[0]):
-        raise DataError(f"{file.path}: no line in it but empty ones; remove it, or fetch it again")
-    if given.separator is None and given.columns is None:
-        refuse_features(file.path, texts[0])
-    cut = _best_cut(file.path, texts, given)
     lines = texts[0]
-    skip = _num_skipped(cut, lines) if given.skip_lines is None else given.skip_lines
+    if not any(lines):
+        raise DataError(f"{file.path}: no line in it but empty ones; remove it, or fetch it again")
+    of_excel = _OF_EXCEL.fullmatch(lines[0])
+    if of_excel:
+        texts[0] = lines[1:]
+        given = replace(given, separator=given.separator or of_excel[1].replace("\\t", "\t"))
+    if given.separator is None and given.columns is None:
+        refuse_features(file.path, lines)
+    cut = _best_cut(file.path, texts, given)
+    skip = _num_skipped(cut, lines, 0 if of_excel is None else 1) if given.skip_lines is None else given.skip_lines
     form = replace(cut.form, skip_lines=skip, encoding=encoding, null_values=given.null_values)
     columns = given.columns or ()
-    if given.columns is None and not given.has_header:
-        columns, skip = _judge_header(file.path, form, lines[skip:], cut.count)
-        form = replace(form, skip_lines=form.skip_lines + skip)
+    if given.columns is not None and given.skip_lines is None:
+        names, rows = _header_and_rows(form, lines[skip:])
+        form = replace(form, skip_lines=skip + bool(rows and _is_header(names, rows, cut.count)))
+    elif given.columns is None and not given.has_header:
+        columns = _judge_header(file.path, form, lines[skip:], cut.count)
+        form = replace(form, skip_lines=skip + bool(columns))
     return TableConfig(**{**vars(form), "columns": columns})
 
 
@@ -271,37 +286,48 @@ def cells_of(line: str, form: TextForm) -> list[str]:
     return found
 
 
-def _num_skipped(cut: _Cut, lines: list[str]) -> int:
-    """Return how many lines are before the table: comments, titles of one cell, empty lines."""
-    first = next((n for n, line in enumerate(lines) if len(cells_of(line, cut.form)) == cut.count), 0)
+def _num_skipped(cut: _Cut, lines: list[str], start: int) -> int:
+    """Return how many lines are before the table: `start`, comments, titles of one cell, empty lines."""
+    first = next((n for n, line in enumerate(lines) if n >= start and len(cells_of(line, cut.form)) == cut.count), 0)
     if first > _MOST_SKIPPED or cut.form.line_breaks:
-        return 0
-    are_titles = all(line[:1] in ("#", "%", "/", "") or len(cells_of(line, cut.form)) == 1 for line in lines[:first])
-    return first if are_titles else 0
+        return start
+    titles = lines[start:first]
+    are_titles = all(line[:1] in ("#", "%", "/", "") or len(cells_of(line, cut.form)) == 1 for line in titles)
+    return first if are_titles else start
 
 
-def _judge_header(path: Path, form: TextForm, lines: list[str], count: int) -> tuple[tuple[str, ...], int]:
-    """Return names of columns, and lines to skip for them, where the first line does not name all columns; or neither.
-
-    Raises:
-        DataError: whether the first line is a header cannot be told, or it is none.
-    """
+def _header_and_rows(form: TextForm, lines: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the cells of the first line, and those of the others that are not blank."""
     if form.line_breaks:
         lines = fold("\n".join(lines).encode(), form).decode().split("\n")
-    names = cells_of(lines[0], form)
-    rows = [cells for line in lines[1:] if len(cells := cells_of(line, form)) == count]
-    if len(names) == count - 1 and not any(map(_is_value, names)):
-        return ("row_name", *names), 1  # as R writes names of rows
-    columns = list(zip(*rows, strict=True)) if len(names) == count else []
-    words = [name for name in names if name.strip()]
-    if len(set(words)) == len(words) and not all(map(_is_value, words)):
-        if any(typed_name(name)[1] for name in words):
-            return (), 0
-        changes = [_changes(name, column) for name, column in zip(names, columns, strict=False)]
-        of_values = [is_change for is_change in changes if is_change is not None]
-        if not rows or (of_values and 2 * sum(of_values) >= len(of_values)):
-            return (), 0
+    cells = [cells_of(line, form) for line in lines[:1] + [line for line in lines[1:] if line.strip()]]
+    return cells[0], cells[1:]
+
+
+def _judge_header(path: Path, form: TextForm, lines: list[str], count: int) -> tuple[str, ...]:
+    """Return names of all columns where the first line names them but for one; or nothing, where it is a header.
+
+    Raises:
+        DataError: whether the first line is a header cannot be told, or it is none; or which column it does not name.
+    """
+    names, rows = _header_and_rows(form, lines)
     line, where = short(lines[0]), f"{path}:{form.skip_lines + 1}"
+    if _is_header(names, rows, count):
+        if len(names) == count:
+            return ()
+        if len(names) > count:
+            return tuple(named_once(names[:-1]))
+        firsts, lasts = ([cells[place] for cells in rows if len(cells) == count] for place in (0, -1))
+        if not any(lasts):
+            return tuple(named_once([*names, ""]))  # a separator at each row's end
+        if not any(len(cells) == len(names) for cells in rows) and _name_rows(firsts):
+            return tuple(named_once([ROW_NAME, *names]))
+        row = next(cells for cells in rows if len(cells) == count)
+        said = one_name_less(where, names, f"rows have {count} cells, {short(','.join(row))}")
+        if any(cell.strip()[:1] == "'" for cell in row):
+            said += f". Or, where cells are in single quotes: {_IN_DOUBLE_QUOTES}"
+        raise DataError(said)
+    words = [name for name in names if name.strip()]
     numbers = sum(map(_is_value, words))
     if (numbers and len(set(words)) == len(words)) or len(set(words)) < len(words):
         has = "has values" if numbers else f"has {next(w for w in words if words.count(w) > 1)!r} twice"
@@ -309,11 +335,45 @@ def _judge_header(path: Path, form: TextForm, lines: list[str], count: int) -> t
     raise DataError(f"{where} may be a header, or the first row: {line}. Say which: --header, or --columns NAME,...")
 
 
+def _is_header(names: list[str], rows: list[list[str]], count: int) -> bool:
+    """Return whether the cells of a first line name the columns of the rows, most of which have `count` cells."""
+    words = [name for name in names if name.strip()]
+    if len(names) != count:
+        is_near = len(names) == count - 1 or (len(names) == count + 1 and not names[-1].strip())
+        return is_near and not any(map(_is_value, words))
+    if all(map(_is_value, words)):
+        return False
+    if any(typed_name(name)[1] for name in words):
+        return True
+    columns = zip(*(cells for cells in rows if len(cells) == count), strict=True)
+    changes = [_changes(name, column) for name, column in zip(names, columns, strict=False)]
+    of_values = [is_change for is_change in changes if is_change is not None]
+    is_first = len(set(words)) == len(words)
+    return (is_first and not changes) or bool(of_values and 2 * sum(of_values) >= len(of_values))
+
+
+def _name_rows(cells: list[str]) -> bool:
+    """Return whether cells are names of rows, as R and pandas write them: 1, 2, 3 and so on, or from 0 on; or texts, no
+    two of them alike."""
+    are_texts = not any(_is_value(cell) or not cell for cell in cells) and len(set(cells)) == len(cells)
+    return are_texts or any(cells == [str(first + row) for row in range(len(cells))] for first in (0, 1))
+
+
+def one_name_less(where: str, names: Sequence[str], why: str) -> str:
+    """Say that a header has a name less than there are columns, and does not tell which one."""
+    return (
+        f"{where} has {len(names)} names, {short(','.join(names))}, and {why}. Which column has no name? Name all of "
+        "them: --columns NAME,..."
+    )
+
+
 def _changes(name: str, cells: Sequence[str]) -> bool | None:
     """Return whether the cells of a column are of a type that its name is not; None: that cannot be told."""
     values = [cell.strip() for cell in cells if cell.strip().lower() not in _NO_VALUE]
-    if not values:
+    if not values or not name.strip():
         return None
+    if name.strip().lower() in _NO_VALUE:
+        return False
     if sum(map(_is_value, values)) >= _LEAST_SHARE * len(values):
         return not _is_value(name)
     if all(re.search(r"\d", value) for value in values) and not re.search(r"\d", name):  # u1, u2, ... below "user"

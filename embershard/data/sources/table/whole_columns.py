@@ -19,18 +19,19 @@ from embershard.data.hashing import Ids
 from embershard.data.sample_bits import Flags
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.cells import read_cells
-from embershard.data.sources.table.decode import readable
+from embershard.data.sources.table.decode import readable, text_words
 from embershard.data.sources.table.json_lines import JsonColumns, has_json_lines
 from embershard.data.sources.table.parquet_files import is_parquet, parquet_schema
 from embershard.data.sources.table.plain_text import first_bytes, plain_blocks
 from embershard.data.sources.table.raw import PartColumns, typed_name
-from embershard.data.sources.table.survey import FORMS
+from embershard.data.sources.table.survey import FORMS, DistinctCount
 from embershard.data.sources.table.text_files import TextColumns, column_names
-from embershard.data.sources.table.text_forms import Given, find_encoding, find_form
+from embershard.data.sources.table.text_forms import ROW_NAME, Given, cells_of, find_encoding, find_form, one_name_less
 from embershard.errors import DataError
 
 _BATCH_ROWS = 1 << 16
 _HEADER_BYTES = 1 << 16
+_LEAST_DISTINCT = 0.95  # of many texts that all differ, as `DistinctCount` estimates them
 #: Is called for each bad row.
 OnBad = Callable[[BadRow], None]
 
@@ -41,11 +42,13 @@ class WholeColumns:
 
     Attributes:
         form: of a text file: separator, quotes, missing values and, where there is no header, names of columns.
+        has_row_names: the first column of a text file, which its header does not name, has names of rows.
     """
 
     file: InputFile
     form: TableConfig
     kind: Literal["text", "json", "parquet"]
+    has_row_names: bool = False
 
     @staticmethod
     def at(path: Path, given: Given) -> WholeColumns:
@@ -60,7 +63,9 @@ class WholeColumns:
         plain = TableConfig(encoding=find_encoding(file, given))
         if has_json_lines(file, plain):
             return WholeColumns(file, plain, "json")
-        return WholeColumns(file, find_form(file, given), "text")
+        form = find_form(file, given)
+        has_row_names = given.columns is None and form.columns[:1] == (ROW_NAME,)
+        return WholeColumns(file, form, "text", has_row_names=has_row_names)
 
     @property
     def is_text(self) -> bool:
@@ -116,6 +121,7 @@ class WholeColumns:
         columns, has_header = self._columns, self.is_text and not self.form.columns
         part = PartColumns(self.file.path, columns.names, self.file.partitions, self.schema.names)
         row = 1 + self.form.skip_lines
+        row_names = _RowNames(self) if self.has_row_names else None
 
         def note(bad: BadRow) -> None:
             if on_bad is None:
@@ -130,6 +136,8 @@ class WholeColumns:
             if not len(lines):
                 continue
             table, places, others = columns.read_good(lines)
+            if row_names is not None:
+                row_names.check(table.column(0).combine_chunks(), others)
             for line, text in others.items():
                 note(BadRow(self.file.path, row + line, "", columns.explain(text)))
             yield self._typed(part.complete(table), row + places, types, note)
@@ -150,6 +158,40 @@ class WholeColumns:
             columns.append(values)
         batch = pa.RecordBatch.from_arrays(columns, names=table.column_names)
         return batch if is_good.all() else batch.filter(pa.array(is_good))
+
+
+class _RowNames:
+    """Checks that the first column of a file has names of rows as R writes them, in all of its rows: rising numbers, or
+    texts, another one in each row."""
+
+    def __init__(self, file: WholeColumns) -> None:
+        self._path, self._form = file.file.path, file.form
+        self._last, self._texts = -1, DistinctCount()
+
+    def check(self, cells: pa.Array, others: Mapping[int, bytes]) -> None:
+        """Check the cells of some rows, and lines that are no rows.
+
+        Raises:
+            DataError: they say that another column may be the one that the header does not name.
+        """
+        names, words = self._form.columns[1:], text_words(cells)[0]
+        try:
+            numbers = cells.cast(pa.string()).cast(pa.int64()).to_numpy(zero_copy_only=False)
+            are_names = bool((np.diff(numbers, prepend=self._last) > 0).all())
+            self._last = int(numbers[-1]) if len(numbers) else self._last
+        except pa.ArrowInvalid:
+            self._texts.add(words)
+            least = self._texts.count if self._texts.is_exact else _LEAST_DISTINCT * self._texts.count
+            are_names = len(np.unique(words)) == len(words) and self._texts.estimate >= least
+        shorter = next((text for text in others.values() if len(self._cells(text)) == len(names)), None)
+        why = f"rows have {len(names) + 1} cells, the first of which does not tell rows apart, as names of rows do"
+        if shorter is not None:
+            why = f"rows have {len(names) + 1} cells, but not all: {short(shorter.decode('utf-8', 'replace').rstrip())}"
+        if shorter is not None or not are_names:
+            raise DataError(one_name_less(f"{self._path}:{self._form.skip_lines}", names, why))
+
+    def _cells(self, line: bytes) -> list[str]:
+        return cells_of(line.decode("utf-8", "replace").rstrip("\r\n"), self._form)
 
 
 def _texts(cells: pa.Array) -> tuple[pa.Array, Flags, str]:

@@ -15,6 +15,7 @@ from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.containers import raw_blocks
 from embershard.data.sources.table.plain_text import first_bytes, fold, plain_blocks
 from embershard.data.sources.table.text_forms import Given, cells_of, find_form
+from embershard.data.sources.table.whole_columns import WholeColumns
 from embershard.data.text_form import TextForm
 from embershard.errors import DataError
 
@@ -170,3 +171,84 @@ def test_an_open_quote_spoils_its_line_only():
     """The negative control: a parser that lets quotes run takes all lines behind it for one cell."""
     lines = [b'1,"open', *(b'%d,"x\ny"' % n for n in range(99))]
     assert fold(b"\n".join(lines) + b"\n", TextForm(line_breaks=True)).count(b"\n") == 100
+
+
+def unnamed(header: str, line: str, count: int = 400) -> bytes:
+    return (header + "\n" + "".join(line.format(n=n, even=n % 2, few=n % 9) + "\n" for n in range(1, count))).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [('"{n}",{even},{few}', "row_name"), ("lane {n},{even},{few}", "row_name"), ("{even},{few},", "bought")],
+)
+def test_rows_have_a_cell_more_than_the_header(tmp_path, line, first):
+    """Names of rows, as R writes them, stand before the others; a separator at each row's end is no reason to."""
+    found = form_of(tmp_path / "a.csv", unnamed("bought,shop", line))
+    columns = ("row_name", "bought", "shop") if first == "row_name" else ("bought", "shop", "Unnamed: 2")
+    assert found == {"columns": columns, "skip_lines": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "more"),
+    [
+        ("{even},'Ulm, {few}'", "python -c"),
+        ("{even},{few},7", "--columns NAME,...$"),
+        ("{n}7,{even},{few}", "--columns NAME,...$"),
+        ("lane {few},{even},{n}", "--columns NAME,...$"),
+        ("2026-01-0{few},{even},{n}", "--columns NAME,...$"),
+    ],
+)
+def test_a_cell_more_that_is_no_name_of_a_row_is_asked_for(tmp_path, line, more):
+    with pytest.raises(DataError, match=rf"a.csv:1 has 2 names, 'bought,shop', and rows have 3 cells, .*{more}"):
+        form_of(tmp_path / "a.csv", unnamed("bought,shop", line))
+    found = form_of(tmp_path / "a.csv", unnamed("bought,shop", line), columns=("a", "b", "c"))
+    assert found == {"columns": ("a", "b", "c"), "skip_lines": 1}
+
+
+def test_a_row_with_as_many_cells_as_the_header_is_asked_for(tmp_path):
+    data = unnamed("bought,shop", "lane {n},{even},{few}").replace(b"lane 9,", b"")
+    with pytest.raises(DataError, match="Which column has no name"):
+        form_of(tmp_path / "a.csv", data)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [(b"1,7\n", "but not all: '1,7'"), (b"lane 5,1,7\n", "does not tell rows apart"), (b"9,1,7\n", "does not tell")],
+)
+def test_a_later_row_says_that_first_cells_are_no_names_of_rows(tmp_path, row, why):
+    """Far behind what `find_form` looks at; all rows are read before anything is written."""
+    for line in (("lane {n},{even},{few}", "{n},{even},{few}")[row[:1] == b"9"],):
+        data = unnamed("bought,shop", line, 40_000)
+        place = data.find(b"\n", len(data) // 3) + 1
+        path = tmp_path / "a.csv"
+        path.write_bytes(data)
+        assert sum(batch.num_rows for batch in WholeColumns.at(path, Given()).batches()) == 39_999
+        path.write_bytes(data[:place] + row + data[place:])
+        with pytest.raises(DataError, match=f"a.csv:1 has 2 names.*{why}.*--columns NAME"):
+            list(WholeColumns.at(path, Given()).batches(on_bad=lambda bad: None))
+
+
+@pytest.mark.parametrize(("mark", "separator"), [("sep=;", ";"), ('"sep=,"', ","), ("SEP=\\t", "\t"), ("sep=|", "|")])
+@pytest.mark.parametrize("width", [2, 4])
+def test_the_first_line_of_excel_names_the_separator(tmp_path, mark, separator, width):
+    lines = [",".join(line.split(",")[:width]) for line in [HEADER.replace("tags", "when"), *LINES]]
+    data = f"{mark}\r\n".encode() + text_of([line.replace("|", "/") for line in lines], separator)
+    found = form_of(tmp_path / "a.csv", data)
+    assert found == {"skip_lines": 1} | ({} if separator == "," else {"separator": separator})
+    assert form_of(tmp_path / "a.csv", data, has_header=True) == found
+
+
+def test_a_name_that_is_twice_in_a_header_gets_a_number(tmp_path):
+    path = tmp_path / "a.csv"
+    data = unnamed("bought,shop,shop,", "{even},{few},{n},x")
+    assert form_of(path, data) == {}
+    assert WholeColumns.at(path, Given()).schema.names == ["bought", "shop", "shop_2", "Unnamed: 3"]
+    assert form_of(path, data, columns=("a", "b", "c", "d")) == {"columns": ("a", "b", "c", "d"), "skip_lines": 1}
+
+
+def test_a_first_row_without_values_is_no_header(tmp_path):
+    """Missing cells are no names, though the columns below are numbers."""
+    data = unnamed("NA,NA,-", "{even},{few},{n}")
+    with pytest.raises(DataError, match="--columns"):
+        form_of(tmp_path / "a.csv", data)
+    assert "skip_lines" not in form_of(tmp_path / "a.csv", data, columns=("a", "b", "c"))
