@@ -28,6 +28,16 @@ TIME_ROWS = {"hour": 25, "weekday": 8}
 #: Mappings of features whose table takes any id of 64 bits.
 ID_MAPPINGS = ("ids", "text_ids")
 _LEAST_QUANTILES = 2
+_TEXTS = ("csv", "tsv", "txt", "json", "jsonl", "ndjson", "inter")
+_COMPRESSED = ("[gxz]*", "bz2")
+#: Names of data files in a folder: by their ending, and as Hadoop, Spark, Hive, `split` and TensorFlow name parts.
+DATA_FILES = (
+    *("*.parquet", "*.pq", "*.parq", "*.tab", "*.psv"),
+    *(f"*.{kind}" for kind in _TEXTS),
+    *(f"*.{kind}.{end}" for kind in _TEXTS for end in _COMPRESSED),
+    *("part-*[0-9]", "00[0-9][0-9][0-9][0-9]_[0-9]*", "x[a-z][a-z]", "*-[0-9]*-of-[0-9]*"),
+    *(f"part-*[0-9].{end}" for end in _COMPRESSED),
+)
 _ONE_PATTERN = 'at least one pattern ("*" takes every file)'
 
 
@@ -107,7 +117,7 @@ class ParquetConfig:
     """Most ids of a bag. A row with a larger one is not a sample."""
     dense_transform: OfModel[Literal["log1p", "none"]] = "none"
     """Change of the dense columns: log(1 + max(x, 0)), or none."""
-    files: AsFiles[tuple[str, ...]] = ("*.parquet",)
+    files: AsFiles[tuple[str, ...]] = ("*.parquet", "*.pq")
     """Shell patterns of the names of data files, where `path` is a folder."""
 
     def __post_init__(self) -> None:
@@ -279,11 +289,8 @@ class TableConfig(TextForm):
     reads 1,250.50 and $12.50."""
     max_bag_size: OfTraining[int] = 10_000
     """Most values of a bag. A row with a larger one is not a sample."""
-    files: AsFiles[tuple[str, ...]] = (
-        *("*.parquet", "*.csv", "*.tsv", "*.txt", "*.inter", "*.json", "*.jsonl", "*.ndjson"),
-        *(f"*.{kind}.{end}" for kind in ("csv", "tsv", "txt", "json", "jsonl") for end in ("[gxz]*", "bz2")),
-    )
-    """Shell patterns of the names of data files, where `path` is a folder."""
+    files: AsFiles[tuple[str, ...]] = DATA_FILES
+    """Shell patterns of the names of data files, where `path` is a folder; letters may be large or small."""
 
     def __post_init__(self) -> None:
         freeze_lists(self)

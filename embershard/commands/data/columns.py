@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from embershard.data.block import BadRow
-from embershard.data.config import TableConfig
+from embershard.data.config import DATA_FILES
 from embershard.data.sources.input_file import files_at
 from embershard.data.sources.table.parquet_files import are_parquet
 from embershard.data.sources.table.survey import ColumnSurvey, survey
@@ -43,6 +43,11 @@ def survey_files(
     return columns, bad
 
 
+def patterns_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the patterns of the names of a folder's data files."""
+    return tuple(arguments.files) or DATA_FILES
+
+
 def columns_of_files(
     path: Path, arguments: argparse.Namespace, names: str | None = None, *, is_joined: bool = False
 ) -> list[WholeColumns]:
@@ -67,7 +72,7 @@ def columns_of_files(
         separator = "\t" if arguments.separator == "\\t" else arguments.separator
         has_header = True if arguments.header else None
         given = replace(given, separator=separator, skip_lines=arguments.skip_lines, has_header=has_header)
-    found = files_at(str(path), TableConfig().files, "table")
+    found = files_at(str(path), patterns_of(arguments), "table")
     shown = WholeColumns.at(max(found, key=lambda file: file.num_bytes).path, given)  # parts without rows show nothing
     if not are_parquet(found):
         are_json(found, shown.form)

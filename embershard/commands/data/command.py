@@ -213,6 +213,8 @@ def _add_form(action: argparse.ArgumentParser, shown: Callable[[str], str] = str
     header.add_argument("--columns", metavar="NAME,...", help=shown(text))
     text = "the first line names the columns, whatever it looks like"
     header.add_argument("--header", action="store_true", help=shown(text))
+    text = "of a folder, the files whose names fit, as 'part*' (default: what looks like data); may be repeated"
+    action.add_argument("--files", action="append", default=[], metavar="PATTERN", help=shown(text))
     text = "between the cells of a line (default: what fits most lines)"
     action.add_argument("--separator", metavar="TEXT", help=shown(text))
     text = "of text files (default: UTF-8, or UTF-16 if it is)"

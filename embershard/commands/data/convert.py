@@ -16,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embershard.commands.data.columns import columns_of_files, survey_files
+from embershard.commands.data.columns import columns_of_files, patterns_of, survey_files
 from embershard.data.block import BadRow
 from embershard.data.hashing import Ids, Words
 from embershard.data.sample_bits import Flags
+from embershard.data.sources.folder import Listing
 from embershard.data.sources.table.decode import MOST_BYTES, text_words
 from embershard.data.sources.table.raw import is_list
 from embershard.data.sources.table.text_forms import describe
@@ -44,6 +45,8 @@ def convert(arguments: argparse.Namespace) -> int:
     files = columns_of_files(arguments.data, arguments)
     if files[0].is_text and (form := describe(files[0].form)):
         say(plain_console(), f"{arguments.data}: {form}.")
+    if arguments.data.is_dir():
+        say(plain_console(), *Listing.of(arguments.data, patterns_of(arguments), "table").sentences())
     stops = arguments.bad_rows == "stop"
     types = _types_of(files, stops=stops)
     skipped = SkippedRows(output.with_name(output.name + ".bad_rows.jsonl"), 0 if stops else arguments.bad_rows)

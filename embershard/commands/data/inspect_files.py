@@ -28,7 +28,8 @@ from embershard.commands.data.suggest import (
     suggest_label,
 )
 from embershard.data.block import BadRow
-from embershard.data.config import TableConfig, TableFeature
+from embershard.data.config import DATA_FILES, TableConfig, TableFeature
+from embershard.data.sources.folder import Listing
 from embershard.data.sources.table.raw import is_text, is_time
 from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey
 from embershard.data.sources.table.text_forms import describe
@@ -88,6 +89,7 @@ class Inspected:
         suggested: how to use each of the others.
         bad: lines that are no rows.
         num_files: at `data`.
+        patterns: of the names of its files, where the user says which.
         is_parquet: of which a row group is mixed, and `data.chunk_rows` has no effect.
     """
 
@@ -99,6 +101,7 @@ class Inspected:
     bad: Sequence[BadRow]
     num_files: int
     is_parquet: bool
+    patterns: tuple[str, ...]
 
     @staticmethod
     def of(arguments: argparse.Namespace, *, needs_label: bool) -> Inspected:
@@ -140,7 +143,7 @@ class Inspected:
             suggested.append(suggest_features(each, judgement, taken, chosen.get(each.name)))
             taken.update(suggested[-1].features)
         form = files[0].form if files[0].is_text or not files[0].form.is_utf8 else None
-        of_files = len(files), files[0].kind == "parquet"
+        of_files = len(files), files[0].kind == "parquet", tuple(arguments.files)
         return Inspected(arguments.data, form, columns, label, suggested, bad, *of_files)
 
     @property
@@ -186,6 +189,8 @@ class Inspected:
         """Return sentences on what is odd, what is a guess, and what was left out."""
         form = "" if self.form is None else describe(self.form)
         said = [f"{self.data}: {form}."] if form else []
+        if self.data.is_dir():
+            said += Listing.of(self.data, self.patterns or DATA_FILES, "table").sentences()
         said += [f"{name}: {others}" for name, column in self.columns.items() if (others := others_of(column))]
         for each in self.suggested:
             if miss := near_miss(self.columns[each.column]):
@@ -235,6 +240,8 @@ class Inspected:
         ]
         for each in (*used, *([self._of_label()] if columns[label.column].written in (".", ",") else [])):
             lines += [f"{key}.{toml_key(each.column)} = {toml(value)}" for key, value in each.written.items()]
+        if self.patterns:
+            lines.append(f"files = {toml(list(self.patterns))}    # of the folder")
         if self.form is not None:
             lines.append(f"separator = {toml(form.separator)}")
             of_text = replace(form, null_values=tuple(null_values))

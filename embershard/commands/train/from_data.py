@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
-from fnmatch import fnmatch
 from pathlib import Path
 
 from embershard.commands.data.command import choice_words
-from embershard.data.config import TableConfig
+from embershard.data.config import DATA_FILES
+from embershard.data.sources.folder import Listing, fits
 from embershard.errors import ConfigError
 from embershard.launch.run_dir import check_run_dir, default_run_dir
 
@@ -22,9 +22,9 @@ def is_data(path: Path | None) -> bool:
     """Return whether a path is a file of data, or a folder of such files, and not of settings."""
     if path is None or not path.exists():
         return False
-    patterns, names = TableConfig().files, [each.name for each in path.iterdir()] if path.is_dir() else [path.name]
-    patterns += () if path.is_dir() else _MORE_DATA
-    return any(fnmatch(name, pattern) for name in names for pattern in patterns)
+    if path.is_dir():
+        return bool(Listing.of(path, DATA_FILES, "table").files)
+    return fits(path.name, (*DATA_FILES, *_MORE_DATA))
 
 
 def check_no_choices(arguments: argparse.Namespace) -> None:

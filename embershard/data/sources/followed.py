@@ -21,7 +21,7 @@ from embershard.data.order.order import ChunkTable, EpochOrder, spans
 from embershard.data.order.time_windows import NEVER
 from embershard.data.schema import Schema
 from embershard.data.sources.held_out import HeldOut
-from embershard.data.sources.input_file import FileIdentity, InputFile, Stamp, need_path, next_file
+from embershard.data.sources.input_file import FileIdentity, InputFile, Stamp, left_out_of, need_path, next_file
 from embershard.data.sources.source import GrowingSource, RecentlyUsed, Split, WindowAhead, windows_between
 from embershard.data.sources.table.source import TableSource, check_table
 from embershard.data.time_config import TimeConfig
@@ -183,7 +183,7 @@ class FollowedSource(GrowingSource):
         if not config.is_in_time_order:
             raise ConfigError("data.eval_fraction = 1 with data.follow; needed 0, or the default: nothing would train")
         behind = f", behind {len(files):,} files that the run's journal has" if files else ""
-        self.notes = (f"Follows {self.folder}{behind}.",)
+        self.notes = (f"Follows {self.folder}{behind}.", *left_out_of(config))
         for file in files:
             self._add(file)
         self.start_at(0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
-import logging
 import os
 import re
 import stat
@@ -16,6 +14,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from embershard.data.config import DataConfig
+from embershard.data.sources.folder import UNFINISHED, Listing, fits
 from embershard.errors import ConfigError, DataError, near_file, os_problem
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -23,9 +22,6 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _NUM_SAMPLED = 16
 _SAMPLED_BYTES = 1 << 14
-#: Endings of the names of files that are being written.
-_UNFINISHED = (".tmp", ".partial")
-_log = logging.getLogger(__name__)
 #: What tells whether a file was written to, or its permissions changed: size and times.
 Stamp = tuple[int, int, int]
 
@@ -169,9 +165,9 @@ def next_file(
         with os.scandir(folder) as entries:
             for entry in entries:
                 name = entry.name
-                if name in known or name.startswith((".", "_")) or name.endswith(_UNFINISHED):
+                if name in known or name.startswith((".", "_")) or name.endswith(UNFINISHED):
                     continue
-                if not any(fnmatch.fnmatch(name, each) for each in patterns):
+                if not fits(name, patterns):
                     continue
                 status, problem = _status_of(entry)
                 if problem:
@@ -204,41 +200,23 @@ def _status_of(entry: os.DirEntry[str]) -> tuple[os.stat_result | None, str]:
 def files_at(
     path: str, patterns: tuple[str, ...], kind: str, *, in_turn: bool = False, sums: bool = False
 ) -> list[InputFile]:
-    """Return the file at `path`, or the folder's files that match a pattern, by name; files that come `in_turn`, in
-    natural order, without those that are being written. `sums`: with checksums. Of kinds with named columns, folders
-    that are called NAME=VALUE belong to the folder, and a `path` in one of them is a part, with its columns."""
+    """Return the file at `path`, or the folder's files that are data (see `Listing`), by name; files that come
+    `in_turn`, in natural order. `sums`: with checksums. Of kinds with named columns, folders that are called NAME=VALUE
+    belong to the folder, and a `path` in one of them is a part, with its columns."""
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{root}: no such file or folder; check data.path and data.eval_path{near_file(root)}")
     files = [root]
     if root.is_dir():
-        there = sorted(_files_below(root, parted=kind in ("table", "parquet")))
-        files = [p for p in there if any(fnmatch.fnmatch(p.name, pattern) for pattern in patterns)]
+        listing = Listing.of(root, patterns, kind)
+        files = listing.files
         if in_turn:
-            files = [p for p in files if not p.name.endswith(_UNFINISHED)]
             files.sort(key=lambda p: natural_order(str(p.relative_to(root))))
-        skipped = [str(p.relative_to(root)) for p in there if p not in files]
         if not files:
-            raise DataError(
-                f"{root}: none of its {len(there)} files matches {', '.join(patterns)} "
-                f"(there are: {', '.join(skipped[:5]) or 'none'}); set data.{kind}.files to the names of your files"
-                + _said_of_folders(root)
-            )
-        if skipped:
-            _log.info("%s: not read, as no pattern of data.%s.files matches: %s", root, kind, ", ".join(skipped))
+            raise DataError(listing.problem)
     found = [InputFile.at(file, sums=sums) for file in files]
     above = _above(root) if kind in ("table", "parquet") else ()
     return [replace(file, folders=_folders(file.path, root), above=above) for file in found]
-
-
-def _files_below(folder: Path, *, parted: bool) -> Iterator[Path]:
-    for path in folder.iterdir():
-        if path.name.startswith((".", "_")):
-            continue
-        if path.is_file():
-            yield path
-        elif parted and "=" in path.name[1:] and path.is_dir():
-            yield from _files_below(path, parted=True)
 
 
 def _folders(path: Path, root: Path) -> tuple[str, ...]:
@@ -255,9 +233,13 @@ def _above(root: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _said_of_folders(root: Path) -> str:
-    folders = sorted(each.name for each in root.iterdir() if each.is_dir() and "=" not in each.name)
-    return f". Of its folders only those called NAME=VALUE are read, and not {folders[0]}" if folders else ""
+def left_out_of(config: DataConfig) -> tuple[str, ...]:
+    """Return sentences that name what is in the folders of a config and is not read."""
+    said = list[str]()
+    for path, grows in ((config.path, config.follow), (config.eval_path, False)):
+        if path is not None and (root := Path(path).expanduser()).is_dir():
+            said += Listing.of(root, config.file_patterns, config.kind).sentences(grows=grows)
+    return tuple(said)
 
 
 def need_path(config: DataConfig) -> None:

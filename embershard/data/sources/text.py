@@ -25,7 +25,7 @@ from embershard.data.hashing import Ids, cell_bytes
 from embershard.data.sample_bits import Flags
 from embershard.data.schema import Schema
 from embershard.data.sources.held_out import Share, hold_out
-from embershard.data.sources.input_file import InputFile, list_files
+from embershard.data.sources.input_file import InputFile, left_out_of, list_files
 from embershard.data.sources.source import FileSource, RecentlyUsed, SplitChunks
 from embershard.errors import DataError, NoRowsError
 
@@ -283,7 +283,7 @@ class LineSource(FileSource):
     """Base of sources whose samples are lines, with one id for every sparse feature."""
 
     def __init__(self, config: DataConfig, schema: Schema, form: LineFormat, share: Share) -> None:
-        files, ends = list_files(config)
+        (files, ends), self._left_out = list_files(config), left_out_of(config)
         self._form, (self._label,) = form, schema.target.labels
         self._text = TextFiles(files, config.chunk_rows, config.num_workers, has_header=form.has_header)
         for file, header in zip(files, self._text.headers, strict=True):
@@ -293,6 +293,10 @@ class LineSource(FileSource):
         split = SplitChunks(self._text.file, self._text.rows, ends, held_out)
         num_kept = 4 + 2 * config.num_workers
         super().__init__(schema, split, num_kept, tolerates_bad_rows=config.bad_rows != "stop")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*super().notes, *self._left_out)
 
     @abstractmethod
     def parse_cells(self, table: pa.Table) -> tuple[NDArray[np.float32], Sequence[Ids]]:

@@ -14,7 +14,7 @@ from embershard.data.block import BadRow, Block, Lengths, ParsedChunk
 from embershard.data.config import CONSTANT, DataConfig, TableConfig, columns_of_files
 from embershard.data.schema import Schema, SparseFeature
 from embershard.data.sources.held_out import Share, alone, hold_out
-from embershard.data.sources.input_file import InputFile, list_files
+from embershard.data.sources.input_file import InputFile, left_out_of, list_files
 from embershard.data.sources.source import FileSource, Split, SplitChunks, in_threads
 from embershard.data.sources.table.decode import ChunkDecoder, is_sound, labels_and_weights, readable
 from embershard.data.sources.table.json_lines import json_form
@@ -45,7 +45,7 @@ class TableSource(FileSource):
         self._most = self._settings.max_bag_size, f"data.{config.kind}.max_bag_size"
         self._num_workers = config.num_workers
         self._dense, self._sparse = self._settings.of_kind("dense"), self._settings.of_kind("sparse")
-        inputs, ends = list_files(config)
+        (inputs, ends), self._left_out = list_files(config), left_out_of(config)
         self._files = _open(inputs, self._settings, config, needs_labels)
         self._has_bags = self._files.has_lists or any(each.separator is not None for each in self._sparse.values())
         chunk_rows, by_column = self._files.chunk_rows, partial(hold_out_by_column, config, self._files)
@@ -59,7 +59,7 @@ class TableSource(FileSource):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (*super().notes, *self._files.notes)
+        return (*super().notes, *self._files.notes, *self._left_out)
 
     @staticmethod
     def schema_of(config: DataConfig) -> Schema:
