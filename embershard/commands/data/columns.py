@@ -7,16 +7,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from embershard.data.block import BadRow
 from embershard.data.config import DATA_FILES
 from embershard.data.sources.input_file import files_at
 from embershard.data.sources.table.parquet_files import are_parquet
 from embershard.data.sources.table.survey import ColumnSurvey, survey
-from embershard.data.sources.table.text_files import are_json
+from embershard.data.sources.table.text_files import IF_BREAKS, are_json
 from embershard.data.sources.table.text_forms import Given
 from embershard.data.sources.table.whole_columns import WholeColumns, all_batches, common_schema
 from embershard.errors import DataError
+
+
+class Surveyed(NamedTuple):
+    """What the columns of files hold.
+
+    Attributes:
+        files: as they are to be read; with line breaks in cells, where that reads more lines.
+        columns: of all files, by name.
+        bad: lines that are no rows.
+    """
+
+    files: list[WholeColumns]
+    columns: dict[str, ColumnSurvey]
+    bad: list[BadRow]
 
 
 def survey_files(
@@ -24,8 +39,8 @@ def survey_files(
     wanted: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     *,
     only_types: bool = False,
-) -> tuple[dict[str, ColumnSurvey], list[BadRow]]:
-    """Return what the columns of all files hold, and the lines that are no rows.
+) -> Surveyed:
+    """Read all rows of files.
 
     Args:
         wanted, only_types: as for `survey`.
@@ -37,10 +52,15 @@ def survey_files(
     batches = all_batches(files, on_bad=bad.append)
     how = {"has_null_values": files[0].is_text, "only_types": only_types}
     columns = survey(common_schema(files), batches, wanted=wanted, **how)
+    if any(IF_BREAKS in each.problem for each in bad) and not files[0].form.line_breaks:
+        folded = [replace(file, form=replace(file.form, line_breaks=True)) for file in files]
+        again = survey_files(folded, wanted, only_types=only_types)
+        if len(again.bad) < len(bad):
+            return again
     if not next(iter(columns.values())).rows:
         behind = " behind its header" if files[0].is_text and not files[0].form.columns else ""
         raise DataError(f"{files[0].file.path}: no row{behind}; needed at least one")
-    return columns, bad
+    return Surveyed(files, columns, bad)
 
 
 def patterns_of(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -66,6 +86,7 @@ def columns_of_files(
         columns=None if columns is None else tuple(name.strip() for name in columns.split(",")),
         encoding=arguments.encoding,
         quoted=False if arguments.no_quotes else None,
+        line_breaks=arguments.line_breaks or None,
         null_values=("", *arguments.null),
     )
     if not is_joined:

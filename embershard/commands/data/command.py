@@ -134,6 +134,8 @@ def add_choices(action: argparse.ArgumentParser, *, is_brief: bool = False) -> N
     ):
         help_text = shown(f"{text}; may be repeated")
         action.add_argument(f"--{kind}", action="append", default=[], metavar=metavar, help=help_text)
+    text = "settings may leave up to this share of the rows out that cannot be read (default: %(default)s)"
+    action.add_argument("--bad-rows", type=_share, default=0.05, metavar="SHARE", help=shown(text))
     _add_form(action, shown)
 
 
@@ -190,12 +192,14 @@ def _add_convert(actions: Any) -> None:
 
 
 def _stop_or_share(text: str) -> str | float:
-    if text == "stop":
-        return text
+    return text if text == "stop" else _share(text, '"stop", or ')
+
+
+def _share(text: str, needed: str = "") -> float:
     with suppress(ValueError):
         if 0 < float(text) < 1:
             return float(text)
-    raise argparse.ArgumentTypeError(f'got {text}; needed "stop", or a share in (0, 1), for instance 0.001')
+    raise argparse.ArgumentTypeError(f"got {text}; needed {needed}a share in (0, 1), for instance 0.001")
 
 
 def _encoding(text: str) -> str:
@@ -223,7 +227,9 @@ def _add_form(action: argparse.ArgumentParser, shown: Callable[[str], str] = str
     action.add_argument("--skip-lines", type=whole, metavar="N", help=shown(text))
     text = "a cell that is a missing value; may be repeated"
     action.add_argument("--null", action="append", default=[], metavar="TEXT", help=shown(text))
-    action.add_argument("--no-quotes", action="store_true", help=shown("quotes in text files are text"))
+    quotes = action.add_mutually_exclusive_group()
+    quotes.add_argument("--no-quotes", action="store_true", help=shown("quotes in text files are text"))
+    quotes.add_argument("--line-breaks", action="store_true", help=shown("cells in quotes have line breaks in them"))
 
 
 def _add_events(actions: Any) -> None:

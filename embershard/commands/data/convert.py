@@ -43,12 +43,12 @@ def convert(arguments: argparse.Namespace) -> int:
     output: Path = arguments.output
     check_new_output(output)
     files = columns_of_files(arguments.data, arguments)
-    if files[0].is_text and (form := describe(files[0].form)):
-        say(plain_console(), f"{arguments.data}: {form}.")
     if arguments.data.is_dir():
         say(plain_console(), *Listing.of(arguments.data, patterns_of(arguments), "table").sentences())
     stops = arguments.bad_rows == "stop"
-    types = _types_of(files, stops=stops)
+    files, types = _types_of(files, stops=stops)
+    if files[0].is_text and (form := describe(files[0].form)):
+        say(plain_console(), f"{arguments.data}: {form}.")
     skipped = SkippedRows(output.with_name(output.name + ".bad_rows.jsonl"), 0 if stops else arguments.bad_rows)
     joined = [Joined.read(text, arguments, output.parent) for text in arguments.join]
     num_rows, writer = 0, None
@@ -151,7 +151,7 @@ class Joined:
             files = columns_of_files(Path(path), arguments, names or None, is_joined=True)
         except DataError as error:
             raise DataError(_of_joined(str(error), path)) from None
-        types = _types_of(files)
+        files, types = _types_of(files)
         with naming_file(folder), tempfile.NamedTemporaryFile(dir=folder, prefix=".join") as kept:
             writer = None
             for batch in all_batches(files, types):
@@ -239,16 +239,16 @@ def _without_dictionaries(table: pa.Table) -> pa.Table:
     return table
 
 
-def _types_of(files: list[WholeColumns], *, stops: bool = True) -> dict[str, pa.DataType]:
-    """Return the types of the columns of text files: integers, numbers or times where all cells are, or where bad rows
-    do not stop, nearly all; else texts.
+def _types_of(files: list[WholeColumns], *, stops: bool = True) -> tuple[list[WholeColumns], dict[str, pa.DataType]]:
+    """Return files as they are to be read; and the types of the columns of text files: integers, numbers or times where
+    all cells are, or where bad rows do not stop, nearly all; else texts.
 
     Raises:
         DataError: a line has not as many cells as there are columns, and bad rows stop.
     """
     if not files[0].is_text:
-        return {}
-    columns, bad = survey_files(files, only_types=True)
+        return files, {}
+    files, columns, bad = survey_files(files, only_types=True)
     if bad and stops:
         share = ceil(1e4 * len(bad) / next(iter(columns.values())).rows) / 1e4
         raise DataError(f"{bad[0]}. To leave such lines out, and list them: --bad-rows {share:g}")
@@ -256,7 +256,7 @@ def _types_of(files: list[WholeColumns], *, stops: bool = True) -> dict[str, pa.
     exact = {
         name: each.exact if stops or each.null_cells or each.written else each.inner for name, each in columns.items()
     }
-    return {name: pa.string() if name in is_text else kind for name, kind in exact.items()}
+    return files, {name: pa.string() if name in is_text else kind for name, kind in exact.items()}
 
 
 def _joined_batches(

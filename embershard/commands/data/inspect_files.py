@@ -35,12 +35,12 @@ from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey
 from embershard.data.sources.table.text_forms import describe
 from embershard.data.sources.table.whole_columns import common_schema
 from embershard.data.text_form import TextForm
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, DataError
 from embershard.launch.arguments import check_new_output
 from embershard.launch.screen import make_table, plain_console, say, wide_console
 from embershard.settings.decoding import toml, toml_key
 
-_HELD_OUT, _MOST_BAD = 0.1, 0.9
+_HELD_OUT, _MOST_BAD, _SHOWN = 0.1, 0.99, 3
 _BATCHES_IN_FLIGHT = 3  # look_ahead.prefetch batches, and the one that trains
 _LEAST_RATIO = 0.05  # the default of cache.ratio
 _LEAST_BATCH, _STEPS_OF_AN_EPOCH = 16, 64
@@ -62,7 +62,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     """Run the action; return 0.
 
     Raises:
-        DataError: a file cannot be read, or files have other columns than the first.
+        DataError: a file cannot be read, or files have other columns than the first, or too many rows are bad.
         ConfigError: a column is not what an option says; or no column looks like a label, or like a category, and a
             file is to be written.
     """
@@ -71,6 +71,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         check_new_output(output)
     found = Inspected.of(arguments, needs_label=output is not None)
     found.show()
+    found.check_bad_rows(arguments.bad_rows)
     if output is not None:
         output.write_text(found.settings(), encoding="utf-8")
         say(plain_console(), f"Settings are in {output}. Check the label, then: embershard train --config {output}")
@@ -121,7 +122,7 @@ class Inspected:
         if unknown := [name for name in arguments.feature if name not in names]:
             raise ConfigError(f"--feature: got {unknown[0]!r}; there are {', '.join(names)}.")
         for_survey = {name: each.for_survey for name, each in chosen.items() if each.for_survey[0]}
-        columns, bad = survey_files(files, for_survey)
+        files, columns, bad = survey_files(files, for_survey)
         try:
             label = suggest_label({name: each for name, each in columns.items() if name not in chosen}, wanted)
         except ConfigError:
@@ -145,6 +146,34 @@ class Inspected:
         form = files[0].form if files[0].is_text or not files[0].form.is_utf8 else None
         of_files = len(files), files[0].kind == "parquet", tuple(arguments.files)
         return Inspected(arguments.data, form, columns, label, suggested, bad, *of_files)
+
+    def check_bad_rows(self, allowed: float) -> None:
+        """Raise `DataError` where more than the share `allowed` of the rows are bad: what was found is not what the
+        files have."""
+        num_rows = self.num_rows + len(self.bad)
+        if self.num_bad <= allowed * num_rows:
+            return
+        columns = [column for name, column in self.columns.items() if self.label is None or name != self.label.column]
+        said = [f"{len(self.bad):,} lines are no rows: {'; '.join(map(str, self.bad[:_SHOWN]))}"] if self.bad else []
+        said += [f"{column.name}: {others}" for column in columns if (others := others_of(column)) and column.num_bad]
+        if self.label is not None and (count := num_bad_labels(self.columns[self.label.column])):
+            said.append(f"{count:,} rows have no label in {self.label.column!r}")
+        enough = ceil(1e3 * self.num_bad / num_rows) / 1e3
+        raise DataError(
+            f"{self.data}: {self.num_bad:,} of {num_rows:,} rows are bad, more than {allowed:g} of them. "
+            f"{'. '.join(each.rstrip('.') for each in said)}. Say how they are to be read (--help), or leave them out: "
+            f"--bad-rows {min(enough, _MOST_BAD):g}"
+        )
+
+    @property
+    def num_bad(self) -> int:
+        """Rows that training would refuse, at most: a row may be bad by several columns."""
+        label = 0 if self.label is None else num_bad_labels(self.columns[self.label.column])
+        return len(self.bad) + sum(each.num_bad for each in self._read) + label
+
+    @property
+    def _read(self) -> list[ColumnSurvey]:
+        return [self.columns[each.column] for each in self.used]
 
     @property
     def num_rows(self) -> int:
@@ -214,9 +243,7 @@ class Inspected:
         """
         assert self.label is not None
         self._check()
-        label, columns, used = self.label, self.columns, self.used
-        read = [columns[each.column] for each in used]
-        num_bad = len(self.bad) + sum(each.num_bad for each in read) + num_bad_labels(columns[label.column])
+        label, columns, used, read, num_bad = self.label, self.columns, self.used, self._read, self.num_bad
         defaults = TableConfig()
         form = defaults if self.form is None else self.form
         null_values = [*form.null_values]

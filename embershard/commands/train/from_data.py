@@ -56,6 +56,7 @@ def with_settings(arguments: argparse.Namespace) -> argparse.Namespace:
     if is_new or not written.exists():
         check_run_dir(changed["run_dir"], resume=not is_new or is_dry)
         found = Inspected.of(inspect, needs_label=True)
+        found.check_bad_rows(arguments.bad_rows)
         text = found.settings()
         folder.mkdir(parents=True, exist_ok=True)
         written.write_text(f"# {command}\n{text}", encoding="utf-8")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: Where a file begins with it, it is no part of the first line; elsewhere it is part of a cell.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-NEWLINE = 10
+NEWLINE, _RETURN = 10, 13
 _SCAN_BYTES = 1 << 23
 _INFLATE_BYTES = 1 << 20
 _SEGMENT_BYTES = 1 << 24
@@ -45,26 +45,64 @@ _FEW_PARTS = 16
 T = TypeVar("T")
 
 
-def scan_lines(blocks: Iterable[NDArray[np.uint8]], chunk_rows: int) -> tuple[Ids, Ids]:
-    """Find the byte at which every `chunk_rows`-th line starts, in one pass over blocks of at least a byte.
+def scan_lines(blocks: Iterable[NDArray[np.uint8]], chunk_rows: int) -> tuple[Ids, Ids, Ids]:
+    """Find the byte behind every `chunk_rows`-th row, in one pass over blocks of at least a byte. A blank line is none.
 
-    >>> scan_lines([np.frombuffer(b"1\\n22\\n333", np.uint8)], chunk_rows=2)
-    (array([0, 5, 8]), array([2, 1]))
+    >>> scan_lines([np.frombuffer(b"1\\n22\\n\\n333", np.uint8)], chunk_rows=2)
+    (array([0, 5, 9]), array([2, 1]), array([2, 2]))
 
     Returns:
-        Borders of the chunks in bytes [C + 1], and rows per chunk [C]. The last line needs no newline.
+        Borders of the chunks in bytes [C + 1]; and rows, and lines, per chunk [C]. The last line needs no newline.
     """
-    starts, size, num_lines, last = [np.zeros(1, np.int64)], 0, 0, NEWLINE
+    starts, before = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]  # the lines before each start
+    size, num_lines, num_rows, begun, last = 0, 0, 0, 0, NEWLINE
     for block in blocks:
         ends = np.flatnonzero(block == NEWLINE)
-        starts.append(ends[-(num_lines + 1) % chunk_rows :: chunk_rows] + size + 1)
-        num_lines += len(ends)
-        size += len(block)
-        last = int(block[-1])
-    num_rows = num_lines + (last != NEWLINE)
+        lengths = np.diff(ends, prepend=-1 - begun) - 1
+        lines = np.arange(1, 1 + len(ends))
+        begun = len(block) - 1 - int(ends[-1]) if len(ends) else begun + len(block)
+        if len(ends) and lengths.min() <= 1:
+            ends_in_return = np.append(last, block[:-1])[ends] == _RETURN
+            is_row = (lengths > 1) | ((lengths == 1) & ~ends_in_return)
+            ends, lines = ends[is_row], lines[is_row]
+        borders = slice(-(num_rows + 1) % chunk_rows, None, chunk_rows)
+        starts.append(ends[borders] + size + 1)
+        before.append(lines[borders] + num_lines)
+        num_lines, num_rows = num_lines + len(lengths), num_rows + len(ends)
+        size, last = size + len(block), int(block[-1])
+    num_lines += begun > 0
+    num_rows += begun > (last == _RETURN)
     firsts = np.arange(0, num_rows, chunk_rows)
-    borders = np.append(np.concatenate(starts)[: len(firsts)], size)
-    return borders, np.minimum(chunk_rows, num_rows - firsts)
+    borders_of_lines = np.append(np.concatenate(before)[: len(firsts)], num_lines)
+    chunk_borders = np.append(np.concatenate(starts)[: len(firsts)], size)
+    return chunk_borders, np.minimum(chunk_rows, num_rows - firsts), np.diff(borders_of_lines)
+
+
+def without_blank_lines(data: memoryview) -> tuple[memoryview, Ids]:
+    """Return the lines that are not blank, and their numbers, from 0.
+
+    >>> lines, numbers = without_blank_lines(memoryview(b"1\\n\\r\\n2\\n"))
+    >>> bytes(lines), numbers
+    (b'1\\n2\\n', array([0, 2]))
+    """
+    content = bytes(data)
+    may_be_blank = content[:1] in (b"\n", b"\r") or content.endswith(b"\n\r")
+    if not (may_be_blank or b"\n\n" in content or b"\n\r\n" in content):
+        return data, np.arange(content.count(b"\n") + (content[-1:] not in (b"", b"\n")))
+    text = np.frombuffer(content, np.uint8)
+    borders = line_borders(text)
+    firsts, sizes = text[borders[:-1]], np.diff(borders)
+    is_blank = (sizes == 1) & ((firsts == NEWLINE) | (firsts == _RETURN))
+    two = np.flatnonzero((sizes == 2) & (firsts == _RETURN))
+    is_blank[two] = text[borders[two] + 1] == NEWLINE
+    numbers = np.flatnonzero(~is_blank)
+    return (some_lines(data, borders, numbers) if is_blank.any() else data), numbers
+
+
+def line_borders(text: NDArray[np.uint8]) -> Ids:
+    """Return where each line begins, and the end of the last one."""
+    borders = np.append(0, np.flatnonzero(text == NEWLINE) + 1)
+    return borders if borders[-1] == len(text) else np.append(borders, len(text))
 
 
 class PlainFile:
@@ -167,8 +205,8 @@ class TextFiles:
 
     Attributes:
         file: int64 [C], each chunk's file.
-        rows: int64 [C], its lines.
-        first_row: int64 [C], the number of its first line in the file, from 0; a header counts.
+        rows: int64 [C], its lines that are not blank.
+        first_line: int64 [C], the number of its first line in the file, from 0; a header counts.
         headers: each file's header, its newline included; b"" where there is none.
 
     Raises:
@@ -191,29 +229,33 @@ class TextFiles:
         self._files = [GzipFile(file, kept) if file.is_gzip() else PlainFile(file) for file in files]
         found = [bytearray() for _ in files]
 
-        def scan(number: int) -> tuple[Ids, Ids]:
+        def scan(number: int) -> tuple[Ids, Ids, Ids]:
             blocks = self._files[number].blocks()
-            borders, rows = scan_lines(_cut_header(blocks, found[number]) if has_header else blocks, chunk_rows)
-            return borders + len(found[number]), rows
+            borders, *counts = scan_lines(_cut_header(blocks, found[number]) if has_header else blocks, chunk_rows)
+            return borders + len(found[number]), *counts
 
         with ThreadPoolExecutor(max(1, num_workers), "embershard-scan") as pool:
             scanned = list(pool.map(scan, range(len(files))))
-        lacking = [path for path, (_, rows) in zip(self._paths, scanned, strict=True) if not len(rows)]
+        lacking = [path for path, (_, rows, _) in zip(self._paths, scanned, strict=True) if not len(rows)]
         if lacking and not (may_lack_rows and len(lacking) < len(files)):
             what = "no line behind its header" if has_header else "no line in it"
             raise NoRowsError(f"{lacking[0]}: {what}; remove it, or fetch it again")
         self.headers = [bytes(header) for header in found]
-        self._borders = np.concatenate([np.stack([b[:-1], b[1:]], axis=1) for b, _ in scanned])
-        self.rows = np.concatenate([rows for _, rows in scanned])
-        self.file = np.repeat(np.arange(len(files)), [len(rows) for _, rows in scanned])
-        self.first_row = np.concatenate([np.arange(len(rows)) * chunk_rows + has_header for _, rows in scanned])
+        self._borders = np.concatenate([np.stack([b[:-1], b[1:]], axis=1) for b, _, _ in scanned])
+        self.rows, self._lines = (np.concatenate([counts[which] for counts in scanned]) for which in (1, 2))
+        self.file = np.repeat(np.arange(len(files)), [len(rows) for _, rows, _ in scanned])
+        self.first_line = np.concatenate([np.cumsum(lines) - lines + has_header for _, _, lines in scanned])
 
-    def read(self, chunk: int) -> memoryview:
-        """Return the lines of a chunk, with their ends."""
+    def read(self, chunk: int) -> tuple[memoryview, Ids]:
+        """Return the lines of a chunk that are not blank, with their ends; and their numbers in the file, from 0."""
         start, stop = self._borders[chunk].tolist()
         lines = self._files[self.file[chunk]].read(start, stop)
         is_marked = start == 0 and stop > len(BYTE_ORDER_MARK) and lines[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK
-        return lines[len(BYTE_ORDER_MARK) :] if is_marked else lines
+        lines = lines[len(BYTE_ORDER_MARK) :] if is_marked else lines
+        numbers = np.arange(self.rows[chunk])
+        if self._lines[chunk] != self.rows[chunk]:
+            lines, numbers = without_blank_lines(lines)
+        return lines, numbers + self.first_line[chunk]
 
     def path(self, chunk: int) -> Path:
         return self._paths[self.file[chunk]]
@@ -315,12 +357,12 @@ class LineSource(FileSource):
 
         A line is bad exactly if it cannot be parsed, whatever lines are beside it.
         """
-        first_row = int(self._text.first_row[number])
-        found, failed = parse_lines(self._text.read(number), self._parse_lines, most_bad, self._doubtful)
+        data, numbers = self._text.read(number)
+        found, failed = parse_lines(data, self._parse_lines, most_bad, self._doubtful)
         bad: dict[int, BadRow] = {}
         for line, (text, error) in sorted(failed.items()):
             column, problem = self._explain(text, error)
-            bad[line] = BadRow(self._text.path(number), first_row + line + 1, column, problem)
+            bad[line] = BadRow(self._text.path(number), int(numbers[line]) + 1, column, problem)
         lines, blocks = zip(*(found or [(np.arange(0), self._no_samples())]), strict=True)
         samples, order = Block.join(blocks), np.argsort(np.concatenate(lines))
         return ParsedChunk(samples if len(blocks) == 1 else samples.take(order), bad)
@@ -387,7 +429,7 @@ def parse_lines(
         The numbers of lines with what `parse` returned for them; and each bad line by its number, with its exception.
     """
     text = np.frombuffer(data, np.uint8)
-    borders = np.unique(np.concatenate([[0], np.flatnonzero(text == NEWLINE) + 1, [len(data)]]))
+    borders = line_borders(text)
     good: list[tuple[Ids, T]] = []
     bad: dict[int, tuple[bytes, Exception]] = {}
     parts = [np.arange(len(borders) - 1)]

@@ -152,7 +152,7 @@ class ChunkDecoder:
     def _note_row(self, row: int, name: str, problem: str, error: type[DataError] = DataError) -> None:
         place, chunk = int(self._chunk.places[row]), self._chunk
         self.is_sample[row] = False
-        self.bad.setdefault(place, BadRow(chunk.path, chunk.first_row + place, name, problem, error))
+        self.bad.setdefault(place, BadRow(chunk.path, chunk.row(place), name, problem, error))
 
     def _note_values(self, is_wrong: Flags, lengths: NDArray[np.int32], note: Callable[[int, int], None]) -> None:
         """Call `note(row, place)` for the first wrong value of each bag: `is_wrong` is of all bags' values."""

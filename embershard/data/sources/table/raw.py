@@ -31,6 +31,7 @@ class RawChunk:
         places: int64 [n], the number of each row in the chunk, from 0.
         first_row: number in the file of the chunk's row 0, from 1.
         bad: rows of the chunk that have no cells, by their number in it.
+        lines: of a text file, the number in the file of each row of the chunk, from 1; None: they follow on each other.
     """
 
     path: Path
@@ -38,6 +39,11 @@ class RawChunk:
     places: Ids
     first_row: int
     bad: dict[int, BadRow] = field(default_factory=dict)
+    lines: Ids | None = None
+
+    def row(self, place: int) -> int:
+        """Return the number in the file of the chunk's row at a place."""
+        return self.first_row + place if self.lines is None else int(self.lines[place])
 
 
 class TableFiles(Protocol):

@@ -23,6 +23,7 @@ from embershard.data.sources.table.plain_text import first_bytes
 from embershard.data.sources.table.raw import RawChunk, TableFiles, is_list, need_columns
 from embershard.data.sources.table.split import check_split, hold_out_by_column, in_windows
 from embershard.data.sources.table.text_files import TextTables, are_json, columns_of
+from embershard.data.sources.text import without_blank_lines
 from embershard.errors import ConfigError, DataError
 
 _FIRST_BYTES = 1 << 18
@@ -221,14 +222,15 @@ def _check_texts(
         need_columns(part.path, has, kept)
         lines = data.partition(b"\n")[2] if has_header else data
         whole = lines if len(data) < _FIRST_BYTES else lines[: lines.rfind(b"\n") + 1]
-        num_lines = whole.count(b"\n") + (whole[-1:] not in (b"", b"\n"))
-        if config.bad_rows != "stop" or not num_lines:
+        rows, numbers = without_blank_lines(memoryview(whole))
+        if config.bad_rows != "stop" or not len(numbers):
             continue
         try:
-            table = of_lines.read(memoryview(whole), num_lines)
+            table = of_lines.read(rows, len(numbers))
         except (pa.ArrowException, ValueError):
             continue  # training names the row
-        chunk = RawChunk(part.path, part.complete(table), np.arange(num_lines), 1 + has_header + form.skip_lines)
+        first = 1 + has_header + form.skip_lines
+        chunk = RawChunk(part.path, part.complete(table), np.arange(len(numbers)), first, lines=numbers + first)
         _check_values(chunk, settings, config.kind)
 
 

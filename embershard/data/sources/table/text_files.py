@@ -21,11 +21,15 @@ from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.json_lines import JsonColumns, has_json_lines, json_form
 from embershard.data.sources.table.plain_text import FEED, RETURN, plain_file
 from embershard.data.sources.table.raw import PartColumns, RawChunk, is_list, named_once, needed_columns
-from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, parse_lines, some_lines
+from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, line_borders, parse_lines, some_lines
 from embershard.errors import DataError
 
 _CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
-_BREAKS = "If cells have line breaks: data.table.line_breaks = true"
+#: What helps where a quote opens a cell that does not end in its line.
+IF_BREAKS = (
+    "If cells have line breaks: data.table.line_breaks = true (inspect and convert: --line-breaks; for predict, "
+    "convert the file)"
+)
 _WORDS = {",": "comma", "\t": "tab", "|": "bar", ";": "semicolon", " ": "space"}
 
 
@@ -92,9 +96,7 @@ class TextColumns:
         The other lines are told from the rest by their bytes, so that the rest is read at once.
         """
         text = np.frombuffer(data, np.uint8)
-        borders = np.append(0, np.flatnonzero(text == NEWLINE) + 1)
-        if borders[-1] < len(text):
-            borders = np.append(borders, len(text))
+        borders = line_borders(text)
         if self._may_be_rows(text, borders):
             try:
                 return self.read(data, len(borders) - 1), np.arange(len(borders) - 1), {}
@@ -150,12 +152,12 @@ class TextColumns:
         cells = _cells(text, self.settings)
         if len(cells) != len(self.names):
             word = _WORDS.get(separator, repr(separator))
-            hint = f". {_BREAKS}" if text.count('"') % 2 and not self.settings.line_breaks else ""
+            hint = f". {IF_BREAKS}" if text.count('"') % 2 and not self.settings.line_breaks else ""
             needed = f"needed {len(self.names)}: {', '.join(self.names[:20])}"
             return f"has {len(cells)} {word}-separated columns; {needed}{hint}"
         return (
             f"{short(text)}: a quote opens a cell that does not end in this line. If quotes are text: "
-            f"data.table.quoted = false. {_BREAKS}"
+            f"data.table.quoted = false (inspect and convert: --no-quotes). {IF_BREAKS}"
         )
 
 
@@ -274,8 +276,9 @@ class TextTables:
         part, form = self._parts[file], self._columns[file]
         if columns is not None:
             form = replace(form, to_read=part.own(columns))
-        first_row = int(self._text.first_row[chunk]) + self._first_row
-        table, places, failed = form.read_good(self._text.read(chunk))
+        data, lines = self._text.read(chunk)
+        lines = lines + self._first_row
+        table, places, failed = form.read_good(data)
         table = part.complete(table, columns)
-        bad = {line: BadRow(path, first_row + line, "", form.explain(text)) for line, text in failed.items()}
-        return RawChunk(path, table, places, first_row, bad)
+        bad = {row: BadRow(path, int(lines[row]), "", form.explain(text)) for row, text in failed.items()}
+        return RawChunk(path, table, places, int(lines[0]), bad, lines)

@@ -64,6 +64,7 @@ class Given:
     encoding: str | None = None
     quoted: bool | None = None
     escape: str | None = None
+    line_breaks: bool | None = None
     skip_lines: int | None = None
     has_header: bool | None = None
     null_values: tuple[str, ...] = ("",)
@@ -230,12 +231,17 @@ def _is_usual(separator: str, texts: list[list[str]]) -> bool:
 def _quotings(texts: list[list[str]], separator: str, given: Given) -> list[TextForm]:
     """Return the ways that quotes may be meant in, the usual ones first."""
     if not any('"' in line for lines in texts for line in lines):
-        return [TextForm(quoted=given.quoted is not False, escape=given.escape or "")]
+        is_quoted = given.quoted is not False
+        has_breaks = is_quoted and bool(given.line_breaks)
+        return [TextForm(quoted=is_quoted, escape=given.escape or "", line_breaks=has_breaks)]
     forms = [] if given.quoted is False else [TextForm(escape=given.escape or "")]
     if forms and given.escape is None:  # a quote within a cell in quotes, that two quotes do not stand for
         odd = re.compile(rf'(?:^|{re.escape(separator)})"(?:[^"\\]|"")*\\"(?!"|$|{re.escape(separator)})')
         forms = [TextForm(escape="\\")] if any(odd.search(line) for lines in texts for line in lines) else forms
-    forms += [replace(form, line_breaks=True) for form in forms]
+    with_breaks = [replace(form, line_breaks=True) for form in forms]
+    if given.line_breaks:
+        return with_breaks
+    forms += with_breaks
     return forms if given.quoted else [*forms, TextForm(quoted=False)]
 
 

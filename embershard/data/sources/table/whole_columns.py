@@ -27,6 +27,7 @@ from embershard.data.sources.table.raw import PartColumns, typed_name
 from embershard.data.sources.table.survey import FORMS, DistinctCount
 from embershard.data.sources.table.text_files import TextColumns, column_names
 from embershard.data.sources.table.text_forms import ROW_NAME, Given, cells_of, find_encoding, find_form, one_name_less
+from embershard.data.sources.text import without_blank_lines
 from embershard.errors import DataError
 
 _BATCH_ROWS = 1 << 16
@@ -129,19 +130,20 @@ class WholeColumns:
             on_bad(bad)
 
         for block in plain_blocks(self.file, self.form):
-            lines = memoryview(block)
+            data = memoryview(block)
             if has_header:
                 has_header, row = False, row + 1
-                lines = lines[bytes(lines).find(b"\n") + 1 or len(lines) :]
-            if not len(lines):
+                data = data[block.find(b"\n") + 1 or len(block) :]
+            lines, numbers = without_blank_lines(data)
+            numbers, row = numbers + row, row + bytes(data).count(b"\n")
+            if not len(numbers):
                 continue
             table, places, others = columns.read_good(lines)
             if row_names is not None:
                 row_names.check(table.column(0).combine_chunks(), others)
             for line, text in others.items():
-                note(BadRow(self.file.path, row + line, "", columns.explain(text)))
-            yield self._typed(part.complete(table), row + places, types, note)
-            row += len(places) + len(others)
+                note(BadRow(self.file.path, int(numbers[line]), "", columns.explain(text)))
+            yield self._typed(part.complete(table), numbers[places], types, note)
 
     def _typed(self, table: pa.Table, rows: Ids, types: Mapping[str, pa.DataType], note: OnBad) -> pa.RecordBatch:
         """Return the rows of a table all of whose cells are of their columns' types; `rows` are their numbers."""
