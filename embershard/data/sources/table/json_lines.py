@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import json as arrow_json
 from pyarrow import types
 
@@ -23,6 +27,11 @@ from embershard.errors import DataError
 
 _HEAD_BYTES = 1 << 22  # that show keys, and what they hold
 _FIRST_BYTES = 1 << 8
+#: Kinds of values that one column may have, side by side: as texts.
+_SCALARS = frozenset({"text", "number", "bool"})
+#: A number, or a bool, that is the value of a key; what stands before it as a text: a letter that no text has.
+_SCALAR = re.compile(rb'(?<!\\)("\s*:\s*)(-?[0-9][-+.0-9eE]*|true|false)(?=\s*[,}])')
+_MARK = "\ue0ff"
 
 
 def json_form(settings: TableConfig) -> TableConfig:
@@ -92,7 +101,8 @@ class JsonColumns:
         table = _parse(lines, num_lines, pa.schema([(field.name, pa.string()) for field in texts]))
         for name in self.schema.names:
             kind = self.schema.field(name).type
-            if name in table.column_names and _kind(table.schema.field(name).type) not in (_kind(kind), "nothing"):
+            found = _kind(table.schema.field(name).type) if name in table.column_names else "nothing"
+            if found not in (_kind(kind), "nothing") and not {found, _kind(kind)} <= _SCALARS:
                 raise ValueError(f"{name} is of another type")
         for name in self.to_read:
             if name not in table.column_names:
@@ -110,7 +120,8 @@ class JsonColumns:
             empty = pa.table({name: pa.nulls(0, self._type_of(name)) for name in self.to_read})
             return empty, np.zeros(0, np.int64), {line: text for line, (text, _) in failed.items()}
         rows = np.concatenate([lines for lines, _ in found])
-        table = pa.concat_tables([part for _, part in found], promote_options="permissive")
+        schema = reduce(_unified, (part.schema for _, part in found))
+        table = pa.concat_tables([part.cast(schema) for _, part in found])
         if len(found) > 1:
             table, rows = table.take(np.argsort(rows)), np.sort(rows)
         return table.combine_chunks(), rows, {line: text for line, (text, _) in failed.items()}
@@ -126,7 +137,8 @@ class JsonColumns:
             return f"{short(text)}: needed a JSON object, with the columns as keys"
         for name, value in _flat(found):
             kind = "nothing" if name not in self.schema.names else _kind(self.schema.field(name).type)
-            if value is not None and kind != "nothing" and _kind_of(value) != kind:
+            is_fit = kind in ("nothing", _kind_of(value)) or {_kind_of(value), kind} <= _SCALARS
+            if value is not None and not is_fit:
                 return f"{name}={short(str(value))}: needed a {kind}, as in the first lines"
         return f"{short(text)}: has a key twice, or values of several types in a list"
 
@@ -136,23 +148,49 @@ def _parse(lines: memoryview, num_lines: int, texts: pa.Schema | None = None) ->
     data = bytes(lines)
     if not data.strip():
         raise ValueError("an empty line is no object")
-    table = arrow_json.read_json(
-        pa.py_buffer(data),
-        arrow_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
-        arrow_json.ParseOptions(explicit_schema=texts),
-    )
+    try:
+        table = _read_json(data, texts)
+    except pa.ArrowInvalid as error:
+        if "changed from" not in str(error):
+            raise
+        table = _with_numbers(_read_json(_SCALAR.sub(rb'\1"' + _MARK.encode() + rb'\2"', data), texts))
     if table.num_rows != num_lines:
         raise ValueError("a line is no object")
-    while any(types.is_struct(field.type) for field in table.schema):
-        table = table.flatten()
     if texts is None:  # times in text are texts, as in CSV
         fields = [pa.field(each.name, pa.string()) if is_time(each.type) else each for each in table.schema]
         return pa.table([pa.nulls(num_lines, each.type) for each in fields], schema=pa.schema(fields))
     return table
 
 
+def _read_json(data: bytes, texts: pa.Schema | None) -> pa.Table:
+    table = arrow_json.read_json(
+        pa.py_buffer(data),
+        arrow_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
+        arrow_json.ParseOptions(explicit_schema=texts),
+    )
+    while any(types.is_struct(field.type) for field in table.schema):
+        table = table.flatten()
+    return table
+
+
+def _with_numbers(table: pa.Table) -> pa.Table:
+    """Return columns whose numbers and bools are texts behind `_MARK`: as such again where no value is a text, else as
+    texts."""
+    for place, name in enumerate(table.column_names):
+        column = table.column(place).combine_chunks()
+        if not types.is_string(column.type) or not (num_marked := pc.sum(pc.starts_with(column, _MARK)).as_py()):
+            continue
+        column = pc.replace_substring_regex(column, f"^{_MARK}", "")
+        for kind in (pa.int64(), pa.float64(), pa.bool_()) if num_marked == len(column) - column.null_count else ():
+            with suppress(pa.ArrowInvalid):
+                column = column.cast(kind)
+                break
+        table = table.set_column(place, name, column)
+    return table
+
+
 def _unified(first: pa.Schema, second: pa.Schema) -> pa.Schema:
-    """Return the columns of both; of one that has values of two types, the first."""
+    """Return the columns of both; of one that has values of two types, texts, or where one is a list the first."""
     for field in second:
         place = first.get_field_index(field.name)
         if place < 0:
@@ -162,7 +200,8 @@ def _unified(first: pa.Schema, second: pa.Schema) -> pa.Schema:
             both = pa.unify_schemas([pa.schema([first.field(place)]), pa.schema([field])], promote_options="permissive")
             first = first.set(place, both.field(0))
         except pa.ArrowException:
-            pass
+            if {_kind(first.field(place).type), _kind(field.type)} <= _SCALARS:
+                first = first.set(place, pa.field(field.name, pa.string()))
     return first
 
 

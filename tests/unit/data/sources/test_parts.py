@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from embershard.commands.data.columns import columns_of_files, survey_files
+from embershard.commands.data.command import parser
 from embershard.data import DataConfig, TableConfig, TableFeature, open_source
 from embershard.data.block import Block
 from embershard.data.sources.check import check_data
@@ -138,6 +142,29 @@ def test_json_lines_to_score_may_lack_a_key(data):
         check_data(config_of(data / "a.jsonl"), needs_labels=False)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "csv.gz"])
+def test_blank_lines_are_no_rows(data, ending, end):
+    """At the start, between rows and at the end; rows keep their places in chunks, and their lines in the file."""
+    write = write_json if ending == "jsonl" else write_csv
+    whole = data.parent / f"whole.{ending.removesuffix('.gz')}"
+    write(whole, [*ROWS[:9], {"click": "x", "user": "u", "price": 1}, *ROWS[9:]], ALL)
+    lines = whole.read_text().splitlines()
+    for place in (len(lines), 12, 12, 6, 2, 1):
+        lines.insert(place, "")
+    text = (end.join(lines) + end).encode()
+    (data / f"a.{ending}").write_bytes(gzip.compress(text) if ending.endswith("gz") else text)
+    number = 1 + next(n for n, line in enumerate(lines) if "x" in line)
+    config = config_of(data, 0.5, max_bag_size=5)
+    assert [line.partition(" ")[0] for line in bad_rows(config)] == [f"{data}/a.{ending}:{number}"]
+    for chunk_rows in (1, 3, 64):
+        assert_same(samples(replace(config, chunk_rows=chunk_rows)), samples(config_of(whole, 0.5)))
+    with pytest.raises(DataError, match=f":{number} click='x'"):
+        check_data(replace(config, bad_rows="stop"))
+    surveyed = survey_files(columns_of_files(data, parser().parse_args(["inspect", str(data)])))
+    assert (surveyed.columns["click"].rows, surveyed.bad) == (N + 1, [])
+
+
 def test_other_folders_are_named(tmp_path):
     (tmp_path / "january").mkdir()
     with pytest.raises(DataError, match="only those called NAME=VALUE are read, and not january"):
@@ -215,11 +242,31 @@ def test_bad_json_lines_keep_their_places(data):
     found = [line.split("a.jsonl:")[1] for line in bad_rows(config)]
     assert found[0].startswith("4 '{\"click\": 1, \"user\"': is no JSON object (Expecting ':'")
     assert found[1:] == [
-        "8 price='free': needed a number, as in the first lines",
+        "8 price='free': needed a number, or nothing",
         "21 '[1]': needed a JSON object, with the columns as keys",
     ]
     good = np.delete(np.arange(N), [3, 7, 20])
     assert samples(config).dense[:, 0].tolist() == [ROWS[n]["price"] for n in good]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ids_that_are_numbers_in_some_lines_and_texts_in_others_are_texts(data, late):
+    """As some logs have them; 7 and "7" are one id, as they are in CSV, wherever the first text comes."""
+    lines = [
+        {**row, "user": n % 7 if n % 3 or (late and n < 25) else str(n % 7), "of": {"id": n}}
+        for n, row in enumerate(ROWS)
+    ]
+    lines[30]["of"], lines[31]["price"] = {"id": "x"}, str(lines[31]["price"])
+    lines[32]["user"] = 'say "user": 5, "x": true}'
+    write_json(data / "a.jsonl", lines, [*ALL, "of"])
+    write_csv(data.parent / "a.csv", [row | {"user": line["user"]} for row, line in zip(ROWS, lines, strict=True)], ALL)
+    text = (data.parent / "a.csv").read_text().replace('say "user": 5, "x": true}', '"say ""user"": 5, ""x"": true}"')
+    (data.parent / "a.csv").write_text(text)
+    assert_same(samples(config_of(data)), samples(config_of(data.parent / "a.csv")))
+    columns, bad = survey_files(columns_of_files(data, parser().parse_args(["inspect", str(data)])))[1:]
+    assert (columns["user"].rows, bad) == (N, [])
+    assert columns["click"].type == pa.int64()
+    assert columns["user"].type == columns["of.id"].type == pa.string()
 
 
 @pytest.mark.parametrize(
