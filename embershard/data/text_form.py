@@ -24,7 +24,8 @@ class TextForm:
     separator: OfTraining[str] = ","
     """Between the cells of a line of a text file: a character, or several, as "::"."""
     columns: OfTraining[tuple[str, ...]] = ()
-    """Names of the columns of text files without a header, in order. Default: the first line names them."""
+    """Names of the columns of text files without a header, in order; a first line that is these names is left out.
+    Default: the first line names them."""
     quoted: OfTraining[bool] = True
     """Cells of text files may be in double quotes, which may hold the separator. False: a quote is text."""
     escape: OfTraining[str] = ""

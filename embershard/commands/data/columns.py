@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from embershard.data.block import BadRow
-from embershard.data.config import DATA_FILES
-from embershard.data.sources.input_file import files_at
+from embershard.data.block import BadRow, short
+from embershard.data.config import DATA_FILES, TableConfig
+from embershard.data.sources.input_file import InputFile, files_at
 from embershard.data.sources.table.parquet_files import are_parquet
+from embershard.data.sources.table.plain_text import first_bytes
 from embershard.data.sources.table.survey import ColumnSurvey, survey
-from embershard.data.sources.table.text_files import IF_BREAKS, are_json
-from embershard.data.sources.table.text_forms import Given
+from embershard.data.sources.table.text_files import IF_BREAKS, are_json, header_names
+from embershard.data.sources.table.text_forms import Given, is_value
 from embershard.data.sources.table.whole_columns import WholeColumns, all_batches, common_schema
 from embershard.errors import DataError
+
+_FIRST_LINE_BYTES = 1 << 16
 
 
 class Surveyed(NamedTuple):
@@ -94,7 +98,60 @@ def columns_of_files(
         has_header = True if arguments.header else None
         given = replace(given, separator=separator, skip_lines=arguments.skip_lines, has_header=has_header)
     found = files_at(str(path), patterns_of(arguments), "table")
-    shown = WholeColumns.at(max(found, key=lambda file: file.num_bytes).path, given)  # parts without rows show nothing
+    shown = _look(found, given)
     if not are_parquet(found):
         are_json(found, shown.form)
+    if shown.is_text and len(found) > 1:
+        found = [file for file in found if first_bytes(file, shown.form, 1)]
+        shown = replace(shown, form=_form_of_parts(found, shown))
     return [replace(shown, file=file) for file in found]
+
+
+def _look(files: Sequence[InputFile], given: Given) -> WholeColumns:
+    """Look at the largest file, since parts without rows show nothing; or where that has no header, at the first one:
+    `split` leaves the header there."""
+    largest = max(files, key=lambda file: file.num_bytes)
+    try:
+        return WholeColumns.at(largest.path, given)
+    except DataError:
+        if largest == files[0]:
+            raise
+        with suppress(DataError):
+            return WholeColumns.at(files[0].path, given)
+        raise
+
+
+def _form_of_parts(files: Sequence[InputFile], shown: WholeColumns) -> TableConfig:
+    """Return the form of text files that belong together: with names of columns, if some begin without a header.
+
+    Raises:
+        DataError: the first lines of two files do not fit each other.
+    """
+    form, names = shown.form, list(shown.form.columns)
+    firsts = [first_bytes(file, form, _FIRST_LINE_BYTES).partition(b"\n")[0] for file in files]
+    headers = [header_names(file.path, line, form) for file, line in zip(files, firsts, strict=True)]
+    names = names or headers[[file.path for file in files].index(shown.file.path)]
+    are_headers = [bool(set(header) & set(names)) for header in headers]
+    for file, header, is_header in zip(files, headers, are_headers, strict=True):
+        if len(header) == 1 < len(names):
+            raise DataError(
+                f"{file.path}: its first line is not cut by {form.separator!r}, as that of {shown.file.path}: "
+                f"{short(header[0])}. Write each as Parquet, and give the folder of these: embershard data convert "
+                f"{file.path} -o NEW.parquet"
+            )
+        if not is_header and not form.columns and (len(header) != len(names) or not any(map(is_value, header))):
+            raise DataError(
+                f"{file.path} has the columns {short(', '.join(header))}; needed those of {shown.file.path}: "
+                f"{short(', '.join(names))}. Give one kind of files at a time: --files PATTERN"
+            )
+    if form.columns or all(are_headers):
+        return form
+    if other := next(
+        (each for each, is_header in zip(headers, are_headers, strict=True) if is_header and each != names),
+        None,
+    ):
+        raise DataError(
+            f"{shown.file.path}: some parts begin without a header, and headers differ: {short(', '.join(other))} and "
+            f"{short(', '.join(names))}. Give one kind of files at a time: --files PATTERN"
+        )
+    return replace(form, columns=tuple(names))

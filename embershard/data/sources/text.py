@@ -199,7 +199,7 @@ class TextFiles:
         files: plain ones, or gzip.
         chunk_rows: lines per chunk; a file's last chunk may have fewer.
         num_workers: threads that scan files at the same time.
-        has_header: the first line of every file is a header, which no chunk has.
+        has_header: the first line of every file, or of those for which it is true, is a header, which no chunk has.
         paths: of the files, for messages, where `files` are copies.
         may_lack_rows: some of the files may have no line.
 
@@ -219,7 +219,7 @@ class TextFiles:
         chunk_rows: int,
         num_workers: int,
         *,
-        has_header: bool = False,
+        has_header: bool | Sequence[bool] = False,
         paths: Sequence[Path] = (),
         may_lack_rows: bool = False,
     ) -> None:
@@ -228,23 +228,26 @@ class TextFiles:
         self._paths = list(paths) or [file.path for file in files]
         self._files = [GzipFile(file, kept) if file.is_gzip() else PlainFile(file) for file in files]
         found = [bytearray() for _ in files]
+        headers = [has_header] * len(files) if isinstance(has_header, bool) else list(has_header)
 
         def scan(number: int) -> tuple[Ids, Ids, Ids]:
             blocks = self._files[number].blocks()
-            borders, *counts = scan_lines(_cut_header(blocks, found[number]) if has_header else blocks, chunk_rows)
+            borders, *counts = scan_lines(_cut_header(blocks, found[number]) if headers[number] else blocks, chunk_rows)
             return borders + len(found[number]), *counts
 
         with ThreadPoolExecutor(max(1, num_workers), "embershard-scan") as pool:
             scanned = list(pool.map(scan, range(len(files))))
         lacking = [path for path, (_, rows, _) in zip(self._paths, scanned, strict=True) if not len(rows)]
         if lacking and not (may_lack_rows and len(lacking) < len(files)):
-            what = "no line behind its header" if has_header else "no line in it"
+            what = "no line behind its header" if any(headers) else "no line in it"
             raise NoRowsError(f"{lacking[0]}: {what}; remove it, or fetch it again")
         self.headers = [bytes(header) for header in found]
         self._borders = np.concatenate([np.stack([b[:-1], b[1:]], axis=1) for b, _, _ in scanned])
         self.rows, self._lines = (np.concatenate([counts[which] for counts in scanned]) for which in (1, 2))
         self.file = np.repeat(np.arange(len(files)), [len(rows) for _, rows, _ in scanned])
-        self.first_line = np.concatenate([np.cumsum(lines) - lines + has_header for _, _, lines in scanned])
+        self.first_line = np.concatenate(
+            [np.cumsum(scanned[n][2]) - scanned[n][2] + has for n, has in enumerate(headers)]
+        )
 
     def read(self, chunk: int) -> tuple[memoryview, Ids]:
         """Return the lines of a chunk that are not blank, with their ends; and their numbers in the file, from 0."""

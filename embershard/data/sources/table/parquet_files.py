@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.raw import PartColumns, RawChunk, check_types, is_list, needed_columns
+from embershard.data.sources.table.raw import PartColumns, RawChunk, check_types, is_list, named_once, needed_columns
 from embershard.errors import DataError, NoRowsError
 from embershard.whole_file import whole_file
 
@@ -71,7 +71,7 @@ class ParquetFiles:
 
 
 def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
-    """Return the columns of a Parquet file, and its metadata.
+    """Return the columns of a Parquet file, with a name for one that has none, and its metadata.
 
     Raises:
         DataError: it is none, is damaged, or has a column's name twice.
@@ -85,7 +85,16 @@ def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
     twice = next((name for name in schema.names if schema.names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{path}: has the column {twice!r} twice; write it again with another name for one of them")
+    if "" in schema.names:
+        schema = pa.schema([each.with_name(name) for each, name in zip(schema, named_once(schema.names), strict=True)])
     return schema, metadata
+
+
+def stored_names(opened: pq.ParquetFile, names: Sequence[str]) -> list[str]:
+    """Return what columns are called in the file: the one without a name has one here."""
+    stored = opened.schema_arrow.names
+    unnamed = named_once(stored)[stored.index("")] if "" in stored else None
+    return ["" if name == unnamed else name for name in names]
 
 
 def first_rows(part: PartColumns, most: int) -> RawChunk:
@@ -97,9 +106,10 @@ def first_rows(part: PartColumns, most: int) -> RawChunk:
     try:
         with pq.ParquetFile(part.path) as opened:
             columns = part.own()
-            batches = islice(opened.iter_batches(most, columns=columns, use_threads=False), 1)
-            schema = pa.schema([opened.schema_arrow.field(name) for name in columns])
-            table = part.complete(pa.Table.from_batches(batches, schema))
+            stored = stored_names(opened, columns)
+            batches = islice(opened.iter_batches(most, columns=stored, use_threads=False), 1)
+            schema = pa.schema([opened.schema_arrow.field(name) for name in stored])
+            table = part.complete(pa.Table.from_batches(batches, schema).rename_columns(columns))
     except _READ_ERRORS as error:
         what = " ".join(str(error).split())
         raise DataError(f"{part.path}: its first rows cannot be read ({what}); fetch it again") from None
@@ -155,7 +165,9 @@ class _ParquetFile:
         path, place = self.input.path, self._place(group)
         try:
             with pq.ParquetFile(path, metadata=self.metadata, page_checksum_verification=True) as opened:
-                table = opened.read_row_group(group, columns=self.part.own(columns), use_threads=False)
+                own = self.part.own(columns)
+                stored = stored_names(opened, own)
+                table = opened.read_row_group(group, columns=stored, use_threads=False).rename_columns(own)
         except _READ_ERRORS as error:
             self.input.check(place)
             what = " ".join(str(error).split())

@@ -196,14 +196,14 @@ def named_once(names: Sequence[str]) -> list[str]:
     >>> named_once(["", "score", "score", "score_2"])
     ['Unnamed: 0', 'score', 'score_3', 'score_2']
     """
-    found = list[str]()
+    found, there = dict[str, None](), set(names)
     for place, given in enumerate(names):
         name = given or f"Unnamed: {place}"  # as pandas calls them
         new, number = name, 2
-        while new in found or (new != name and new in names):
+        while new in found or (new != given and new in there):
             new, number = f"{name}_{number}", number + 1
-        found.append(new)
-    return found
+        found[new] = None
+    return list(found)
 
 
 def is_list(kind: pa.DataType) -> bool:

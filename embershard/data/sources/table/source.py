@@ -22,7 +22,7 @@ from embershard.data.sources.table.parquet_files import ParquetFiles, are_parque
 from embershard.data.sources.table.plain_text import first_bytes
 from embershard.data.sources.table.raw import RawChunk, TableFiles, is_list, need_columns
 from embershard.data.sources.table.split import check_split, hold_out_by_column, in_windows
-from embershard.data.sources.table.text_files import TextTables, are_json, columns_of
+from embershard.data.sources.table.text_files import TextTables, are_json, columns_of, has_header
 from embershard.data.sources.text import without_blank_lines
 from embershard.errors import ConfigError, DataError
 
@@ -211,7 +211,6 @@ def _check_texts(
     """Raise `DataError` where a header or, where bad rows stop a run, one of the first lines does not fit."""
     is_json = are_json(files, settings)
     form = json_form(settings) if is_json else settings
-    has_header = not (form.columns or is_json)
     starts = [first_bytes(file, form, _FIRST_BYTES) for file in files]
     headers = [data.partition(b"\n")[0] for data in starts]
     parts, columns = columns_of(files, headers, settings, is_json=is_json, needs_labels=needs_labels)
@@ -220,7 +219,8 @@ def _check_texts(
         check_split(config, part.path, has)
         _check_of_metrics(part.path, has, of_metrics)
         need_columns(part.path, has, kept)
-        lines = data.partition(b"\n")[2] if has_header else data
+        is_header = not is_json and has_header(data.partition(b"\n")[0], form)
+        lines = data.partition(b"\n")[2] if is_header else data
         whole = lines if len(data) < _FIRST_BYTES else lines[: lines.rfind(b"\n") + 1]
         rows, numbers = without_blank_lines(memoryview(whole))
         if config.bad_rows != "stop" or not len(numbers):
@@ -229,7 +229,7 @@ def _check_texts(
             table = of_lines.read(rows, len(numbers))
         except (pa.ArrowException, ValueError):
             continue  # training names the row
-        first = 1 + has_header + form.skip_lines
+        first = 1 + is_header + form.skip_lines
         chunk = RawChunk(part.path, part.complete(table), np.arange(len(numbers)), first, lines=numbers + first)
         _check_values(chunk, settings, config.kind)
 

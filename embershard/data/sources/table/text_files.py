@@ -19,11 +19,12 @@ from embershard.data.hashing import Ids
 from embershard.data.sample_bits import Flags
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.json_lines import JsonColumns, has_json_lines, json_form
-from embershard.data.sources.table.plain_text import FEED, RETURN, plain_file
+from embershard.data.sources.table.plain_text import FEED, RETURN, first_bytes, plain_file
 from embershard.data.sources.table.raw import PartColumns, RawChunk, is_list, named_once, needed_columns
 from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, line_borders, parse_lines, some_lines
 from embershard.errors import DataError
 
+_HEADER_BYTES = 1 << 16
 _CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
 #: What helps where a quote opens a cell that does not end in its line.
 IF_BREAKS = (
@@ -170,6 +171,12 @@ def column_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
     return list(settings.columns) or header_names(path, header, settings)
 
 
+def has_header(line: bytes, settings: TableConfig) -> bool:
+    """Return whether the first line of a text file names the columns: where the settings name them, it is these names,
+    as in the first part that `split` made."""
+    return not settings.columns or named_once(_cells(_line_text(line), settings)) == list(settings.columns)
+
+
 def are_json(files: Sequence[InputFile], settings: TableConfig) -> bool:
     """Return whether all text files have JSON objects, or none has.
 
@@ -194,11 +201,12 @@ def columns_of(
     """
     found: list[TextColumns | JsonColumns] = []
     wanted = [*needed_columns(settings), *settings.judging_columns]
+    some = next(filter(None, headers), b"")  # that of another file, where a compressed one has no text at all
     for file, header in zip(files, headers, strict=True):
         if is_json:
             found.append(JsonColumns.of(file, settings, wanted))
         else:
-            own = column_names(file.path, header, settings)
+            own = column_names(file.path, header or some, settings)
             found.append(TextColumns(settings, own, own))
     names, may_lack = [each.names for each in found], is_json and not needs_labels
     parts = PartColumns.of_files(files, names, settings, needs_labels=needs_labels, may_lack=may_lack)
@@ -255,14 +263,18 @@ class TextTables:
         self._paths = [file.path for file in files]
         is_json = are_json(files, settings)
         form = json_form(settings) if is_json else settings
-        has_header = not (form.columns or is_json)
         plain = [plain_file(file, form) for file in files]
+        plain_form = replace(form, **form.plain, line_breaks=False)
+        firsts = [first_bytes(file, plain_form, _HEADER_BYTES) if form.columns else b"" for file in plain]
+        headers = [not is_json and has_header(first.partition(b"\n")[0], form) for first in firsts]
         self._text = TextFiles(
-            plain, chunk_rows, num_workers, has_header=has_header, paths=self._paths, may_lack_rows=True
+            plain, chunk_rows, num_workers, has_header=headers, paths=self._paths, may_lack_rows=True
         )
         self._first_row = 1 + form.skip_lines
-        headers = self._text.headers
-        self._parts, self._columns = columns_of(files, headers, settings, is_json=is_json, needs_labels=needs_labels)
+        first_lines = self._text.headers
+        self._parts, self._columns = columns_of(
+            files, first_lines, settings, is_json=is_json, needs_labels=needs_labels
+        )
         self.chunk_file, self.chunk_rows = self._text.file, self._text.rows
         self.has_lists = any(is_list(field.type) for each in self._columns for field in each.schema)
         self.notes = PartColumns.notes(self._parts)

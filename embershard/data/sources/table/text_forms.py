@@ -334,7 +334,7 @@ def _judge_header(path: Path, form: TextForm, lines: list[str], count: int) -> t
             said += f". Or, where cells are in single quotes: {_IN_DOUBLE_QUOTES}"
         raise DataError(said)
     words = [name for name in names if name.strip()]
-    numbers = sum(map(_is_value, words))
+    numbers = sum(map(is_value, words))
     if (numbers and len(set(words)) == len(words)) or len(set(words)) < len(words):
         has = "has values" if numbers else f"has {next(w for w in words if words.count(w) > 1)!r} twice"
         raise DataError(f"{where} {has}, as no header: {line}. Name the columns: --columns NAME,...; or --header")
@@ -346,8 +346,8 @@ def _is_header(names: list[str], rows: list[list[str]], count: int) -> bool:
     words = [name for name in names if name.strip()]
     if len(names) != count:
         is_near = len(names) == count - 1 or (len(names) == count + 1 and not names[-1].strip())
-        return is_near and not any(map(_is_value, words))
-    if all(map(_is_value, words)):
+        return is_near and not any(map(is_value, words))
+    if all(map(is_value, words)):
         return False
     if any(typed_name(name)[1] for name in words):
         return True
@@ -361,7 +361,7 @@ def _is_header(names: list[str], rows: list[list[str]], count: int) -> bool:
 def _name_rows(cells: list[str]) -> bool:
     """Return whether cells are names of rows, as R and pandas write them: 1, 2, 3 and so on, or from 0 on; or texts, no
     two of them alike."""
-    are_texts = not any(_is_value(cell) or not cell for cell in cells) and len(set(cells)) == len(cells)
+    are_texts = not any(is_value(cell) or not cell for cell in cells) and len(set(cells)) == len(cells)
     return are_texts or any(cells == [str(first + row) for row in range(len(cells))] for first in (0, 1))
 
 
@@ -380,14 +380,14 @@ def _changes(name: str, cells: Sequence[str]) -> bool | None:
         return None
     if name.strip().lower() in _NO_VALUE:
         return False
-    if sum(map(_is_value, values)) >= _LEAST_SHARE * len(values):
-        return not _is_value(name)
+    if sum(map(is_value, values)) >= _LEAST_SHARE * len(values):
+        return not is_value(name)
     if all(re.search(r"\d", value) for value in values) and not re.search(r"\d", name):  # u1, u2, ... below "user"
         return True
     return None
 
 
-def _is_value(cell: str) -> bool:
+def is_value(cell: str) -> bool:
     """Return whether a cell is a number or a time, as no name is."""
     cell = cell.strip()
     return bool(_NUMBER.fullmatch(cell) or _TIME.fullmatch(cell)) or cell.lower() in ("true", "false")

@@ -23,9 +23,9 @@ from embershard.data.sources.table.decode import readable, text_words
 from embershard.data.sources.table.json_lines import JsonColumns, has_json_lines
 from embershard.data.sources.table.parquet_files import is_parquet, parquet_schema
 from embershard.data.sources.table.plain_text import first_bytes, plain_blocks
-from embershard.data.sources.table.raw import PartColumns, typed_name
+from embershard.data.sources.table.raw import PartColumns, is_text, named_once, typed_name
 from embershard.data.sources.table.survey import FORMS, DistinctCount
-from embershard.data.sources.table.text_files import TextColumns, column_names
+from embershard.data.sources.table.text_files import TextColumns, column_names, has_header
 from embershard.data.sources.table.text_forms import ROW_NAME, Given, cells_of, find_encoding, find_form, one_name_less
 from embershard.data.sources.text import without_blank_lines
 from embershard.errors import DataError
@@ -110,16 +110,18 @@ class WholeColumns:
             return
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as opened:
-                part = PartColumns(path, opened.schema_arrow.names, self.file.partitions, names)
+                own = named_once(opened.schema_arrow.names)
+                part = PartColumns(path, own, self.file.partitions, names)
                 for batch in opened.iter_batches(_BATCH_ROWS, use_threads=False):
-                    yield from part.complete(pa.Table.from_batches([batch])).combine_chunks().to_batches()
+                    table = pa.Table.from_batches([batch]).rename_columns(own)
+                    yield from part.complete(table).combine_chunks().to_batches()
         except (pa.ArrowException, OSError, ValueError) as error:
             self.file.check(0)
             raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
         self.file.check(self.file.num_bytes)
 
     def _rows(self, types: Mapping[str, pa.DataType], on_bad: OnBad | None) -> Iterator[pa.RecordBatch]:
-        columns, has_header = self._columns, self.is_text and not self.form.columns
+        columns, begins = self._columns, True
         part = PartColumns(self.file.path, columns.names, self.file.partitions, self.schema.names)
         row = 1 + self.form.skip_lines
         row_names = _RowNames(self) if self.has_row_names else None
@@ -131,9 +133,9 @@ class WholeColumns:
 
         for block in plain_blocks(self.file, self.form):
             data = memoryview(block)
-            if has_header:
-                has_header, row = False, row + 1
-                data = data[block.find(b"\n") + 1 or len(block) :]
+            if begins and self.is_text and has_header(block.partition(b"\n")[0], self.form):
+                row, data = row + 1, data[block.find(b"\n") + 1 or len(block) :]
+            begins = False
             lines, numbers = without_blank_lines(data)
             numbers, row = numbers + row, row + bytes(data).count(b"\n")
             if not len(numbers):
@@ -218,13 +220,16 @@ def common_schema(files: Sequence[WholeColumns]) -> pa.Schema:
     """
     found = schemas[0] if (schemas := [file.schema for file in files]) else pa.schema([])
     for file, schema in zip(files, schemas, strict=True):
-        try:
-            found = pa.unify_schemas([found, schema], promote_options="permissive")
-        except pa.ArrowException as error:
-            what = " ".join(str(error).split())
-            raise DataError(
-                f"{file.file.path}: a column is of another type than in {files[0].file.path} ({what})"
-            ) from None
+        for field in schema:
+            place = found.get_field_index(field.name)
+            try:
+                found = found.append(field) if place < 0 else found.set(place, _common_field(found.field(place), field))
+            except pa.ArrowException as error:
+                what = " ".join(str(error).split())
+                raise DataError(
+                    f"{file.file.path}: a column is of another type than in {files[0].file.path} ({what}). Write one "
+                    "of them with the other type"
+                ) from None
     for file, schema in zip(files, schemas, strict=True):
         if 2 * len(schema) < len(found):
             raise DataError(
@@ -232,6 +237,22 @@ def common_schema(files: Sequence[WholeColumns]) -> pa.Schema:
                 f"{files[0].file.path}: {', '.join(map(str, schemas[0]))[:300]}. Give one kind of files at a time"
             )
     return found
+
+
+def _common_field(one: pa.Field, other: pa.Field) -> pa.Field:
+    """Return a column that has the values of two: as texts, where one has texts and the other single values, or their
+    dictionary.
+
+    Raises:
+        pa.ArrowException: they do not fit.
+    """
+    try:
+        return pa.unify_schemas([pa.schema([one]), pa.schema([other])], promote_options="permissive").field(0)
+    except pa.ArrowException:
+        kinds = [each.type.value_type if pa.types.is_dictionary(each.type) else each.type for each in (one, other)]
+        if not any(map(is_text, kinds)) or any(map(pa.types.is_nested, kinds)):
+            raise
+        return pa.field(one.name, pa.string())
 
 
 def all_batches(

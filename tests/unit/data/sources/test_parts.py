@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from embershard.commands import cli
 from embershard.commands.data.columns import columns_of_files, survey_files
 from embershard.commands.data.command import parser
 from embershard.data import DataConfig, TableConfig, TableFeature, open_source
@@ -28,6 +30,8 @@ from embershard.data.sources.source import FileSource
 from embershard.data.sources.table import plain_text
 from embershard.data.text_form import TextForm
 from embershard.errors import DataError
+from embershard.settings.files import load_config
+from embershard.training.config import RunConfig
 
 N = 40
 ROWS = [{"click": n % 2, "user": f"u{n % 7}", "price": n / 4} for n in range(N)]
@@ -336,3 +340,102 @@ def test_a_process_that_is_killed_leaves_no_copy(data, copies):
 def test_a_name_that_only_looks_like_a_form_is_refused():
     assert TextForm(separator="::").is_plain is False
     assert TextForm(encoding="UTF8").is_plain
+
+
+def inspected(path: Path, *options: str) -> DataConfig:
+    settings = path.parent / "run.toml"
+    assert cli.main(["data", "inspect", str(path), "-o", str(settings), *options]) == 0
+    return replace(load_config(RunConfig, settings).data, eval_fraction=0, split="tail")
+
+
+@pytest.mark.parametrize("sizes", [(9, 9, 22), (20, 15, 5)])
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_parts_that_split_made_are_the_whole(data, sizes, ending):
+    """The first one has the header, whichever is the largest; settings of inspect, training and convert agree."""
+    rows = [row | {"place": n} for n, row in enumerate(ROWS)]
+    write_csv(data.parent / "whole.csv", rows, [*ALL, "place"])
+    lines = (data.parent / "whole.csv").read_bytes().splitlines(keepends=True)
+    for number in range(3):
+        first = sum(sizes[:number]) + (number > 0)
+        text = b"".join(lines[first : 1 + sum(sizes[: number + 1])])
+        (data / f"part{number}.csv{ending}").write_bytes(gzip.compress(text) if ending else text)
+    config = inspected(data)
+    assert config.table.columns == (*ALL, "place")
+    check_data(config)
+    assert_same(samples(config), samples(replace(config, path=str(data.parent / "whole.csv"))))
+    assert cli.main(["data", "convert", str(data), "-o", str(data.parent / "a.parquet")]) == 0
+    assert pq.read_table(data.parent / "a.parquet").column("place").to_pylist() == list(range(N))
+
+
+def test_lines_of_split_parts_are_named_by_their_places(data):
+    (data / "a.csv").write_text("click,user,price\n1,u,1\nx,u,2\n")
+    (data / "b.csv").write_text("0,u,3\ny,u,4\n")
+    config = config_of(data, 0.9, columns=("click", "user", "price"))
+    assert [line.partition(" ")[0] for line in bad_rows(config)] == [f"{data}/a.csv:3", f"{data}/b.csv:2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("click;user;price\n1;u1;2\n", r"b.csv: its first line is not cut by ','.*'click;user;price'.* data convert"),
+        ("film,year\nAlien,1979\n", r"b.csv has the columns 'film, year'; needed those of .*a.csv.*--files PATTERN"),
+    ],
+)
+def test_parts_of_another_kind_are_named(data, capsys, text, said):
+    write_csv(data / "a.csv", ROWS, ALL)
+    (data / "b.csv").write_text(text)
+    for command in (["inspect", str(data)], ["convert", str(data), "-o", str(data.parent / "a.parquet")]):
+        assert cli.main(["data", *command]) == 2
+        assert re.search(said, capsys.readouterr().err)
+
+
+def test_parts_of_other_separators_are_read_as_told(data):
+    """By convert, one by one."""
+    write_csv(data / "a.csv", ROWS[:20], ALL)
+    write_csv(data / "b.csv", ROWS[20:], ALL)
+    (data / "b.csv").write_text((data / "b.csv").read_text().replace(",", ";"))
+    (new := data.parent / "new").mkdir()
+    for name in ("a", "b"):
+        assert cli.main(["data", "convert", str(data / f"{name}.csv"), "-o", str(new / f"{name}.parquet")]) == 0
+    assert samples(inspected(new)).num_samples == N
+
+
+def test_a_part_without_a_byte_behind_its_compression_is_passed_over(data):
+    write_csv(data / "a.csv", ROWS, ALL)
+    (data / "b.csv.gz").write_bytes(gzip.compress(b""))
+    assert samples(inspected(data)).num_samples == N
+
+
+def test_texts_are_read_beside_dictionaries_and_numbers(data):
+    """As Parquet parts have them whose writers differed: a value is the same in each of them."""
+    kinds = [
+        pa.string(),
+        pa.dictionary(pa.int8(), pa.string()),
+        pa.dictionary(pa.int32(), pa.large_string()),
+        pa.int64(),
+    ]
+    rows = pa.table({"click": [n % 2 for n in range(60)], "user": [str(n % 7) for n in range(60)]})
+    pq.write_table(rows, data.parent / "whole.parquet")
+    for number, kind in enumerate(kinds):
+        part = rows.slice(15 * number, 15)
+        users = part["user"].cast(kind) if number == 3 else part["user"].cast(getattr(kind, "value_type", kind))
+        users = users.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else users
+        pq.write_table(part.set_column(1, "user", users), data / f"{number}.parquet")
+    config = inspected(data)
+    config = replace(config, table=replace(config.table, features={"user": USER}))
+    assert_same(samples(config), samples(replace(config, path=str(data.parent / "whole.parquet"))))
+    assert cli.main(["data", "convert", str(data), "-o", str(data.parent / "a.parquet")]) == 0
+    assert pq.read_table(data.parent / "a.parquet")["user"].to_pylist() == rows["user"].to_pylist()
+
+
+def test_a_column_without_a_name_has_its_place_in_parquet_too(data):
+    columns = {"click": [n % 2 for n in range(60)], "": [n * 3 % 17 for n in range(60)]}
+    pq.write_table(pa.table(columns | {"user": ["u"] * 60}), data / "a.parquet")
+    pq.write_table(pa.table({"user": ["u"] * 60} | columns), data.parent / "b.parquet")
+    config = inspected(data)
+    assert config.table.features["Unnamed_1"].column == "Unnamed: 1"
+    assert samples(config).num_samples == 60
+    assert cli.main(["data", "convert", str(data), "-o", str(data.parent / "c.parquet")]) == 0
+    assert pq.read_table(data.parent / "c.parquet")["Unnamed: 1"].to_pylist() == columns[""]
+    with pytest.raises(DataError, match="no column 'Unnamed: 1'; did you mean 'Unnamed: 2'"):
+        check_data(replace(config, path=str(data.parent / "b.parquet")))
