@@ -232,8 +232,9 @@ class TextFiles:
 
         def scan(number: int) -> tuple[Ids, Ids, Ids]:
             blocks = self._files[number].blocks()
-            borders, *counts = scan_lines(_cut_header(blocks, found[number]) if headers[number] else blocks, chunk_rows)
-            return borders + len(found[number]), *counts
+            blocks = _cut_header(blocks, found[number]) if headers[number] else blocks
+            borders, rows, lines = scan_lines(blocks, chunk_rows)
+            return borders + len(found[number]), rows, lines
 
         with ThreadPoolExecutor(max(1, num_workers), "embershard-scan") as pool:
             scanned = list(pool.map(scan, range(len(files))))
