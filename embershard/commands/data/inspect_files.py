@@ -153,9 +153,11 @@ class Inspected:
         num_rows = self.num_rows + len(self.bad)
         if self.num_bad <= allowed * num_rows:
             return
-        columns = [column for name, column in self.columns.items() if self.label is None or name != self.label.column]
         said = [f"{len(self.bad):,} lines are no rows: {'; '.join(map(str, self.bad[:_SHOWN]))}"] if self.bad else []
-        said += [f"{column.name}: {others}" for column in columns if (others := others_of(column)) and column.num_bad]
+        for each in self.used:
+            if count := self._num_bad_of(each):
+                why = others_of(self.columns[each.column]) or f"{count:,} cells are of another type, or too long"
+                said.append(f"{each.column}: {why}")
         if self.label is not None and (count := num_bad_labels(self.columns[self.label.column])):
             said.append(f"{count:,} rows have no label in {self.label.column!r}")
         enough = ceil(1e3 * self.num_bad / num_rows) / 1e3
@@ -169,11 +171,15 @@ class Inspected:
     def num_bad(self) -> int:
         """Rows that training would refuse, at most: a row may be bad by several columns."""
         label = 0 if self.label is None else num_bad_labels(self.columns[self.label.column])
-        return len(self.bad) + sum(each.num_bad for each in self._read) + label
+        return len(self.bad) + sum(map(self._num_bad_of, self.used)) + label
 
-    @property
-    def _read(self) -> list[ColumnSurvey]:
-        return [self.columns[each.column] for each in self.used]
+    def _num_bad_of(self, suggestion: Suggestion) -> int:
+        """Return how many rows a column makes bad; of lists their values count, and not the whole cells."""
+        column = self.columns[suggestion.column]
+        separators = {str(each["separator"]) for each in suggestion.features.values() if "separator" in each}
+        if separators:
+            return sum(column.too_long[each] for each in separators)
+        return column.num_bad
 
     @property
     def num_rows(self) -> int:
@@ -243,7 +249,8 @@ class Inspected:
         """
         assert self.label is not None
         self._check()
-        label, columns, used, read, num_bad = self.label, self.columns, self.used, self._read, self.num_bad
+        label, columns, used, num_bad = self.label, self.columns, self.used, self.num_bad
+        read = [columns[each.column] for each in used]
         defaults = TableConfig()
         form = defaults if self.form is None else self.form
         null_values = [*form.null_values]

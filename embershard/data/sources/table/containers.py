@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import bz2
 import gzip
 import lzma
 import re
+import shlex
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import IO
 
 import pyarrow as pa
@@ -47,8 +48,16 @@ _OTHERS = {
 _TAR_MAGIC = 257, b"ustar"
 _LEAST_RECORD, _LONGEST_RECORD = 16, 1 << 24
 _LONGEST = 1 << 16
+#: Programs that write the bytes in a container.
+_TO_TEXT = {"gzip": "gzip -dc", "zstd": "zstd -dc", "bz2": "bzip2 -dc", "xz": "xz -dc", "zip": "unzip -p"}
+#: A line above the rows that it holds for; and what puts it in front of each of them.
+_GROUP = re.compile(r"\d+:")
+_OF_GROUPS = (
+    "import sys; k = ''; [print(k, l, sep=',', end='') for l in sys.stdin "
+    "if not (l.rstrip().endswith(':') and (k := l.rstrip()[:-1]))]"
+)
 _LEAST_SHARE = 0.9  # of the lines
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _CLICK = "dict(label=int(float(w[0]) > 0)"
 #: What each format is called, how its lines are written, and how a line `l`, in words `w`, becomes an object of JSON.
 _FORMATS = (
@@ -164,11 +173,35 @@ def _opened(file: InputFile, container: str) -> IO[bytes] | gzip.GzipFile | bz2.
         return opened.open(members[0])
 
 
-def refuse_features(path: Path, lines: Sequence[str]) -> None:
-    """Raise `DataError` where lines are of a format that is no table; with a line of Python that makes JSON lines."""
+def refuse_features(file: InputFile, lines: Sequence[str]) -> None:
+    """Raise `DataError` where lines are of a format that is no table; with a line of Python that makes one of them."""
     lines = [line for line in lines if line.strip()]
     for name, pattern, made in _FORMATS:
         is_line = re.compile(pattern)
         if sum(is_line.fullmatch(line) is not None for line in lines) >= _LEAST_SHARE * len(lines):
             script = f"import json, sys; [print(json.dumps({made})) for l in sys.stdin for w in [l.split()] if w]"
-            raise DataError(f'{path}: is {name}; write it as JSON lines: python -c "{script}" < {path} > NEW.jsonl')
+            raise DataError(f"{file.path}: is {name}; write it as JSON lines: {_command(file, script, 'NEW.jsonl')}")
+    if lines and _GROUP.fullmatch(lines[0]) and not all(map(_GROUP.fullmatch, lines)):
+        raise DataError(
+            f"{file.path}: its rows stand below lines as {lines[0]!r}, as in the Netflix Prize; put these in front of "
+            f"each row: {_command(file, _OF_GROUPS, 'NEW.csv')}"
+        )
+
+
+def refuse_python(file: InputFile, line: str) -> None:
+    """Raise `DataError` where a line that is no JSON is a dict as Python writes it; with what makes JSON of it."""
+    try:
+        is_dict = isinstance(ast.literal_eval(line.strip()), dict)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return
+    if is_dict:
+        script = "import ast, json, sys; [print(json.dumps(ast.literal_eval(l))) for l in sys.stdin if l.strip()]"
+        made = _command(file, script, "NEW.jsonl")
+        raise DataError(f"{file.path}: is dicts as Python writes them, and no JSON; write it as JSON lines: {made}")
+
+
+def _command(file: InputFile, script: str, output: str) -> str:
+    """Return the line that runs a script of Python over the lines of a file."""
+    shown, python = shlex.quote(str(file.path)), f'python -c "{script}"'
+    container = container_of(file)
+    return f"{_TO_TEXT[container]} {shown} | {python} > {output}" if container else f"{python} < {shown} > {output}"

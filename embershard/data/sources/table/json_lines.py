@@ -20,6 +20,7 @@ from embershard.data.block import short
 from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
 from embershard.data.sources.input_file import InputFile
+from embershard.data.sources.table.containers import refuse_python
 from embershard.data.sources.table.plain_text import first_bytes, plain_blocks
 from embershard.data.sources.table.raw import is_list, is_text, is_time
 from embershard.data.sources.text import parse_lines
@@ -80,7 +81,9 @@ class JsonColumns:
             lines = block[: block.rfind(b"\n") + 1] or block
             found, _ = parse_lines(memoryview(lines), _parse)
             if not found and not len(schema):
-                shown = short(block.partition(b"\n")[0].decode("utf-8", "replace"))
+                first = block.partition(b"\n")[0].decode("utf-8", "replace")
+                refuse_python(file, first)
+                shown = short(first)
                 raise DataError(
                     f"{file.path}:1 is no JSON object: {shown}; needed one to a line: jq -c . {file.path} > NEW.jsonl"
                 )

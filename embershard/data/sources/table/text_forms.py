@@ -102,7 +102,7 @@ def find_form(file: InputFile, given: Given) -> TableConfig:
         texts[0] = lines[1:]
         given = replace(given, separator=given.separator or of_excel[1].replace("\\t", "\t"))
     if given.separator is None and given.columns is None:
-        refuse_features(file.path, lines)
+        refuse_features(file, lines)
     cut = _best_cut(file.path, texts, given)
     skip = _num_skipped(cut, lines, 0 if of_excel is None else 1) if given.skip_lines is None else given.skip_lines
     form = replace(cut.form, skip_lines=skip, encoding=encoding, null_values=given.null_values)

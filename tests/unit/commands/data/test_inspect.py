@@ -115,7 +115,7 @@ def test_ids_that_training_refuses_are_left_out(ids, why):
 
 def test_labels_that_are_no_numbers_are_counted():
     Path("a.csv").write_text("click,user\n1,a\n0,b\n,a\n1,b\n1e300,a\n")
-    assert cli.main(["data", "inspect", "a.csv", "-o", "run.toml"]) == 0
+    assert cli.main(["data", "inspect", "a.csv", "-o", "run.toml", "--bad-rows", "0.4"]) == 0
     written = Path("run.toml").read_text()
     assert "; 2 rows have no finite number, and are bad rows" in written
     assert re.search(r"^bad_rows = 0\.\d+ ", written, re.MULTILINE)

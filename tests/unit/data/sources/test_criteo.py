@@ -204,7 +204,7 @@ def test_bad_cells_are_named(criteo_line, open_stream, tmp_path, cells, message)
 def test_a_blank_line_is_no_row_and_a_wrong_encoding_is_named(criteo_line, open_stream, tmp_path):
     path = tmp_path / "day_0"
     path.write_text(criteo_line() + "\n\n" + criteo_line())
-    assert len(read_all(open_stream, path, batch_size=1)) == 2
+    assert len(read_all(open_stream, path, batch_size=1)[2]) == 2
     path.write_text(criteo_line() + "\n\nx\n" + criteo_line())
     with pytest.raises(DataError, match=r"day_0:3 has 1 tab-separated columns"):
         read_all(open_stream, path, batch_size=1)

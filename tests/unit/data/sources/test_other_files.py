@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import re
 import struct
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from embershard.data.sources.input_file import InputFile
+from embershard.data.sources.table.containers import refuse_features
 from embershard.data.sources.table.text_forms import Given, find_form
 from embershard.data.sources.table.whole_columns import WholeColumns
 from embershard.errors import DataError
@@ -83,17 +85,24 @@ FORMATS = {
 }
 
 
+def run_as_told(said: str, new: Path) -> None:
+    """Run the command at the end of a message."""
+    command = re.search(r"(?:gzip -dc|python -c) .*", said)[0].rpartition(" > NEW")[0]
+    command = command.replace("python -c", f"{sys.executable} -c")
+    subprocess.run(f"{command} > {new}", shell=True, check=True)
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_line_of_python_that_is_named_makes_json_lines(tmp_path, name):
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_the_line_of_python_that_is_named_makes_json_lines(tmp_path, name, ending):
     line, columns = FORMATS[name]
     lines = [line.format(y=1 - 2 * (n % 2), n=n, few=n % 9) for n in range(200)]
-    path, new = tmp_path / "train.txt", tmp_path / "new.jsonl"
-    path.write_text("\n".join(lines) + "\n\n")
-    with pytest.raises(DataError, match=f"train.txt: is .*{name.split(',')[0]}.*python -c") as raised:
+    path, new = tmp_path / f"train.txt{ending}", tmp_path / "new.jsonl"
+    text = ("\n".join(lines) + "\n\n").encode()
+    path.write_bytes(gzip.compress(text) if ending else text)
+    with pytest.raises(DataError, match=f"train.txt{ending}: is .*{name.split(',')[0]}.*python -c") as raised:
         WholeColumns.at(path, Given())
-    script = re.search(r'python -c "(.*)" <', str(raised.value))[1]
-    found = subprocess.run([sys.executable, "-c", script], input=path.read_bytes(), stdout=new.open("wb"), check=True)
-    assert found.returncode == 0
+    run_as_told(str(raised.value), new)
     (batch,) = WholeColumns.at(new, Given()).batches()
     assert set(batch.schema.names) == set(columns)
     assert batch.num_rows == 200
@@ -107,3 +116,33 @@ def test_other_texts_are_none_of_these(tmp_path, line):
     path: Path = tmp_path / "a.txt"
     path.write_text("".join(line.format(n=n) + "\n" for n in range(200)))
     assert find_form(InputFile.at(path), Given(has_header=True)).separator in "| "
+
+
+@pytest.mark.parametrize(
+    "line", ["\t".join(["123456789"] * 40), " ".join(["1:2:3"] * 40) + " x", "1 " + "|a b " * 40 + "|"]
+)
+def test_a_line_of_many_numbers_takes_no_time(line):
+    """A pattern that matches a number in several ways would try all of them: it would not end."""
+    refuse_features(InputFile(Path("a.txt"), 1, 0), [line] * 500)
+
+
+def test_dicts_of_python_become_json_as_told(tmp_path):
+    (tmp_path / "a.json").write_text("".join(f"{{u'bought': {n % 2}, 'shop': \"it's {n}\"}}\n" for n in range(200)))
+    with pytest.raises(DataError, match=r"a.json: is dicts as Python writes them, and no JSON") as raised:
+        list(WholeColumns.at(tmp_path / "a.json", Given()).batches())
+    run_as_told(str(raised.value), tmp_path / "new.jsonl")
+    (batch,) = WholeColumns.at(tmp_path / "new.jsonl", Given()).batches()
+    assert batch.to_pylist()[3] == {"bought": 1, "shop": "it's 3"}
+
+
+def test_lines_above_groups_of_rows_come_into_each_row_as_told(tmp_path):
+    lines = [
+        line for n in range(40) for line in (f"{n}:", *(f"{user},{n % 5},2026-01-0{1 + n % 9}" for user in range(9)))
+    ]
+    (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=r"a.txt: its rows stand below lines as '0:'") as raised:
+        WholeColumns.at(tmp_path / "a.txt", Given())
+    run_as_told(str(raised.value), tmp_path / "new.csv")
+    (batch,) = WholeColumns.at(tmp_path / "new.csv", Given(columns=("film", "user", "stars", "day"))).batches()
+    assert batch.num_rows == 360
+    assert batch.column("film").to_pylist()[-1] == "39"
