@@ -112,7 +112,7 @@ class Listing:
         usual = ", ".join(self.patterns[:_MOST_NAMED]) + (", ..." if len(self.patterns) > _MOST_NAMED else "")
         there = sorted(each for each in self.folder.iterdir() if not each.name.startswith((".", "_")))
         files = [each.name for each in there if each.is_file()]
-        option = " (of inspect and convert: --files 'PATTERN')" if self.setting == "data.table.files" else ""
+        option = " (inspect and convert: --files 'PATTERN')" if self.setting == "data.table.files" else ""
         folders = [each.name for each in there if each.is_dir() and "=" not in each.name]
         more = f". Of its folders only those called NAME=VALUE are read, and not {folders[0]}" if folders else ""
         return (

@@ -41,6 +41,9 @@ FILES: dict[str, str | bytes] = {
     "sizes.csv": "".join(f"u{n},{n % 5}\n" for n in range(9)),
     "blanks.csv": _lines("click;user id;unit price", lambda n: f"{n % 2};u{n % 9};{n / 4 if n % 8 else 'free'}"),
     "results2.csv": _lines("click;user id;was purchased", lambda n: f"{n % 2};u{n % 9};{int(n % 4 == 1)}"),
+    "short.csv": _lines("click,user_id", lambda n: f"{n % 2},{n % 9},{n % 4}"),
+    "torn.csv": _lines("click,user_id", lambda n: f"{n % 2},u{n % 9}" if n % 11 else f"{n % 2}"),
+    "open.csv": _lines("click,user_id", lambda n: f'{n % 2},"u{n % 9}' + ('"' if n % 25 else "")),
     "days.csv": _lines("click,user_id,when", lambda n: f"{n % 2},{n % 9},{n % 12 + 1:02}/{n % 11 + 1:02}/2024"),
 }
 
@@ -98,6 +101,9 @@ OF_DATA = [
     Remedy(_OF_COLUMNS, "results2.csv", "", r"To use one that is: (--feature 'was purchased')", wrong_code=0),
     Remedy(_OF_COLUMNS, "days.csv", "", r"Else: (--time when:%\S+)", wrong_code=0),
     Remedy((CONVERT,), "bad.csv", "", r"(--bad-rows [\d.]+)"),
+    Remedy(_OF_COLUMNS, "torn.csv", "", r"or leave them out: (--bad-rows [\d.]+)"),
+    Remedy(_OF_FORMS, "short.csv", "", r"Name all of them: (--columns NAME,\.\.\.)", "--columns click,user_id,day"),
+    Remedy((CONVERT,), "open.csv", "", r"inspect, convert and train: (--no-quotes)"),
     *(
         Remedy((CONVERT,), "two.csv", words, r"(--join \S+NAME,\.\.\.)", "--join sizes.csv:user,size", True)
         for words in ("--join sizes.csv", "--join sizes.csv:id,size")

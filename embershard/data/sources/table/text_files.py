@@ -28,7 +28,7 @@ _HEADER_BYTES = 1 << 16
 _CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
 #: What helps where a quote opens a cell that does not end in its line.
 IF_BREAKS = (
-    "If cells have line breaks: data.table.line_breaks = true (inspect and convert: --line-breaks; for predict, "
+    "If cells have line breaks: data.table.line_breaks = true (inspect, convert and train: --line-breaks; for predict, "
     "convert the file)"
 )
 _WORDS = {",": "comma", "\t": "tab", "|": "bar", ";": "semicolon", " ": "space"}
@@ -158,7 +158,7 @@ class TextColumns:
             return f"has {len(cells)} {word}-separated columns; {needed}{hint}"
         return (
             f"{short(text)}: a quote opens a cell that does not end in this line. If quotes are text: "
-            f"data.table.quoted = false (inspect and convert: --no-quotes). {IF_BREAKS}"
+            f"data.table.quoted = false (inspect, convert and train: --no-quotes). {IF_BREAKS}"
         )
 
 

@@ -106,7 +106,7 @@ def test_the_option_that_is_named_reads_a_folder(folder, name, capsys):
     assert not is_data(folder)
     assert cli.main(["data", "inspect", str(folder)]) == 2
     assert (
-        f"(there are: {name}); set data.table.files to the names of your files (of inspect and convert: --files 'PA"
+        f"(there are: {name}); set data.table.files to the names of your files (inspect and convert: --files 'PA"
         in (capsys.readouterr().err)
     )
     settings, output = folder.parent / "run.toml", folder.parent / "a.parquet"
