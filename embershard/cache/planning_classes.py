@@ -17,6 +17,7 @@ from importlib.util import find_spec
 
 import torch
 
+from embershard.cache import loops
 from embershard.cache.next_use import NextUseIndex
 from embershard.cache.planner import CachePlanner, Planner
 from embershard.cache.slot_map import SlotMap
@@ -27,12 +28,16 @@ PlanningClasses = tuple[type[SlotMap], type[NextUseIndex], Callable[[SlotState],
 
 
 def planning_classes(device: torch.device) -> PlanningClasses:
-    """Return the classes of the map, of the index of next uses and of the planner of a cache on `device`.
+    """Return the classes of the map, of the index of next uses and of the planner of a cache on `device`. Those of a
+    CPU have their loops loaded.
 
     Raises:
         SetupError: caches on a GPU need Triton, which is not installed.
     """
-    return kernel_classes() if device.type == "cuda" else (SlotMap, NextUseIndex, CachePlanner)
+    if device.type == "cuda":
+        return kernel_classes()
+    loops.load_those_of_a_cache()
+    return SlotMap, NextUseIndex, CachePlanner
 
 
 def kernel_classes() -> PlanningClasses:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from embershard.cache import loops
 from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
 from embershard.cache.gpu.readback import Reads, planned, read_at_once, timed
 from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
@@ -90,8 +89,6 @@ class RowCache:
         transfer: TransferKind | MakeTransfer = "plain",
         kind: MapKind = "array",
     ) -> None:
-        if device.type == "cpu":
-            loops.load_those_of_a_cache()
         self.tables = list(tables)
         names = ", ".join(self.tables[:5]) + (", ..." if len(self.tables) > 5 else "")
         self.name = f"{owner + ', ' if owner else ''}tables {names}"

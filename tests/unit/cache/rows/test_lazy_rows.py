@@ -288,18 +288,16 @@ def test_pages_grow_once_nearly_all_rows_are_made(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_a_thread_of_the_lowest_priority_calls_is_compiled_before(dtype):
     """Others would wait for Numba's lock for as long as such a thread compiles."""
-    rows, _ = make(dtype=dtype)
     with (
         mock.patch.object(loops, "read_blocks", wraps=loops.read_blocks) as reads,
         mock.patch.object(loops, "make_blocks_of", wraps=loops.make_blocks_of) as makes,
     ):
+        rows, _ = make(dtype=dtype)
+        assert makes.call_count == 1
         frozen = rows.freeze()
         assert reads.call_count == 1
         frozen.read(0, 93, torch.empty(93, 8, dtype=dtype))
         rows._make(torch.arange(3).numpy())
-        with mock.patch.object(threading.Thread, "start"):
-            rows.make_later(torch.arange(10))
-        assert makes.call_count == 2
     for calls in (reads, makes):
         first, second = ([numba.typeof(each) for each in call.args] for call in calls.call_args_list)
         assert first == second
