@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,7 +139,23 @@ def run_config(data: str | None, path: Path | None, overrides: Sequence[str], *,
         return load([], ["data.kind=synthetic", "data.path=none", "data.eval_path=none"])
     section = {} if path is None else read_toml(path).get("data", {})
     is_open = not isinstance(section, dict) or section.get("kind", "synthetic") == "synthetic"
-    return load([f"data.kind={kind_of_files(Path(data))}"] if is_open else [], [text_override("data.path", data)])
+    kind = kind_of_files(Path(data)) if is_open else ""
+    if kind == "avazu":
+        _check_avazu(Path(data))
+    return load([f"data.kind={kind}"] if is_open else [], [text_override("data.path", data)])
+
+
+def _check_avazu(path: Path) -> None:
+    """Raise `ConfigError` for a CSV file of another kind: only Avazu's needs no settings."""
+    if not (path.is_file() and path.suffix == ".csv"):
+        return
+    with path.open("rb") as opened:
+        is_avazu = opened.readline(100).startswith((b"id,click,hour", b"id,hour"))
+    if not is_avazu:
+        raise ConfigError(
+            f"{path}: without settings, a CSV file is read as Avazu's, and its header is another one. Write its "
+            f"settings: embershard data inspect {shlex.quote(str(path))} -o run.toml; then give --config run.toml."
+        )
 
 
 def with_preferences(profile: FrequencyProfile, batch_size: int) -> FrequencyProfile:

@@ -15,6 +15,8 @@ from embershard.launch.run_dir import check_run_dir, default_run_dir
 
 #: Of files that are data, besides those of `data.table.files`.
 _MORE_DATA = ("*.json", "*.jsonl", "*.dat", "*.data", "*.rating", "*.zst", "*.bz2", "*.xz", "*.zip")
+#: Files that no command reads, and of which `data inspect` says what reads them.
+_OTHERS_DATA = ("*.xls", "*.xlsx", "*.ods", "*.avro", "*.orc", "*.feather", "*.tfrecord", "*.tar", "*.tgz", "*.libsvm")
 _WRITTEN = "inspected.toml"
 
 
@@ -24,7 +26,7 @@ def is_data(path: Path | None) -> bool:
         return False
     if path.is_dir():
         return bool(Listing.of(path, DATA_FILES, "table").files)
-    return fits(path.name, (*DATA_FILES, *_MORE_DATA))
+    return fits(path.name, (*DATA_FILES, *_MORE_DATA, *_OTHERS_DATA))
 
 
 def check_no_choices(arguments: argparse.Namespace) -> None:

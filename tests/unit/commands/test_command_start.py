@@ -160,6 +160,11 @@ def test_a_word_that_is_almost_right_gets_a_question(words, said, tmp_path, monk
         (["train"], "train on what? Give data, as clicks.csv; a TOML file of settings; or an example: quickstart."),
         (["plan", "clicks.csv"], "clicks.csv is data, and this command takes settings. Write them, and give run.toml:"),
         (["verify", "clicks.csv"], "embershard data inspect clicks.csv -o run.toml"),
+        (["data", "validate", "clicks.csv"], "a CSV file is read as Avazu's, and its header is another one. Write its"),
+        (
+            ["profile", "clicks.csv", "-o", "p.npz"],
+            "embershard data inspect clicks.csv -o run.toml; then give --config",
+        ),
         (["predict", "clicks.csv", "-o", "a"], "Samples go behind --data: --data clicks.csv"),
         (["predict", "run", "-o", "a.csv"], "-o a.csv: scores are written as Parquet. Give -o a.parquet"),
         (["serve", "run"], "run is the folder of a run. Export it: embershard export run -o NEW; then serve NEW."),

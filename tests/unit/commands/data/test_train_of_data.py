@@ -71,6 +71,16 @@ def test_a_run_begins_with_these_options_and_keeps_them(one_rank_here, capsys):
     assert "--label: the run began with other options of columns" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["shop.xlsx", "shop.avro", "shop.orc"])
+def test_of_files_of_other_programs_it_says_what_inspect_says(name, capsys):
+    """They are no settings."""
+    Path(name).write_bytes(b"PAR1\x00\xff" * 30)
+    assert cli.main(["data", "inspect", name]) == 2
+    said = capsys.readouterr().err
+    assert cli.main(["train", name, "--dry-run"]) == 2
+    assert capsys.readouterr().err == said
+
+
 def test_options_of_columns_need_data(capsys):
     Path("run.toml").write_text("[train]\nepochs = 1\n")
     assert cli.main(["train", "run.toml", "--label", "outcome"]) == 2
