@@ -390,6 +390,7 @@ class BoxReader:
         """Return the part of tensor `name` with these offsets and sizes, whoever wrote it.
 
         Raises:
+            InvalidCheckpointError: a file of it is gone, or cannot be read.
             CheckpointError: the checkpoint lacks the tensor, or some of the part.
         """
         if (entry := self.tensors.get(name)) is None:
@@ -400,8 +401,13 @@ class BoxReader:
         if sum(item.lengths.numel() for item in items) != found.numel():
             last = offsets[0] + sizes[0] - 1 if offsets else 0
             raise CheckpointError(f"{self._checkpoint}: {name} lacks some of its rows {offsets[0]} to {last}.")
-        if found.numel():
-            self._reader.read_data(LoadPlan(items), _IntoRows(found)).wait()
+        try:
+            if found.numel():
+                self._reader.read_data(LoadPlan(items), _IntoRows(found)).wait()
+        except OSError as error:
+            is_gone = isinstance(error, FileNotFoundError)
+            why = ": its run, or `embershard ckpt`, removed it meanwhile. Read a newer checkpoint" if is_gone else ""
+            raise InvalidCheckpointError(f"{error.filename}: {error.strerror}{why}") from error
         return found
 
 

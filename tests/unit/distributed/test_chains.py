@@ -46,6 +46,19 @@ def is_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) ->
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_what_is_removed_while_somebody_reads_is_named(saved: Saved, tmp_path: Path) -> None:
+    """By a compaction, or by a run that prunes."""
+    folder = copy_of(saved, tmp_path)
+    newest = complete_checkpoints(folder)[-1]
+    verify_alone(newest)
+    reader = BoxReader(newest)
+    for path in folder.iterdir():
+        shutil.rmtree(path)
+    for name in reader.tensors:
+        with pytest.raises(InvalidCheckpointError, match=r"step_\d/.*: No such file.* removed it meanwhile"):
+            reader.read_whole(name)
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_a_delta_is_read_as_a_whole_checkpoint(saved, ranks, step):
     folder, states = saved
