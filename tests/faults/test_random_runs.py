@@ -21,11 +21,11 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
-@pytest.mark.parametrize("seed", keep([3, 8], range(12)))
+@pytest.mark.parametrize("seed", keep([3, 5], range(12)))
 def test_a_run_that_is_killed_is_as_a_plain_training(pools: Pools, tmp_path: Path, seed: int) -> None:
     assert try_run(seed, tmp_path, pools, Tally()) == ""
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_what_a_resume_forgets_is_noticed(pools: Pools, tmp_path: Path, control: str) -> None:
-    assert "--seed 8: loss at step" in try_run(8, tmp_path, pools, Tally(), control)
+    assert "--seed 5: loss at step" in try_run(5, tmp_path, pools, Tally(), control)
