@@ -109,6 +109,11 @@ class RunFolder:
                     found.append(report)
         return found
 
+    @property
+    def first_time(self) -> str | None:
+        """The time of the first report, as it stands there."""
+        return next((str(report["time"]) for report in self._reports if "time" in report), None)
+
     @cached_property
     def curves(self) -> dict[str, dict[str, Any]]:
         """Return the curves of each label at the last evaluation; none where the file is missing or damaged."""

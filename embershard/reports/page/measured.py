@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -13,27 +15,27 @@ import plotly.graph_objects as go
 from embershard.cache.totals import RankCaches
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.metrics.figures import main_names, slice_rows, title_of
-from embershard.reports.page.runs import (
-    HITS_DIFFER,
+from embershard.reports.page.parts import (
     PageFigure,
     PageTable,
-    Run,
     Section,
     fill,
+    heat_map,
     look,
     new_figure,
     text,
+    unit_of,
 )
+from embershard.reports.page.runs import HITS_DIFFER, Run
 from embershard.training.reports import Report
 from embershard.units import size
 
 _SAMPLES = "samples trained"
 _Reports = Sequence[Mapping[str, Any]]
-#: Cells of a heat map with fewer columns show their number.
-_COLUMNS_WITH_NUMBERS = 10
-_ROW_PIXELS, _LEAST_PIXELS = 20, 200
-# Above the heat map: at its right are Plotly's buttons.
-_COLOUR_BAR = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "len": 0.4, "thickness": 10}
+_ROW_PIXELS, _BAR_PIXELS, _LEAST_PIXELS = 24, 16, 110
+#: Hit rates at which the colours of a heat map have a label.
+_LEAST_MISSES = 1e-3  # fewer have the same colour
+_LABELLED = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 _DIAGONAL = {"color": "#888888", "dash": "dot", "width": 1}
 #: Panels of a figure: what is drawn, titles of the axes, and the name in the file.
 _PANELS = (
@@ -43,12 +45,12 @@ _PANELS = (
     ("scores", "prediction", "share of the samples", "histogram"),
 )
 #: What is measured of a step, in milliseconds of a rank.
-_TIMES = (
-    "whole step: half of the steps take less",
-    "whole step: 95 % of the steps take less",
-    "host's work on caches (planning, copies): mean",
-    "training waits for rows: mean",
-)
+_TIMES = {
+    "step, median": "From one step's end to the next one's: half of the steps take less.",
+    "step, 95 %": "95 % of the steps take less.",
+    "work on caches": "The host's planning and copies, a mean. With look-ahead it runs beside the training.",
+    "waiting for rows": "The training waits for rows that are not on the device, a mean.",
+}
 
 
 def training(runs: Sequence[Run]) -> Section:
@@ -71,7 +73,7 @@ def training(runs: Sequence[Run]) -> Section:
             note = "Lines: training samples since the last report. Equal lines cover each other."
         if any(len(trace.y) for trace in figure.data if trace.mode == "markers"):
             note += " Diamonds: held-out samples."
-            diamond = {"color": "#555555", "symbol": "diamond", "size": 8}
+            diamond = {"color": "#777777", "symbol": "diamond", "size": 8}
             figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", name="held-out samples", marker=diamond))
             figure.update_layout(showlegend=True)
         parts.append(PageFigure(title, figure, note))
@@ -80,7 +82,7 @@ def training(runs: Sequence[Run]) -> Section:
         _draw(speed, run, "train", "samples_per_second")
     speed.update_yaxes(rangemode="tozero")
     parts.append(PageFigure("Throughput", speed, "Of all ranks, since the last report."))
-    return Section("Training", parts)
+    return Section("Training", parts, has_curves=True)
 
 
 def by_slice(runs: Sequence[Run]) -> Section:
@@ -105,16 +107,16 @@ def curves(runs: Sequence[Run]) -> Section:
     """Return the section of the curves of the last evaluation, a figure for each label."""
     found = [(run, run.folder.curves) for run in runs]
     labels = dict.fromkeys(label for _, of_labels in found for label in of_labels)
-    note = (
-        "Of the held-out samples, at the last evaluation. reliability: 20 parts of the samples by rising prediction; "
-        "scores: solid lines are the samples with label 1, dotted ones the others; of a regression, predictions and "
-        "labels."
-    )
+    note = "Of the held-out samples, at the last evaluation."
+    terms = {
+        "reliability": "20 parts of the samples, by rising prediction.",
+        "scores": "Solid: samples with label 1. Dotted: the others. Of a regression: predictions, and labels.",
+    }
     parts = []
     for label in labels:
         own = [(run, of_labels[label]) for run, of_labels in found if label in of_labels]
-        title = f"Curves of {text(label)}" if len(labels) > 1 else "Curves"
-        parts.append(PageFigure(title, _curves(own, num_runs=len(runs)), note))
+        title = f"Curves of {label}" if len(labels) > 1 else "Curves"
+        parts.append(PageFigure(title, _curves(own, num_runs=len(runs)), note, terms))
     return Section("Curves of predictions", parts)
 
 
@@ -193,28 +195,27 @@ def moved(runs: Sequence[Run]) -> Section:
             _draw(rows, run, "train", "fills", panel=1)
             _draw(rows, run, "train", "write_backs", panel=2)
         rows.update_yaxes(rangemode="tozero", title="rows a step, of a rank")
-        note = (
-            "Means since the last report. The warm-up counts in the first report; a checkpoint writes rows back, too."
-        )
+        note = "Means since the last report. The first one has the warm-up. A checkpoint writes rows back, too."
         parts.append(PageFigure("Rows moved", rows, note))
     else:
         missing.append("No run has a cache: no hit rates, no fills.")
     kinds = [field.name for field in fields(SentBytes)]
     sending = [run for run in runs if any(_has(run, f"sent_bytes_{kind}") for kind in kinds)]
     if sending:
-        sent = _figure(*(kind.replace("_", " ") for kind in kinds), runs=sending, columns=3, height=280)
+        sent = _figure(*(kind.replace("_", " ") for kind in kinds), runs=sending, columns=3, height=250)
         for run in sending:
             for panel, kind in enumerate(kinds, 1):
                 _draw(sent, run, "train", f"sent_bytes_{kind}", panel=panel, unit=2**20)
         sent.update_yaxes(rangemode="tozero", ticksuffix=" MiB")
-        note = (
-            "Sent by a rank in a step, mean of the ranks. Ids are sent as batches become known: with look-ahead, the "
-            "first report has more of them, the last one fewer. other: agreements, reports, checkpoints, evaluations."
-        )
-        parts.append(PageFigure("Bytes between ranks", sent, note))
+        note = "Sent by a rank in a step, mean of the ranks."
+        terms = {
+            "ids": "Sent when a batch becomes known: with look-ahead the first report has more, the last one fewer.",
+            "other": "Agreements, reports, checkpoints, evaluations.",
+        }
+        parts.append(PageFigure("Bytes between ranks", sent, note, terms))
     else:
         missing.append("No run sent bytes between ranks: all have one rank.")
-    return Section("Rows and bytes moved", parts, missing)
+    return Section("Rows and bytes moved", parts, missing, has_curves=True)
 
 
 def _rates(runs: Sequence[Run], exchange: str, is_one_of_several: bool) -> PageFigure:
@@ -224,7 +225,7 @@ def _rates(runs: Sequence[Run], exchange: str, is_one_of_several: bool) -> PageF
         _draw(rates, run, "train", "hit_rate_lookups", panel=1)
         _draw(rates, run, "train", "hit_rate_unique", panel=2)
     rates.update_yaxes(tickformat="~%")  # as many digits as tell the labels apart
-    note = "Share of the lookups, and of the distinct ids of a batch, whose rows were on the device; all ranks."
+    note = "Share of the lookups, and of the distinct ids of a batch, whose rows were on the device, of all ranks."
     title = f'Hit rate, exchange "{exchange}"' if is_one_of_several else "Hit rate"
     return PageFigure(title, rates, f"{note} {HITS_DIFFER}" if is_one_of_several else note)
 
@@ -233,7 +234,7 @@ def _has(run: Run, name: str) -> bool:
     return any(report.get(name) for report in run.folder.reports("train"))
 
 
-def _figure(*panels: str, runs: Sequence[Run], **options: int) -> go.Figure:
+def _figure(*panels: str, runs: Sequence[Run], **options: Any) -> go.Figure:
     """Return a figure over the samples trained, with a dotted line at the newest resume of each run. One run needs no
     legend: the page has its name."""
     figure = new_figure(*(panels if len(panels) > 1 else ()), **options)
@@ -243,9 +244,12 @@ def _figure(*panels: str, runs: Sequence[Run], **options: int) -> go.Figure:
         figure.update_yaxes(title=panels[0])
     for run in runs:
         if run.result is not None and (step := run.result.resumed_at):
-            at = _samples_at(run.folder.reports("train"))(step)
+            reports = run.folder.reports("train")
+            at = _samples_at(reports)(step)
+            after = [run.minutes(report) for report in reports if report["step"] >= step]
             line = {**look(run.number), "dash": "dot", "width": 1}
-            figure.add_vline(x=at, line=line, exclude_empty_subplots=False)
+            name = json.dumps([step, at, after[0] if after else None])  # of each x axis that a reader may choose
+            figure.add_vline(x=at, line=line, name=name, exclude_empty_subplots=False)
     return figure
 
 
@@ -269,8 +273,8 @@ def _draw(
         go.Scatter(
             x=[samples_at(report["step"]) for report in reports],
             y=[report[name] / unit for report in reports],
-            customdata=[report["step"] for report in reports],
-            hovertemplate="%{y:,.5~g} at step %{customdata:,}",
+            customdata=[[report["step"], samples_at(report["step"]), run.minutes(report)] for report in reports],
+            hovertemplate="%{y:,.5~g} at step %{customdata[0]:,}",
             name=text(run.name + suffix),
             legendgroup=text(run.name),
             showlegend=panel == 1 and mode == "lines",
@@ -303,34 +307,45 @@ def caches(runs: Sequence[Run]) -> Section:
 
 def _hit_rates(runs: Sequence[Run]) -> PageFigure:
     """Draw a heat map: a row for each table, a column for each rank of each run."""
-    columns = [(_rank_name(run, rank, runs), rank.tables) for run in runs for rank in _ranks(run)]
-    tables = sorted({table for _, found in columns for table in found}, key=_natural, reverse=True)
+    is_one = len(runs) == 1
+    columns = [
+        (f"rank {rank.rank}" if is_one else f"{number}:{rank.rank}", rank.tables)
+        for number, run in enumerate(runs, 1)
+        for rank in _ranks(run)
+    ]
+    tables = sorted({table for _, found in columns for table in found}, key=_natural)
     rates = [[found[table].hit_rate_lookups if table in found else None for _, found in columns] for table in tables]
-    drawn = go.Heatmap(
-        z=rates,
-        x=[name for name, _ in columns],
-        y=[text(table) for table in tables],
-        zmin=0,
-        zmax=1,
-        colorscale="Blues",
-        colorbar={**_COLOUR_BAR, "tickformat": ".0%"},
-        xgap=2,
-        ygap=1,
-        texttemplate="%{z:.1%}" if len(columns) <= _COLUMNS_WITH_NUMBERS else None,
-        hovertemplate="%{y}<br>%{x}: %{z:.2%}<extra></extra>",
-        hoverongaps=False,
+    shown = [[None if rate is None else f"{rate:.2%}" for rate in row] for row in rates]
+    known = [_shade(rate) for row in rates for rate in row if rate is not None] or [0.0]
+    low, high = min(known), max(*known, min(known) + math.log10(2))
+    labelled = list[float]()
+    for rate in _LABELLED:
+        if low <= _shade(rate) <= high and (not labelled or _shade(rate) - _shade(labelled[-1]) > (high - low) / 5):
+            labelled.append(rate)
+    figure = heat_map(
+        tables,
+        [name for name, _ in columns],
+        [[None if rate is None else _shade(rate) for rate in row] for row in rates],
+        shown,
+        shown,
+        {_shade(rate): f"{100 * rate:g} %" for rate in labelled} or {low: f"{100 * (1 - 10**-low):.3g} %"},
+        (low, high),
     )
-    figure = new_figure(height=_LEAST_PIXELS + _ROW_PIXELS * len(tables))
-    figure.add_trace(drawn)
-    figure.update_yaxes(type="category", automargin=True, showgrid=False, dtick=1)
-    figure.update_xaxes(type="category", automargin=True, showgrid=False)
     note = (
-        "Share of the lookups whose row was on the device, over the whole run, or since its resume. Empty: not in a "
-        "cache of that rank."
+        "Share of the lookups whose row was on the device, over the whole run or since its resume. Equal steps of "
+        "colour divide the misses by equal factors. Grey: not in a cache of that rank."
     )
+    if not is_one:
+        figure.update_xaxes(title="run : rank")
+        note += " Runs: " + ", ".join(f"{number} is {run.name}" for number, run in enumerate(runs, 1)) + "."
     if len({run.exchange for run in runs}) > 1:
         note += f" {HITS_DIFFER}"
     return PageFigure("Hit rate per table and rank", figure, note)
+
+
+def _shade(rate: float) -> float:
+    """Return the place of a hit rate on a scale on which 98 and 99 % are as far apart as 96 and 98 %: misses halve."""
+    return -math.log10(max(1 - rate, _LEAST_MISSES))
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
@@ -339,53 +354,51 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 
 def _memory(runs: Sequence[Run]) -> PageFigure:
-    rows = sum(len(_ranks(run)) for run in runs)
-    figure = new_figure(
-        "on the device: slots and maps", "on the host: rows and scores", height=_LEAST_PIXELS + _ROW_PIXELS * rows
-    )
+    ranks = dict.fromkeys(f"rank {rank.rank}" for run in runs for rank in _ranks(run))
+    height = _LEAST_PIXELS + len(ranks) * (10 + _BAR_PIXELS * len(runs))
+    figure = new_figure("on the device: slots and maps", "on the host: rows and scores", height=height, names_rows=True)
     for panel, name in enumerate(("device_bytes", "host_bytes"), 1):
+        unit, unit_bytes = unit_of([getattr(rank, name) for run in runs for rank in _ranks(run)])
+        figure.update_xaxes(title=unit, row=1, col=panel)
         for run in runs:
             bars = go.Bar(
-                x=[getattr(rank, name) / 2**20 for rank in _ranks(run)],
-                y=[_rank_name(run, rank, runs) for rank in _ranks(run)],
+                x=[getattr(rank, name) / unit_bytes for rank in _ranks(run)],
+                y=[f"rank {rank.rank}" for rank in _ranks(run)],
                 orientation="h",
-                showlegend=False,
+                name=text(run.name),
                 marker=fill(run.number),
-                text=[size(getattr(rank, name)) for rank in _ranks(run)],
-                hovertemplate="%{y}: %{text}<extra></extra>",
+                hovertext=[size(getattr(rank, name)) for rank in _ranks(run)],
+                hovertemplate="%{y}: %{hovertext}",
             )
             figure.add_trace(bars, row=1, col=panel)
-    figure.update_layout(barmode="overlay")  # a row has the bar of one run
-    figure.update_xaxes(title="MiB", nticks=6, rangemode="tozero")
+    figure.update_layout(barmode="group", showlegend=len(runs) > 1)
+    figure.update_xaxes(nticks=6, rangemode="tozero")
     figure.update_yaxes(type="category", autorange="reversed", automargin=True)
-    figure.update_yaxes(showticklabels=False, col=2)
-    note = (
-        "Measured, of the caches alone, at the end. slots: rows on the device with their optimizer states; maps: where "
-        "a row is; rows: all of the rank's, with their states; scores: what the policy keeps of each. A plan's device "
-        "memory is more: it adds dense layers, activations and input buffers, which a run does not measure."
-    )
-    return PageFigure("Memory per tier and rank", figure, note)
+    note = "Of the caches alone, at the end."
+    terms = {
+        "slots": "Rows on the device, with their optimizer states.",
+        "maps": "Where a row is.",
+        "rows": "All of the rank's, with their optimizer states.",
+        "scores": "What the policy keeps of each row.",
+        "a plan's device memory": "It adds dense layers, activations and input buffers, which a run does not measure.",
+    }
+    return PageFigure("Memory per tier and rank", figure, note, terms)
 
 
 def _ranks(run: Run) -> Sequence[RankCaches]:
     return () if run.cache is None else run.cache.ranks
 
 
-def _rank_name(run: Run, rank: RankCaches, runs: Sequence[Run]) -> str:
-    """Return the name of a rank of one of `runs`: the run is named where there are several."""
-    return f"{text(run.name)} · rank {rank.rank}" if len(runs) > 1 else f"rank {rank.rank}"
-
-
 def step_time(runs: Sequence[Run]) -> Section:
     """Return the section of what is measured of a step's time."""
-    figure = new_figure(height=260 + 22 * len(runs))
+    figure = new_figure(height=_LEAST_PIXELS + len(_TIMES) * (12 + _BAR_PIXELS * len(runs)))
     timed = [(run, run.result) for run in runs if run.result is not None and run.result.step_ms.p50 is not None]
     for run, result in timed:
         seconds = (None, None) if result.cache is None else (result.cache.seconds, result.cache.stall_seconds)
         means = [None if each is None else 1e3 * each / result.parts for each in seconds]
         bars = go.Bar(
             x=[result.step_ms.p50, result.step_ms.p95, *means],
-            y=_TIMES,
+            y=[*_TIMES],
             orientation="h",
             name=text(run.name),
             marker=fill(run.number),
@@ -395,24 +408,17 @@ def step_time(runs: Sequence[Run]) -> Section:
             hovertemplate="%{y}: %{x:.3~f} ms",
         )
         figure.add_trace(bars)
-    figure.update_layout(margin={"r": 90})
-    figure.update_xaxes(title="ms of a step, of a rank")
+    figure.update_layout(margin={"r": 80})
+    figure.update_xaxes(title="ms")
     figure.update_yaxes(autorange="reversed", automargin=True)
-    said = [
-        "Measured are the whole step, the host's time for planning and copies of the caches, and the part of a step in "
-        "which training waited for rows. The bars do not add up: with look-ahead, work on caches may run beside the "
-        "training, and the means are of all steps, while the first and the last ones do not count for the step.",
-    ]
+    said = []
     if not any(run.folder.stages for run in runs):
         said.append(
-            "Not measured apart: input, exchange of ids, lookup, dense layers, and optimizer. Train with "
-            "--profile-steps A:B to measure them. Where a run had a plan, its prediction has such parts, below."
+            "Input, exchange of ids, lookup, dense layers and optimizer are not measured apart: train with "
+            "--profile-steps A:B."
         )
-    note = (
-        "whole step: from one step's end to the next one's. Work on caches and waiting: totals of all ranks, divided "
-        "by steps and ranks."
-    )
-    figures = [PageFigure("Step time", figure, note)] if timed else []
+    note = "Of a rank. The bars do not add up."
+    figures = [PageFigure("Step time", figure, note, _TIMES)] if timed else []
     figures += [_stages(run) for run in runs if run.folder.stages]
     return Section("Where a step's time goes", figures, said)
 
@@ -420,7 +426,10 @@ def step_time(runs: Sequence[Run]) -> Section:
 def _stages(run: Run) -> PageFigure:
     ranks = run.folder.stages
     figure = new_figure(
-        "in the thread that trains", "in threads beside it", height=_LEAST_PIXELS + _ROW_PIXELS * len(ranks)
+        "in the thread that trains",
+        "in threads beside it",
+        height=_LEAST_PIXELS + _ROW_PIXELS * len(ranks),
+        names_rows=True,
     )
     names = list(dict.fromkeys(name for rank in ranks for kind in ("training", "beside") for name in rank[kind]))
     for number, name in enumerate(names):
@@ -444,9 +453,11 @@ def _stages(run: Run) -> PageFigure:
         for name in sorted({name for rank in ranks for name in rank["between_ranks"]})
     )
     note = (
-        f"Of a step, mean of {ranks[0]['steps']} traced ones; the profiler makes steps longer. A stage is "
-        "counted without the stages inside it: forward is the dense layers and the wait for embeddings of other ranks, "
-        "backward has the exchange and the update of rows and the all-reduce in it."
+        f"Means of {ranks[0]['steps']} traced steps, which the profiler makes longer. No stage counts those in it."
         + (f" Between ranks, from start to end: {collectives}." if collectives else "")
     )
-    return PageFigure(f"Stages of a step: {text(run.name)}", figure, note)
+    terms = {
+        "forward": "Dense layers, and the wait for embeddings of other ranks.",
+        "backward": "With the exchange and the update of rows, and the all-reduce.",
+    }
+    return PageFigure(f"Stages of a step: {run.name}", figure, note, terms)

@@ -9,7 +9,18 @@ import plotly.graph_objects as go
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.verify.compare import Pair, PlanComparison, compare, notes
-from embershard.reports.page.runs import PageFigure, PageTable, Run, Section, colour, fill, new_figure, text
+from embershard.reports.page.parts import (
+    PageFigure,
+    PageTable,
+    Section,
+    colour,
+    fill,
+    lines_of,
+    name_beside,
+    new_figure,
+    text,
+)
+from embershard.reports.page.runs import Run
 from embershard.sharding.plan import Prediction
 from embershard.units import size
 
@@ -78,7 +89,7 @@ def _ratios(compared: Sequence[_Compared]) -> PageFigure:
     figure.update_xaxes(title="predicted / measured")
     figure.update_yaxes(autorange="reversed", automargin=True)
     return PageFigure(
-        "Predicted over measured", figure, "1: as predicted. Means over steps; memory at the end; of all ranks."
+        "Predicted over measured", figure, "1: as predicted. Means over steps of all ranks, and memory at the end."
     )
 
 
@@ -104,10 +115,13 @@ def _sum(pairs: Sequence[Pair]) -> Pair:
 
 
 def _hit_rates(compared: Sequence[_Compared]) -> PageFigure:
-    figure = new_figure("hits per lookup", "hits per distinct id of a batch", height=440)
+    figure = new_figure("hits per lookup", "hits per distinct id of a batch", height=400)
     for panel, name in enumerate(("hit_rate_lookups", "hit_rate_unique"), 1):
         line = {"color": "#888888", "dash": "dot"}
-        diagonal = go.Scatter(x=[0, 1], y=[0, 1], mode="lines", line=line, showlegend=False, hoverinfo="skip")
+        pairs = [getattr(table.traffic, name) for each in compared for table in each.found.tables]
+        found = [value for pair in pairs for value in (pair.predicted, pair.measured) if value is not None]
+        ends = [min(found, default=0.0), max(found, default=1.0)]
+        diagonal = go.Scatter(x=ends, y=ends, mode="lines", line=line, showlegend=False, hoverinfo="skip")
         figure.add_trace(diagonal, row=1, col=panel)
         for each in compared:
             tables = [table for table in each.found.tables if getattr(table.traffic, name).error is not None]
@@ -130,8 +144,12 @@ def _hit_rates(compared: Sequence[_Compared]) -> PageFigure:
 
 def _step_parts(compared: Sequence[_Compared]) -> PageFigure:
     """Draw the predicted parts of a step, which are not measured, the simulated whole and the measured one."""
-    figure = new_figure(height=220 + 30 * sum(len(each.prediction.ranks) for each in compared))
-    names = [f"{text(each.run.name)} · rank {rank.rank}" for each in compared for rank in each.prediction.ranks]
+    names = [
+        (f"{name_beside(each.run.name)}<br>" if len(compared) > 1 else "") + f"rank {rank.rank}"
+        for each in compared
+        for rank in each.prediction.ranks
+    ]
+    figure = new_figure(height=110 + 24 * lines_of(names))
     ranks = [rank for each in compared for rank in each.prediction.ranks]
     for number, part in enumerate(dict.fromkeys(part for rank in ranks for part in rank.seconds)):
         parts = [1e3 * rank.seconds.get(part, 0.0) for rank in ranks]
@@ -147,22 +165,23 @@ def _step_parts(compared: Sequence[_Compared]) -> PageFigure:
             )
         )
     steps: dict[tuple[str, str], list[float | None]] = {
-        ("simulated step of the plan", "dimgray"): [each.prediction.step_seconds for each in compared],
-        ("measured median of the run", "black"): [each.found.step_seconds.measured for each in compared],
+        ("simulated step of the plan", "#696969"): [each.prediction.step_seconds for each in compared],
+        ("measured median of the run", "#000000"): [each.found.step_seconds.measured for each in compared],
     }
     for (name, shade), of_runs in steps.items():
         of_ranks = [step for step, each in zip(of_runs, compared, strict=True) for _ in each.prediction.ranks]
         x = [None if step is None else 1e3 * step for step in of_ranks]
         marker = {"color": shade, "symbol": "line-ns-open", "size": 18, "line": {"width": 3}}
         figure.add_trace(go.Scatter(x=x, y=names, mode="markers", name=name, marker=marker))
-    figure.update_layout(barmode="stack", legend={"traceorder": "normal"})
+    figure.update_layout(barmode="stack")
     figure.update_xaxes(title="ms")
     figure.update_yaxes(autorange="reversed", automargin=True)
-    note = (
-        "The parts are predicted, none of them is measured. The simulated step is a replay of steps of all ranks: it "
-        "may be shorter than the sum of a rank's parts, which run beside each other, or longer where ranks wait."
-    )
-    return PageFigure("Predicted parts of a step", figure, note)
+    note = "The parts are predicted, none of them is measured."
+    terms = {
+        "simulated step": "A replay of all ranks. It is shorter than the sum of a rank's parts where these run beside "
+        "each other, and longer where ranks wait."
+    }
+    return PageFigure("Predicted parts of a step", figure, note, terms)
 
 
 def _memory(compared: Sequence[_Compared]) -> PageTable:

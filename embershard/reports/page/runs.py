@@ -1,106 +1,19 @@
-"""The parts of a page and their look; and its runs, by name: a summary, and their settings."""
+"""A page's runs, by name: a summary, and their settings."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
-
-import plotly.graph_objects as go
-import plotly.io
-from plotly.subplots import make_subplots
 
 from embershard.cache.totals import RunCaches
 from embershard.errors import ConfigError, ShardingError
 from embershard.metrics.figures import form_of, main_names, title_of
+from embershard.reports.page.parts import PageTable, Section
 from embershard.reports.run_folder import RunFolder
 from embershard.run_result import RunResult, held_out_warning, steady_mark
 from embershard.units import number, size
-
-# Okabe and Ito's colours, which also readers with a colour vision deficiency can tell apart; then dashes.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES = ("solid", "dash", "dot", "dashdot")
-_PATTERNS = ("", "/", "x", ".")
-# A drag zooms and a double click shows all again, so few of Plotly's buttons are left.
-_BUTTONS_LEFT_OUT = ["zoom2d", "pan2d", "select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]
-
-
-@dataclass(frozen=True)
-class PageFigure:
-    """A figure; `note` says what it shows."""
-
-    title: str
-    drawn: go.Figure
-    note: str = ""
-
-    @property
-    def least_width(self) -> int:
-        """The pixels that the panels beside each other need; on a narrower screen the figure is moved."""
-        return 360 + 240 * (self.drawn.layout.meta["columns"] - 1)
-
-    def html(self, name: str) -> str:
-        """Return the figure as HTML, without Plotly's own code; `name` is its element's id."""
-        config = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": _BUTTONS_LEFT_OUT}
-        return str(plotly.io.to_html(self.drawn, config=config, full_html=False, include_plotlyjs=False, div_id=name))
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """A table of texts; `note` says what it shows."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page: its text, one paragraph each, then its tables and figures."""
-
-    title: str
-    parts: Sequence[PageFigure | PageTable] = ()
-    text: Sequence[str] = ()
-
-
-def new_figure(*panels: str, height: int = 380, columns: int | None = None) -> go.Figure:
-    """Return an empty figure with a panel for each title, in one row unless there are fewer columns."""
-    columns = columns or max(1, len(panels))
-    rows = -(-len(panels) // columns) or 1
-    above = 28 if panels else 8  # pixels between the figure and its legend: room for the panels' titles
-    figure = make_subplots(rows=rows, cols=columns, subplot_titles=[text(panel) for panel in panels])
-    figure.update_layout(
-        template="plotly_white",
-        height=height * rows,
-        margin={"l": 70, "r": 50, "t": 60 if panels else 40, "b": 50},
-        font={"family": "system-ui, sans-serif", "size": 13},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + above / (height * rows - 110), "x": 0},
-        colorway=_COLOURS,
-        meta={"columns": columns},
-        modebar={"orientation": "v"},  # beside the figure: above it, the legend would run into it
-    )
-    return figure
-
-
-def look(number: int) -> dict[str, str]:
-    """Return colour and dash of the line of the run with this number."""
-    return {"color": colour(number), "dash": _DASHES[number // len(_COLOURS) % len(_DASHES)]}
-
-
-def colour(number: int) -> str:
-    """Return the colour of the run with this number."""
-    return _COLOURS[number % len(_COLOURS)]
-
-
-def fill(number: int) -> dict[str, Any]:
-    """Return colour and pattern of the bars of the run with this number."""
-    return {"color": colour(number), "pattern": {"shape": _PATTERNS[number // len(_COLOURS) % len(_PATTERNS)]}}
-
-
-def text(value: str) -> str:
-    """Return a text for a figure, where Plotly would read some HTML; a page's other texts are escaped by Jinja."""
-    return html.escape(value, quote=False)
 
 
 @dataclass(frozen=True)
@@ -126,6 +39,15 @@ class Run:
         except (ConfigError, ShardingError):
             return "not known"
 
+    def minutes(self, report: Mapping[str, Any]) -> float | None:
+        """Return the minutes from the run's first report to this one; None where it has no time."""
+        times = [self.folder.first_time, report.get("time")]
+        try:
+            begin, now = (datetime.fromisoformat(str(each).replace("Z", "+00:00")) for each in times)
+        except ValueError:
+            return None
+        return (now - begin).total_seconds() / 60
+
     @property
     def result(self) -> RunResult | None:
         """What the run gave; None where it has not ended."""
@@ -139,69 +61,80 @@ class Run:
 
 #: Why hit rates of runs with different exchanges do not stand in one chart.
 HITS_DIFFER = (
-    'Hits of runs with different sharding.exchange do not compare: with "pooled" every id of every sample is a lookup, '
-    'with "rows" a row is looked up once per rank and batch, however many samples have it.'
+    'Hits of runs with different sharding.exchange do not compare. With "pooled" every id of every sample is a lookup. '
+    'With "rows" a row is looked up once per rank and batch, however many samples have it.'
 )
 
 
+#: Rows of the results: titles, and what they mean.
+_TERMS = {
+    "step ms, median": "Half of a rank's steps take less.",
+    "p95": "95 % of them take less.",
+    "training loss": "The mean since the last report.",
+    "best": "The best evaluation and its step, where the run follows one.",
+    "hits": "The share of lookups whose row was on the device.",
+    "caches": "Bytes of slots and maps on the devices of all ranks, at the end.",
+    "host": "Bytes of their rows and scores on the hosts.",
+    "sent": "Bytes that a rank sends to others in a step.",
+    "not steady yet": "The run was too short for the speed of a long one.",
+}
+
+
 def summary(runs: Sequence[Run]) -> Section:
-    """Return the section of all runs' results."""
+    """Return the section of all runs' results: a row for each figure, a column for each run."""
     ended = [(run.name, run.result) for run in runs if run.result is not None]
     names = main_names((result.quality for _, result in ended), "page")
-    header = ["run", "ranks", "steps", "samples", "samples/s", "step ms, median", "p95", "training loss"]
-    header += [*map(title_of, names), "best, at step", "hits", "caches", "host", "sent"]
-    note = (
-        "not steady yet: too short for the speed of a long run; step ms: of a rank; half of the steps, and 95 % (p95), "
-        "take less; training loss: mean since the last report; "
-        f"{', '.join(map(title_of, names))}: of the held-out samples, at the last step; best: the best evaluation, "
-        "where the run follows it, by its figure; hits: share of lookups; caches and host: bytes of slots and maps on "
-        "the devices, and of their rows and scores on the hosts, of all ranks at the end; sent: to other ranks, by a "
-        "rank in a step."
-    )
+    columns = [_summary_of(run, names) for run in runs]
+    titles = dict.fromkeys(title for column in columns for title in column)
+    rows = [(title, *(column.get(title, "") for column in columns)) for title in titles]
+    shown = {*titles, *(["not steady yet"] if any("not steady" in cell for row in rows for cell in row) else [])}
+    terms = {term: meaning for term, meaning in _TERMS.items() if term in shown}
+    note = f"Of the held-out samples, at the last step: {', '.join(map(title_of, names))}."
     exchanges = {run.exchange for run in runs if run.cache}
     if len(exchanges) > 1:
-        note += f" {HITS_DIFFER} " + "; ".join(f"{run.name}: {run.exchange}" for run in runs if run.cache) + "."
+        note += f" {HITS_DIFFER} Here: " + ", ".join(f"{run.name} {run.exchange}" for run in runs if run.cache) + "."
     going = [run.name for run in runs if run.result is None]
     text = [f"Not ended, so without a result: {', '.join(going)}."] if going else []
     if warning := held_out_warning(result for _, result in ended):
         text.append(f"{warning}.")
     text += [
         f"{name}: speed, step ms, hits, sent and the sections of caches are since the resume at step "
-        f"{result.resumed_at:,}; dotted lines mark it. The training's {title_of(names[0])} starts anew there."
+        f"{result.resumed_at:,}. Dotted lines mark it. The training's {title_of(names[0])} starts anew there."
         for name, result in ended
         if result.resumed_at
     ]
-    tables = [PageTable("Results", header, [_summary_row(run, names) for run in runs], note)]
+    tables = [PageTable("Results", ("", *(run.name for run in runs)), rows, note, terms)]
     closing = {name: {title: value for title, value, _ in result.closing_rows()} for name, result in ended}
-    titles = dict.fromkeys(title for of_run in closing.values() for title in of_run)
-    rows = [(title, *(of_run.get(title, "") for of_run in closing.values())) for title in titles]
+    more = dict.fromkeys(title for of_run in closing.values() for title in of_run)
+    rows = [(title, *(of_run.get(title, "") for of_run in closing.values())) for title in more]
     if rows:
-        tables.append(PageTable("As each run's closing table has it", ("", *closing), rows))
+        tables.append(PageTable("As each run's closing table has it", ("", *closing), rows, is_folded=True))
     return Section("Runs", tables, text)
 
 
-def _summary_row(run: Run, names: Sequence[str]) -> tuple[str, ...]:
+def _summary_of(run: Run, names: Sequence[str]) -> dict[str, str]:
+    """Return a run's cells by the titles of their rows."""
     result, cache = run.result, run.cache
     if result is None:
         reports = run.folder.reports("train")
-        return (run.name, "", str(reports[-1]["step"]) if reports else "0", *[""] * (10 + len(names)))
+        return {"steps": f"{reports[-1]['step']:,}" if reports else "0"}
     sent, best = result.sent_bytes.over(result.parts).in_training, result.best
-    return (
-        run.name,
-        str(result.world_size),
-        f"{result.steps:,}",
-        f"{result.samples:,}",
-        number(result.samples_per_second, ",.0f") + steady_mark(result),
-        number(result.step_ms.p50, ".2f"),
-        number(result.step_ms.p95, ".2f"),
-        number(result.loss, ".5f"),
-        *(number(result.quality.get(name), form_of(name)) for name in names),
-        f"{title_of(best.metric)} {number(best.value, form_of(best.metric))}, {best.step:,}" if best else "",
-        number(cache.hit_rate_lookups, ".2%") if cache else "no cache",
-        size(cache.device_bytes) if cache else "",
-        size(cache.host_bytes) if cache else "",
-        size(sent) if sent else "0",
-    )
+    found = {title_of(name): number(result.quality.get(name), form_of(name)) for name in names}
+    if best is not None:
+        found["best"] = f"{title_of(best.metric)} {number(best.value, form_of(best.metric))}, step {best.step:,}"
+    found |= {
+        "training loss": number(result.loss, ".5f"),
+        "samples/s": number(result.samples_per_second, ",.0f") + steady_mark(result),
+        "step ms, median": number(result.step_ms.p50, ".2f"),
+        "p95": number(result.step_ms.p95, ".2f"),
+        "ranks": str(result.world_size),
+        "steps": f"{result.steps:,}",
+        "samples": f"{result.samples:,}",
+        "hits": number(cache.hit_rate_lookups, ".2%") if cache else "no cache",
+    }
+    if cache is not None:
+        found |= {"caches": size(cache.device_bytes), "host": size(cache.host_bytes)}
+    return found | {"sent": size(sent) if sent else "0"}
 
 
 #: Those that a page has of every run, where any has a value.
@@ -231,5 +164,8 @@ def settings(runs: Sequence[Run]) -> Section:
     if len(runs) > 1 and not differing:
         text.append("No setting differs.")
     header = ("setting", *(run.name for run, _ in found))
-    tables = [PageTable("Main settings", header, main), PageTable("Settings that differ", header, differing)]
+    tables = [
+        PageTable("Settings that differ", header, differing),
+        PageTable("Main settings", header, main, is_folded=len(runs) > 1),
+    ]
     return Section("Settings", [table for table in tables if table.rows], text)

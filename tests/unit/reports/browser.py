@@ -19,7 +19,7 @@ from typing import IO, Any
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NO_CHROMIUM = "there is no Chromium; make browser installs it"
 _OPTIONS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --disable-dev-shm-usage --no-first-run "
+    "--headless --hide-scrollbars --no-sandbox --disable-gpu --disable-quic --disable-dev-shm-usage --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync --remote-debugging-pipe"
 )
 #: Chromium reads from the third file of its process, and writes to the fourth.
@@ -47,7 +47,11 @@ class OpenPage:
 
     def picture(self, file: Path) -> None:
         """Write the whole page as PNG."""
-        found = self.browser.call("Page.captureScreenshot", self, captureBeyondViewport=True)
+        size = self.evaluate(
+            "(page => ({width: page.clientWidth, height: page.scrollHeight}))(document.documentElement)"
+        )
+        clip = {"x": 0, "y": 0, "scale": 1, **size}
+        found = self.browser.call("Page.captureScreenshot", self, captureBeyondViewport=True, clip=clip)
         file.write_bytes(base64.b64decode(found["data"]))
 
 

@@ -39,11 +39,15 @@ def write_run(
 
 
 def reports(steps: Sequence[int], samples: int = 256) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl, with an evaluation at the end."""
+    """Lines of metrics.jsonl, a step a second, with an evaluation at the end."""
     kinds = ("ids", "embeddings", "gradients", "dense_all_reduce", "other")
     names = ("loss", "auc", "hit_rate_unique", "hit_rate_lookups", *(f"sent_bytes_{kind}" for kind in kinds))
     numbers = {**dict.fromkeys(names, 0.5), "fills": 30.0, "write_backs": 20.0, "samples_per_second": 1e3}
-    lines = [{"kind": "train", "step": step, "samples": samples * step, **numbers} for step in steps]
+    times = [f"2026-01-01T00:{step // 60:02}:{step % 60:02}.000Z" for step in steps]
+    lines = [
+        {"kind": "train", "time": time, "step": step, "samples": samples * step, **numbers}
+        for step, time in zip(steps, times, strict=True)
+    ]
     return [*lines, {"kind": "eval", "step": steps[-1], "logloss": 0.4, "auc": 0.7}]
 
 

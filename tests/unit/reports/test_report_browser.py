@@ -23,7 +23,7 @@ _ELEMENTS = "document.documentElement.outerHTML"
 #: Element that a drawn figure has, by its title.
 _DRAWN = {
     "Comparison": "<td",
-    "Throughput, every run": 'class="point',
+    "Quality and speed, every run": 'class="point',
     "Scaling": 'class="js-line"',
     "Runs that did not finish": "<td",
     "Results": "<td",
@@ -45,6 +45,55 @@ _DRAWN = {
     "Predicted parts of a step": 'class="point',
     "Predicted memory": "<td",
 }
+
+
+#: What is outside of the page or of its figure, or below a figure's end.
+_CUT = """(() => {
+  const found = [], page = document.documentElement;
+  const inside = (inner, outer) => inner.left >= outer.left - 2 && inner.right <= outer.right + 2;
+  if (page.scrollWidth > page.clientWidth) found.push(`the page: ${page.scrollWidth} pixels`);
+  const whole = {left: 0, right: page.clientWidth};
+  for (const each of document.querySelectorAll("h1, h2, h3, p, dl, summary, nav a, button, label, .wide, .figure"))
+    if (!inside(each.getBoundingClientRect(), whole)) found.push(each.outerHTML.slice(0, 80));
+  for (const figure of document.querySelectorAll(".plotly-graph-div")) {
+    const around = figure.closest(".figure").getBoundingClientRect();
+    const texts = [...figure.querySelectorAll(".main-svg text")].filter(each => each.textContent.trim());
+    for (const text of texts) {
+      const box = text.getBoundingClientRect();
+      const isHigh = box.top >= around.top - 2 && box.bottom <= around.bottom + 2;
+      if (!inside(box, around) || !isHigh) found.push(`${figure.id}: ${text.textContent}`);
+    }
+  }
+  return found;
+})()"""
+#: Texts whose colour is less than 4.5 times as light as their ground, or less dark (WCAG 2, AA). Those in cells of heat
+#: maps stand on colours of the drawing.
+_PALE = """(() => {
+  const parts = colour => colour.match(/[\\d.]+/g).map(Number);
+  const light = colour => {
+    const [r, g, b] = parts(colour).map(each => each / 255).map(each =>
+      each <= 0.03928 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const isClear = colour => parts(colour)[3] === 0;
+  const ground = each => {
+    for (; each; each = each.parentElement) {
+      const style = getComputedStyle(each);
+      if (!isClear(style.backgroundColor)) return style.backgroundColor;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const found = [];
+  const hasText = each => [...each.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+  for (const each of [...document.body.querySelectorAll("*")].filter(hasText)) {
+    if (each.closest("script, style, option, .modebar-container, .heatmaplayer, .hm")) continue;
+    const style = getComputedStyle(each), isDrawn = each.closest("svg") !== null;
+    const [a, b] = [light(isDrawn ? style.fill : style.color), light(ground(each))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) found.push(`${each.textContent.slice(0, 40)}: ${ratio.toFixed(1)}`);
+  }
+  return found;
+})()"""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +120,79 @@ def test_every_figure_is_drawn_without_an_error_or_a_request(page: Path, browser
     by_title = {title: part for title, part in zip(parts[::2], parts[1::2], strict=True) if title}
     assert set(by_title) == set(_DRAWN)
     assert [title for title, element in _DRAWN.items() if element not in by_title[title]] == []
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["day", "night"])
+@pytest.mark.parametrize("width", [480, 1280])
+def test_nothing_is_cut_or_pale(page: Path, browser: Browser, width: int, is_dark: bool):
+    with browser.page(page, width=width, is_dark=is_dark) as found:
+        found.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        ground = found.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (ground == "rgb(255, 255, 255)") != is_dark
+        assert found.evaluate(_CUT) == []
+        assert found.evaluate(_PALE) == []
+
+
+def test_what_is_cut_or_pale_would_be_noticed(page: Path, browser: Browser):
+    def add(style: str, where: str) -> str:
+        return f"{where}.insertAdjacentHTML('beforeend', '<p style=\"{style}\">added</p>')"
+
+    with browser.page(page, width=480, is_dark=True) as found:
+        found.evaluate(add("width: 700px", "document.body"))
+        assert found.evaluate(_CUT)[0].startswith("the page: ")
+        found.evaluate("document.body.lastChild.remove()")
+        found.evaluate("document.querySelector('.plotly-graph-div .ytick text').setAttribute('x', -500)")
+        assert len(found.evaluate(_CUT)) == 1
+        found.evaluate(add("color: #777", "document.body"))
+        assert [each.partition(":")[0] for each in found.evaluate(_PALE)] == ["added"]
+
+
+def test_panels_stand_below_each_other_on_a_narrow_screen(page: Path, browser: Browser):
+    script = """[...document.querySelectorAll(".plotly-graph-div")]
+        .find(each => each.layout.meta.panels === 5).layout"""
+    for width, least in ((480, 1), (1280, 3)):
+        with browser.page(page, width=width) as found:
+            layout = found.evaluate(f"(layout => [layout.xaxis.domain, layout.xaxis3.domain])({script})")
+        assert (layout[0] == layout[1]) == (least == 1), f"{width}: {layout}"
+
+
+def test_curves_obey_their_controls(page: Path, browser: Browser):
+    """Figures of one run: train reports at steps 10 and 20, of 256 samples and a second each."""
+    loss = "document.querySelector('.curves .plotly-graph-div')"
+
+    def choose(control: str, change: str) -> str:
+        tell = f"each => {{ each.{change}; each.dispatchEvent(new Event('input')); }}"
+        return f"({tell})(document.getElementById('{control}'))"
+
+    with browser.page(page) as found:
+        x = f"Array.from({loss}.data[0].x)"
+        assert found.evaluate(x) == [2560, 5120]
+        found.evaluate(choose("over", "value = '0'"))
+        assert found.evaluate(x) == [10, 20]
+        assert found.evaluate(f"{loss}.layout.xaxis.title.text") == "steps trained"
+        found.evaluate(choose("over", "value = '2'"))
+        assert found.evaluate(x) == pytest.approx([0, 10 / 60])
+        found.evaluate(choose("log", "checked = true"))
+        assert found.evaluate(f"{loss}.layout.yaxis.type") == "log"
+        found.evaluate(f"{loss}.given[0] = [1, 3]")
+        found.evaluate(choose("smoothing", "value = '0.5'"))
+        assert found.evaluate(f"Array.from({loss}.data[0].y)") == pytest.approx([1, (1 + 2 * 3) / 3])
+        found.evaluate(choose("smoothing", "value = '0'"))
+        assert found.evaluate(f"Array.from({loss}.data[0].y)") == [1, 3]
+        assert found.console == []
+
+
+def test_a_legend_hides_its_run(page: Path, browser: Browser):
+    with browser.page(page) as found:
+        key = "document.querySelector('.curves .legend button')"
+        name = found.evaluate(f"{key}.dataset.name")
+        assert name == "<run> & more"
+        found.evaluate(f"{key}.click()")
+        shown = "document.querySelector('.curves .plotly-graph-div').data.map(each => [each.legendgroup, each.visible])"
+        own = [visible for group, visible in found.evaluate(shown) if group == "&lt;run&gt; &amp; more"]
+        assert own
+        assert not any(own)
+        assert found.evaluate(f"{key}.getAttribute('aria-pressed')") == "false"
 
 
 @pytest.mark.matrix

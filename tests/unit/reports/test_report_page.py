@@ -14,7 +14,8 @@ pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report
 
 from embershard.commands import cli
 from embershard.reports.page import measured, predicted, runs, sweep
-from embershard.reports.page.runs import PageFigure, PageTable, Run, Section
+from embershard.reports.page.parts import PageFigure, PageTable, Section
+from embershard.reports.page.runs import Run
 from embershard.reports.run_folder import RunFolder
 from embershard.sharding.plan import Plan
 from embershard.sweeps.spread import read_configurations
@@ -69,10 +70,25 @@ def test_the_heat_map_has_every_table_of_every_rank(planned: Path):
     figure = part(measured.caches(runs_of(planned)), "Hit rate per table and rank")
     (heat,) = figure.data
     assert list(heat.x) == ["rank 0", "rank 1"]  # one run needs no name
-    cells = dict(zip(heat.y, heat.z, strict=True))
-    assert list(cells) == ["b", "a"]  # drawn from below
+    cells = dict(zip(heat.y, heat.text, strict=True))
+    assert list(cells) == ["a", "b"]
     assert cells["a"][1] is None  # the table is on the first rank
-    assert list(cells["b"]) == pytest.approx([0.7, 0.25])
+    assert list(cells["b"]) == ["70.00%", "25.00%"]
+
+
+def test_colours_tell_98_from_99_percent(planned: Path):
+    """On a scale from 0 to 100 % they are a hundredth of it apart."""
+    result = json.loads((planned / "result.json").read_text())
+    for (rank, table), rate in {(0, "a"): 0.98, (0, "b"): 0.99, (1, "b"): 0.65}.items():
+        result = changed(result, rank, table, hit_rate_lookups=rate)
+    (planned / "result.json").write_text(json.dumps(result))
+    (heat,) = part(measured.caches(runs_of(planned)), "Hit rate per table and rank").data
+    (a, _), (b, least) = heat.z
+    assert (heat.zmin, heat.zmax) == (least, b)
+    assert b - a > 0.1 * (heat.zmax - heat.zmin)
+    assert a - measured._shade(0.96) == pytest.approx(b - a), "misses halve"
+    labels = dict(zip(heat.colorbar.ticktext, heat.colorbar.tickvals, strict=True))
+    assert labels["98 %"] == pytest.approx(a)
 
 
 def test_hit_rates_have_as_many_digits_as_tell_them_apart(planned: Path):
@@ -109,13 +125,15 @@ def test_tables_are_in_the_order_of_their_numbers():
 
 def test_memory_and_step_time_are_what_was_measured(planned: Path, uncached: Path):
     found = runs_of(planned, uncached)
-    device, _ = part(measured.caches(found), "Memory per tier and rank").data
-    assert list(device.x) == [rank.device_bytes / 2**20 for rank in found[0].cache.ranks]
+    figure = part(measured.caches(found), "Memory per tier and rank")
+    device, _ = figure.data
+    assert figure.layout.xaxis.title.text == "KiB"
+    assert list(device.x) == [rank.device_bytes / 2**10 for rank in found[0].cache.ranks]
     section = measured.step_time(found)
     cached, plain = part(section, "Step time").data
     assert list(cached.x) == pytest.approx([10.0, 20.0, 1.0, 0.5])  # ms; 0.2 s on caches, 2 ranks, 100 steps
     assert list(plain.x)[2:] == [None, None]
-    assert "Not measured apart: input" in " ".join(section.text)
+    assert "are not measured apart: train with --profile-steps" in " ".join(section.text)
 
 
 def test_predicted_values_are_divided_by_the_measured_ones(planned: Path, uncached: Path):
@@ -174,9 +192,9 @@ def test_a_regression_has_its_figures_and_captions(planned: Path):
         del result[name]
     (planned / "result.json").write_text(json.dumps({**result, "rmse": 1.25, "mae": 0.5, "r2": 0.25}))
     table = part(runs.summary(runs_of(planned)), "Results")
-    row = dict(zip(table.header, table.rows[0], strict=True))
+    row = dict(table.rows)
     assert (row["RMSE"], row["MAE"], row["R2"]) == ("1.25", "0.5", "0.2500")
-    assert "RMSE, MAE, R2: of the held-out samples" in table.note
+    assert table.note == "Of the held-out samples, at the last step: RMSE, MAE, R2."
     assert "AUC" not in table.note
     lines = [{key: value for key, value in line.items() if key != "logloss"} for line in reports([10, 20])]
     (planned / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -190,7 +208,7 @@ def test_what_is_since_a_resume_is_said_and_marked(planned: Path, uncached: Path
     found = runs_of(with_result(planned, measured_steps=90), uncached)
     (said,) = runs.summary(found).text
     assert said.startswith("planned: speed, step ms, hits, sent and the sections of caches are since the resume at")
-    assert " step 10; " in said
+    assert " step 10. " in said
     marks = [shape.x0 for shape in part(measured.training(found), "AUC").layout.shapes]
     assert marks == [2560.0]
     assert len(part(measured.moved(found), "Rows moved").layout.shapes) == 2, "in each panel"
@@ -198,8 +216,10 @@ def test_what_is_since_a_resume_is_said_and_marked(planned: Path, uncached: Path
 
 
 def test_the_speed_of_a_short_run_is_marked(planned: Path, uncached: Path):
-    rows = part(runs.summary(runs_of(with_result(planned, is_steady=False), uncached)), "Results").rows
-    assert [row[4] for row in rows] == ["25,600 (not steady yet)", "25,600"]
+    table = part(runs.summary(runs_of(with_result(planned, is_steady=False), uncached)), "Results")
+    assert ("samples/s", "25,600 (not steady yet)", "25,600") in table.rows
+    assert "not steady yet" in table.terms
+    assert "not steady yet" not in part(runs.summary(runs_of(uncached)), "Results").terms
 
 
 def test_a_run_that_has_not_ended_has_its_curves(planned: Path):
@@ -228,9 +248,36 @@ def test_a_sweep_has_means_and_their_spread(tmp_path: Path):
     assert rows["1", "0.1"]["samples/s"] == "1,000 ± 635\n(sd 71)"
     assert rows["2", "0.2"]["finished"] == "1 of 2"
     assert rows["2", "0.2"]["samples/s"] == "1,850"
-    figure = part(section, "Throughput, every run")
+    figure = part(section, "Quality and speed, every run")
+    assert [each.text for each in figure.layout.annotations] == ["AUC", "NE", "samples/s"]
     assert len(figure.data[0].x) == 11  # one failed
     assert section.text[0].startswith("Best by AUC: ")
+
+
+def test_quality_of_a_sweep_has_its_intervals(tmp_path: Path):
+    folder = write_sweep(tmp_path / "s")
+    for number, run in enumerate(sorted((folder / "runs").iterdir())):
+        with_result(run, auc=0.7 + 0.01 * number)
+    configurations = read_configurations(folder)
+    figure = part(sweep.sweep_section(folder, configurations), "Quality and speed, every run")
+    dots, means = figure.data[:2]
+    assert sorted(dots.x) == pytest.approx([0.7 + 0.01 * number for number in range(11)])
+    spreads = [each.spread("auc") for each in configurations]
+    assert list(means.x) == [spread.mean for spread in spreads]
+    assert list(means.error_x.array) == [spread.interval or 0.0 for spread in spreads]
+    assert means.y[0] == "ranks=1, cache.ratio=0.1"
+
+
+def test_captions_are_sentences(planned: Path, uncached: Path, tmp_path: Path):
+    """Not chains of semicolons: what words mean stands in a list of its own."""
+    found = runs_of(planned, uncached)
+    folder = write_sweep(tmp_path / "s")
+    sections = [sweep.sweep_section(folder, read_configurations(folder)), predicted.predicted(found)]
+    makers = (runs.summary, runs.settings, measured.training, measured.moved, measured.caches, measured.step_time)
+    sections += [make(found) for make in makers]
+    notes = [each.note for section in sections for each in section.parts if each.note]
+    assert len(notes) > 12
+    assert [note for note in notes if ";" in note or len(note) > 400] == []
 
 
 def test_names_have_only_settings_that_differ(tmp_path: Path):
