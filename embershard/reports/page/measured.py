@@ -315,7 +315,7 @@ def _hit_rates(runs: Sequence[Run]) -> PageFigure:
     ]
     tables = sorted({table for _, found in columns for table in found}, key=_natural)
     rates = [[found[table].hit_rate_lookups if table in found else None for _, found in columns] for table in tables]
-    shown = [[None if rate is None else f"{rate:.2%}" for rate in row] for row in rates]
+    shown = [["" if rate is None else f"{rate:.2%}" for rate in row] for row in rates]
     known = [_shade(rate) for row in rates for rate in row if rate is not None] or [0.0]
     low, high = min(known), max(*known, min(known) + math.log10(2))
     labelled = list[float]()

@@ -9,8 +9,9 @@ const axes = figure => Object.keys(figure.layout).filter(name => /^[xy]axis/.tes
 // A figure of several panels: as many in a row as have room.
 function place(figure) {
   const {columns, panels, height, names_rows} = figure.layout.meta;
-  if (panels < 2) return;
   const {l, r, t, b} = figure.layout.margin;
+  if (figure.data[0]?.type === "heatmap") return fit(figure);
+  if (panels < 2) return;
   const inRow = Math.max(1, Math.min(columns, Math.floor((figure.clientWidth - l - r + BESIDE) / (LEAST_WIDTH + BESIDE))));
   const rows = Math.ceil(panels / inRow), whole = height * rows;
   const wide = figure.clientWidth - l - r, high = whole - t - b;
@@ -26,6 +27,14 @@ function place(figure) {
   }
   figure.style.height = figure.parentElement.style.height = `${whole}px`;
   Plotly.relayout(figure, change);
+}
+
+// The texts of a heat map's cells, where the longest has room: 7 pixels a letter.
+function fit(figure) {
+  const [{x, text, texttemplate}] = figure.data, longest = Math.max(...text.flat().map(each => each?.length || 0));
+  figure.texttemplate ??= texttemplate;
+  const hasRoom = figure._fullLayout._size.w / x.length > 7 * longest;
+  Plotly.restyle(figure, {texttemplate: hasRoom ? figure.texttemplate : ""});
 }
 
 // The page's colours, which the night changes: of texts, grounds, lines between them, and what is drawn in black.

@@ -18,13 +18,15 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _PATTERNS = ("", "/", "x", ".")
 # A drag zooms and a double click shows all again, so few of Plotly's buttons are left.
 _BUTTONS_LEFT_OUT = ["zoom2d", "pan2d", "select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]
-#: Of heat maps: dark letters can be read on each of these; the first ones draw the eye.
-_SHADES = ((0.0, "#f6c3b0"), (0.25, "#ffe9a8"), (0.5, "#b9e3b0"), (0.75, "#86cfc9"), (1.0, "#5aa6d6"))
+Scale = tuple[tuple[float, str], ...]
+#: Colours of heat maps: dark letters can be read on each. Of rates the low ones draw the eye.
+RATES: Scale = ((0.0, "#f6c3b0"), (0.25, "#ffe9a8"), (0.5, "#b9e3b0"), (0.75, "#86cfc9"), (1.0, "#5aa6d6"))
+AMOUNTS: Scale = ((0.0, "#cfdfe9"), (0.5, "#f3dda6"), (1.0, "#ef9f5f"))
 _COLOUR_BAR = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "len": 0.9} | {
     "thickness": 10,
     "tickangle": 0,
 }
-_COLUMNS_WITH_TEXT, _CELL_PIXELS = 8, 22
+_COLUMNS_WITH_TEXT = 16
 #: Characters in a line of a name beside a bar: on 480 pixels half of the figure is left.
 _NAME_WIDTH = 28
 
@@ -185,33 +187,36 @@ def heat_map(
     rows: Sequence[str],
     columns: Sequence[str],
     shades: Sequence[Sequence[float | None]],
-    cells: Sequence[Sequence[str | None]],
-    hover: Sequence[Sequence[str | None]],
+    cells: Sequence[Sequence[str]],
+    hover: Sequence[Sequence[str]],
     labels: Mapping[float, str],
     ends: tuple[float, float],
+    scale: Scale = RATES,
 ) -> go.Figure:
     """Return a heat map, [rows, columns], the first row above.
 
     Args:
         shades: None leaves a cell grey.
-        cells: written into them where there are few columns.
+        cells: written into them where there is room.
         hover: what a pointer shows beside the names of row and column.
-        labels: of the scale of colours, which goes from one of the `ends` to the other.
+        labels: of the `scale` of colours, which goes from one of the `ends` to the other.
     """
-    figure = new_figure(height=120 + _CELL_PIXELS * len(rows))
+    names = [*map(name_beside, rows)]
+    lines = max((lines_of([name]) for name in names), default=1)
+    figure = new_figure(height=120 + (5 + 17 * lines) * len(rows))
     drawn = go.Heatmap(
         z=shades,
         x=[*columns],
-        y=[*map(name_beside, rows)],
+        y=names,
         zmin=ends[0],
         zmax=ends[1],
-        colorscale=_SHADES,
+        colorscale=scale,
         colorbar={**_COLOUR_BAR, "tickvals": [*labels], "ticktext": [*labels.values()]},
         xgap=2,
         ygap=2,
         text=cells,
         customdata=hover,
-        texttemplate="%{text}" if len(columns) <= _COLUMNS_WITH_TEXT else None,
+        texttemplate="%{text}" if len(columns) <= _COLUMNS_WITH_TEXT else "",
         textfont={"color": "#222222"},
         hovertemplate="%{y}<br>%{x}<br>%{customdata}<extra></extra>",
         hoverongaps=False,

@@ -11,10 +11,12 @@ from plotly.offline import get_plotlyjs
 
 from embershard import __version__
 from embershard.reports.page.measured import by_slice, caches, curves, moved, reported, step_time, training, windows
+from embershard.reports.page.plan import plan_section
 from embershard.reports.page.predicted import predicted
 from embershard.reports.page.runs import Run, settings, summary
 from embershard.reports.page.sweep import sweep_section
 from embershard.reports.run_folder import RunFolder, is_sweep
+from embershard.sharding.plan import Plan
 from embershard.sweeps.spread import read_configurations
 from embershard.whole_file import whole_file
 
@@ -23,13 +25,17 @@ _MOST_RUNS_OF_SWEEPS = 8
 
 
 def write_page(folders: Sequence[Path], output: Path) -> None:
-    """Write the page of runs and sweeps, given by their folders.
+    """Write the page of runs and sweeps, given by their folders, and of plans, given by their files.
 
     Raises:
         ConfigError: a folder is neither, or one of its files cannot be read.
+        ShardingError: a file is no plan.
     """
     sections, runs, text = [], [], []
     for folder in folders:
+        if folder.is_file():
+            sections.append(plan_section(folder, Plan.load(folder)))
+            continue
         if not is_sweep(folder):
             is_alone = [other.name for other in folders].count(folder.name) == 1
             runs.append((folder.name if is_alone else str(folder), RunFolder.read_begun(folder)))

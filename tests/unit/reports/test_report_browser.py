@@ -44,6 +44,12 @@ _DRAWN = {
     "Hit rates of tables": 'class="point',
     "Predicted parts of a step": 'class="point',
     "Predicted memory": "<td",
+    "Where each table is": 'class="hm"',
+    "Memory of each rank": 'class="point',
+    "A step of each rank": 'class="point',
+    "Tables": "<td",
+    "Made from": "<td",
+    "Notes": "<td",
 }
 
 
@@ -107,7 +113,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, plan = tmp_path_factory.mktemp("page"), predicted_plan()
     run = write_run(folder / "<run> & more", plan, result_of(plan), reports=reports([10, 20]))
     output = folder / "page.html"
-    assert cli.main(["report", str(run), str(write_sweep(folder / "s")), "-o", str(output)]) == 0
+    plan.save(folder / "plan.json")
+    given = [run, write_sweep(folder / "s"), folder / "plan.json"]
+    assert cli.main(["report", *map(str, given), "-o", str(output)]) == 0
     return output
 
 
