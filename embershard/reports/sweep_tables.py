@@ -27,6 +27,7 @@ from embershard.units import number
 from embershard.whole_file import whole_file
 
 _TITLE_WIDTH, _SETTING_WIDTH, _BORDER = 12, 24, 3
+_MOST_OF_NAMES = 0.6  # of a screen: names of settings that take more are folded
 _LEFT_OUT = {"versions", "changes", "plan", "world_size"}
 
 
@@ -133,8 +134,10 @@ _Columns = tuple[Sequence[str], Sequence[Sequence[str]]]
 def _tables(title: str, left: _Columns, right: _Columns, width: int) -> list[Table]:
     """Return a table, or several with the same columns on their left: no number is cut, and as many columns of numbers
     as fit into `width` characters are beside each other."""
-    titles = [textwrap.fill(name, _TITLE_WIDTH) for name in right[0]]
-    left_widths = [min(each, _SETTING_WIDTH) for each in _widths(*left)]
+    titles = [textwrap.fill(name, _TITLE_WIDTH, break_long_words=False, break_on_hyphens=False) for name in right[0]]
+    whole_widths = _widths(*left)
+    has_room = sum(whole_widths) + _BORDER * len(whole_widths) <= _MOST_OF_NAMES * width
+    left_widths = whole_widths if has_room else [min(each, _SETTING_WIDTH) for each in whole_widths]
     parts: list[list[int]] = [[]]
     free = width - sum(left_widths) - _BORDER * (len(left_widths) + 1)
     used = 0
