@@ -9,26 +9,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embershard.metrics.figures import Slices, slice_rows
+from embershard.metrics.figures import Slices, more_is_better, slice_rows
+from embershard.reports import latex
 from embershard.reports.run_folder import RunFolder, is_sweep
 from embershard.run_result import RunResult
-from embershard.sweeps.spread import held_out_of, main_figures, read_configurations, result_rows, spread_text
+from embershard.sweeps.spread import (
+    SPEEDS,
+    held_out_of,
+    main_figures,
+    read_configurations,
+    result_rows,
+    spread_of,
+    spread_text,
+)
 
 FORMATS = ("json", "csv", "latex", "markdown")
-_LATEX = {each: f"\\{each}" for each in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    **{each: rf"\text{name}{{}}" for each, name in (("|", "bar"), ("<", "less"), (">", "greater"))},
-    "±": r"$\pm$",
-}
-#: Lines of a table for documents without the package booktabs, whose own are finer.
-_RULES = [rf"\providecommand{{\{each}rule}}{{\hline}}" for each in ("top", "mid", "bottom")]
 
 
 class _Row(NamedTuple):
-    """Runs of the same settings: one run, or a configuration of a sweep; `ended` of them, those that failed too."""
+    """Runs of the same settings: one run, or a configuration of a sweep; `ended` of them, those that failed too.
 
+    Attributes:
+        folder: the name of that of the run or the sweep.
+    """
+
+    folder: str
     name: str
     settings: dict[str, Any]
     results: Sequence[RunResult]
@@ -49,23 +54,26 @@ def results_text(folders: Sequence[Path], form: str) -> str:
         if is_sweep(folder):
             prefix = f"{folder.name}: " if len(folders) > 1 else ""
             rows += [
-                _Row(f"{prefix}{each.name}", dict(each.varied), each.results, len(each.outcomes))
+                _Row(folder.name, f"{prefix}{each.name}", dict(each.varied), each.results, len(each.outcomes))
                 for each in read_configurations(folder)
             ]
         else:
             run = RunFolder.read(folder)
             assert run.result is not None, "it was read"
-            rows.append(_Row(folder.resolve().name, {}, (run.result,), 1))
+            name = folder.resolve().name
+            rows.append(_Row(name, name, {}, (run.result,), 1))
     if form in ("json", "csv"):
-        values = result_rows([row[:3] for row in rows])
+        values = result_rows([row[1:4] for row in rows])
         return _csv(values) if form == "csv" else json.dumps(values, indent=2, allow_nan=False)
+    if form == "latex":
+        return _latex(rows)
     figures, cells = main_figures(result for row in rows for result in row.results), []
     for row in rows:
         shown = [spread_text(row.results, name, each) for name, (_, each) in figures.items()]
         finished = f"{len(row.results)} of {row.ended}" if len(row.results) < row.ended else str(row.ended)
         cells.append([row.name, finished, *shown, held_out_of(row.results)])
     titles = ["run", "runs", *(title for title, _ in figures.values()), "held out"]
-    return (_latex if form == "latex" else _markdown)(titles, cells)
+    return _markdown(titles, cells)
 
 
 def evaluation_text(step: int, quality: Mapping[str, Any], slices: Slices, form: str) -> str:
@@ -81,7 +89,10 @@ def evaluation_text(step: int, quality: Mapping[str, Any], slices: Slices, form:
     if form == "csv":
         return _csv([{"column": column, "value": value, **of} for column, value, of in named])
     titles, cells = slice_rows({f"{column} = {value}" if column else "all": of for column, value, of in named})
-    return (_latex if form == "latex" else _markdown)(["held out", *titles], cells)
+    if form == "latex":
+        shown = [[*map(latex.escaped, row)] for row in (["held out", *titles], *cells)]
+        return latex.table(shown[0], shown[1:], 1, f"Held-out samples, at step {step:,}.")
+    return _markdown(["held out", *titles], cells)
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
@@ -98,12 +109,33 @@ def _markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def _latex(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    def line(texts: Sequence[str]) -> str:
-        return " & ".join("".join(_LATEX.get(each, each) for each in text) for text in texts) + r" \\"
-
-    body = [line(titles), r"\midrule", *map(line, cells), r"\bottomrule", r"\end{tabular}"]
-    head = (
-        r"% \usepackage{booktabs} is optional; +-: half of the mean's 95 % confidence interval; sd: standard deviation"
+def _latex(rows: Sequence[_Row]) -> str:
+    """Return the main figures with their units; what settings differ in, and what was held out, in columns or below."""
+    results = [result for row in rows for result in row.results]
+    figures = dict(sorted(main_figures(results).items(), key=lambda item: more_is_better(item[0]) is None))
+    varied = dict.fromkeys(key for row in rows for key in row.settings)
+    keys = [key for key in varied if len({str(row.settings.get(key)) for row in rows if row.settings}) > 1]
+    named = len({row.folder for row in rows}) > 1 or not keys
+    held_out = list(dict.fromkeys(text for row in rows if (text := held_out_of(row.results))))
+    letters = dict(zip(held_out, "abcdefghijklmnopqrstuvwxyz", strict=False)) if len(held_out) > 1 else {}
+    cells = []
+    for row in rows:
+        texts = [row.folder] * named + [str(row.settings.get(key, "")) for key in keys]
+        finished = f"{len(row.results)} of {row.ended}" if len(row.results) < row.ended else str(row.ended)
+        mark = "" if all(result.is_steady for result in row.results) else r"^{\ast}"
+        own = [
+            latex.figure(spread_of(row.results, name), form, mark if name in SPEEDS else "")
+            for name, (_, form) in figures.items()
+        ]
+        judged = [letters.get(held_out_of(row.results), "")] if letters else []
+        cells.append([*map(latex.escaped, texts), finished, *own, *judged])
+    titles = [*(["run"] if named else []), *(rf"\texttt{{{latex.escaped(key)}}}" for key in keys), "runs"]
+    titles += [latex.title_with_unit(title, form) for title, form in figures.values()] + ["held out"] * bool(letters)
+    said = [r"Means over runs, with half of their 95\,\% confidence intervals."] * any(
+        len(row.results) > 1 for row in rows
     )
-    return "\n".join([head, *_RULES, rf"\begin{{tabular}}{{l{'r' * (len(titles) - 1)}}}", r"\toprule", *body])
+    if not all(result.is_steady for result in results):
+        said.append(r"$^{\ast}$: too short for the speed of a long run.")
+    of = [f"({letters[text]}) {text}" if letters else text for text in held_out]
+    said += [f"Held out: {latex.escaped(', '.join(of))}."] if of else []
+    return latex.table(titles, cells, named + len(keys), " ".join(said) or "Results.")

@@ -24,7 +24,7 @@ _FIGURES = {
     "loss": ("training loss", ".5f", False),
     "cache.hit_rate_lookups": ("hits", ".2%", True),
 }
-_SPEEDS = ("samples_per_second", "step_ms.p50")
+SPEEDS = ("samples_per_second", "step_ms.p50")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def spread_text(results: Sequence[RunResult], figure: str, form: str) -> str:
     """Return a figure of some runs with its spread, for readers; "" where none has it."""
     if (spread := spread_of(results, figure)) is None:
         return ""
-    return spread.text(form) + (steady_mark(*results) if figure in _SPEEDS else "")
+    return spread.text(form) + (steady_mark(*results) if figure in SPEEDS else "")
 
 
 def figures_of(result: RunResult) -> dict[str, Any]:

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from embershard.commands import cli
 from embershard.planning.cost.topology import load_topology
 from embershard.reports.results import evaluation_text
+from embershard.reports.sweep_tables import spread_tables
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.sharding.plan import Plan
+from embershard.sweeps.spread import read_configurations
 from embershard.training.config import RunConfig
 from tests.unit.planning.runs import STEPS, changed, predicted_plan, result_of, without_cache
 from tests.unit.reports.reported_runs import write_run, write_sweep
@@ -199,11 +202,68 @@ def test_results_are_a_table_for_readers(tmp_path, report):
     assert lines[6].startswith("| s: ranks=2, cache.ratio=0.2 | 1 of 2 |"), "the other one failed"
     assert "| 1,000 ± 635 (sd 71) |" in lines[3]
     latex = table_of(report, "latex", folder, tmp_path / "s")
-    assert r"a\_b\textbar{}c & 1 &" in latex
-    assert r"1,000 $\pm$ 635 (sd 71)" in latex
-    body = latex.split(r"\toprule")[-1].split(r"\bottomrule")[0]
-    assert {line.count(" & ") for line in body.splitlines() if line.endswith(r"\\")} == {8}
-    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 1
+    assert "a\\_b\\textbar{}c &  &  & 1 &" in latex
+    assert r"s & 1 & 0.1 & 2 & $0.5000$ & $0.5000$ & $1{,}000 \pm 635$ &" in latex
+    check_latex(latex)
+
+
+def check_latex(text: str) -> None:
+    """Raise where LaTeX would: as far as braces, environments, cells of rows and special characters tell."""
+    assert text.isascii()
+    bare = re.sub(r"\\[&%$#_{}\\]|\\,", "", text)
+    assert "%" not in bare
+    assert "#" not in bare
+    depth = 0
+    for each in bare:
+        depth += (each == "{") - (each == "}")
+        assert depth >= 0
+    assert depth == 0
+    opened = list[str]()
+    for kind, name in re.findall(r"\\(begin|end)\{(\w+)\}", bare):
+        if kind == "begin":
+            opened.append(name)
+        else:
+            assert opened.pop() == name
+    assert not opened
+    columns = re.search(r"\\begin{tabular}{([lr]+)}", text)
+    assert columns
+    body = text.split(r"\toprule")[-1].split(r"\bottomrule")[0]
+    rows = [line for line in body.splitlines() if line.endswith(r"\\")]
+    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {len(columns[1]) - 1}
+    for part, outside in enumerate(re.sub(r"\\.", "", text).split("$")):
+        assert part % 2 or not re.search(r"[\^_]", outside), outside
+    assert bare.count("$") % 2 == 0
+
+
+def test_latex_of_a_sweep_has_columns_with_units_and_no_sentences(tmp_path: Path, report: ReportOf):
+    held_out = {"split": "tail", "how": "the last 10% of every file", "samples": 10, "all_samples": 100}
+    folder = write_sweep(tmp_path / "s")
+    for run in (folder / "runs").iterdir():
+        file = run / "result.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "held_out": held_out, "is_steady": False}))
+    latex = table_of(report, "latex", folder)
+    check_latex(latex)
+    titles = next(line for line in latex.splitlines() if line.startswith(r"\texttt"))
+    names = [r"\texttt{ranks}", r"\texttt{cache.ratio}", "runs", "AUC", "NE", "throughput (samples/s)"]
+    assert titles.startswith(" & ".join(names))
+    assert r" & hits (\%) " in titles
+    rows = [line for line in latex.splitlines() if line.endswith(r"\\")][1:]
+    assert rows[0].startswith(r"1 & 0.1 & 2 & $0.5000$ & $0.5000$ & $1{,}000 \pm 635^{\ast}$ & ")
+    assert not any(" of every file" in row or "steady" in row or "equal" in row for row in rows)
+    (caption,) = (line for line in latex.splitlines() if line.startswith(r"\caption"))
+    assert r"Held out: the last 10\% of every file: 10 of 100 samples." in caption
+    assert r"$^{\ast}$: too short for the speed of a long run." in caption
+
+
+def test_latex_marks_rows_that_were_judged_by_other_samples(tmp_path: Path, report: ReportOf):
+    for name, how in (("a", "the last 10% of every file"), ("b", "10% by chance")):
+        held_out = {"split": "tail", "how": how, "samples": 10, "all_samples": 100}
+        write_run(tmp_path / name, None, {**result_of(predicted_plan()), "held_out": held_out})
+    latex = table_of(report, "latex", tmp_path / "a", tmp_path / "b")
+    check_latex(latex)
+    rows = [line for line in latex.splitlines() if line.startswith(("a &", "b &"))]
+    assert [row.removesuffix(r" \\").rpartition(" & ")[2] for row in rows] == ["a", "b"]
+    assert "(a) the last 10" in latex
 
 
 def test_latex_needs_no_editing():
@@ -215,6 +275,7 @@ def test_latex_needs_no_editing():
         r"a\_b = 50 \% \& more \#1 \{\$x\textasciicircum{}2\textasciitilde{}\textbackslash{}\} "
         r"\textless{}5\textgreater{}\textbar{} & "
     )
+    check_latex(latex)
     head, table = latex.split(r"\begin{tabular}")
     for rule in re.findall(r"\\(\w+rule)\b", table):
         assert rf"\providecommand{{\{rule}}}{{\hline}}" in head
@@ -301,3 +362,17 @@ def test_planning_again_with_the_corrected_topology_predicts_what_was_measured(t
 def test_the_command_is_there(run_dir, capsys):
     assert cli.main(["report", str(run_dir), "--recalibrate", str(run_dir / "m.toml")]) == 0
     assert "All rates for 2 ranks were multiplied by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("width", "is_whole"), [(110, True), (60, False)])
+def test_names_of_settings_are_whole_where_there_is_room(tmp_path: Path, width: int, is_whole: bool):
+    """Numbers that have none beside them get tables of their own."""
+    name = "embedding_optimizer.weight_decay_of_rows"
+    for state in (write_sweep(tmp_path) / "states").iterdir():
+        state.write_text(state.read_text().replace("cache.ratio", name))
+    tables = spread_tables(read_configurations(tmp_path), width)
+    screen = io.StringIO()
+    for table in tables:
+        Console(file=screen, width=width, color_system=None).print(table)
+    assert screen.getvalue().count(name) == (len(tables) if is_whole else 0)
+    assert max(map(len, screen.getvalue().splitlines())) <= width
