@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             with naming_file("standard output"):
                 sys.stdout.flush()
     except EmbershardError as error:
-        print(f"embershard: {as_called(str(error))}", file=sys.stderr)
+        from embershard.launch.screen import complain  # loads rich, and --help must answer at once
+
+        complain(str(error))
         return 2
     except OSError as error:
         is_read = not (isinstance(error, BrokenPipeError) and _is_unread())

@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
+import shutil
+import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +26,8 @@ from embershard.launch.stop_signals import is_device, leave_closed_terminal
 
 LogFormat = Literal["text", "json"]
 _WIDTH = 150  # of tables that go to a file or a pipe
+#: Blanks in front of a command.
+_COMMAND = re.compile(r"^ {4,}(?=\S)| {2,}(?=(?:\S*/)?(?:embershard|python[\d.]*|tensorboard|torchrun|pip) )")
 
 
 class _Console(Console):
@@ -102,10 +108,36 @@ def wide_console() -> Console:
 
 
 def say(console: Console, *lines: str) -> None:
-    """Print lines as they are: not wrapped, so that commands can be copied, which name the program as it was called;
-    and without colours."""
-    for line in lines:
-        console.print(as_called(line), soft_wrap=True, highlight=False)
+    """Print lines without colours, with commands as the program was called; a terminal breaks them between words."""
+    breaks = console.is_terminal and not isinstance(console, JsonLines)
+    for line in map(as_called, lines):
+        console.print(broken(line, console.width) if breaks else line, soft_wrap=True, highlight=False)
+
+
+def complain(text: str) -> None:
+    """Print an error of a command, with commands as the program was called."""
+    said = as_called(f"embershard: {text}")
+    if sys.stderr.isatty():
+        said = broken(said, shutil.get_terminal_size().columns)
+    print(said, file=sys.stderr)
+
+
+def broken(text: str, width: int) -> str:
+    """Return a text in lines that a terminal of `width` characters shows whole, broken between words. A command behind
+    several blanks has a line of its own, however long, so that it can be copied.
+
+    >>> print(broken("Written. Train with it:  embershard train --config run.toml", 20))
+    Written. Train with
+    it:
+        embershard train --config run.toml
+    """
+    lines = []
+    for line in text.split("\n"):
+        found = _COMMAND.search(line)
+        words, command = (line, "") if found is None else (line[: found.start()], line[found.end() :])
+        lines += textwrap.wrap(words, width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
+        lines += [f"    {command}"] if command else [] if words.strip() else [""]
+    return "\n".join(lines)
 
 
 def make_table(title: str, left: Sequence[str], right: Sequence[str], **style: Any) -> Table:

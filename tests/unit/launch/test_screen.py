@@ -7,7 +7,7 @@ import os
 import pty
 import sys
 import warnings
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
@@ -63,6 +63,33 @@ def test_output_on_a_full_disk_is_named():
     full = open("/dev/full", "w")  # noqa: SIM115
     with pytest.raises(OSError, match="No space left on device: 'standard output'"):
         say(plain_console(file=full), "one")
+
+
+def shown(text: str, **options: Any) -> list[str]:
+    screen = io.StringIO()
+    say(plain_console(file=screen, width=40, color_system=None, **options), text)
+    return screen.getvalue().splitlines()
+
+
+def test_a_terminal_breaks_lines_between_words():
+    """By itself it breaks them anywhere."""
+    text = (
+        "Tables and caches are placed by /a/long/path/of/a/plan/that/has/no/blank.json. Steps wait for the embeddings."
+    )
+    lines = shown(text, force_terminal=True)
+    assert " ".join(lines) == text
+    assert [line for line in lines if len(line) > 40] == ["/a/long/path/of/a/plan/that/has/no/blank.json."]
+    assert shown(text, force_terminal=False) == [text], "a file has it as it is"
+
+
+@pytest.mark.parametrize(
+    "said", ["Not ended. Go on with:    {}", "Train with it now, with all of its ranks:  {}", "    {}"]
+)
+def test_commands_are_not_broken(said: str):
+    command = "embershard train --config a/file/of/settings.toml --set train.batch_size=4096 --resume"
+    lines = shown(said.format(command), force_terminal=True)
+    assert lines[-1] == f"    {command}"
+    assert all(len(line) <= 40 for line in lines[:-1])
 
 
 def test_a_warning_of_our_own_is_one_line(monkeypatch):
