@@ -20,10 +20,14 @@ from embershard.training.reports import EvalReport, Report, TrainReport
 
 
 class ProgressDisplay:
-    """Shows reports as they come, until `close`; the run goes from `done_steps` to `total_steps`, or without an end."""
+    """Shows reports as they come, until `close`; the run goes from `done_steps` to `total_steps`, or without an end.
+    Where it `may_end_early`, the time that is left is at most so long."""
 
-    def __init__(self, console: Console, total_steps: int | None, done_steps: int) -> None:
+    def __init__(
+        self, console: Console, total_steps: int | None, done_steps: int, *, may_end_early: bool = False
+    ) -> None:
         self._console, self._total = console, total_steps
+        self._eta = "ETA at most" if may_end_early else "ETA"
         self._first_step, self._started = done_steps, time.monotonic()
         self._bar: Progress | None = None
         self._said_weightless = False
@@ -32,7 +36,7 @@ class ProgressDisplay:
                 MofNCompleteColumn(),
                 BarColumn(bar_width=8),  # with the rest it fits 80 columns
                 TextColumn("{task.description}"),
-                TextColumn("ETA"),
+                TextColumn("ETA ≤" if may_end_early else "ETA"),
                 TimeRemainingColumn(compact=True),
                 console=console,
             )
@@ -65,7 +69,7 @@ class ProgressDisplay:
             say(self._console, line)
         else:
             per_step = (time.monotonic() - self._started) / max(report.step - self._first_step, 1)
-            say(self._console, f"{line}  ETA {per_step * (self._total - report.step):.0f} s")
+            say(self._console, f"{line}  {self._eta} {per_step * (self._total - report.step):.0f} s")
 
     def close(self) -> None:
         """End the bar, so that other output can follow. May be called twice."""

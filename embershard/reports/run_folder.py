@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from embershard.errors import ConfigError
+from embershard.reports.start import Start
 from embershard.run_result import RESULT, RunResult
 from embershard.settings.decoding import flat, read_toml
 from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
@@ -109,10 +110,16 @@ class RunFolder:
                     found.append(report)
         return found
 
-    @property
+    @cached_property
+    def starts(self) -> list[Start]:
+        """Return the starts of the run, in their order."""
+        return Start.read(self.path)
+
+    @cached_property
     def first_time(self) -> str | None:
-        """The time of the first report, as it stands there."""
-        return next((str(report["time"]) for report in self._reports if "time" in report), None)
+        """Return the time of the start, or that of the first report, as it stands there."""
+        times = [start.time for start in self.starts] + [str(each["time"]) for each in self._reports if "time" in each]
+        return times[0] if times else None
 
     @cached_property
     def curves(self) -> dict[str, dict[str, Any]]:

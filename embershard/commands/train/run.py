@@ -19,12 +19,15 @@ from embershard.errors import FailedSaveError
 from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.run_dir import check_run_dir, lock_run_dir, note_resume
 from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
+from embershard.pipeline.pipelined_forward import sharded_modules
 from embershard.reports.progress import ProgressDisplay, closing_table
 from embershard.reports.record import RunRecord, make_result, report_line
+from embershard.reports.start import ModelSummary, Start
 from embershard.run_result import RunResult
 from embershard.settings.decoding import flat
 from embershard.settings.files import CHECKPOINTS
 from embershard.sharding.plan import Plan
+from embershard.sharding.torchrec.compat import unwrapped
 from embershard.stages import TRACES
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.resume import resume_run
@@ -74,7 +77,7 @@ def train_run(
         trainer.close()
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
-    _announce(trainer, console, run_dir)
+    _announce(trainer, console, run_dir, same_run)
     trainer.parts += [] if profile_steps is None else [StepTrace(trainer, *profile_steps, run_dir / TRACES)]
     with closing(_Outputs(trainer, run_dir, resumed_at, console)) if ranks.is_first else nullcontext() as outputs:
         if ranks.is_first and not supervision.has_launcher:
@@ -150,7 +153,8 @@ class _Outputs:
         self._trackers = (
             _trackers_of(trainer, run_dir, resumed_at, console) if trainer.config.tracking.trackers else None
         )
-        self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps)
+        may_end_early = trainer.config.train.early_stopping is not None
+        self._display = ProgressDisplay(console, trainer.total_steps, trainer.steps, may_end_early=may_end_early)
         self._last: TrainReport | None = None
         self._evaluation: EvalReport | None = None
 
@@ -206,7 +210,6 @@ def _trackers_of(trainer: Trainer, run_dir: Path, resumed_at: int | None, consol
     from embershard.reports.tracking.trackers import Trackers
 
     config, ranks = trainer.config, trainer.ranks
-    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     run = TrackedRun(
         run_dir,
         flat(dataclasses.asdict(config)),
@@ -215,9 +218,14 @@ def _trackers_of(trainer: Trainer, run_dir: Path, resumed_at: int | None, consol
         ranks.world_size,
         global_batch(config, ranks.world_size),
         trainer.source.chunks("train").num_samples,
-        f"{ranks.world_size} x {device}",
+        _device_of(ranks),
     )
     return Trackers(run, partial(say, console))
+
+
+def _device_of(ranks: Ranks) -> str:
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    return f"{ranks.world_size} x {device}"
 
 
 def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:
@@ -259,8 +267,12 @@ def _resume(
     return trainer.steps
 
 
-def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
+def _announce(trainer: Trainer, console: Console, run_dir: Path, same_run: str) -> None:
+    """Show what trains, and note in the folder how it was started."""
     config, ranks, tables = trainer.config, trainer.ranks, tables_of_run(trainer.config)
+    model = ModelSummary.of(unwrapped(trainer.model.module), tables, sharded_modules(trainer.model))
+    if ranks.is_first:
+        Start.now(trainer.steps, same_run, _device_of(ranks), model).add_to(run_dir)
     kind = "GPU" if ranks.device.type == "cuda" else "CPU"
     dims = " and ".join(map(str, sorted({table.dim for table in tables})))
     num_ranks = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
@@ -284,6 +296,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path) -> None:
         f"{config.model.title}: {len(tables)} tables with {sum(table.num_rows for table in tables):,} rows of "
         f"dim {dims}; {num_ranks} on {kind}, {threads} each; {steps}steps of "
         f"{global_batch(config, ranks.world_size):,} samples; run folder {run_dir}",
+        *model.lines,
         *trainer.source.notes,
         *notes,
     )

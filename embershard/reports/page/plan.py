@@ -74,7 +74,7 @@ def _bytes_of(plan: Plan, table: TablePlacement) -> dict[int, int]:
 def _cached_shares(plan: Plan) -> dict[tuple[str, int], float]:
     """Return the share of rows that have a slot, by table and rank: of all tables that share its cache."""
     slots = {(pool.rank, pool.tables, pool.sharding, pool.dim): pool.slots for pool in plan.pools}
-    found = {}
+    found: dict[tuple[str, int], float] = {}
     for pool in pools_of(plan.tables, plan.ranks_per_node):
         own = slots.get((pool.rank, pool.tables, pool.sharding, pool.dim), 0)
         found |= {(table, pool.rank): min(1.0, own / pool.rows) if pool.rows else 0.0 for table in pool.tables}

@@ -12,6 +12,7 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.metrics.figures import form_of, main_names, title_of
 from embershard.reports.page.parts import PageTable, Section
 from embershard.reports.run_folder import RunFolder
+from embershard.reports.start import ModelSummary
 from embershard.run_result import RunResult, held_out_warning, steady_mark
 from embershard.units import number, size
 
@@ -135,6 +136,49 @@ def _summary_of(run: Run, names: Sequence[str]) -> dict[str, str]:
     if cache is not None:
         found |= {"caches": size(cache.device_bytes), "host": size(cache.host_bytes)}
     return found | {"sent": size(sent) if sent else "0"}
+
+
+def begun(runs: Sequence[Run]) -> Section:
+    """Return the section of how runs were started: command, host, versions."""
+    facts = {run.name: _facts_of(run) for run in runs}
+    titles = dict.fromkeys(title for own in facts.values() for title in own)
+    rows = [(title, *(own.get(title, "") for own in facts.values())) for title in titles]
+    tables = [PageTable("How they were run" if len(runs) > 1 else "How it was run", ("", *facts), rows)] if rows else []
+    return Section("Start", tables)
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    """Return what is known of a run's newest start, of earlier versions what its result has."""
+    if run.folder.starts:
+        first, *_, last = [run.folder.starts[0], *run.folder.starts]
+        resumes = [f"{start.step:,}" for start in run.folder.starts[1:]]
+        own = {"command": last.command, "started": f"{first.time[:19].replace('T', ' ')} UTC"}
+        own |= {"resumed at step": ", ".join(resumes)} if resumes else {}
+        own |= {"host": last.host, "devices": last.device}
+        commit, found = last.git_commit, last.versions
+    elif run.result is not None:
+        own, commit, found = {}, run.result.git_commit, run.result.versions
+    else:
+        return {}
+    return own | ({"commit": commit[:12]} if commit else {}) | found
+
+
+def models(runs: Sequence[Run]) -> Section:
+    """Return the section of the models that runs train: their tables and layers, once for equal ones."""
+    found: dict[ModelSummary, list[str]] = {}
+    for run in runs:
+        if run.folder.starts:
+            found.setdefault(run.folder.starts[-1].model, []).append(run.name)
+    parts, said = [], []
+    for model, names in found.items():
+        of = f" of {', '.join(names)}" if len(found) > 1 else ""
+        said += [f"{', '.join(names)}: {line}" if of else line for line in model.lines]
+        tables = [(each.name, f"{each.rows:,} x {each.dim}", size(each.bytes)) for each in model.tables]
+        parts.append(PageTable(f"Embedding tables{of}", ("table", "rows x dim", "weights"), tables, is_folded=True))
+        layers = [(each.name, each.kind, each.shape, f"{each.parameters:,}", size(each.bytes)) for each in model.layers]
+        header = ("layer", "kind", "shapes", "parameters", "bytes")
+        parts.append(PageTable(f"Layers{of}", header, layers, is_folded=True))
+    return Section("Models" if len(found) > 1 else "Model", parts, said)
 
 
 #: Those that a page has of every run, where any has a value.

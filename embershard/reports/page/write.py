@@ -13,7 +13,7 @@ from embershard import __version__
 from embershard.reports.page.measured import by_slice, caches, curves, moved, reported, step_time, training, windows
 from embershard.reports.page.plan import plan_section
 from embershard.reports.page.predicted import predicted
-from embershard.reports.page.runs import Run, settings, summary
+from embershard.reports.page.runs import Run, begun, models, settings, summary
 from embershard.reports.page.sweep import sweep_section
 from embershard.reports.run_folder import RunFolder, is_sweep
 from embershard.sharding.plan import Plan
@@ -50,7 +50,7 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
             "configurations is drawn below. Give the folders of runs to see others."
         )
     quality = (training, by_slice, curves, windows)
-    makers = (summary, settings, *quality, reported, moved, caches, step_time, predicted) if runs else ()
+    makers = (summary, begun, models, settings, *quality, reported, moved, caches, step_time, predicted) if runs else ()
     named = [Run(name, number, folder) for number, (name, folder) in enumerate(runs)]
     sections += [make(named) for make in makers]
     names = ", ".join(map(str, folders))

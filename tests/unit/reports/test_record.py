@@ -286,6 +286,17 @@ def test_a_bar_on_a_terminal():
     assert "…" not in text
 
 
+@pytest.mark.parametrize(("is_terminal", "said"), [(False, "ETA at most "), (True, "ETA ≤ ")])
+def test_a_run_that_may_end_early_takes_at_most_so_long(is_terminal: bool, said: str):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=is_terminal, width=80, color_system=None)
+    display = ProgressDisplay(console, 20_000, 0, may_end_early=True)
+    display.show(dataclasses.replace(train_report(10_000), quality={**UNKNOWN, "auc": 0.75}, samples_per_second=1e6))
+    display.close()
+    assert said in screen.getvalue()
+    assert "…" not in screen.getvalue()
+
+
 def test_what_is_undefined_is_shown_as_such():
     assert "AUC n/a" in train_report(1).line()
     assert train_report(1).line().endswith("  sent 2.86 MiB/step")  # of other: not of training
