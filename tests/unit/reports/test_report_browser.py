@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
 from embershard.commands import cli
+from embershard.reports.start import EmbeddingTable, Layer, ModelSummary, Start
 from tests.unit.planning.runs import predicted_plan, result_of
 from tests.unit.reports.browser import CHROMIUM, NO_CHROMIUM, Browser, chromium
 from tests.unit.reports.reported_runs import reports, write_run, write_sweep
@@ -50,6 +51,9 @@ _DRAWN = {
     "Tables": "<td",
     "Made from": "<td",
     "Notes": "<td",
+    "How they were run": "<td",
+    "Embedding tables": "<td",
+    "Layers": "<td",
 }
 
 
@@ -113,6 +117,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, plan = tmp_path_factory.mktemp("page"), predicted_plan()
     run = write_run(folder / "<run> & more", plan, result_of(plan), reports=reports([10, 20]))
     output = folder / "page.html"
+    tables = tuple(EmbeddingTable(f"t_{number}", 1000, 16, 64_000) for number in range(30))
+    layers = (Layer("over_arch.0", "Linear", "1024 x 4096, 1024", 4_195_328, 16_781_312),)
+    command = f"embershard train --config {'/a/long/path' * 9}/run.toml --nproc 2"
+    Start.now(0, command, "2 x CPU", ModelSummary(layers, tables)).add_to(run)
     plan.save(folder / "plan.json")
     given = [run, write_sweep(folder / "s"), folder / "plan.json"]
     assert cli.main(["report", *map(str, given), "-o", str(output)]) == 0
