@@ -238,9 +238,12 @@ def time_of_seconds(column: pa.Array) -> pa.Array:
 
 
 @cache
-def decimal_form(mark: str) -> Form:
+def decimal_form(mark: str, *, has_codes: bool = True) -> Form:
     """Return the form of numbers with this decimal mark, "." or ",", and the other one, a blank or an apostrophe
     between groups of three digits; a sign of a currency, or a percent sign, may stand beside.
+
+    Args:
+        has_codes: digits behind a zero, as `02139`, are a number, too.
 
     >>> decimal_form(",").read(pa.array(["12,50", "1.250 €", "-3"])).to_pylist()
     [12.5, 1250.0, -3.0]
@@ -248,8 +251,9 @@ def decimal_form(mark: str) -> Form:
     [12.5, 1250.0]
     """
     other, this = {".": (",", r"\."), ",": (r"\.", ",")}[mark]
-    whole = f"(?:[1-9][0-9]{{0,2}}(?:[{other}' \u00a0\u202f][0-9]{{3}})+|[0-9]+)"
-    pattern = f"^[-+]?(?:{_MONEY} ?)?[-+]?(?:{whole}(?:{this}[0-9]*)?|{this}[0-9]+) ?(?:{_MONEY}|%)?$"
+    groups, digits = f"[1-9][0-9]{{0,2}}(?:[{other}' \u00a0\u202f][0-9]{{3}})+", "[0-9]+" if has_codes else "0|[1-9][0-9]*"
+    number = f"(?:{groups}|{digits})(?:{this}[0-9]*)?|[0-9]*{this}[0-9]+"
+    pattern = f"^[-+]?(?:{_MONEY} ?)?[-+]?(?:{number}) ?(?:{_MONEY}|%)?$"
 
     def read(cells: pa.Array) -> pa.Array:
         bare = pc.replace_substring_regex(cells, f"[^-0-9{this}]", "")

@@ -40,6 +40,7 @@ _INTEGER = r"^(0|-?[1-9][0-9]*)$"
 _LONG_INTEGER = r"^-?[1-9][0-9]{15,}$"
 _LAST_EXACT = 2.0**53  #: float64 has every integer up to here
 _NUMBER = r"^-?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?$"  # 02139 is a code, not a number
+_IS_CODE = re.compile(r"0[0-9]+").fullmatch
 _IS_NUMBER = re.compile(_NUMBER).match
 _TIME = r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?$"
 _ZONED_TIME = r"^\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[-+]\d\d(:?\d\d)?)$"
@@ -90,7 +91,7 @@ FORMS = {kind: Form(_PATTERNS[name], methodcaller("cast", kind)) for name, kind 
 #: Texts that are of none of these: times and numbers as others write them, by the name that settings have for that.
 _WRITTEN = {
     **{name: (pa.timestamp("us", "UTC" if "%z" in name else None), time_form(name)) for name in TIME_FORMATS},
-    **{mark: (pa.float64(), decimal_form(mark)) for mark in (".", ",")},
+    **{mark: (pa.float64(), decimal_form(mark, has_codes=False)) for mark in (".", ",")},
 }
 _PLAIN = {name: (kind, FORMS[kind]) for name, kind in _TYPES.items()}
 #: Which of these are as the user says that a column is.
@@ -217,6 +218,7 @@ class ColumnSurvey:
         has_null_values: settings can make words missing: those of text files.
         too_long: texts above `MOST_BYTES`, which `values` has not: cells under "", parts under their separator.
         is_bytes: values are no UTF-8, and nothing else is known of them.
+        digits: of texts, those of the longest integer among them.
     """
 
     name: str
@@ -241,11 +243,14 @@ class ColumnSurvey:
     refused: Counter[str] = field(default_factory=Counter)
     too_long: Counter[str] = field(default_factory=Counter)
     is_bytes: bool = False
+    digits: int = 0
 
     def __post_init__(self) -> None:
         written = _WRITTEN
         if self.wanted == "time" and self.form:
             written = {self.form: (pa.timestamp("us"), _time_or_iso(self.form))}
+        elif self.wanted == "number":
+            written = {mark: (pa.float64(), decimal_form(mark)) for mark in (".", ",")}
         self.types = {**_PLAIN, **written}
         if self.declared not in ("token_seq", "float_seq"):
             self.others = {name: Counter() for name in self.types}
@@ -341,6 +346,8 @@ class ColumnSurvey:
                 self.others.pop(name, None)
         if not any(len(others) for others in self.others.values()):
             self._drop_unlike(column)
+        integers = column.filter(pc.match_substring_regex(column, _INTEGER))
+        self.digits = max(self.digits, pc.max(pc.utf8_length(integers)).as_py() or 0)
         plain: pa.Array | None = None  # the numbers, where all texts are
         counts = not self.only_types
         for name, others in list(self.others.items()):
@@ -366,7 +373,7 @@ class ColumnSurvey:
             if name in ("integer", "number") and plain is None and len(found) - found.null_count == len(column):
                 plain = found
         if counts and self.others.keys() & {"integer", "unsigned"}:
-            words = read_cells(column.filter(pc.match_substring_regex(column, _INTEGER)), INTEGER_WORDS)[0].drop_null()
+            words = read_cells(integers, INTEGER_WORDS)[0].drop_null()
             self.ids.add(mix64(words.to_numpy(zero_copy_only=False).view(np.uint64)))
 
     def _drop_unlike(self, column: pa.Array) -> None:
@@ -436,11 +443,14 @@ class ColumnSurvey:
         return min(fit, key=counts.__getitem__, default=None)
 
     def _may_be(self, name: str) -> bool:
-        """Return whether a type is what the user says that the column holds."""
+        """Return whether a type is what the user says that the column holds, or may be, if no digits are those of
+        codes: `02139` beside `10001`."""
         is_of_times = is_time(self.types[name][0])
         if self.wanted == "time":
             return name == self.form if self.form else is_of_times or name == "integer"
-        return not self.wanted or name in _NUMBERS
+        if self.wanted or is_of_times:
+            return not self.wanted or name in _NUMBERS
+        return not any(len(text) == self.digits and _IS_CODE(text) for text in self.others[name])
 
     @property
     def written(self) -> str:

@@ -354,3 +354,37 @@ def test_what_is_known_with_the_label_alone_is_left_out(capsys):
     Path("a.csv.toml").unlink()
     features = inspected("a.csv", "--feature", "d").data.table.features
     assert "d_hour" in features
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1, 0.004], ids=["all", "mixed", "few"])
+@pytest.mark.parametrize("quote", ["", '"'], ids=["plain", "quoted"])
+def test_digits_behind_a_zero_are_codes_and_stay_texts(share, quote):
+    """However few of the codes begin with one; `convert` keeps them, and training takes them from both files alike."""
+    codes = [f"{n % 61 * 37 + (0 if n < share * 1000 else 10_000):05}" for n in range(1000)]
+    cells = {"click": [str(n % 2) for n in range(1000)], "plz": [f"{quote}{code}{quote}" for code in codes]}
+    write("a.csv", cells, ",")
+    config = inspected("a.csv")
+    assert list(config.data.table.features) == ["plz"]
+    assert config.data.table.features["plz"].mapping == "text"
+    assert not config.data.table.decimal
+    assert config.data.bad_rows == "stop"
+    for words in ([], ["--bad-rows", "0.1"]):
+        assert cli.main(["data", "convert", "a.csv", *words, "-o", "a.parquet"]) == 0
+        assert pq.read_table("a.parquet").column("plz").to_pylist() == codes
+        assert_same(samples(config), samples(inspected("a.parquet")))
+        Path("a.parquet").unlink()
+        Path("a.parquet.toml").unlink()
+
+
+def test_a_stray_zero_in_front_makes_no_codes_of_numbers():
+    """Prices, and years of age one of which was typed as `025`; nor what the user says are numbers."""
+    ages = ["025", *(str(18 + n * 7 % 60) for n in range(1, 1000))]
+    prices = [f"{n * 7919 % 1000 / 100:05.2f}" for n in range(1000)]
+    clicks = [str(n % 2) for n in range(1000)]
+    write("a.csv", {"click": clicks, "user": [f"u{n % 9}" for n in range(1000)], "age": ages, "price": prices})
+    features = inspected("a.csv").data.table.features
+    assert [features[name].kind for name in ("age", "price")] == ["dense", "dense"]
+    write("b.csv", {"click": clicks, "user": [f"u{n % 9}" for n in range(1000)], "plz": [f"0{n}" for n in range(1000)]})
+    config = inspected("b.csv", "--number", "plz")
+    assert config.data.table.features["plz"].kind == "dense"
+    assert samples(config).num_samples == len(clicks)
