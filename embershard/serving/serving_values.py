@@ -67,11 +67,19 @@ def types_of(values: Sequence[Any]) -> set[type]:
 def as_plain(values: Sequence[Any], form: str | None, mark: str | None) -> list[Any]:
     """Return values in which times that are written as `form` says are seconds since 1970, and numbers with the decimal
     mark `mark` are numbers; see `data.table.format` and `.decimal`. Values that are not written so stay."""
+    values = without_blanks(values)
     if mark is not None:
         values = [_decimal(value, mark) if isinstance(value, str) else value for value in values]
     if form is not None:
         values = [value if value is None else _time_as(value, form) for value in values]
     return list(values)
+
+
+def without_blanks(values: Sequence[Any]) -> Sequence[Any]:
+    """Return values in which texts have no blanks around them; None in place of blanks alone."""
+    if str not in types_of(values):
+        return values
+    return [(value.strip(" \t") or None) if isinstance(value, str) else value for value in values]
 
 
 def _decimal(text: str, mark: str) -> float | str:
@@ -114,6 +122,8 @@ def rows_of(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
     Raises:
         ValueError: a value is not what the feature needs.
     """
+    if feature["mapping"] not in ("text", "text_ids"):
+        values = without_blanks(values)
     present = [value for value in values if value is not None]
     mapping, num_rows = feature["mapping"], feature["num_rows"]
     rows = np.full(len(values), _MISSING_ID if mapping in ID_MAPPINGS else 0, np.int64)
@@ -178,6 +188,7 @@ def scaled(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
     """
     if feature["scale"] == "constant":
         return np.ones(len(values), np.float32)
+    values = without_blanks(values)
     present = [value for value in values if value is not None]
     numbers = np.full(len(values), np.nan)
     found = times(present) / 86400 if feature["scale"] == "days" else numbers_of(present)

@@ -22,12 +22,17 @@ from embershard.data.hashing import Ids
 from embershard.data.sample_bits import Flags
 
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
-_DATES = ("%Y/%m/%d", "%Y.%m.%d", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y")
+_DATES = (
+    *("%Y/%m/%d", "%Y.%m.%d", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y"),
+    *("%m/%d/%y", "%d/%m/%y", "%d.%m.%y", "%m-%d-%y", "%d-%m-%y"),
+    *("%Y-%m-%d", "%Y年%m月%d日", "%Y년 %m월 %d일"),  # days and months without a zero in front, which ISO 8601 has
+)
 _CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 #: How texts write times, besides ISO 8601: formats of strptime. Of two that fit, the first one is taken.
 TIME_FORMATS = (
     *(date + clock for date in _DATES for clock in _CLOCKS),
-    *("%m/%d/%y", "%m/%d/%y %H:%M", "%d.%m.%y", "%d-%b-%y", "%d-%b-%Y", "%d %b %Y", "%d %b %Y %H:%M", "%d %B %Y"),
+    *("%Y年%m月%d日%H时%M分", "%Y年%m月%d日%H时%M分%S秒", "%Y年%m月%d日%H:%M", "%Y年%m月%d日%H:%M:%S"),
+    *("%d-%b-%y", "%d-%b-%Y", "%d %b %Y", "%d %b %Y %H:%M", "%d %B %Y"),
     *("%b %d %Y", "%b %d, %Y", "%B %d, %Y", "%m %d, %Y", "%b %d, %Y %I:%M:%S %p"),
     *("%a %b %d %H:%M:%S %z %Y", "%a %b %d %H:%M:%S %Y", "%a, %d %b %Y %H:%M:%S %z", "%d/%b/%Y:%H:%M:%S %z"),
 )
@@ -52,6 +57,7 @@ _FIELDS = {
 BRACKETS = "[,]"
 _BRACKETED = r"^\s*(\[.*\]|\(.*\)|\{.*\})\s*$"
 _MONEY = r"(?:[$€£¥₹₽₩₺]|USD|EUR|GBP|CHF|kr|zł)"
+_BLANKS = r"^[ \t]+|[ \t]+$"
 _FEW = 32  # cells that are read one by one as fast as Arrow compiles a regular expression
 _ERRORS = (pa.ArrowException, UnicodeDecodeError)
 
@@ -70,14 +76,19 @@ class Form:
 
 
 def read_cells(column: pa.Array, forms: Sequence[Form]) -> tuple[pa.Array, Flags]:
-    """Return the values [n] of cells, each written in the first form that reads it; and which [n] none does.
+    """Return the values [n] of cells, each written in the first form that reads it; and which [n] none does. Blanks
+    around a value are no part of it, and blanks alone are a missing one.
 
-    >>> values, is_wrong = read_cells(pa.array(["7", "x", None, "true"]), FLOATS)
+    >>> values, is_wrong = read_cells(pa.array(["7", "x", None, "true", " 8", " "]), FLOATS)
     >>> values.to_pylist(), is_wrong.tolist()
-    ([7.0, None, None, 1.0], [False, True, False, False])
+    ([7.0, None, None, 1.0, 8.0, None], [False, True, False, False, False, False])
     """
     likely = _of_first_cell(column, forms)  # a cast that fails costs the most where all cells do
     values = _first_that_reads(column, [likely])
+    if values is None and pc.any(pc.match_substring_regex(column, _BLANKS)).as_py():
+        column = stripped(column)
+        column = pc.if_else(pc.equal(pc.binary_length(column), 0), pa.scalar(None, column.type), column)
+        return read_cells(column, forms)
     if values is None:
         for find in (lambda column: pc.invert(pc.match_substring_regex(column, likely.pattern)), pc.is_valid):
             is_left = pc.fill_null(find(column), False)
@@ -88,6 +99,15 @@ def read_cells(column: pa.Array, forms: Sequence[Form]) -> tuple[pa.Array, Flags
     if values.null_count == column.null_count:
         return values, np.zeros(len(column), np.bool_)
     return values, _are_null(values) & ~_are_null(column)
+
+
+def stripped(texts: pa.Array) -> pa.Array:
+    """Return texts without the blanks around them.
+
+    >>> stripped(pa.array([" a b ", None, b"\tc".decode()])).to_pylist()
+    ['a b', None, 'c']
+    """
+    return pc.replace_substring_regex(texts, _BLANKS, "")
 
 
 def _of_first_cell(column: pa.Array, forms: Sequence[Form]) -> Form:

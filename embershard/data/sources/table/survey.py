@@ -27,6 +27,7 @@ from embershard.data.sources.table.cells import (
     seconds_forms,
     seconds_since_1970,
     split_cells,
+    stripped,
     time_form,
     time_of_seconds,
 )
@@ -326,7 +327,8 @@ class ColumnSurvey:
         if self.others and len(column):
             is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
             self.missing_words.update(column.filter(is_word).to_pylist())
-            self._add_typed(column.filter(pc.invert(is_word)))
+            column = stripped(column.filter(pc.invert(is_word)))
+            self._add_typed(column.filter(pc.not_equal(column, "")))  # blanks alone are missing numbers
 
     def _add_examples(self, column: pa.Array) -> None:
         counts = column.value_counts()
