@@ -185,6 +185,9 @@ class TableFeature:
     separator: str | None = None
     """Between the values of a cell of text: the cell is a bag of them then, in their order. "[,]": a list in brackets,
     as JSON and Python write it."""
+    stripped: bool = False
+    """Blanks around a text are no part of it, nor around the texts between separators; blanks alone are a missing
+    value. Around numbers and times they never are."""
 
     def __post_init__(self) -> None:
         freeze_lists(self)
@@ -231,6 +234,10 @@ class TableFeature:
             separator=(
                 self.separator is None or (is_sparse and not is_time and self.separator != ""),
                 "nothing, or the text between the values of a cell of a sparse feature that is no time",
+            ),
+            stripped=(
+                not self.stripped or (is_sparse and self.mapping in ("text", "text_ids")),
+                "false: it has an effect on texts only",
             ),
         )
 

@@ -122,7 +122,7 @@ def rows_of(values: Sequence[Any], feature: dict[str, Any]) -> np.ndarray:
     Raises:
         ValueError: a value is not what the feature needs.
     """
-    if feature["mapping"] not in ("text", "text_ids"):
+    if feature["mapping"] not in ("text", "text_ids") or feature.get("stripped"):
         values = without_blanks(values)
     present = [value for value in values if value is not None]
     mapping, num_rows = feature["mapping"], feature["num_rows"]

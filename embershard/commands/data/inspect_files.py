@@ -30,8 +30,9 @@ from embershard.commands.data.suggest import (
 from embershard.data.block import BadRow
 from embershard.data.config import DATA_FILES, TableConfig, TableFeature
 from embershard.data.sources.folder import Listing
+from embershard.data.sources.table.counts import SECONDS_PER_DAY
 from embershard.data.sources.table.raw import is_text, is_time
-from embershard.data.sources.table.survey import SECONDS_PER_DAY, ColumnSurvey
+from embershard.data.sources.table.survey import ColumnSurvey
 from embershard.data.sources.table.text_forms import describe
 from embershard.data.sources.table.whole_columns import common_schema
 from embershard.data.text_form import TextForm
@@ -228,7 +229,7 @@ class Inspected:
             said += Listing.of(self.data, self.patterns or DATA_FILES, "table").sentences()
         said += [f"{name}: {others}" for name, column in self.columns.items() if (others := others_of(column))]
         for each in self.suggested:
-            if miss := near_miss(self.columns[each.column]):
+            if miss := near_miss(self.columns[each.column], each.judgement):
                 said.append(f"{each.column}: {miss}")
             elif each.judgement.sure == "guess" and each.features:
                 said.append(f"{each.column}: {each.judgement.kind} (a guess): {each.judgement.why}. {_else(each)}")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from embershard.data.config_fields import TIME_UNITS
 from embershard.data.sources.table.cells import BRACKETS, are_dates
+from embershard.data.sources.table.counts import CONTROLS
 from embershard.settings.decoding import read_toml
 
 Kind = Literal["category", "number", "time", "list", "drop", "leak", "constant"]
@@ -25,7 +26,12 @@ Holds = Literal["integers", "fractions", "bools", "texts", "times", "lists", "li
 Sure = Literal["sure", "likely", "guess"]
 #: Points, for or against a category, from which on a decision is sure, and likely.
 _SURE, _LIKELY = 4.0, 2.0
-_AGAINST = {"id": 3.0, "category": 3.0, "number": 3.0}  # most points that values have against a known word
+_AGAINST = {
+    "id": 3.0,
+    "thing": 3.0,
+    "category": 3.0,
+    "number": 3.0,
+}  # most points that values have against a known word
 _OWN_SHARE = 0.4  # of a column's points; the rest is the mean of its family, columns as feat_1, feat_2, ...
 _FAMILY, _FRACTIONS_OF_FAMILY = 3, 0.3
 _UNIQUE_SHARE, _UNIQUE_ROWS, _FEW_ROWS = 0.95, 1000, 20
@@ -34,9 +40,10 @@ _LIKELY_EPOCH, _LIKELY_EPOCH_SPAN = (9e8, 2.1e9), 3.2e8  # of a column whose nam
 _TEN_DIGITS, _LEAST_LONG = 1e9, 2.0**53
 _DIGITS_OF_DATES = {"%Y%m%d": 8, "%Y%m%d%H": 10, "%Y%m%d%H%M": 12, "%Y%m%d%H%M%S": 14, "%y%m%d%H": 8}
 _URLS = 0.9
-_ALWAYS = ("\x01", "^")  # separators that texts have for no other reason
-_UNSURE = (" ", ",", ", ")  # separators that texts of one value have, too
-_LISTED, _BRACKETED, _PARTS_PER_CELL = 0.05, 0.5, 0.7
+_ALWAYS = (*CONTROLS, "^")  # separators that texts have for no other reason
+_USUAL = (BRACKETS, "|", ";", "\t")
+_UNSURE = (" ", ",", "/", ":")  # separators that texts of one value have, too: titles, places, dates, paths
+_LISTED, _BRACKETED, _PARTS_PER_CELL, _PARTS_OF_LISTS, _OFTEN = 0.05, 0.5, 0.7, 0.4, 0.5
 _FEW_VALUES, _MANY_VALUES, _ORDERED, _SMOOTH, _ENDS_IN_0 = 100, 200, 8, 0.5, 1 / 3
 _MOSTLY_0 = 0.6
 _MONTHS, _DAYS = 12, 31
@@ -44,12 +51,20 @@ _MONTHS, _DAYS = 12, 31
 
 @dataclass(frozen=True)
 class Parts:
-    """What a separator cuts the cells of a column into: how many cells have it, distinct values between, and values
-    of a cell in the mean."""
+    """What a separator cuts the cells of a column into.
+
+    Attributes:
+        cells: have the separator.
+        distinct: values.
+        mean, most: values of a cell.
+        digits: share of values that are digits alone.
+    """
 
     cells: int
     distinct: int
     mean: float
+    most: int = 2
+    digits: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,7 +145,8 @@ def judge(columns: Sequence[Facts]) -> list[Judgement]:
     >>> judge([Facts("userid", "integers", 100, 100, 60, sample=np.arange(60.0))])[0].kind
     'category'
     """
-    found = [_alone(each) for each in columns]
+    are_events = len([each for each in columns if _is_id(each)]) > 1
+    found = [_alone(each, are_events) for each in columns]
     for members in _families([each.name for each in columns]):
         with_fractions = [columns[each].name for each in members if columns[each].holds == "fractions"]
         scored = [each for each in members if found[each].score]
@@ -154,9 +170,33 @@ def _families(names: Sequence[str]) -> list[list[int]]:
     return [members for members in found.values() if len(members) >= _FAMILY]
 
 
-def _alone(column: Facts) -> Judgement:
+def _is_id(column: Facts) -> bool:
+    """Return whether a column names a thing that may come again in other rows: "user", "article_id", "ean"."""
+    of_rows, tokens = words()["id"]["of_rows"], _tokens(column.name)
+    is_of_row = tokens == ["id"] or bool({*tokens, *(token.removesuffix("id") for token in tokens)} & set(of_rows))
+    return _is_named_id(column) and not is_of_row
+
+
+def _is_named_id(column: Facts) -> bool:
+    group, is_text = word_of(column.name)[0], column.holds == "texts"
+    is_code = is_text and group == "category" and _are_codes(column.examples, " ")
+    return is_code or (group in ("id", "thing") and (is_text or column.holds == "integers"))
+
+
+def _unique_id(column: Facts, are_events: bool) -> Judgement | None:
+    """Return the judgement of an id that nearly every row has another one of: in a file of events, each of which has
+    several ids, it may come again; else it names the row."""
+    if not column.is_unique or not _is_named_id(column) or column.declared:
+        return None
+    why = "nearly every row has another value"
+    if _is_id(column) and (are_events or column.distinct < column.present):
+        return Judgement("category", "guess", f"{why}, and it may come again")
+    return Judgement("drop", "sure" if column.distinct == column.present else "likely", f"an id: {why}")
+
+
+def _alone(column: Facts, are_events: bool) -> Judgement:
     """Judge a column without its family."""
-    found = _by_what_it_holds(column)
+    found = _unique_id(column, are_events) or _by_what_it_holds(column)
     why = column.result
     if not why and _is_result(column):
         why = "its name is that of a result, which is not known before the label"
@@ -194,16 +234,17 @@ def _by_what_it_holds(column: Facts) -> Judgement:
 
 def _texts(column: Facts) -> Judgement:
     group, _ = word_of(column.name)
-    is_named = group in ("id", "category") or _letters_of(column.name) in words()["category"]["letters"]
+    is_named = group in ("id", "thing", "category") or _letters_of(column.name) in words()["category"]["letters"]
     if column.declared != "token":
         if column.urls >= _URLS:
             return Judgement("drop", "sure", "web addresses")
         if (separator := _separator(column)) is not None:
-            how: Sure = "sure" if separator in (*_ALWAYS, "|", BRACKETS) or _has_list_word(column.name) else "likely"
-            return Judgement("list", how, "several values in a cell", separator=separator)
+            recurs = _recurrence(column, separator) < _PARTS_OF_LISTS
+            is_sure = separator in (*_ALWAYS, BRACKETS) or (recurs and (separator == "|" or _is_list_name(column.name)))
+            return Judgement("list", "sure" if is_sure else "likely", "several values in a cell", separator=separator)
     if column.is_unique:
-        if column.present < _UNIQUE_ROWS and (is_named or column.declared == "token"):
-            return Judgement("category", "guess", "nearly every row has another value; but it is named as a category")
+        if column.declared == "token" and column.present < _UNIQUE_ROWS:
+            return Judgement("category", "guess", "nearly every row has another value; but its header says token")
         return Judgement("drop", "likely", "nearly every row has another value")
     repeats = 2 * column.distinct < column.present
     return Judgement("category", "sure" if repeats or is_named or column.declared else "likely", "text")
@@ -211,25 +252,57 @@ def _texts(column: Facts) -> Judgement:
 
 def _separator(column: Facts) -> str | None:
     """Return what stands between the values of a text's cells; None: a cell is a value."""
+    return next((each for each, parts in column.parts.items() if _cuts(column, each, parts)), None)
+
+
+def _cuts(column: Facts, separator: str, parts: Parts) -> bool:
+    """Return whether a separator makes lists of a column's cells: values come again in other cells. Where texts of one
+    value have such signs, too, the name must say so, or the values be ids; and the cells differ in their sizes."""
+    if separator in (*_ALWAYS, BRACKETS):
+        return parts.cells >= (_BRACKETED if separator == BRACKETS else _LISTED) * column.present
+    if parts.cells < _LISTED * column.present or _recurrence(column, separator) >= _PARTS_PER_CELL:
+        return False
+    has_sizes = parts.mean * column.present < parts.cells * parts.most + column.present - parts.cells
+    is_named = _is_list_name(column.name, of_one=separator == ",")
+    recurs = _recurrence(column, separator) < _PARTS_OF_LISTS
+    if separator in (" ", ","):
+        return is_named or _are_codes(column.examples, separator)
+    if separator in _UNSURE:
+        return has_sizes and (is_named or (not parts.digits and _are_codes(column.examples, separator)))
+    if separator in _USUAL:
+        return is_named or has_sizes or recurs
+    return is_named or (has_sizes and recurs and parts.digits < _OFTEN)
+
+
+def _recurrence(column: Facts, separator: str) -> float:
+    """Return the share of new values among those that the different cells have: 1 where none comes again."""
+    parts = column.parts[separator]
+    return parts.distinct / max(column.distinct * parts.mean, 1)
+
+
+def near_lists(column: Facts, judgement: Judgement) -> str:
+    """Return a separator that most cells of a category have, whose values come again in other cells; or ""."""
     for separator, parts in column.parts.items():
-        is_clear = separator in (*_ALWAYS, BRACKETS)
-        cells_differ = parts.distinct < _PARTS_PER_CELL * column.distinct * parts.mean
-        least = _BRACKETED if separator == BRACKETS else _LISTED
-        if parts.cells < least * column.present or not (cells_differ or is_clear):
-            continue
-        if separator in _UNSURE and not (_has_list_word(column.name) or _are_codes(column.examples, separator)):
-            continue  # titles, and names of places
-        return separator
-    return None
+        is_often = parts.cells >= _OFTEN * column.present and separator not in (" ", ":", BRACKETS)
+        if judgement.kind in ("category", "drop") and is_often and _recurrence(column, separator) < _PARTS_PER_CELL:
+            return separator
+    return ""
 
 
 def _are_codes(cells: Sequence[str], separator: str) -> bool:
     """Return True where all values between the separator are words with digits in them, as ids are."""
-    return bool(cells) and all(re.fullmatch(r"\w*\d\w*", each) for cell in cells for each in cell.split(separator))
+    parts = [each.strip() for cell in cells for each in cell.split(separator)]
+    return bool(cells) and all(re.fullmatch(r"\w*\d\w*", each) for each in parts)
 
 
-def _has_list_word(name: str) -> bool:
-    return bool(set(_tokens(name)) & set(words()["list"]["words"]))
+def _is_list_name(name: str, *, of_one: bool = False) -> bool:
+    """Return whether a column of this name may have several values in a cell.
+
+    Args:
+        of_one: as well one that names a value: "genre", "tag".
+    """
+    tokens, known = _tokens(name), words()["list"]
+    return bool(set(tokens) & set(known["words"]) or (of_one and tokens and tokens[-1] in known["of_one"]))
 
 
 def _integers(column: Facts) -> Judgement:
@@ -248,8 +321,6 @@ def _integers(column: Facts) -> Judgement:
     counts = is_long and column.largest - column.least < column.rows  # no number is left out
     if ascends and (counts or bare in words()["index"]["names"]):
         return Judgement("drop", "sure", "it numbers the rows")
-    if column.is_unique and (plain == "id" or (group == "id" and column.present >= _UNIQUE_ROWS)):
-        return Judgement("drop", "sure", "an id with another value in each row")
     if max(abs(column.least), abs(column.largest)) >= _LEAST_LONG:
         return Judgement("category", "sure", "integers of 16 digits and more")
     of_name, of_values = list(_points_of_name(column, group, word)), list(_points_of_values(column))
@@ -309,8 +380,12 @@ def _points_of_name(column: Facts, group: str, word: str) -> Iterable[tuple[floa
         yield -4, f"beyond a {word}"
     elif (group, word) == ("category", "number"):
         yield 1, "named number"
-    elif group == "category":
+    elif group in ("thing", "category"):
         yield 4 + (word in calendar), f"named {word}"
+    elif group == "either":
+        yield 2, f"named {word}"
+    elif group == "plural":
+        yield -1.5, f"named {word}: several"
     elif group == "number":
         yield -5, f"named {word}"
     elif group == "time":
@@ -419,6 +494,9 @@ def word_of(name: str) -> tuple[str, str]:
     if tokens == ["number"] or "%" in name:
         return "number", "number" if tokens == ["number"] else "%"
     found = next((each for token in reversed(tokens) if (each := _group_of(token))[0]), ("", ""))
+    last = tokens[-1] if tokens else ""
+    if not found[0] and re.fullmatch("[a-z]+[^aiosu]s", last) and last not in words()["plural"]["none"]:
+        found = "plural", last
     first = tokens[0] if len(tokens) > 1 else ""
     if first in words()["number"]["first"] and found[0] != "id":
         return "number", first
@@ -429,15 +507,14 @@ def word_of(name: str) -> tuple[str, str]:
 @cache
 def _group_of(token: str) -> tuple[str, str]:
     singular = [token, token.removesuffix("s"), token.removesuffix("es"), re.sub("ies$", "y", token)]
-    groups = ("id", "number", "category", "time")
+    groups = ("id", "number", "either", "thing", "category", "time")
     for each in dict.fromkeys(singular):
         for group in groups:
             if each in words()[group]["words"]:
-                return group, each
-    if token.endswith("id") and len(token) > 2 and token not in words()["id"]["no_id"]:
-        return "id", "id"
-    if token.endswith("ids") and token.removesuffix("s") not in words()["id"]["no_id"]:
-        return "id", "id"
+                return ("plural", token) if group in ("either", "thing") and each != token else (group, each)
+    for ending in ("id", "ids"):
+        if token.endswith(ending) and token != ending and token.removesuffix("s") not in words()["id"]["no_id"]:
+            return "id", "id"
     known = [
         (group, each) for group in groups for each in words()[group]["words"] if len(each) >= 4 or not each.isascii()
     ]

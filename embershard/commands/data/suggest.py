@@ -17,19 +17,14 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from embershard.commands.data.choices import ColumnChoice, LabelChoice
-from embershard.commands.data.kinds import Facts, Holds, Judgement, Parts, judge, word_of, words
+from embershard.commands.data.kinds import Facts, Holds, Judgement, Parts, judge, near_lists, word_of, words
 from embershard.data.block import short
 from embershard.data.config import TIME_ROWS
 from embershard.data.sources.table.cells import FLOATS, TIME_FORMATS, read_cells, seconds_forms, time_form
+from embershard.data.sources.table.counts import SECONDS_PER_DAY, DistinctCount, NumberSummary
 from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS
 from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
-from embershard.data.sources.table.survey import (
-    MOST_OTHERS,
-    SECONDS_PER_DAY,
-    ColumnSurvey,
-    DistinctCount,
-    NumberSummary,
-)
+from embershard.data.sources.table.survey import MOST_OTHERS, ColumnSurvey
 from embershard.errors import ConfigError
 
 _LEAST_TOO_LARGE = 2.0**63  # no integer, for ids in floats
@@ -109,9 +104,15 @@ def facts_of(column: ColumnSurvey, *, is_known: bool = False, result: str = "") 
     name, declared = typed_name(column.name)
     distinct = max(about.estimate, column.ids.estimate if types.is_integer(column.inner) else 0)
     parts = {
-        each: Parts(cells, found.estimate, values / max(column.present, 1))
-        for each, (found, cells, _, values) in column.parts.items()
-        if not column.too_long[each] or declared == "token_seq"
+        name: Parts(
+            each.cells,
+            each.distinct.estimate,
+            each.values / max(column.present, 1),
+            each.most,
+            each.digits / each.values,
+        )
+        for name, each in column.parts.items()
+        if each.cells and (not each.too_long or declared == "token_seq")
     }
     own = column.others.get(column.written)
     ties = [each for each in column.others if each in TIME_FORMATS and column.others[each] == own]
@@ -120,7 +121,7 @@ def facts_of(column: ColumnSurvey, *, is_known: bool = False, result: str = "") 
         _holds(column),
         rows=column.rows,
         present=column.present - column.null_cells.total(),
-        distinct=distinct + column.too_long[""],
+        distinct=distinct + column.too_long,
         declared=declared,
         least=numbers.least if numbers.count else 0.0,
         largest=numbers.largest if numbers.count else 0.0,
@@ -296,9 +297,16 @@ def others_of(column: ColumnSurvey) -> str:
     return f"{share:g} % are {kind}; others: {shown}{', ...' if len(some) < len(column.odd_cells) else ''}"
 
 
-def near_miss(column: ColumnSurvey) -> str:
-    """Say that many, but too few, of a column's texts are times or numbers, and what makes them so; or ""."""
-    if column.kind is not None or not is_text(column.inner) or not column.others:
+def near_miss(column: ColumnSurvey, judgement: Judgement | None = None) -> str:
+    """Say that many, but too few, of a column's texts are times or numbers, or that they may be lists, and what makes
+    them so; or ""."""
+    if column.kind is not None or not is_text(column.inner):
+        return ""
+    if judgement is not None and (separator := near_lists(facts_of(column), judgement)):
+        often, sign = floor(1e2 * column.parts[separator].cells / column.present), repr(separator)[1:-1]
+        remedy = f"--list {shlex.quote(f'{column.name}:{sign}')}"
+        return f"{often} % have {short(separator)} in them: {short(column.examples[0])}. If these are lists: {remedy}"
+    if not column.others:
         return ""
     name = min(column.others, key=lambda each: column.others[each].total())
     others = column.others[name]
@@ -306,7 +314,7 @@ def near_miss(column: ColumnSurvey) -> str:
     some = [text for text, _ in others.most_common() if text != "..."][:_SHOWN_OTHERS]
     said = f"{floor(1e2 * share)} % are {{}}; others: {', '.join(map(short, some))}"
     if not is_time(column.types[name][0]):
-        if word_of(column.name)[0] in ("id", "category"):
+        if word_of(column.name)[0] in ("id", "thing", "category"):
             return ""  # codes, some of which have letters
         return (
             f"{said.format('numbers')}. To take them as missing: --number {shlex.quote(column.name)}"
@@ -407,6 +415,7 @@ def _features(name: str, column: ColumnSurvey, judgement: Judgement) -> _Found:
         return *_number(name, column), 0, {"decimal": written} if written in (".", ",") else {}
     if is_text(inner) or types.is_boolean(inner) or is_time(inner) or column.written:
         settings, why = _category("text", column.values, None)
+        settings = settings | ({"stripped": True} if column.blanks and is_text(inner) else {})
         return {name: settings}, _bag(column) + why, column.most, {}
     return *_ids(name, column), {}
 
@@ -419,7 +428,7 @@ def _refused(column: ColumnSurvey, judgement: Judgement) -> str:
     if column.num_refused and not is_text(column.inner):
         what = "times after 5138-11-16 or long before 1970" if is_time(column.inner) else "infinite or above 3.4e38"
         return f"{column.num_refused:,} of its values are {what}: {remedy}"
-    long = column.too_long[""]
+    long = column.too_long
     if long and is_text(column.inner) and judgement.separator is None:
         return f"{long:,} of its values are longer than {MOST_BYTES:,} bytes, too long to be told apart: {remedy}"
     return ""
@@ -465,17 +474,18 @@ def day_of(seconds: float) -> str:
 
 def distinct_values(column: ColumnSurvey) -> str:
     """Return the number of distinct values as text: `~` is an estimate, `?` where values cannot be told apart."""
-    if not column.is_readable or column.too_long[""]:
+    if not column.is_readable or column.too_long:
         return "?"
     return f"{'' if column.values.is_exact else '~'}{column.values.estimate:,}"
 
 
 def _parted(name: str, column: ColumnSurvey, separator: str) -> tuple[_Features, str, int]:
     """As `_features`, of a column of texts that are several values each."""
-    distinct, _, most, _ = column.parts.get(separator, (column.values, 0, 1, 0))
-    settings, why = _category("text", distinct, None)
-    why = f"up to {most} values in a cell, {'' if distinct.is_exact else '~'}{distinct.estimate:,} distinct; {why}"
-    return {name: {**settings, "separator": separator}}, why, most
+    parts = column.parts[separator]
+    settings, why = _category("text", parts.distinct, None)
+    many = f"{'' if parts.distinct.is_exact else '~'}{parts.distinct.estimate:,}"
+    settings = settings | {"separator": separator} | ({"stripped": True} if parts.blanks else {})
+    return {name: settings}, f"up to {parts.most} values in a cell, {many} distinct; {why}", max(parts.most, 1)
 
 
 def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:

@@ -80,11 +80,11 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
     """Return the features of a sample in their order, and how the values of columns become numbers and rows.
 
     Of a dense feature, `scale` is as in `TableFeature`, with its numbers; or "constant": 1 in every sample. Of a sparse
-    one, `id_base` is 16 where ids are hexadecimal texts, and `mapping` is as in `TableFeature`, or "avazu": as
-    `AvazuSource` makes rows of texts. `separator` is that of the values in a text, `null_values` are texts that are
-    missing values, and `format` and `decimal` are as in `TableConfig`. A missing id is row 0, a missing number 0 after
-    scaling, and 0.5 after "quantile" without `mean`. Where a table takes any id, `mapping` is "ids" or "text_ids", and
-    a missing id is `MISSING_ID`.
+    one, `id_base` is 16 where ids are hexadecimal texts; `mapping`, `separator` and `stripped` are as in
+    `TableFeature`, or "avazu": as `AvazuSource` makes rows of texts. `null_values` are texts that are missing values,
+    and `format` and `decimal` are as in `TableConfig`. A missing id is row 0, a missing number 0 after scaling, and 0.5
+    after "quantile" without `mean`. Where a table takes any id, `mapping` is "ids" or "text_ids", and a missing id is
+    `MISSING_ID`.
 
     >>> serving_inputs(DataConfig(kind="criteo"))["sparse"][0]
     {'name': 'C1', 'column': 'C1', 'num_rows': 100000, 'mapping': 'modulo', 'id_base': 16}
@@ -101,6 +101,7 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
         sparse = [
             {"name": name, "column": feature.column, "num_rows": rows[name], "mapping": feature.mapping, "id_base": 10}
             | ({} if feature.separator is None else {"separator": feature.separator})
+            | ({"stripped": True} if feature.stripped else {})
             for name, feature in settings.of_kind("sparse").items()
         ]
         dense = dense or [{"name": CONSTANT, "column": CONSTANT, "scale": "constant"}]

@@ -395,6 +395,7 @@ def test_files_that_do_not_fit_are_named(tmp_path):
         (TableFeature("sparse", mapping="hour", num_rows=9), "a time needs none"),
         (TableFeature("sparse", num_rows=9, scale="log1p"), "no effect on a sparse feature"),
         (TableFeature("dense", separator="|"), "x.separator = '|'; needed nothing"),
+        (TableFeature("dense", stripped=True), "x.stripped = True; needed false: it has an effect on texts only"),
         (TableFeature("dense", mapping="modulo"), "no effect on a dense feature"),
         (TableFeature("spares", num_rows=9), "x.kind = 'spares'; needed one of"),  # type: ignore[arg-type]
     ],

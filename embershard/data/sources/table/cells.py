@@ -20,6 +20,7 @@ from pyarrow import types
 from embershard.data.config_fields import TIME_UNITS
 from embershard.data.hashing import Ids
 from embershard.data.sample_bits import Flags
+from embershard.data.sources.table.raw import is_text
 
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
 _DATES = (
@@ -85,7 +86,7 @@ def read_cells(column: pa.Array, forms: Sequence[Form]) -> tuple[pa.Array, Flags
     """
     likely = _of_first_cell(column, forms)  # a cast that fails costs the most where all cells do
     values = _first_that_reads(column, [likely])
-    if values is None and pc.any(pc.match_substring_regex(column, _BLANKS)).as_py():
+    if values is None and pc.any(pc.match_substring_regex(column, f"{_BLANKS}|^$")).as_py():
         column = stripped(column)
         column = pc.if_else(pc.equal(pc.binary_length(column), 0), pa.scalar(None, column.type), column)
         return read_cells(column, forms)
@@ -102,12 +103,14 @@ def read_cells(column: pa.Array, forms: Sequence[Form]) -> tuple[pa.Array, Flags
 
 
 def stripped(texts: pa.Array) -> pa.Array:
-    """Return texts without the blanks around them.
+    """Return texts without the blanks around them; what are no texts, as they are.
 
-    >>> stripped(pa.array([" a b ", None, b"\tc".decode()])).to_pylist()
+    >>> stripped(pa.array([" a b ", None, "c"])).to_pylist()
     ['a b', None, 'c']
     """
-    return pc.replace_substring_regex(texts, _BLANKS, "")
+    if types.is_dictionary(texts.type):
+        return pa.DictionaryArray.from_arrays(texts.indices, stripped(texts.dictionary))
+    return pc.replace_substring_regex(texts, _BLANKS, "") if is_text(texts.type) else texts
 
 
 def _of_first_cell(column: pa.Array, forms: Sequence[Form]) -> Form:
@@ -271,7 +274,10 @@ def decimal_form(mark: str, *, has_codes: bool = True) -> Form:
     [12.5, 1250.0]
     """
     other, this = {".": (",", r"\."), ",": (r"\.", ",")}[mark]
-    groups, digits = f"[1-9][0-9]{{0,2}}(?:[{other}' \u00a0\u202f][0-9]{{3}})+", "[0-9]+" if has_codes else "0|[1-9][0-9]*"
+    groups, digits = (
+        f"[1-9][0-9]{{0,2}}(?:[{other}' \u00a0\u202f][0-9]{{3}})+",
+        "[0-9]+" if has_codes else "0|[1-9][0-9]*",
+    )
     number = f"(?:{groups}|{digits})(?:{this}[0-9]*)?|[0-9]*{this}[0-9]+"
     pattern = f"^[-+]?(?:{_MONEY} ?)?[-+]?(?:{number}) ?(?:{_MONEY}|%)?$"
 

@@ -33,6 +33,7 @@ from embershard.data.sources.table.cells import (
     seconds_forms,
     seconds_since_1970,
     split_cells,
+    stripped,
 )
 from embershard.data.sources.table.raw import RawChunk, is_list, is_text, is_time
 from embershard.errors import DataError, IdOutOfRangeError
@@ -212,6 +213,8 @@ class ChunkDecoder:
             )
             whole = np.where(is_whole, numbers, 0).astype(np.int64)
             values = pa.array(whole, mask=np.isnan(numbers))
+        elif feature.stripped:
+            values = stripped(values)
         keys, sizes, is_missing = text_words(values)
         too_long = ~is_missing & (sizes > MOST_BYTES)
         needed = f"needed at most {MOST_BYTES:,} bytes"

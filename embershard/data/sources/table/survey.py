@@ -15,28 +15,24 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import types
 
-from embershard.data.hashing import Words, mix64
+from embershard.data.hashing import mix64
 from embershard.data.sources.table.cells import (
     BRACKETS,
     INTEGER_WORDS,
     TIME_FORMATS,
     Form,
     decimal_form,
-    has_separator,
     read_cells,
     seconds_forms,
     seconds_since_1970,
-    split_cells,
     stripped,
     time_form,
     time_of_seconds,
 )
+from embershard.data.sources.table.counts import CONTROLS, DistinctCount, NumberSummary, PartCounts
 from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS, text_words
 from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
 
-#: Hashes that are kept of each column. The estimate of distinct values is exact up to so many, then within 3 %.
-KEPT_HASHES = 4096
-_KEPT_NUMBERS = 1 << 16
 _INTEGER = r"^(0|-?[1-9][0-9]*)$"
 _LONG_INTEGER = r"^-?[1-9][0-9]{15,}$"
 _LAST_EXACT = 2.0**53  #: float64 has every integer up to here
@@ -46,7 +42,8 @@ _IS_NUMBER = re.compile(_NUMBER).match
 _TIME = r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)?$"
 _ZONED_TIME = r"^\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[-+]\d\d(:?\d\d)?)$"
 _BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
-_SEPARATORS = ("\x01", "^", BRACKETS, "|", ";", ", ", ",", " ")
+_SEPARATORS = (*CONTROLS, "^", BRACKETS, "|", ";", "\t", "::", "~", "#", ",", ">", "&", "/", ":", " ")
+_LISTED, _LEAST_LISTED = 0.01, 1000  # a separator that fewer of so many cells have is given up
 #: What other programs write for a missing value.
 _MISSING_WORDS = [
     "NaN",
@@ -97,97 +94,6 @@ _WRITTEN = {
 _PLAIN = {name: (kind, FORMS[kind]) for name, kind in _TYPES.items()}
 #: Which of these are as the user says that a column is.
 _NUMBERS = ("integer", "unsigned", "number", "bool", ".", ",")
-SECONDS_PER_DAY = 86400
-
-
-@dataclass
-class DistinctCount:
-    """Estimates the number of distinct values from the smallest of their 64-bit hashes.
-
-    Attributes:
-        kept: the smallest hashes, rising; all of them where there are fewer than `KEPT_HASHES`.
-        count: values, distinct or not.
-    """
-
-    kept: Words = field(default_factory=lambda: np.zeros(0, np.uint64))
-    count: int = 0
-
-    def add(self, words: Words) -> None:
-        self.count += len(words)
-        if len(self.kept) == KEPT_HASHES:
-            words = words[words < self.kept[-1]]
-        self.kept = np.union1d(self.kept, words)[:KEPT_HASHES]
-
-    @property
-    def is_exact(self) -> bool:
-        return len(self.kept) < KEPT_HASHES
-
-    @property
-    def estimate(self) -> int:
-        """Distinct values.
-
-        >>> count = DistinctCount()
-        >>> count.add(mix64(np.arange(100_000, dtype=np.uint64)))
-        >>> 97_000 < count.estimate < 103_000
-        True
-        """
-        if self.is_exact:
-            return len(self.kept)
-        return min(self.count, round((KEPT_HASHES - 1) / (float(self.kept[-1]) / 2.0**64)))
-
-
-@dataclass
-class NumberSummary:
-    """Mean, spread and range of numbers, and an evenly spaced sample of them. `are_days`: as seconds, whole days."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-    least: float = np.inf
-    largest: float = -np.inf
-    are_whole: bool = True
-    are_days: bool = True
-    _sample: list[NDArray[np.float64]] = field(default_factory=list)
-    _step: int = 1
-    _num_sampled: int = 0
-
-    def add(self, numbers: NDArray[np.float64]) -> None:
-        """Add numbers that float32 holds, or times: the squares of larger ones would not be finite."""
-        if not len(numbers):
-            return
-        first = -self.count % self._step
-        total = self.count + len(numbers)
-        change = float(numbers.mean()) - self.mean
-        self.squares += (
-            float(((numbers - numbers.mean()) ** 2).sum()) + change * change * self.count * len(numbers) / total
-        )
-        self.mean += change * len(numbers) / total
-        self.count = total
-        self.least, self.largest = min(self.least, float(numbers.min())), max(self.largest, float(numbers.max()))
-        self.are_whole = self.are_whole and bool((numbers == np.trunc(numbers)).all())
-        self.are_days = self.are_days and not bool((numbers % SECONDS_PER_DAY).any())
-        self._sample.append(numbers[first :: self._step].copy())
-        self._num_sampled += len(self._sample[-1])
-        while self._num_sampled > 2 * _KEPT_NUMBERS:
-            self._sample = [np.concatenate(self._sample)[::2]]
-            self._num_sampled, self._step = len(self._sample[0]), 2 * self._step
-
-    @property
-    def std(self) -> float:
-        return float(np.sqrt(self.squares / self.count)) if self.count else 0.0
-
-    def quantiles(self, parts: int) -> list[float]:
-        """Return the distinct ones of the `parts + 1` quantiles of the sample, rising."""
-        return np.unique(np.quantile(self.sample, np.linspace(0, 1, parts + 1))).tolist()
-
-    def share_at_least(self, number: float) -> float:
-        """Return the share of the sample that is at least `number`."""
-        return float((self.sample >= number).mean())
-
-    @property
-    def sample(self) -> NDArray[np.float64]:
-        """Some of the numbers, evenly spaced; all where there are few."""
-        return np.concatenate([np.zeros(0), *self._sample])
 
 
 @dataclass
@@ -202,8 +108,8 @@ class ColumnSurvey:
         values: distinct values as `mapping = "text"` takes them; of lists, those in them.
         ids: the same as "hash" takes them, where all values are integers.
         summaries: of numbers, or of times the seconds since 1970; of texts by the type that they may have.
-        parts: per separator, the distinct values between it, in how many cells it is, the most values of a cell, and
-            those of all cells.
+        parts: what each separator cuts the cells of texts into.
+        blanks: how many texts have blanks around them, which `values` and `parts` have not.
         others: of texts, by the names of types that may fit (`_TYPES`, formats of times, decimal marks): how many
             cells, by text, are not of that type. Of many texts, some are counted as "...".
         texts: of texts, how many cells have each; None where these are many.
@@ -217,7 +123,7 @@ class ColumnSurvey:
         refused: numbers that are infinite or too large for float32, and times at `MOST_SECONDS` or farther, which
             `numbers` has not, as `summaries`: bad rows in training.
         has_null_values: settings can make words missing: those of text files.
-        too_long: texts above `MOST_BYTES`, which `values` has not: cells under "", parts under their separator.
+        too_long: texts above `MOST_BYTES`, which `values` has not.
         is_bytes: values are no UTF-8, and nothing else is known of them.
         digits: of texts, those of the longest integer among them.
     """
@@ -230,7 +136,8 @@ class ColumnSurvey:
     values: DistinctCount = field(default_factory=DistinctCount)
     ids: DistinctCount = field(default_factory=DistinctCount)
     summaries: dict[str, NumberSummary] = field(default_factory=lambda: {"number": NumberSummary()})
-    parts: dict[str, tuple[DistinctCount, int, int, int]] = field(default_factory=dict)
+    parts: dict[str, PartCounts] = field(default_factory=dict)
+    blanks: int = 0
     others: dict[str, Counter[str]] = field(default_factory=dict)
     texts: Counter[str] | None = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
@@ -242,7 +149,7 @@ class ColumnSurvey:
     has_null_values: bool = True
     missing_words: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    too_long: Counter[str] = field(default_factory=Counter)
+    too_long: int = 0
     is_bytes: bool = False
     digits: int = 0
 
@@ -253,6 +160,7 @@ class ColumnSurvey:
         elif self.wanted == "number":
             written = {mark: (pa.float64(), decimal_form(mark)) for mark in (".", ",")}
         self.types = {**_PLAIN, **written}
+        self.parts = {each: PartCounts(each) for each in self._separators}
         if self.declared not in ("token_seq", "float_seq"):
             self.others = {name: Counter() for name in self.types}
         if self.declared == "float":
@@ -264,7 +172,7 @@ class ColumnSurvey:
         return typed_name(self.name)[1]
 
     @property
-    def separators(self) -> tuple[str, ...]:
+    def _separators(self) -> tuple[str, ...]:
         """What may stand between the values in a cell."""
         if self.wanted == "list":
             return (self.form,)
@@ -305,7 +213,9 @@ class ColumnSurvey:
         self.ids.add(mix64(column.cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False).view(np.uint64)))
 
     def _add_texts(self, column: pa.Array) -> None:
-        words, sizes, is_empty = text_words(column)
+        bare = stripped(column)
+        self.blanks += pc.sum(pc.not_equal(bare, column)).as_py() or 0
+        words, sizes, is_empty = text_words(bare)
         self.missing += int(is_empty.sum())
         if not len(column) or self.is_bytes:
             return
@@ -317,9 +227,10 @@ class ColumnSurvey:
             return
         is_short = sizes <= MOST_BYTES
         self.values.add(words[~is_empty & is_short])
-        self.too_long[""] += int((~is_short).sum())
-        self._add_examples(column)
+        self.too_long += int((~is_short).sum())
         self._add_typed_texts(column)
+        column = stripped(column)
+        self._add_examples(column)
         if self.kind is None or self.written in (".", ",") or self.wanted == "list":
             self._add_parts(column)
 
@@ -328,7 +239,7 @@ class ColumnSurvey:
             is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
             self.missing_words.update(column.filter(is_word).to_pylist())
             column = stripped(column.filter(pc.invert(is_word)))
-            self._add_typed(column.filter(pc.not_equal(column, "")))  # blanks alone are missing numbers
+            self._add_typed(column.filter(pc.not_equal(column, "")))
 
     def _add_examples(self, column: pa.Array) -> None:
         counts = column.value_counts()
@@ -392,22 +303,12 @@ class ColumnSurvey:
 
     def _add_parts(self, column: pa.Array) -> None:
         counted = column.value_counts()
-        texts, counts = counted.field(0), counted.field(1)
-        for separator in self.separators:
-            has_it = has_separator(texts, separator)
-            count = int(pc.sum(counts.filter(has_it)).as_py() or 0)
-            if not count and separator not in self.parts:
-                continue
-            found, cells, most, all_values = self.parts.get(separator, (DistinctCount(), 0, 0, 0))
-            lists = split_cells(texts, separator)
-            words, sizes, is_empty = text_words(lists.flatten())
-            is_short = sizes <= MOST_BYTES
-            found.add(words[~is_empty & is_short])
-            self.too_long[separator] += int((~is_short).sum())
-            lengths = pc.list_value_length(lists)
-            most = max(most, pc.max(lengths).as_py())
-            all_values += pc.sum(pc.multiply(lengths.cast(pa.int64()), counts)).as_py()
-            self.parts[separator] = found, cells + count, most, all_values
+        words = text_words(counted.field(0))[0]
+        for separator, parts in list(self.parts.items()):
+            parts.add(counted.field(0), words, counted.field(1))
+            is_given_up = self.present >= _LEAST_LISTED and parts.cells < _LISTED * self.present
+            if is_given_up and len(self._separators) > 1:
+                del self.parts[separator]
 
     def _add_numbers(self, column: pa.Array, name: str = "number") -> NDArray[np.float64]:
         numbers: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -493,7 +394,7 @@ class ColumnSurvey:
     @property
     def num_bad(self) -> int:
         """Rows that the column makes bad in training, as long as `null_cells` are missing values."""
-        long = self.too_long[""] if is_text(self.inner) else 0
+        long = self.too_long if is_text(self.inner) else 0
         return self.odd_cells.total() + (self.num_refused if not is_text(self.inner) else long)
 
     @property

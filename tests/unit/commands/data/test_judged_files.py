@@ -54,6 +54,9 @@ CASES = {
                    [f"{n % 7}|{n % 5}" for n in NUMBERS]),
     "lists of texts": ([str([f"t, {n % 7}", f"u{n % 5}"]) for n in NUMBERS],
                        [f"t, {n % 7}|u{n % 5}" for n in NUMBERS]),
+    "lists with blanks": ([[f"g{n % 7} / g{n % 5}", f"g{n % 5} /g{n % 7}/ g{n % 3} ", "g1"][n % 3] for n in NUMBERS],
+                          [[f"g{n % 7}|g{n % 5}", f"g{n % 5}|g{n % 7}|g{n % 3}", "g1"][n % 3] for n in NUMBERS]),
+    "texts with blanks": ([f"g{n % 7}{' ' * (n % 3)}" for n in NUMBERS], [f"g{n % 7}" for n in NUMBERS]),
     "carets": ([f"{n % 7}^{n % 5}" for n in NUMBERS], [f"{n % 7}|{n % 5}" for n in NUMBERS]),
 }  # fmt: skip
 

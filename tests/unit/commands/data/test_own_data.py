@@ -21,8 +21,9 @@ from embershard.commands.data.suggest import facts_of, suggest_features, suggest
 from embershard.commands.train.command import rank_job
 from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
+from embershard.data.sources.table.counts import DistinctCount
 from embershard.data.sources.table.decode import scaled
-from embershard.data.sources.table.survey import DistinctCount, survey
+from embershard.data.sources.table.survey import survey
 from embershard.errors import CheckpointError, DataError
 from embershard.launch import rank
 from embershard.settings.files import load_config
