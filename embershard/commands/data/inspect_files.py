@@ -14,6 +14,7 @@ import numpy as np
 from embershard.commands.data.choices import choices, label_choice
 from embershard.commands.data.columns import columns_of_files, survey_files
 from embershard.commands.data.kinds import Judgement, judge
+from embershard.commands.data.results import results_of
 from embershard.commands.data.suggest import (
     LabelSuggestion,
     Suggestion,
@@ -23,7 +24,6 @@ from embershard.commands.data.suggest import (
     near_miss,
     num_bad_labels,
     others_of,
-    result_of,
     suggest_features,
     suggest_label,
 )
@@ -130,18 +130,15 @@ class Inspected:
             if needs_label or wanted is not None:
                 raise
             label = None
-        others = [each for name, each in columns.items() if label is None or name != label.column]
+        others = {name: each for name, each in columns.items() if label is None or name != label.column}
+        results = {} if label is None else results_of(others, columns[label.column], label)
         facts = [
-            facts_of(
-                each,
-                is_known=each.name in arguments.feature,
-                result="" if label is None else result_of(each, columns[label.column], label),
-            )
-            for each in others
+            facts_of(each, is_known=name in arguments.feature, result=results.get(name, ""))
+            for name, each in others.items()
         ]
         suggested: list[Suggestion] = []
         taken = set() if label is None else {label.column}
-        for each, judgement in zip(others, judge(facts), strict=True):
+        for each, judgement in zip(others.values(), judge(facts), strict=True):
             suggested.append(suggest_features(each, judgement, taken, chosen.get(each.name)))
             taken.update(suggested[-1].features)
         form = files[0].form if files[0].is_text or not files[0].form.is_utf8 else None

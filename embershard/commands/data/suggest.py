@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import types
 
@@ -20,7 +19,7 @@ from embershard.commands.data.choices import ColumnChoice, LabelChoice
 from embershard.commands.data.kinds import Facts, Holds, Judgement, Parts, judge, near_lists, word_of, words
 from embershard.data.block import short
 from embershard.data.config import TIME_ROWS
-from embershard.data.sources.table.cells import FLOATS, TIME_FORMATS, read_cells, seconds_forms, time_form
+from embershard.data.sources.table.cells import TIME_FORMATS, read_cells, seconds_forms, time_form
 from embershard.data.sources.table.counts import SECONDS_PER_DAY, DistinctCount, NumberSummary
 from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS
 from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
@@ -36,8 +35,6 @@ _VALUES_OF_CLICKS = 2
 _SKEWED = 5.0  # standard deviations from the mean to the largest number
 _QUANTILE_PARTS = 16
 _DIGITS = 6
-_ZEROS = ["", "0", "0.0", "false", "False", "FALSE", "no", "No", "NO", "n", "N"]
-_LEAST_RESULTS, _BY_CHANCE = 20, 1e-3
 _SHOWN_OTHERS = 3
 #: Settings of features, by their names.
 _Features = dict[str, dict[str, Any]]
@@ -118,7 +115,7 @@ def facts_of(column: ColumnSurvey, *, is_known: bool = False, result: str = "") 
     ties = [each for each in column.others if each in TIME_FORMATS and column.others[each] == own]
     return Facts(
         name,
-        _holds(column),
+        holds(column),
         rows=column.rows,
         present=column.present - column.null_cells.total(),
         distinct=distinct + column.too_long,
@@ -137,7 +134,8 @@ def facts_of(column: ColumnSurvey, *, is_known: bool = False, result: str = "") 
     )
 
 
-def _holds(column: ColumnSurvey) -> Holds:
+def holds(column: ColumnSurvey) -> Holds:
+    """Return what a column's values are."""
     inner, numbers = column.inner, column.numbers
     if is_list(column.type):
         is_float = types.is_floating(inner) or types.is_decimal(inner)
@@ -151,33 +149,6 @@ def _holds(column: ColumnSurvey) -> Holds:
     if types.is_integer(inner):
         return "integers"
     return "integers" if numbers.count and numbers.are_whole and not column.written else "fractions"
-
-
-def result_of(column: ColumnSurvey, label: ColumnSurvey, wanted: LabelSuggestion) -> str:
-    """Say why a column is a result, by the first rows: something is in it only where the label is 1; or "".
-
-    Fractions are none: in samples that were drawn by the label, means of a user's past may be so.
-    """
-    cells, labels = column.first(), label.first()
-    if cells is None or labels is None or _holds(column) == "fractions":
-        return ""
-    if wanted.text is not None:
-        is_one = pc.fill_null(pc.equal(labels, wanted.text), False)
-    else:
-        is_one = read_cells(labels, FLOATS)[0]
-        is_one = pc.fill_null(pc.greater_equal(is_one, 1.0 if wanted.at_least is None else wanted.at_least), False)
-    is_one = is_one.to_numpy(zero_copy_only=False)
-    is_zero = pc.fill_null(pc.is_in(cells, value_set=pa.array(_ZEROS)), True).to_numpy(zero_copy_only=False)
-    has_value = ~is_zero & ~cells.is_null().to_numpy(zero_copy_only=False)
-    share = is_one.mean()
-    for flags, why in (
-        (has_value, "0 or nothing wherever the label is 0"),
-        (is_zero & (column.values.estimate == _VALUES_OF_CLICKS), "not 0 wherever the label is 0"),
-    ):
-        count = int(flags.sum())
-        if count >= _LEAST_RESULTS and not (flags & ~is_one).any() and share**count < _BY_CHANCE:
-            return f"it is {why}: so are results"
-    return ""
 
 
 def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | None) -> LabelSuggestion:
@@ -302,12 +273,8 @@ def near_miss(column: ColumnSurvey, judgement: Judgement | None = None) -> str:
     them so; or ""."""
     if column.kind is not None or not is_text(column.inner):
         return ""
-    if judgement is not None and (separator := near_lists(facts_of(column), judgement)):
-        often, sign = floor(1e2 * column.parts[separator].cells / column.present), repr(separator)[1:-1]
-        remedy = f"--list {shlex.quote(f'{column.name}:{sign}')}"
-        return f"{often} % have {short(separator)} in them: {short(column.examples[0])}. If these are lists: {remedy}"
     if not column.others:
-        return ""
+        return "" if judgement is None else _near_list(column, judgement)
     name = min(column.others, key=lambda each: column.others[each].total())
     others = column.others[name]
     share = 1 - others.total() / max(column.present - column.missing_words.total(), 1)
@@ -324,6 +291,14 @@ def near_miss(column: ColumnSurvey, judgement: Judgement | None = None) -> str:
     formats = (each for each in TIME_FORMATS if read_cells(pa.array(some), [time_form(each)])[1].sum() == 0)
     own = name if name in TIME_FORMATS else next(formats, "")
     return f"{said.format('times')}: --time {shlex.quote(f'{column.name}:{own}' if own else column.name)}"
+
+
+def _near_list(column: ColumnSurvey, judgement: Judgement) -> str:
+    if not (separator := near_lists(facts_of(column), judgement)):
+        return ""
+    share, sign = floor(1e2 * column.parts[separator].cells / column.present), repr(separator)[1:-1]
+    remedy = f"--list {shlex.quote(f'{column.name}:{sign}')}"
+    return f"{share} % have {short(separator)} in them: {short(column.examples[0])}. If these are lists: {remedy}"
 
 
 def suggest_features(

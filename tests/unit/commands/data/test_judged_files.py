@@ -403,3 +403,32 @@ def test_a_stray_zero_in_front_makes_no_codes_of_numbers():
     config = inspected("b.csv", "--number", "plz")
     assert config.data.table.features["plz"].kind == "dense"
     assert samples(config).num_samples == len(clicks)
+
+
+def test_columns_that_add_up_to_the_label_are_left_out(capsys):
+    """Numbers of guests of a house: by day and by night; and what was paid for them, in whole cents."""
+    draw = np.random.default_rng(0)
+    day, night = draw.poisson(30, ROWS), draw.poisson(9, ROWS)
+    kept, fee = draw.integers(1, 9000, (2, ROWS))
+    columns = {
+        "guests": day + night,
+        "by_day": day,
+        "by_night": night,
+        "staff": draw.poisson(8, ROWS),
+        "paid": [f"{each / 100:.2f}" for each in kept + fee],
+        "returned": [f"{each / 100:.2f}" for each in fee],
+        "kept": [f"{each / 100:.2f}" for each in kept],
+        "house": draw.integers(0, 9, ROWS),
+    }
+    write("a.csv", {name: [str(each) for each in cells] for name, cells in columns.items()})
+    assert "by_day" not in inspected("a.csv", "--label", "guests", "--category", "house").data.table.features
+    said = " ".join(capsys.readouterr().out.split())
+    assert "by_day, by_night: left out, since columns of results are not known before the label" in said
+    assert "# by_day: int64 in text; " in (written := Path("a.csv.toml").read_text())
+    assert "by_day + by_night is the label. Left out" in written
+    Path("a.csv.toml").unlink()
+    features = inspected("a.csv", "--label", "kept", "--category", "house").data.table.features
+    assert set(features) == {"guests", "by_day", "by_night", "staff", "returned", "house"}
+    Path("a.csv.toml").unlink()
+    features = inspected("a.csv", "--label", "staff", "--category", "house").data.table.features
+    assert set(features) == {"guests", "by_day", "by_night", "paid", "returned", "kept", "house"}
