@@ -43,9 +43,9 @@ _URLS = 0.9
 _ALWAYS = (*CONTROLS, "^")  # separators that texts have for no other reason
 _USUAL = (BRACKETS, "|", ";", "\t")
 _UNSURE = (" ", ",", "/", ":")  # separators that texts of one value have, too: titles, places, dates, paths
-_LISTED, _BRACKETED, _PARTS_PER_CELL, _PARTS_OF_LISTS, _OFTEN = 0.05, 0.5, 0.7, 0.4, 0.5
+_LISTED, _BRACKETED, _PARTS_PER_CELL, _PARTS_OF_LISTS, _OFTEN, _FEW_PARTS = 0.05, 0.5, 0.7, 0.4, 0.5, 0.1
 _FEW_VALUES, _MANY_VALUES, _ORDERED, _SMOOTH, _ENDS_IN_0 = 100, 200, 8, 0.5, 1 / 3
-_MOSTLY_0 = 0.6
+_MOSTLY_0, _BEYOND_CHANCE = 0.6, 1.5
 _MONTHS, _DAYS = 12, 31
 
 
@@ -186,7 +186,7 @@ def _is_named_id(column: Facts) -> bool:
 def _unique_id(column: Facts, are_events: bool) -> Judgement | None:
     """Return the judgement of an id that nearly every row has another one of: in a file of events, each of which has
     several ids, it may come again; else it names the row."""
-    if not column.is_unique or not _is_named_id(column) or column.declared:
+    if not column.is_unique or not _is_named_id(column) or column.declared or column.urls >= _URLS:
         return None
     why = "nearly every row has another value"
     if _is_id(column) and (are_events or column.distinct < column.present):
@@ -266,7 +266,8 @@ def _cuts(column: Facts, separator: str, parts: Parts) -> bool:
     is_named = _is_list_name(column.name, of_one=separator == ",")
     recurs = _recurrence(column, separator) < _PARTS_OF_LISTS
     if separator in (" ", ","):
-        return is_named or _are_codes(column.examples, separator)
+        are_few = separator == "," and has_sizes and _recurrence(column, separator) < _FEW_PARTS
+        return is_named or are_few or _are_codes(column.examples, separator)
     if separator in _UNSURE:
         return has_sizes and (is_named or (not parts.digits and _are_codes(column.examples, separator)))
     if separator in _USUAL:
@@ -447,8 +448,14 @@ def _points_of_order(numbers: NDArray[np.float64], *, is_coded: bool, is_dense: 
         yield -3, "the larger, the rarer"
     elif is_smooth and not falls:
         yield -2, "near values are alike frequent"
-    elif not is_smooth and not is_dense and not falls:
+    elif not is_smooth and not is_dense and not falls and _differ_beyond_chance(counts):
         yield 2, "frequencies without order"
+
+
+def _differ_beyond_chance(counts: NDArray[np.int64]) -> bool:
+    """Return whether frequencies of neighbours differ more than those of a sample of equally frequent values."""
+    changes, sums = np.diff(counts), counts[:-1] + counts[1:]
+    return bool((changes**2).sum() > _BEYOND_CHANCE * sums.sum())
 
 
 def _is_result(column: Facts) -> bool:
@@ -494,9 +501,10 @@ def word_of(name: str) -> tuple[str, str]:
     if tokens == ["number"] or "%" in name:
         return "number", "number" if tokens == ["number"] else "%"
     found = next((each for token in reversed(tokens) if (each := _group_of(token))[0]), ("", ""))
-    last = tokens[-1] if tokens else ""
-    if not found[0] and re.fullmatch("[a-z]+[^aiosu]s", last) and last not in words()["plural"]["none"]:
-        found = "plural", last
+    plurals = [each for each in tokens if not _group_of(each)[0] and re.fullmatch("[a-z]+[^aiosu]s", each)]
+    plurals = [each for each in plurals if each not in words()["plural"]["none"]]
+    if plurals and (not found[0] or (plurals[-1] == tokens[-1] and found[0] in ("either", "thing", "category"))):
+        found = "plural", plurals[-1]
     first = tokens[0] if len(tokens) > 1 else ""
     if first in words()["number"]["first"] and found[0] != "id":
         return "number", first

@@ -59,10 +59,10 @@ def _numbers(column: ColumnSurvey) -> NDArray[np.float64] | None:
 def result_of(column: ColumnSurvey, label: ColumnSurvey, wanted: LabelSuggestion) -> str:
     """Say why a column is a result, by the first rows: something is in it only where the label is 1; or "".
 
-    Fractions are none: in samples that were drawn by the label, means of a user's past may be so.
+    Fractions that are 0 there are none: in samples that were drawn by the label, means of a user's past may be so.
     """
     cells, labels = column.first(), label.first()
-    if cells is None or labels is None or holds(column) == "fractions":
+    if cells is None or labels is None:
         return ""
     if wanted.text is not None:
         is_one = pc.fill_null(pc.equal(labels, wanted.text), False)
@@ -70,7 +70,8 @@ def result_of(column: ColumnSurvey, label: ColumnSurvey, wanted: LabelSuggestion
         is_one = read_cells(labels, FLOATS)[0]
         is_one = pc.fill_null(pc.greater_equal(is_one, 1.0 if wanted.at_least is None else wanted.at_least), False)
     is_one = is_one.to_numpy(zero_copy_only=False)
-    is_zero = pc.fill_null(pc.is_in(cells, value_set=pa.array(_ZEROS)), True).to_numpy(zero_copy_only=False)
+    zeros = [*column.null_cells, *([""] if holds(column) == "fractions" else _ZEROS)]
+    is_zero = pc.fill_null(pc.is_in(cells, value_set=pa.array(zeros)), True).to_numpy(zero_copy_only=False)
     has_value = ~is_zero & ~cells.is_null().to_numpy(zero_copy_only=False)
     share = is_one.mean()
     for flags, why in (
