@@ -240,7 +240,9 @@ def _texts(column: Facts) -> Judgement:
             return Judgement("drop", "sure", "web addresses")
         if (separator := _separator(column)) is not None:
             recurs = _recurrence(column, separator) < _PARTS_OF_LISTS
-            is_sure = separator in (*_ALWAYS, BRACKETS) or (recurs and (separator == "|" or _is_list_name(column.name)))
+            is_sure = separator in (*_ALWAYS, BRACKETS) or (
+                recurs and (separator == "|" or _is_list_name(column.name, separator))
+            )
             return Judgement("list", "sure" if is_sure else "likely", "several values in a cell", separator=separator)
     if column.is_unique:
         if column.declared == "token" and column.present < _UNIQUE_ROWS:
@@ -263,7 +265,7 @@ def _cuts(column: Facts, separator: str, parts: Parts) -> bool:
     if parts.cells < _LISTED * column.present or _recurrence(column, separator) >= _PARTS_PER_CELL:
         return False
     has_sizes = parts.mean * column.present < parts.cells * parts.most + column.present - parts.cells
-    is_named = _is_list_name(column.name, of_one=separator == ",")
+    is_named = _is_list_name(column.name, separator)
     recurs = _recurrence(column, separator) < _PARTS_OF_LISTS
     if separator in (" ", ","):
         are_few = separator == "," and has_sizes and _recurrence(column, separator) < _FEW_PARTS
@@ -296,14 +298,11 @@ def _are_codes(cells: Sequence[str], separator: str) -> bool:
     return bool(cells) and all(re.fullmatch(r"\w*\d\w*", each) for each in parts)
 
 
-def _is_list_name(name: str, *, of_one: bool = False) -> bool:
-    """Return whether a column of this name may have several values in a cell.
-
-    Args:
-        of_one: as well one that names a value: "genre", "tag".
-    """
+def _is_list_name(name: str, separator: str) -> bool:
+    """Return whether a column of this name may have several values in a cell, with this between them."""
     tokens, known = _tokens(name), words()["list"]
-    return bool(set(tokens) & set(known["words"]) or (of_one and tokens and tokens[-1] in known["of_one"]))
+    names = {*known["words"], *(known["of_texts"] if separator != " " else [])}
+    return bool(names & set(tokens)) or (separator == "," and tokens[-1:] != [] and tokens[-1] in known["of_one"])
 
 
 def _integers(column: Facts) -> Judgement:

@@ -33,6 +33,7 @@ ONE_VALUE = {
     "title": [f"The {WORDS[n % 12]}, the {WORDS[n % 5]} and the {n % 300}" for n in range(ROWS)],
     "name": [f"{WORDS[n % 12]}, Mr. {WORDS[n % 11]}" for n in range(ROWS)],
     "mac": [f"{n % 256:02x}:1a:{n * 7 % 256:02x}:00" for n in range(ROWS)],
+    "artists": [f"{WORDS[n % 12]} {WORDS[n * 7 % 11]}" for n in range(ROWS)],
     "genre": [("science fiction", "true crime", "comedy")[n % 3] for n in range(ROWS)],
 }
 
