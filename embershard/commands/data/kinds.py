@@ -185,11 +185,11 @@ def _is_named_id(column: Facts) -> bool:
 
 def _unique_id(column: Facts, are_events: bool) -> Judgement | None:
     """Return the judgement of an id that nearly every row has another one of: in a file of events, each of which has
-    several ids, it may come again; else it names the row."""
+    several ids, or in one of few rows, it may come again; else it names the row."""
     if not column.is_unique or not _is_named_id(column) or column.declared or column.urls >= _URLS:
         return None
     why = "nearly every row has another value"
-    if _is_id(column) and (are_events or column.distinct < column.present):
+    if _is_id(column) and (are_events or column.distinct < column.present or column.present < _UNIQUE_ROWS):
         return Judgement("category", "guess", f"{why}, and it may come again")
     return Judgement("drop", "sure" if column.distinct == column.present else "likely", f"an id: {why}")
 
