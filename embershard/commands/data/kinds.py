@@ -186,7 +186,7 @@ def _is_named_id(column: Facts) -> bool:
 def _unique_id(column: Facts, are_events: bool) -> Judgement | None:
     """Return the judgement of an id that nearly every row has another one of: in a file of events, each of which has
     several ids, or in one of few rows, it may come again; else it names the row."""
-    if not column.is_unique or not _is_named_id(column) or column.declared or column.urls >= _URLS:
+    if not column.is_unique or not _is_named_id(column) or column.declared:
         return None
     why = "nearly every row has another value"
     if _is_id(column) and (are_events or column.distinct < column.present or column.present < _UNIQUE_ROWS):
@@ -196,7 +196,9 @@ def _unique_id(column: Facts, are_events: bool) -> Judgement | None:
 
 def _alone(column: Facts, are_events: bool) -> Judgement:
     """Judge a column without its family."""
-    found = _unique_id(column, are_events) or _by_what_it_holds(column)
+    found = _by_what_it_holds(column)
+    if found.kind in ("category", "number") or (found.kind, found.sure) == ("drop", "likely"):
+        found = _unique_id(column, are_events) or found
     why = column.result
     if not why and _is_result(column):
         why = "its name is that of a result, which is not known before the label"
