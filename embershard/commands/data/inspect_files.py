@@ -176,7 +176,7 @@ class Inspected:
         column = self.columns[suggestion.column]
         separators = {str(each["separator"]) for each in suggestion.features.values() if "separator" in each}
         if separators:
-            return sum(column.too_long[each] for each in separators)
+            return sum(column.parts[each].too_long for each in separators)
         return column.num_bad
 
     @property
