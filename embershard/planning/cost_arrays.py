@@ -381,8 +381,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     maker = _Options(request, base_memory, window, at_best)
     options: list[list[Option]] = [[] for _ in sized]
     kernels = [request.kernels(table.table, resident=resident, cached=cached) for table in sized]
-    has_caches = any("cached" in each for each in kernels)
-    levels = maker.levels(sized) if has_caches else [maker.reports(sized, 1)]
+    levels = maker.levels(sized) if any("cached" in each for each in kernels) else [maker.reports(sized, 1)]
     for own, kinds, table, reports in zip(options, kernels, sized, zip(*levels, strict=True), strict=True):
         if "device" in kinds:
             own += maker.of(table, reports[0], reports[0], "device", "cached" in kinds)
@@ -407,8 +406,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
 
 
 def _without_worse(options: Sequence[Option]) -> list[Option]:
-    """Return the options without those that another one is as good as: of their kind the first, which may be without a
-    cache, or the one before, with a larger cache."""
+    """Return the options without those that the first of their kind, or the one kept before them, is as good as."""
     kept: list[Option] = []
     of_kind: dict[tuple[str, int], list[Option]] = {}
     for each in options:
