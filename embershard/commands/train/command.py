@@ -226,7 +226,7 @@ def _print_settings(job: TrainJob, num_ranks: int) -> None:
 
         own = describe_own(job.config)  # first of all: it may fail
     print(to_toml(job.config))
-    if job.config.train.device != "cuda":
+    if job.config.train.device != "cuda" and job.config.data.kind != "synthetic":  # else nothing has loaded pyarrow
         print(_describe_threads(job.config, num_ranks))
     if own:
         print(own)
