@@ -82,9 +82,8 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
     Of a dense feature, `scale` is as in `TableFeature`, with its numbers; or "constant": 1 in every sample. Of a sparse
     one, `id_base` is 16 where ids are hexadecimal texts; `mapping`, `separator` and `stripped` are as in
     `TableFeature`, or "avazu": as `AvazuSource` makes rows of texts. `null_values` are texts that are missing values,
-    and `format` and `decimal` are as in `TableConfig`. A missing id is row 0, a missing number 0 after scaling, and 0.5
-    after "quantile" without `mean`. Where a table takes any id, `mapping` is "ids" or "text_ids", and a missing id is
-    `MISSING_ID`.
+    and `format` and `decimal` are as in `TableConfig`. A missing number is 0 after scaling, and 0.5 after "quantile"
+    without `mean`; a missing id is row 0, and `MISSING_ID` where a table takes any id.
 
     >>> serving_inputs(DataConfig(kind="criteo"))["sparse"][0]
     {'name': 'C1', 'column': 'C1', 'num_rows': 100000, 'mapping': 'modulo', 'id_base': 16}
