@@ -41,7 +41,8 @@ class Run:
             return "not known"
 
     def minutes(self, report: Mapping[str, Any]) -> float | None:
-        """Return the minutes from the run's first report to this one; None where it has no time."""
+        """Return the minutes from the run's start (of earlier versions, its first report) to a report; None where it
+        has no time."""
         times = [self.folder.first_time, report.get("time")]
         try:
             begin, now = (datetime.fromisoformat(str(each).replace("Z", "+00:00")) for each in times)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tables = tuple(EmbeddingTable(f"t_{number}", 1000, 16, 64_000) for number in range(30))
     layers = (Layer("over_arch.0", "Linear", "1024 x 4096, 1024", 4_195_328, 16_781_312),)
     command = f"embershard train --config {'/a/long/path' * 9}/run.toml --nproc 2"
-    Start.now(0, command, "2 x CPU", ModelSummary(layers, tables)).add_to(run)
+    begun = Start.now(0, command, "2 x CPU", ModelSummary(layers, tables))
+    replace(begun, time="2026-01-01T00:00:00.000Z").add_to(run)  # as `reports` has it
     plan.save(folder / "plan.json")
     given = [run, write_sweep(folder / "s"), folder / "plan.json"]
     assert cli.main(["report", *map(str, given), "-o", str(output)]) == 0
@@ -187,7 +189,7 @@ def test_curves_obey_their_controls(page: Path, browser: Browser):
         assert found.evaluate(x) == [10, 20]
         assert found.evaluate(f"{loss}.layout.xaxis.title.text") == "steps trained"
         found.evaluate(choose("over", "value = '2'"))
-        assert found.evaluate(x) == pytest.approx([0, 10 / 60])
+        assert found.evaluate(x) == pytest.approx([10 / 60, 20 / 60])
         found.evaluate(choose("log", "checked = true"))
         assert found.evaluate(f"{loss}.layout.yaxis.type") == "log"
         found.evaluate(f"{loss}.given[0] = [1, 3]")
