@@ -378,10 +378,11 @@ class _HeldTables:
                 "Something has replaced the tables' forward; call accumulating(model) after that"
             )
         for pool in self._with_ids:
-            if pool.num_held not in (0, pool.micro_batches):
+            assert pool.ids is not None
+            if pool.num_held not in (0, pool.ids.num_together):  # at the end of the data there may be fewer
                 raise CacheError(
                     f"{pool.cache.name}: {pool.num_held} batches in one update, and the ids of "
-                    f"{pool.micro_batches} got rows together. Make the pipeline with as many micro_batches as an "
+                    f"{pool.ids.num_together} got rows together. Make the pipeline with as many micro_batches as an "
                     "update has"
                 )
 

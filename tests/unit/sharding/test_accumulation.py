@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard import CachedEmbeddingBagCollectionSharder, IdTable, LookAheadPipeline, accumulating, plan_sharding
+from embershard.distributed import Ranks
 from embershard.errors import CacheError, ConfigError
 from embershard.sharding.torchrec.accumulation import VARIABLE, HeldLookups
 from embershard.sharding.torchrec.slots import SlotTable
@@ -154,3 +163,49 @@ def test_a_second_backward_is_refused() -> None:
     output.sum().backward(retain_graph=True)
     with pytest.raises(CacheError, match="second backward"):
         output.sum().backward()
+
+
+def _trained_on_ids(updates: Sequence[Sequence[Sequence[int]]], together: int) -> dict[str, Tensor]:
+    """State of a table of ids behind updates of one batch or more; the pipeline makes `together` known at once."""
+    table = EmbeddingBagConfig(name="users", num_embeddings=480, embedding_dim=4, feature_names=["user"])
+    bags = torch.nn.ModuleDict({"bags": EmbeddingBagCollection([table], device=torch.device("meta"))})
+    _apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.5})
+    sharders = [CachedEmbeddingBagCollectionSharder(init_seed=1, ids={"users": IdTable()})]
+    plan = plan_sharding(bags, sharders, world_size=1, local_world_size=1, device="cpu")
+    model = DistributedModelParallel(bags, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    pipeline = LookAheadPipeline(
+        model,
+        optimizer,
+        torch.device("cpu"),
+        lookahead=6,
+        features=lambda batch: {"bags": batch.sparse_features},
+        micro_batches=together,
+    )
+    batches = (
+        Batch(
+            torch.zeros(len(ids), 0),
+            KeyedJaggedTensor(["user"], torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64)),
+            torch.zeros(len(ids)),
+        )
+        for update in updates
+        for ids in update
+    )
+    for update in updates:
+        with accumulating(model) if together > 1 else nullcontext():
+            for _ in update:
+                with pipeline.step(batches) as batch:
+                    model.module["bags"](batch.sparse_features).values().sum().backward()
+    pipeline.detach()
+    return {name: torch.cat([s.tensor for s in each.local_shards()]) for name, each in model.state_dict().items()}
+
+
+def test_the_last_update_of_the_data_may_have_fewer_batches(ranks: Ranks) -> None:
+    """Ids of what is left get rows together; they equal those of the same updates, each of one batch."""
+    updates = [[[5, 2**40], [7, 5], [9, 11]], [[2**41, 7], [13, 5]]]
+    whole = [[[one for ids in update for one in ids]] for update in updates]
+    found, expected = _trained_on_ids(updates, 3), _trained_on_ids(whole, 1)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+    with pytest.raises(CacheError, match="2 batches in one update, and the ids of 3 got rows together"):
+        _trained_on_ids([updates[0][:2], [updates[0][2], *updates[1]]], 3)

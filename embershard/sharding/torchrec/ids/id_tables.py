@@ -268,6 +268,11 @@ class PoolIdMaps:
             "became known"
         )
 
+    @property
+    def num_together(self) -> int:
+        """Batches whose ids got rows together with those of the batch that began to train last."""
+        return 0 if self._begun is None else 1 + len(self._begun.others)
+
     def _commit(self, through: int) -> None:
         with self._guard.change(f"noting that batch {through} trains"):
             while self._maps[0].committed < through:
