@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the tables")
     parser.add_argument("--systems", nargs="+", metavar="SYSTEM", help="of: embershard, lightgbm, deepfm, dcn")
+    parser.add_argument("--rows", type=int, help="of a table, at most: by chance, the same for all seeds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="of embershard, to try")
     options = parser.parse_args()
@@ -118,6 +119,9 @@ def as_table(found: dict[str, Any]) -> list[str]:
 def measure(path: Path, about: dict[str, Any], seed: int, options: argparse.Namespace) -> dict[str, float]:
     """Return the AUC of each system on the rows that none of them has seen."""
     header, *lines = path.read_text(encoding="utf-8").splitlines()
+    if options.rows is not None and len(lines) > options.rows:
+        kept = np.sort(np.random.default_rng(0).choice(len(lines), options.rows, replace=False))
+        lines = [lines[row] for row in kept]
     is_test = np.random.default_rng(seed).random(len(lines)) < _TEST
     systems: dict[str, Callable[[Rows, Rows, int], float]] = {}
     if find_spec("lightgbm"):
@@ -126,15 +130,15 @@ def measure(path: Path, about: dict[str, Any], seed: int, options: argparse.Name
         systems |= {"deepfm": lambda *rows: deepctr("DeepFM", *rows), "dcn": lambda *rows: deepctr("DCN", *rows)}
     wanted = options.systems or ["embershard", *systems]
     found = {}
-    if "embershard" in wanted:
-        with tempfile.TemporaryDirectory() as folder:
-            for name, part in (("train", ~is_test), ("test", is_test)):
-                some = [line for line, is_in in zip(lines, part, strict=True) if is_in]
-                Path(folder, f"{name}.csv").write_text("\n".join([header, *some, ""]), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, part in (("train", ~is_test), ("test", is_test), ("all", np.ones_like(is_test))):
+            some = [line for line, is_in in zip(lines, part, strict=True) if is_in]
+            Path(folder, f"{name}.csv").write_text("\n".join([header, *some, ""]), encoding="utf-8")
+        if "embershard" in wanted:
             found["embershard"] = one_command(Path(folder), options.set)
-    if peers := [each for each in wanted if each in systems]:
-        rows = read(path, about, ~is_test)
-        found |= {each: systems[each](rows.take(~is_test), rows.take(is_test), seed) for each in peers}
+        if peers := [each for each in wanted if each in systems]:
+            rows = read(Path(folder, "all.csv"), about, ~is_test)
+            found |= {each: systems[each](rows.take(~is_test), rows.take(is_test), seed) for each in peers}
     return found
 
 
