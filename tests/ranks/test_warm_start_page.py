@@ -61,8 +61,9 @@ def test_a_dry_run_shows_what_would_be_taken(done):
     lines = [line.removeprefix("# ").rstrip() for line in shown.splitlines() if line.startswith("#")]
     (example,) = (block for block in blocks(PAGE.read_text(), "text") if block.startswith("From"))
     first, *rest = example.strip().splitlines()
-    assert lines[0].endswith(first.partition("yesterday/")[2])
-    assert lines[1:] == rest
+    start = next(number for number, line in enumerate(lines) if line.startswith("From "))
+    assert lines[start].endswith(first.partition("yesterday/")[2])
+    assert lines[start + 1 :] == rest
 
 
 def test_a_run_says_what_it_took(done):

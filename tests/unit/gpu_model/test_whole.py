@@ -173,6 +173,7 @@ class _Alike(DistributedDataParallel):
         self.module = module
         self.parameters_to_ignore: set[str] = set()
         self.process_group = settings.get("process_group")
+        self.require_backward_grad_sync, self.static_graph = True, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
