@@ -409,7 +409,7 @@ def describe(form: TextForm) -> str:
     if form.line_breaks:
         said.append("cells have line breaks")
     if form.skip_lines:
-        said.append(f"{form.skip_lines} lines before the header are left out")
+        said.append(f"without {form.skip_lines} line{'s' * (form.skip_lines > 1)} before the header")
     if not form.is_utf8:
         said.append(f"encoding {form.encoding}")
     return ", ".join(said)
