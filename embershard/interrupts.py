@@ -13,6 +13,7 @@ from typing import Any
 def interrupts_wait() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block: in the thread that Python gives it to, and where it has a handler.
 
+    >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)
     >>> try:
     ...     with interrupts_wait():
     ...         signal.raise_signal(signal.SIGINT)
@@ -21,6 +22,7 @@ def interrupts_wait() -> Iterator[None]:
     ...     print("interrupted")
     the block goes on
     interrupted
+    >>> _ = signal.signal(signal.SIGINT, before)
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -52,6 +52,7 @@ NEW = {
     "was_improving": False,
     "published": None,
     "followed": None,
+    "threads": None,
 }
 
 
