@@ -68,8 +68,7 @@ CASES = [
     _case(
         "The folder to serve is no export",
         ("serve", "mine"),
-        "mine/export.json: not there, or no JSON; give a folder that embershard export wrote, or a "
-        "publish.folder that has its first base (base_0).",
+        "mine is the folder of a run. Export it: embershard export mine -o NEW; then serve NEW.",
         "Export the run: `embershard export mine -o exported`, then `embershard serve exported`.",
         files=_RUN,
     ),
