@@ -47,7 +47,10 @@ class BrokenIo(PageIo):
 
 
 class FlippingIo(PageIo):
-    """A disk that changes a bit in each page that is written by part number `works` of the work, or a later one."""
+    """A disk that changes a bit in each page that is written by part number `works` of the work, or a later one.
+
+    A low bit of a number of 4 bytes, which stays finite: what would train.
+    """
 
     def __init__(self, works: int, seed: int = 0) -> None:
         self._left, self._random, self._lock = works, random.Random(seed), threading.Lock()
@@ -57,7 +60,8 @@ class FlippingIo(PageIo):
             self._left -= 1
             if self._left < 0:
                 for place in places:
-                    memory[place * page_bytes + self._random.randrange(page_bytes)] ^= 1 << self._random.randrange(8)
+                    byte = self._random.randrange(page_bytes) & ~2
+                    memory[place * page_bytes + byte] ^= 1 << self._random.randrange(8)
         super().write(file, pages, page_bytes, memory, places)
 
 
