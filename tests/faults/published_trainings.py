@@ -44,9 +44,10 @@ from tests.faults import published_lives
 from tests.faults.processes import SETTINGS, Training, still_alive
 from tests.faults.processes import STEPS as COMMAND_STEPS
 from tests.faults.published_lives import STEPS, Life
+from tests.faults.rank_kills import Pools
 from tests.ranks import commands, resharding
 from tests.ranks.resharding import Layout
-from tests.ranks.workers import RankError, RankPool
+from tests.ranks.workers import RankError
 
 #: Faults of a training, by the names of `tests.ranks.publications.with_fault`.
 IN_TRAINING = {"correction": "no correction", "dirtiness": "dirtiness", "slots": "slots"}
@@ -60,29 +61,6 @@ OF_DELTAS = {
 }
 _MOST_LIVES = 4
 _OPERATIONS = 500, 130  # about so many in a whole life: of the first rank, and of another one
-
-
-class Pools:
-    """Processes that are reused, by the number of ranks; those that were killed are replaced."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
-
-    def live(self, root: Path, life: Life, is_resumed: bool) -> list[tuple[int, int]] | None:
-        """Run a life; None: it was killed."""
-        pool = self._pools.setdefault(life.ranks, RankPool(life.ranks))
-        try:
-            return pool.run(published_lives.live, root, life, is_resumed)
-        except (EOFError, OSError):
-            self._pools.pop(life.ranks).close()
-            return None
-        except RankError:
-            self._pools.pop(life.ranks).close()
-            raise
-
-    def close(self) -> None:
-        while self._pools:
-            self._pools.popitem()[1].close()
 
 
 @dataclass
@@ -158,7 +136,7 @@ def try_schedule(seed: int, root: Path, pools: Pools, tally: Tally, fault: str =
         left = _take_back(root, chance, tally) if number else ""
         who = f"schedule {seed}, life {number}{left} ({life})"
         try:
-            ended = pools.live(root, life, is_resumed=number > 0)
+            ended = pools.run(life.ranks, published_lives.live, root, life, number > 0)
         except RankError as error:
             return f"{who}: it failed: {error}"
         tally.lives, tally.kills, number = tally.lives + 1, tally.kills + (ended is None), number + 1
@@ -327,7 +305,7 @@ def whole_run(root: Path, pools: Pools, seed: int) -> Path:
     root.mkdir()
     resharding.write_samples(root / "samples.parquet")
     life = Life(Layout(lookahead=4, policy="lookahead", sharding="table_wise"), rate=0.1 + 0.01 * seed, every=1)
-    pools.live(root, life, is_resumed=False)
+    pools.run(life.ranks, published_lives.live, root, life, False)
     return root
 
 

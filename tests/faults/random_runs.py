@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -36,41 +36,16 @@ from embershard.distributed.checkpoint.load import BoxReader, read_scalars, veri
 from embershard.errors import ConfigError, EmbershardError
 from tests.faults import random_lives
 from tests.faults.random_lives import Meaning, Way, config_of, write_samples
-from tests.ranks.workers import RankError, RankPool
+from tests.faults.rank_kills import Pools
+from tests.ranks.workers import RankError
 
 _OPERATIONS = 250  # about so many in a whole life
-_TIMEOUT_SECONDS = 300.0
 _GROUPS = ("model.", "embedding_optimizer.", "dense_optimizer.", "average.")
 _SCALARS = ("step", "samples", "stream", "evaluations")
 _NEXT_RANK = "\n\n"
 _MOST_LIVES = 30
 _MOST_REFUSALS = 99  # of one run, by ranks
 _IDS_BUCKETS = 12
-
-
-class Pools:
-    """Processes that are reused, by the number of ranks; those that were killed are replaced."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
-
-    def run(self, num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
-        """Run a function on so many ranks; None: they were killed."""
-        pool = self._pools.get(num_ranks)
-        if pool is None:
-            pool = self._pools[num_ranks] = RankPool(num_ranks, timeout_seconds=_TIMEOUT_SECONDS)
-        try:
-            return pool.run(function, *arguments)
-        except (EOFError, OSError):
-            self._pools.pop(num_ranks).close()
-            return None
-        except RankError:
-            self._pools.pop(num_ranks).close()
-            raise
-
-    def close(self) -> None:
-        while self._pools:
-            self._pools.popitem()[1].close()
 
 
 @dataclass

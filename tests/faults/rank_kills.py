@@ -1,16 +1,22 @@
-"""Kills (SIGKILL) of all ranks of a pool at once, before a file operation in some folders, or when asked."""
+"""Kills (SIGKILL) of all ranks of a pool at once, before a file operation in some folders, or when asked; and
+pools that outlive them."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.ranks.workers import RankError, RankPool
+
 #: Audit events of what changes files; of them "open" may read.
 FILE_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree"}
+
+
+_TIMEOUT_SECONDS = 300.0
 
 
 class RankKills:
@@ -64,3 +70,28 @@ def is_writing(arguments: tuple[Any, ...]) -> bool:
 
 #: Of this process: an audit hook stays to its end.
 KILLS = RankKills()
+
+
+class Pools:
+    """Processes that are reused, by the number of ranks; those that were killed are replaced."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
+        """Run a function on so many ranks; None: they were killed."""
+        pool = self._pools.get(num_ranks)
+        if pool is None:
+            pool = self._pools[num_ranks] = RankPool(num_ranks, timeout_seconds=_TIMEOUT_SECONDS)
+        try:
+            return pool.run(function, *arguments)
+        except (EOFError, OSError):
+            self._pools.pop(num_ranks).close()
+            return None
+        except RankError:
+            self._pools.pop(num_ranks).close()
+            raise
+
+    def close(self) -> None:
+        while self._pools:
+            self._pools.popitem()[1].close()

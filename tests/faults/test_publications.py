@@ -15,8 +15,9 @@ import pytest
 from embershard.serving.serving_replica import Replica
 from tests.covering import keep, matrix
 from tests.faults import published_trainings
-from tests.faults.published_lives import Life
-from tests.faults.published_trainings import OF_DELTAS, DiffersError, Pools, Tally
+from tests.faults.published_lives import Life, live
+from tests.faults.published_trainings import OF_DELTAS, DiffersError, Tally
+from tests.faults.rank_kills import Pools
 from tests.ranks import commands, resharding
 from tests.ranks.resharding import Layout
 
@@ -62,7 +63,7 @@ def test_a_wrong_delta_changes_nothing(runs: list[Path], control: str):
 def _whole_life(pools: Pools, runs: list[Path], folder: Path, life: Life) -> None:
     resharding.write_samples(folder / "samples.parquet")
     shutil.copy(runs[0] / "dense.pt2", folder)
-    ended = pools.live(folder, life, is_resumed=False)
+    ended = pools.run(life.ranks, live, folder, life, False)
     assert ended is not None
     assert sum(evictions for evictions, _ in ended) > 0
     published_trainings.compare(folder, Replica(folder / "published"), Tally())
@@ -88,7 +89,7 @@ def test_a_resume_in_every_mode_takes_back_what_it_does_not_have(pools, runs, tm
     follower = published_trainings.follow(tmp_path, None, tally)
     for step in (8, 12, 14):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step}")
-    assert pools.live(tmp_path, Life(MODES[mode], 1, broken=fault), is_resumed=True)
+    assert pools.run(1, live, tmp_path, Life(MODES[mode], 1, broken=fault), True)
     with pytest.raises(DiffersError) if fault else nullcontext():
         published_trainings.follow(tmp_path, follower, tally)
         assert follower.have.name == "delta_12"

@@ -9,7 +9,8 @@ import pytest
 
 from tests.covering import keep
 from tests.faults.random_lives import CONTROLS
-from tests.faults.random_runs import Pools, Tally, try_run
+from tests.faults.random_runs import Tally, try_run
+from tests.faults.rank_kills import Pools
 
 pytestmark = pytest.mark.slow  # processes that are killed
 
