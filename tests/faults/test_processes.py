@@ -14,7 +14,17 @@ from embershard.launch.rank_group import waits_for_others
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from tests.faults.endurance import Usage, endure, growth
-from tests.faults.processes import KINDS, SAVE_EVERY, SETTINGS, STEPS, TORCHRUN, Fault, Training, still_alive
+from tests.faults.processes import (
+    KINDS,
+    SAVE_EVERY,
+    SETTINGS,
+    STEPS,
+    TORCHRUN,
+    Fault,
+    Training,
+    differences,
+    still_alive,
+)
 from tests.ranks import commands
 
 pytestmark = pytest.mark.slow
@@ -53,6 +63,25 @@ def test_a_stopped_rank_is_named_restarted_and_asked_to_end(tmp_path: Path) -> N
         assert len(again) >= SAVE_EVERY - 2
         assert {step: after[step] for step in before} == before
     finally:
+        run.process.kill()
+
+
+@pytest.mark.matrix
+def test_a_restart_changes_no_bit_of_an_accumulated_training(tmp_path: Path) -> None:
+    settings = [*SETTINGS, "train.accumulate=2", "cache.ratio=0.3"]
+    whole = Training(tmp_path / "whole", settings=settings)
+    run = Training(tmp_path / "run", "--max-restarts", "1", settings=settings)
+    try:
+        run.wait_for((run.folder / "checkpoints" / f"step_{SAVE_EVERY}").is_dir)  # saves are beside training
+        run.wait_for_step(SAVE_EVERY + 2)
+        run.ranks()[1].kill()
+        assert (whole.end(), run.end()) == (0, 0), whole.text + run.text
+        assert "rank 1 failed first" in run.text
+        assert "Restart 1 of 1" in run.text
+        assert "Continuing from " in run.text
+        assert list(differences(run, whole)) == []
+    finally:
+        whole.process.kill()
         run.process.kill()
 
 
