@@ -31,7 +31,7 @@ from embershard.run_result import (
     WindowResult,
     mean_quality,
 )
-from embershard.settings.decoding import to_toml
+from embershard.settings.decoding import to_record
 from embershard.settings.files import CURVES, METRICS, RUN_CONFIG
 from embershard.sharding.plan import Plan
 from embershard.training.arithmetic import rank_threads
@@ -67,7 +67,7 @@ class RunRecord:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         with whole_file(folder / RUN_CONFIG) as partial:  # a resume that is killed leaves the settings of before
-            partial.write_text(to_toml(config), encoding="utf-8")
+            partial.write_text(to_record(config), encoding="utf-8")
         for earlier in ("plan.json", RESULT, CURVES):  # an earlier part of the run may have had them
             (folder / earlier).unlink(missing_ok=True)
         if plan is not None:

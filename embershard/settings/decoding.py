@@ -25,6 +25,8 @@ else:
 
 T = TypeVar("T")
 
+#: The first and the last line of a record of settings.
+_RECORD, _RECORD_END = "# Settings of a run", "# End of settings"
 # pydantic's names of problems
 _UNKNOWN, _MISSING, _NO_JSON = "unexpected_keyword_argument", "missing", "json_invalid"
 
@@ -122,11 +124,13 @@ def read_toml(file: Any) -> dict[str, Any]:
     """Read a TOML file, given as a path or a package's resource.
 
     Raises:
-        ConfigError: the file cannot be read, or is not TOML.
+        ConfigError: the file cannot be read, is not TOML, or is a record of which the end is missing.
     """
     text = ""
     try:
         text = file.read_text(encoding="utf-8")
+        if text and text.startswith(_RECORD[: len(text)]) and _RECORD_END not in text:
+            raise ConfigError(f"{file}: is cut off: no line {_RECORD_END!r} is in it. Copy it again.")
         return tomllib.loads(text)
     except OSError as error:
         near = near_file(Path(str(file))) if isinstance(error, FileNotFoundError) else ""
@@ -178,6 +182,23 @@ def to_toml(values: Any, at: str = "") -> str:
         if isinstance(value, Mapping):
             parts.append(to_toml(value, f"{at}.{names[key]}" if at else names[key]))
     return "\n".join(part for part in parts if part)
+
+
+def to_record(values: Any) -> str:
+    """Return a dataclass as TOML between two lines, without which `read_toml` refuses it: what a file that is cut off
+    lacks would else be taken from the defaults.
+
+    >>> print(text := to_record({"rate": 0.5}), end="")
+    # Settings of a run
+    rate = 0.5
+    <BLANKLINE>
+    # End of settings
+    >>> _ = Path("cut.toml").write_text(text[:40])
+    >>> read_toml(Path("cut.toml"))
+    Traceback (most recent call last):
+    embershard.errors.ConfigError: cut.toml: is cut off: no line '# End of settings' is in it. Copy it again.
+    """
+    return f"{_RECORD}\n{to_toml(values)}\n{_RECORD_END}\n"
 
 
 def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:

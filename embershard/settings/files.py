@@ -59,6 +59,8 @@ def load_config(
     """
     values = read_toml(path)
     is_record = path.name == RUN_CONFIG and holds_run(path.parent)
+    if is_record and not values:
+        raise ConfigError(f"{path}: has no settings, though {path.parent} holds a run. Copy it again.")
     named = {override.partition("=")[0].strip() for override in overrides}
     for setting, name, section in _with_code(values) if is_record and not trust_code else ():
         key, recorded = f"{setting.partition('.')[0]}.{name}", section.get(name)

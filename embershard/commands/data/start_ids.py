@@ -22,7 +22,7 @@ from embershard.distributed.checkpoint.load import saved_rows
 from embershard.errors import ConfigError, naming_file
 from embershard.launch.run_dir import check_run_dir
 from embershard.launch.screen import plain_console, say, silence_libraries
-from embershard.settings.decoding import to_toml
+from embershard.settings.decoding import to_record
 from embershard.settings.files import CHECKPOINTS, RUN_CONFIG, load_config
 from embershard.sharding.torchrec.checkpoints import RowStates
 from embershard.training.config import RunConfig
@@ -56,7 +56,7 @@ def start_ids(arguments: argparse.Namespace) -> int:
             given = _fill(trainer, trained.checkpoint, mappings)
             trainer.save()
             with naming_file(arguments.output / RUN_CONFIG):
-                (arguments.output / RUN_CONFIG).write_text(to_toml(config), encoding="utf-8")
+                (arguments.output / RUN_CONFIG).write_text(to_record(config), encoding="utf-8")
         finally:
             trainer.close()
     go_on = f"embershard train --config {arguments.config} --run-dir {arguments.output} --resume"

@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from embershard.errors import ConfigError
-from embershard.settings.decoding import to_toml
+from embershard.settings.decoding import to_record, to_toml
 from embershard.settings.files import describe, json_schema, load_config
 from embershard.training.config import RunConfig
 
@@ -270,3 +270,15 @@ def test_the_schema_has_all_settings_with_their_meanings():
     assert list(keys(schema)) == [setting.key for setting in describe(RunConfig())]
     assert schema["$defs"]["TableFeature"]["properties"]["kind"]["enum"] == ["dense", "sparse"]
     assert ">>>" not in json.dumps([section["description"] for section in schema["$defs"].values()])
+
+
+def test_settings_of_a_run_that_are_cut_off_are_not_taken_from_the_defaults(tmp_path: Path):
+    """Without its last lines, a run would save nothing, and train to another end."""
+    (tmp_path / "metrics.jsonl").touch()
+    file, text = tmp_path / "config.toml", to_record(RunConfig())
+    for length in range(len(text) - 1):
+        file.write_text(text[:length])
+        with pytest.raises(ConfigError, match=r"config\.toml: .*\. Copy it again\."):
+            load_config(RunConfig, file)
+    file.write_text(text)
+    assert load_config(RunConfig, file) == RunConfig()
