@@ -80,8 +80,8 @@ class ModelConfig:
     arch: OfModel[Arch] = "dlrm"
     """Interaction of the features: "dlrm" takes dot products of all pairs, "dlrm_dcn" a low-rank cross
     network (DLRM-DCNv2, as in MLPerf Training, but for its rank: `dcn_low_rank_dim`). "fm" is a factorization machine,
-    "deepfm" adds an MLP over the same embeddings to it, and "wide_deep" adds an MLP to a linear model; these three have
-    a first-order weight per id.
+    "deepfm" adds an MLP over embeddings and numbers to it, and "wide_deep" adds an MLP to a linear model; these three
+    have a first-order weight per id.
     "din" and "tbsm" have attention over a user's history, by the item that is scored: DIN over the history's
     embeddings, TBSM over the outputs of a DLRM for each event. "hstu" has layers of attention among the events
     (`hstu`). "shared_bottom", "mmoe" and "ple" are for several labels: a tower for each one, over one MLP, or over
@@ -96,9 +96,9 @@ class ModelConfig:
     Not for arch "fm", "deepfm" and "wide_deep"."""
 
     over_arch_layer_sizes: OfModel[tuple[int, ...]] = (64, 32, 1)
-    """Layer widths of the MLP over the interaction; of "deepfm" and "wide_deep", over the embeddings: hidden layers,
-    and the last one, which must be 1, the logit; of several labels, the model has as many. With towers: those of each.
-    Not for arch "fm"."""
+    """Layer widths of the MLP over the interaction; of "deepfm" and "wide_deep", over embeddings and numbers: hidden
+    layers, and the last one, which must be 1, the logit; of several labels, the model has as many. With towers: those
+    of each. Not for arch "fm"."""
 
     init_range: OfTraining[float | None] = None
     """Embedding rows begin uniform in +-init_range. Default: 1 / sqrt(rows of their table), so that the rows of small

@@ -153,9 +153,9 @@ class DenseSize:
 
     @property
     def _interaction_width(self) -> int:
-        if self.arch == "wide_deep":
-            return self._crossed + self.num_dense
-        has_all = self.arch in ("dlrm_dcn", "deepfm")
+        if self.arch in ("wide_deep", "deepfm"):
+            return self.num_features * (self.dim - self._outputs) + self.num_dense
+        has_all = self.arch == "dlrm_dcn"
         return self._crossed if has_all else self.dim + self._features * (self._features - 1) // 2
 
     @property

@@ -75,7 +75,8 @@ class FM(nn.Module):
 
 class DeepFM(nn.Module):
     """A factorization machine and an MLP, added (Guo et al., "DeepFM", IJCAI 2017, arXiv 1703.04247, equations 1 to 4).
-    Both see the same factors of all fields. The logit is their sum; its bias is that of the MLP.
+    Both see the factors of the sparse features. The MLP sees the dense features as they are: it would hardly see what
+    the machine's small factors make of them. The logit is the sum of both; its bias is that of the MLP.
 
     Args:
         layers: widths of the MLP; the last one is T.
@@ -87,12 +88,13 @@ class DeepFM(nn.Module):
     def __init__(self, num_dense: int, num_sparse: int, dim: int, layers: Sequence[int]) -> None:
         super().__init__()
         self.fm = FM(num_dense, dim, layers[-1], has_bias=False)
-        self.deep = _mlp((num_dense + num_sparse) * (dim - layers[-1]), layers)
+        self.deep = _mlp(num_dense + num_sparse * (dim - layers[-1]), layers)
 
     def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
         """Return the outputs [B, T] of dense features [B, N] and pooled rows [B, F, D]."""
         factors, weights = self.fm.split(dense, rows)
-        return self.fm.outputs(factors, weights) + self.deep(factors.flatten(1))
+        embeddings = factors[:, dense.shape[1] :]
+        return self.fm.outputs(factors, weights) + self.deep(torch.cat([dense, embeddings.flatten(1)], dim=1))
 
 
 class WideDeep(nn.Module):

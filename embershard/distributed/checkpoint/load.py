@@ -168,7 +168,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any], *, alone: bool = Fal
     except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
         raise CheckpointError(
             f"{checkpoint} cannot be loaded: {_first_line(error)}. It is damaged, or of another model: "
-            "resume with the config it was written with, or from another checkpoint."
+            "resume with the config and the version it was written with, or from another checkpoint."
         ) from error
 
 

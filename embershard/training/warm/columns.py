@@ -113,10 +113,8 @@ def _factorized(inputs: SeenFeatures, parameters: Collection[str]) -> dict[str, 
     network, num_factors = "model.network", inputs.dim - len(inputs.outputs)
     dense = LabelledDim(_of_names(inputs.dense), is_input=True)
     outputs = LabelledDim(_of_names(inputs.outputs, OUTPUT), is_input=False)
-    fields = inputs.fields if inputs.arch == "wide_deep" else (*inputs.dense, *inputs.fields)
-    columns: tuple[Label, ...] = tuple(((name,), number) for name in fields for number in range(num_factors))
-    if inputs.arch == "wide_deep":
-        columns = (*_of_names(inputs.dense), *columns)
+    embeddings = tuple(((name,), number) for name in inputs.fields for number in range(num_factors))
+    columns: tuple[Label, ...] = (*_of_names(inputs.dense), *embeddings)
     rows = LabelledDim(dense.labels, is_input=False)
     found: dict[str, tuple[LabelledDim | None, ...]] = {
         f"{network}.dense_rows": (rows, None),

@@ -85,8 +85,8 @@ def plain_output(arch: str, weights: dict[str, Tensor], sample: int, num_outputs
             for k in range(of_factors):
                 y = y + one[k] * other[k] * (own["mix"][t, k] if num_outputs > 1 else 1)
         outputs.append(y)
-    found = torch.stack(outputs)
-    return found + plain_mlp(own, torch.cat([f[:of_factors] for f in fields])) if arch == "deepfm" else found
+    found, embeddings = torch.stack(outputs), [field[:of_factors] for field in fields[len(numbers) :]]
+    return found + plain_mlp(own, torch.cat([numbers, *embeddings])) if arch == "deepfm" else found
 
 
 @pytest.mark.parametrize("labels", [("click",), ("click", "buy", "like")], ids=["one", "three"])
