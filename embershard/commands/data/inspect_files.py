@@ -52,8 +52,12 @@ _MOST_OF_ONE_BATCH = _BATCHES[0][0]
 _FEW_ROWS, _EPOCHS = 5_000_000, 40  # below, several epochs train
 #: Of fewer, in the order of users, a batch has few users.
 _MIXED = "chunk_rows = 100000    # are mixed with each other: files may be in the order of users"
-#: With few rows, and no more numbers than categories. More numbers may want layers of their own, which "dlrm" has.
-_DEEPFM = 'arch = "deepfm"    # few rows: better than "dlrm" there; docs/models.md'
+#: With few rows.
+_DEEPFM = (
+    'arch = "deepfm"    # few rows: better than "dlrm" there; docs/models.md',
+    "over_arch_layer_sizes = [256, 128, 1]    # narrower ones lost where numbers say much",
+)
+_AVERAGED = "ema = 0.99    # of the layers' weights: the mean of the last steps is better than the last one"
 _LIKELIEST = 3
 _IN_ORDER = 0.99  # of the steps from a time to the next one go forward
 _MOST_OF_LATEST = 0.3  # of the rows, that have the latest time: more would be too many to hold out
@@ -368,10 +372,11 @@ def model_lines(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
     table_rows = sum(TableFeature(**settings).table_rows for settings in features)
     in_flight = _BATCHES_IN_FLIGHT * batch * sum(each.lookups for each in suggested)
     ratio = min(1.0, max(_LEAST_RATIO, ceil(100 * in_flight / table_rows) / 100))
-    is_small, num_dense = num_rows < _FEW_ROWS, sum(settings["kind"] == "dense" for settings in features)
+    is_small = num_rows < _FEW_ROWS
     epochs = [
         f"epochs = {_EPOCHS}    # at most: few samples want several; the best epoch is kept",
         "early_stopping = 3    # ends the run after three epochs that were no better",
+        _AVERAGED,
     ]
     if not is_small:
         every = max(1, round(0.1 * (1 - _HELD_OUT) * num_rows / batch))
@@ -382,7 +387,7 @@ def model_lines(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
     return [
         "",
         "[model]",
-        *([_DEEPFM] if is_small and 2 * num_dense <= len(features) else []),
+        *(_DEEPFM if is_small else ()),
         "init_range = 0.01    # of the rows at first: larger ones are noise where values are rare",
         "embedding_dim = 16    # of rare and of frequent values; 8 lost where users and items are all there is",
         "",

@@ -25,7 +25,7 @@ def features(num_sparse: int, num_dense: int) -> list[Suggestion]:
         (500, 0, "deepfm", 16, 40, None),
         (100_000, 2, "deepfm", 256, 40, None),
         (100_000, 9, "deepfm", 256, 40, None),
-        (100_000, 10, "dlrm", 256, 40, None),
+        (100_000, 10, "deepfm", 256, 40, None),
         (1_000_001, 0, "deepfm", 1024, 40, None),
         (5_000_000, 0, "dlrm", 1024, 1, 439),
         (50_000_000, 0, "dlrm", 4096, 1, 1099),
@@ -39,4 +39,5 @@ def test_the_model_fits_the_data(num_rows, num_dense, arch, batch, epochs, eval_
     assert (of_all, per_rank) == ((batch, None) if num_rows <= 1_000_000 else (None, batch))
     assert (config.train.epochs, config.train.eval_every) == (epochs, eval_every)
     assert config.keeps_best == (epochs > 1)
+    assert (config.model.over_arch_layer_sizes[0], config.train.ema) == ((256, 0.99) if epochs > 1 else (64, None))
     assert all("    # " in line for line in text.splitlines() if line.startswith(("arch", "batch", "epochs", "early")))
