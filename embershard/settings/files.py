@@ -12,6 +12,7 @@ import inspect
 import itertools
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,11 @@ def load_config(
             module that a setting names is not to be trusted.
     """
     values = read_toml(path)
+    if isinstance(common := values.get("config"), str):
+        raise ConfigError(
+            f"{path} is the file of a sweep, needed the settings of a run. To train all its runs: embershard sweep "
+            f"{shlex.quote(str(path))}. What they have in common is in {common}."
+        )
     is_record = path.name == RUN_CONFIG and holds_run(path.parent)
     if is_record and not values:
         raise ConfigError(f"{path}: has no settings, though {path.parent} holds a run. Copy it again.")

@@ -12,7 +12,7 @@ from typing import Any
 from embershard.errors import ConfigError
 from embershard.launch.arguments import config_file, set_words, trust_words
 from embershard.launch.launcher import planned_ranks
-from embershard.settings.decoding import decode, flat, read_toml, to_toml, toml
+from embershard.settings.decoding import decode, field_types, flat, read_toml, to_toml, toml
 from embershard.settings.files import apply_override, load_config
 from embershard.sweeps.clusters import KubernetesJobs, SlurmJobs
 from embershard.training.config import RunConfig
@@ -100,7 +100,13 @@ class Sweep:
         Raises:
             ConfigError: a key is unknown, a value is refused, or two runs are the same.
         """
-        file = decode(_SweepFile, read_toml(path))
+        values = read_toml(path)
+        if "config" not in values and values.keys() & field_types(RunConfig):
+            raise ConfigError(
+                f"{path} has the settings of a run, needed the file of a sweep. Write one beside it, for instance with "
+                f"these two lines, and give that:\nconfig = {toml(path.name)}\ngrid.train.seed = [0, 1, 2]"
+            )
+        file = decode(_SweepFile, values, elsewhere=_meant)
         config = path.parent / file.config
         config = config if config.exists() else config_file(file.config)
         try:
@@ -121,6 +127,10 @@ class Sweep:
             for run in (runs[::-1] if repeat % 2 else runs)
         ]
         return cls(tuple(experiments), file.time_limit_seconds, file.slurm, file.kubernetes)
+
+
+def _meant(key: str) -> list[str]:
+    return [f"set.{key}", f"grid.{key}"] if key in field_types(RunConfig) else []
 
 
 def _combinations(file: _SweepFile) -> Iterator[dict[str, Any]]:
