@@ -92,10 +92,10 @@ class TrainJob(Job):
         if frozen := frozen_overrides(arguments, config):
             overrides = [*overrides, *frozen]
             config = load_config(RunConfig, file, overrides, trust_code=trust, run_dir=arguments.run_dir)
-        if config.data.has_ids and config.model.build is None:  # of one's own model, the ranks find the tables
-            from embershard.training.fit.id_rules import id_rules  # it loads pyarrow
+        if config.model.build is None and (config.data.kind != "synthetic" or config.data.has_ids):
+            from embershard.training.fit.model_size import check_tables  # it loads pyarrow
 
-            id_rules(config)
+            check_tables(config)  # of one's own model, the ranks find the tables
         return TrainJob(
             config,
             arguments.run_dir,
@@ -184,8 +184,8 @@ def main(argv: Sequence[str]) -> int:
     run_dir = arguments.run_dir or default_run_dir(job.file)
     check_run_dir(run_dir, resume=job.resume is not None or arguments.dry_run)
     if arguments.dry_run:
-        if num_ranks is not None:
-            config.train.rank_batch_size(num_ranks)
+        if num_ranks is not None or config.train.global_batch_size is None:
+            config.train.rank_batch_size(num_ranks or 1)
         _print_settings(job, num_ranks or (1 if has_small_batches(config) else 2))
         return 0
     num_ranks = num_ranks or default_ranks(config)

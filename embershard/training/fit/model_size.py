@@ -40,8 +40,10 @@ def table_groups(config: RunConfig) -> dict[str, str]:
     return groups_of(places)
 
 
-def check_host_dtypes(config: RunConfig) -> None:
-    """Raise `ConfigError` where `cache.host_dtypes` names no table of the model."""
+def check_tables(config: RunConfig) -> None:
+    """Raise `ConfigError` where the model does not fit the features and labels of the data, the rules of ids do not fit
+    the tables, or `cache.host_dtypes` names none of them."""
+    id_rules(config)
     names = [table.name for table in tables_of_run(config)]
     if other := sorted(config.cache.host_dtypes.keys() - set(names)):
         raise ConfigError(f"cache.host_dtypes: got no table {other[0]!r}, needed some of {', '.join(names)}.")
@@ -92,7 +94,7 @@ def table_sizes(config: RunConfig, rows: Mapping[str, int]) -> tuple[TableSize, 
     (TableSize(table='t_C1', rows=15, dim=16, ...),)
     """
     tables, groups, ids = {table.name: table for table in tables_of_run(config)}, table_groups(config), id_rules(config)
-    check_host_dtypes(config)
+    check_tables(config)
     return tuple(
         TableSize(
             name,
