@@ -167,8 +167,6 @@ class FollowedSource(GrowingSource):
     def __init__(self, config: DataConfig, files: Sequence[JournalFile], of_metrics: Sequence[str] = ()) -> None:
         need_path(config)
         self.folder = Path(str(config.path)).expanduser()
-        if not self.folder.is_dir():
-            raise ConfigError(f"data.path = {config.path!r}: no such folder; data.follow needs one, which may be empty")
         self.schema: Schema = TableSource.schema_of(config)
         self._config, self._of_metrics = replace(config, eval_path=None), of_metrics
         self._forget_all()

@@ -243,9 +243,11 @@ def left_out_of(config: DataConfig) -> tuple[str, ...]:
 
 
 def need_path(config: DataConfig) -> None:
-    """Raise `ConfigError` where a source that reads files has no path."""
+    """Raise `ConfigError` where a source that reads files has no path, or one that follows a folder has none."""
     if config.kind != "synthetic" and config.path is None:
         raise ConfigError(f'data.kind = "{config.kind}" needs data.path: a file, or a folder of files')
+    if config.follow and not Path(str(config.path)).expanduser().is_dir():
+        raise ConfigError(f"data.path = {config.path!r}: no such folder; data.follow needs one, which may be empty")
 
 
 def files_of(config: DataConfig) -> tuple[list[InputFile], list[InputFile]]:
