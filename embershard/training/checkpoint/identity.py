@@ -171,8 +171,10 @@ def refusal(found: Sequence[Change]) -> str:
     rows = [("setting", "saved", "now"), *((change.key, change.saved, change.now) for change in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
-    back = [_set_back(change) for change in found if change.key not in _SET_BACK]
     keys = dict.fromkeys(change.key for change in found)
+    ways = [_set_back(change) for change in found if change.key not in _SET_BACK]
+    options = " ".join(way for way in ways if way.startswith("--set"))  # to copy as they are
+    back = [*([options] if options else []), *(way for way in ways if not way.startswith("--set"))]
     back += dict.fromkeys(what for key, what in _SET_BACK.items() if key in keys)
     allowed = [f"--allow-change {key}" for key in keys]
     advice = f"Set back what should not change ({', '.join(back)}), or allow it: {' '.join(allowed)}"
