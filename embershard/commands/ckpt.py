@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from embershard import distributed  # its names load torch when they are used, and --help must answer at once
 from embershard.distributed import complete_checkpoints, step_of
-from embershard.distributed.checkpoint.folder import ASIDE, best_checkpoint, folder_bytes, leftovers, remove
+from embershard.distributed.checkpoint.folder import (
+    ASIDE,
+    best_checkpoint,
+    checkpoints_for,
+    folder_bytes,
+    leftovers,
+    remove,
+)
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError, os_problem
 from embershard.launch.arguments import help_parts, make_parser, positive
 from embershard.launch.run_dir import lock_run_dir
@@ -75,10 +82,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _asked_for(folder: Path, step: int | None) -> list[Path]:
     """Return the complete checkpoints, or that of a step."""
-    found = [path for path in complete_checkpoints(folder) if step in (None, step_of(path))]
+    found = checkpoints_for(folder, step)
     if not found:
-        of = "" if step is None else f" of step {step}"
-        raise ConfigError(f"{folder} has no complete checkpoint{of}.")
+        raise ConfigError(f"{folder} has no complete checkpoint.")
     return found
 
 

@@ -244,6 +244,7 @@ class ModelConfig:
         }
         for name, archs in allowed.items():
             if (value := getattr(self, name)) and self.arch not in archs:
+                value = list(value) if isinstance(value, tuple) else value
                 raise ConfigError(
                     f"model.{name}: got {value!r} with arch={self.arch!r}, where it has no effect. Remove it, or set "
                     f"model.arch to {' or '.join(map(repr, archs))}."

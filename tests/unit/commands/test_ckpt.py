@@ -10,7 +10,7 @@ import torch
 from embershard.commands import ckpt, cli
 from embershard.distributed import Ranks, save_checkpoint
 from embershard.distributed.checkpoint.best import BestEvaluation
-from embershard.errors import ConfigError, InvalidCheckpointError
+from embershard.errors import CheckpointError, InvalidCheckpointError
 from tests.unit.distributed.checkpoints import flip_bit
 
 
@@ -51,7 +51,7 @@ def test_verify(run_dir, capsys):
     assert "step_2: __0_0.distcp: its bytes 0 to" in out
     assert ckpt.main(["verify", str(run_dir / "checkpoints"), "3"]) == 0
     assert ckpt.main(["verify", str(run_dir), "2"]) == 1
-    with pytest.raises(ConfigError, match="no complete checkpoint of step 7"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; there is step_1, step_2, step_3"):
         ckpt.main(["verify", str(run_dir), "7"])
 
 
