@@ -171,9 +171,11 @@ def suggest_label(columns: Mapping[str, ColumnSurvey], wanted: LabelChoice | Non
         one = next((each for each in (results, binary) if len(each) == 1), [])
         found = next(iter([*named, *one]), None)
         if found is None:
+            ways = " or ".join(f"--label {shlex.quote(each)}" for each in binary[:4])
+            of_two = f", of those of 0 and 1: {ways}" if ways else ""
             raise ConfigError(
-                f"--label: no column looks like a label. Name the column to predict; columns of numbers: {some}."
-                f"{_of_two_texts(columns)}"
+                f"--label: no column looks like a label. Name the column to predict{of_two}; columns of numbers: "
+                f"{some}.{_of_two_texts(columns)}"
             )
         wanted = LabelChoice(found)
     column = columns[wanted.column]
