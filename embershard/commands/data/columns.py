@@ -101,8 +101,8 @@ def columns_of_files(
     shown = _look(found, given)
     if not are_parquet(found):
         are_json(found, shown.form)
+        found = [file for file in found if len(found) == 1 or first_bytes(file, shown.form, 1)]
     if shown.is_text and len(found) > 1:
-        found = [file for file in found if first_bytes(file, shown.form, 1)]
         shown = replace(shown, form=_form_of_parts(found, shown))
     return [replace(shown, file=file) for file in found]
 

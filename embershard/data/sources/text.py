@@ -436,7 +436,7 @@ def parse_lines(
     borders = line_borders(text)
     good: list[tuple[Ids, T]] = []
     bad: dict[int, tuple[bytes, Exception]] = {}
-    parts = [np.arange(len(borders) - 1)]
+    parts = [np.arange(len(borders) - 1)] if len(borders) > 1 else []
     while parts and (most_bad is None or len(bad) < most_bad):
         part = parts.pop()
         lines = some_lines(data, borders, part)

@@ -40,8 +40,8 @@ def json_form(settings: TableConfig) -> TableConfig:
     return replace(settings, separator=",", columns=(), escape="", line_breaks=False, skip_lines=0)
 
 
-def has_json_lines(file: InputFile, settings: TableConfig) -> bool:
-    """Return whether a text file has JSON objects.
+def has_json_lines(file: InputFile, settings: TableConfig) -> bool | None:
+    """Return whether a text file has JSON objects; None: it has nothing.
 
     Raises:
         DataError: it is one JSON list.
@@ -51,7 +51,7 @@ def has_json_lines(file: InputFile, settings: TableConfig) -> bool:
         raise DataError(
             f"{file.path}: is one JSON list; needed an object to a line: jq -c '.[]' {file.path} > NEW.jsonl"
         )
-    return first.startswith(b"{")
+    return first.startswith(b"{") if first else None
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class JsonColumns:
 
     @staticmethod
     def of(file: InputFile, settings: TableConfig, wanted: Collection[str] = (), *, whole: bool = False) -> JsonColumns:
-        """Return the columns of a file, by its first lines; `wanted` ones may come later. `whole`: by all lines.
+        """Return the columns of a file, by its first lines; `wanted` ones may come later. `whole`: by all lines. Of a
+        compressed file that has nothing, the `wanted` ones.
 
         Raises:
             DataError: the file is damaged, or its first line is no object.
@@ -80,7 +81,7 @@ class JsonColumns:
         for block in plain_blocks(file, form) if whole else [first_bytes(file, form, _HEAD_BYTES)]:
             lines = block[: block.rfind(b"\n") + 1] or block
             found, _ = parse_lines(memoryview(lines), _parse)
-            if not found and not len(schema):
+            if block and not found and not len(schema):
                 first = block.partition(b"\n")[0].decode("utf-8", "replace")
                 refuse_python(file, first)
                 shown = short(first)
@@ -89,7 +90,7 @@ class JsonColumns:
                 )
             for _, table in found:
                 schema = _unified(schema, table.schema)
-        names = list(schema.names)
+        names = list(schema.names) or list(wanted)
         if late := [name for name in wanted if name not in names]:
             names += _with_keys(plain_blocks(file, form), late)
         return JsonColumns(schema, names, names)

@@ -178,16 +178,16 @@ def has_header(line: bytes, settings: TableConfig) -> bool:
 
 
 def are_json(files: Sequence[InputFile], settings: TableConfig) -> bool:
-    """Return whether all text files have JSON objects, or none has.
+    """Return whether all text files that are not blank have JSON objects, or none has.
 
     Raises:
         DataError: some have.
     """
     found = [has_json_lines(file, settings) for file in files]
-    if any(found) and not all(found):
+    if True in found and False in found:
         both = files[found.index(True)].path, files[found.index(False)].path
         raise DataError(f"{both[0]} is JSON and {both[1]} is not; needed one format. Set data.table.files")
-    return all(found)
+    return True in found
 
 
 def columns_of(

@@ -233,8 +233,8 @@ def common_schema(files: Sequence[WholeColumns]) -> pa.Schema:
     for file, schema in zip(files, schemas, strict=True):
         if 2 * len(schema) < len(found):
             raise DataError(
-                f"{file.file.path} has the columns {', '.join(map(str, schema))[:300]}; needed those of "
-                f"{files[0].file.path}: {', '.join(map(str, schemas[0]))[:300]}. Give one kind of files at a time"
+                f"{file.file.path} has the columns {', '.join(schema.names)[:300]}; needed those of "
+                f"{files[0].file.path}: {', '.join(schemas[0].names)[:300]}. Give one kind of files at a time"
             )
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -112,3 +113,17 @@ def test_an_open_quote_is_still_a_bad_row(tmp_path, capsys):
     assert 0 < config.bad_rows < 0.1
     assert cli.main(["data", "convert", str(path), "-o", str(tmp_path / "a.parquet")]) == 2
     assert "(inspect, convert and train: --line-breaks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", ["data inspect {} -o {}/run.toml", "data convert {} -o {}/all.parquet", "train {} --dry-run"]
+)
+def test_a_compressed_part_of_json_that_has_nothing_is_passed_over(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (parts := tmp_path / "parts").mkdir()
+    lines = "".join(f'{{"click": {n % 2}, "user": "u{n % 9}", "shop": "s{n % 4}"}}\n' for n in range(60))
+    for name, text in (("a", lines), ("b", ""), ("c", lines)):
+        (parts / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    assert cli.main(command.format(parts, tmp_path).split()) == 0
+    if "inspect" in command:
+        assert cli.main(["data", "validate", "--config", f"{tmp_path}/run.toml"]) == 0
