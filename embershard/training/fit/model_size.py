@@ -40,10 +40,36 @@ def table_groups(config: RunConfig) -> dict[str, str]:
     return groups_of(places)
 
 
+def named_tables(setting: str, names: Iterable[str], tables: Iterable[ModelTable]) -> dict[str, str]:
+    """Return the names of the tables that a setting names, each with the name that it was given.
+
+    >>> table = ModelTable("t_item", 100, 8, "fp32", ("item", "clicked"), "model.ebc", "sum")
+    >>> named_tables("model.frozen", ["clicked"], [table])
+    {'t_item': 'clicked'}
+
+    Raises:
+        ConfigError: there is no such table, or one is named twice.
+    """
+    known = {table.name: table for table in tables}
+    found: dict[str, str] = {}
+    for name in names:
+        table = known.get(name) or next((each for each in known.values() if name in each.features), None)
+        if table is None:
+            raise ConfigError(f"{setting}: got {name!r}, needed a table or a feature of one: {', '.join(known)}.")
+        if table.name in found:
+            raise ConfigError(
+                f"{setting}: {found[table.name]!r} and {name!r} are one table, {table.name!r}. Remove one."
+            )
+        found[table.name] = name
+    return found
+
+
 def check_tables(config: RunConfig) -> None:
     """Raise `ConfigError` where the model does not fit the features and labels of the data, the rules of ids do not fit
-    the tables, or `cache.host_dtypes` names none of them."""
+    the tables, or a setting names a table that is none of them."""
     id_rules(config)
+    for setting, given in (("frozen", config.model.frozen), ("pretrained", config.model.pretrained)):
+        named_tables(f"model.{setting}", given, tables_of_run(config))
     names = [table.name for table in tables_of_run(config)]
     if other := sorted(config.cache.host_dtypes.keys() - set(names)):
         raise ConfigError(f"cache.host_dtypes: got no table {other[0]!r}, needed some of {', '.join(names)}.")

@@ -1,39 +1,12 @@
-"""Tables that settings name, as themselves or by a feature."""
+"""`freeze_tables`: the tables in `model.frozen` do not train."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from torch import nn
 
 from embershard.errors import ConfigError
-from embershard.models import ModelTable
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import tables_of_run
-
-
-def named_tables(setting: str, names: Iterable[str], tables: Iterable[ModelTable]) -> dict[str, str]:
-    """Return the names of the tables that a setting names, each with the name that it was given.
-
-    >>> table = ModelTable("t_item", 100, 8, "fp32", ("item", "clicked"), "model.ebc", "sum")
-    >>> named_tables("model.frozen", ["clicked"], [table])
-    {'t_item': 'clicked'}
-
-    Raises:
-        ConfigError: there is no such table, or one is named twice.
-    """
-    known = {table.name: table for table in tables}
-    found: dict[str, str] = {}
-    for name in names:
-        table = known.get(name) or next((each for each in known.values() if name in each.features), None)
-        if table is None:
-            raise ConfigError(f"{setting}: got {name!r}, needed a table or a feature of one: {', '.join(known)}.")
-        if table.name in found:
-            raise ConfigError(
-                f"{setting}: {found[table.name]!r} and {name!r} are one table, {table.name!r}. Remove one."
-            )
-        found[table.name] = name
-    return found
+from embershard.training.fit.model_size import named_tables, tables_of_run
 
 
 def freeze_tables(model: nn.Module, config: RunConfig) -> None:

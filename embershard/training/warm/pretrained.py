@@ -25,9 +25,8 @@ from embershard.models import ModelTable
 from embershard.models.config import PretrainedTable
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
-from embershard.training.fit.model_size import tables_of_run
+from embershard.training.fit.model_size import named_tables, tables_of_run
 from embershard.training.warm.id_moves import LiveIds, place_ids
-from embershard.training.warm.named_tables import named_tables
 
 _Ints = NDArray[np.int64]
 _VECTORS = "vectors"
