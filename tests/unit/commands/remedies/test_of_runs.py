@@ -1,0 +1,148 @@
+"""Messages about runs and plans."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+
+import pytest
+
+from tests.unit.commands.conftest import Trained
+from tests.unit.commands.remedies.table import LEFT_OUT, Remedy, cases, check, said_by
+
+#: Of a run on Parquet files with columns user, items, age and click.
+OF_RUNS = [
+    Remedy(("eval run",), "", "--set train.epochs=3", "(Leave it out)", "--step last", True),
+    Remedy(("eval run",), "", "--step 9", "there is step_(12)", "--step 12", True),
+    Remedy(("eval run",), "", "--set data.eval_fraction=0", "(--data PATH)", "--data clicks.parquet"),
+    Remedy(("predict run -o out.parquet",), "", "--keep usr", "did you mean ('user')", "--keep user", True),
+    Remedy(("predict run -o out.parquet",), "", "--keep label", "(Leave it out)", "--step last", True),
+    Remedy(("compare run run",), "", "--metrics gauc", "(--group COLUMN)", "--group user"),
+    Remedy(("compare run run",), "", "--group usr", "did you mean ('user')", "--group user", True),
+    Remedy(("report run run",), "", "", "or (--format)", "--format csv"),
+    Remedy(("report run run",), "", "", "need (-o FILE.html)", "-o out.html"),
+    Remedy(("report run",), "", "--json --top 3", "(--top) has no effect", "--json", True),
+    Remedy(("report run",), "", "--topology cpu", "without (--recalibrate)", "--json", True),
+    Remedy(("report",), "", "run/result.json", r"give its folder: (\S+)\.", instead=True),
+    Remedy(("ckpt prune run",), "", "", "required: (--keep)", "--keep 1"),
+    Remedy(("export run -o out.d",), "", "--format parquet --dtype int8", "(Leave it out)", "--format parquet", True),
+    Remedy(("export run -o out.d",), "", "--samples 9", "(Leave it out)", "--format parquet", True),
+    Remedy(("export",), "", "run -o run", "give another (name|folder|file)|give the name of a (new folder)",
+        "run --format parquet -o out.d", True),
+    Remedy(("predict run",), "", "-o out.csv", r"Give (-o out\.parquet)", instead=True),
+    Remedy(("eval",), "", "clicks.parquet", r"give the folder of a run.*(--data clicks\.parquet)",
+        "run --data clicks.parquet", True),
+    Remedy(("eval",), "", "rnu", "(give the folder of a run)", "run", True),
+    Remedy(("serve",), "", "run", r"embershard (export run -o NEW); then serve NEW", "NEW --port 99999", True,
+        first="export run -o NEW", leads_to="choose another port, or 0"),
+    Remedy(("publish ls",), "", "run", "(give the publish.folder) of a run", "nowhere", True,
+        leads_to="no publications|not"),
+    Remedy(("compare",), "", "run nowhere", "needed (a run), a sweep", "run run", True),
+    Remedy(("compare run run",), "", "--metrics recalibrated_ne", "(Leave it out)", LEFT_OUT, True),
+    Remedy(("compare run run",), "", "--weight agee", "did you mean ('age')", "--weight age", True,
+        leads_to="embershard: |A|missing"),
+    Remedy(("compare",), "", "run:cache.ratio=1 run", "(needed one) before the settings|(not the folder of a sweep)",
+        "run run", True),
+    Remedy(("compare run",), "", "clicks.parquet", r"needed (scores)", "run", True),
+    Remedy(("data ids run",), "", "-o new", r"Give (--config)", "-o new --config run/config.toml", True,
+        leads_to='Give a feature the mapping "ids"'),
+    Remedy(("report run",), "", "-o out.pdf", r"ends in (\.html)", "-o out.html", True),
+    Remedy(("report run",), "", "--format csv --json", "(> FILE)", "--format csv", True),
+    Remedy(("report run",), "", "-o out.html --json", "--json (has no effect) with -o", "-o out.html", True),
+    Remedy(("report run",), "", "--plan plan.json", "without (--predicted)", LEFT_OUT, True),
+    Remedy(("report run",), "", "--predicted", r"or name a plan .*(--plan FILE)", "--plan run/config.toml",
+        leads_to="is not JSON"),
+    Remedy(("report run",), "", "--recalibrate out.txt", r"ends in (\.toml)", "--recalibrate out.toml", True,
+        leads_to="trained without a plan"),
+    Remedy(("report",), "", "nowhere", "(Give the folder of a run) that ended", "run", True),
+    Remedy(("ckpt ls",), "", "clicks.parquet", "(give the folder of a run)", "run", True),
+    Remedy(("ckpt verify run",), "", "9", "step_(12)", "12", True),
+    Remedy(("ckpt compact run",), "", "9", "step_(12)", "12", True),
+    Remedy(("ckpt prune run",), "", "--keep 0", "(1) or more", "--keep 1", True),
+]  # fmt: skip
+_AGAIN = "train run/config.toml --run-dir run --resume --set train.max_steps=13"
+_NEW = "train run/config.toml --run-dir new --set train.max_steps=1"
+_WARM = "train run/config.toml --run-dir new --from run --dry-run"
+#: Of the same run: to go on with it, and to begin others from it.
+OF_LIVES = [
+    Remedy((_AGAIN,), "", "--set data.seed=5", "(--set data.seed=0)"),
+    Remedy((_AGAIN,), "", "--set data.seed=5", "or allow it: (--allow-change data.seed)"),
+    Remedy((_AGAIN,), "", "--set train.batch_size=32",
+        r"\((--set train.batch_size=none --set train.global_batch_size=64)\)"),
+    Remedy((_AGAIN,), "", "--set train.batch_size=32", "(--allow-change train.global_batch_size)"),
+    Remedy((_AGAIN,), "", "--set dense_optimizer.lr=0.5 --set schedule.warmup_steps=3",
+        r"Set back .*\((.*)\), or allow", ""),
+    Remedy((_AGAIN,), "", "--set data.parquet.num_rows=[40,80]", "(Resume with the config)", LEFT_OUT, True),
+    Remedy((_AGAIN,), "", "--set model.embedding_dim=4 --set model.dense_arch_layer_sizes=[16,4]",
+        "(Resume with the config)", LEFT_OUT, True),
+    Remedy((_AGAIN,), "", "--allow-change train.batch_size", r"compared as (train.global_batch_size)\. Allow that",
+        "--allow-change train.global_batch_size", True),
+    Remedy((_AGAIN,), "", "--allow-change cache.ratio", "(Leave it out)", LEFT_OUT, True),
+    Remedy((_AGAIN,), "", "--from run", "(Leave --from out)", LEFT_OUT, True),
+    Remedy(("train run/config.toml --set train.max_steps=1",), "", "--run-dir run --resume --from run",
+        "or give --from a new (--run-dir)", "--run-dir new --from run", True),
+    Remedy(("train run/config.toml --run-dir run",), "", "", "(--resume) to continue it"),
+    Remedy(("train run/config.toml --set train.max_steps=1",), "", "--run-dir run", "Use another (--run-dir)",
+        "--run-dir new", True),
+    Remedy(("train run/config.toml --run-dir run --set train.max_steps=13",), "", "--resume 9", "step_(12)",
+        "--resume 12", True),
+    Remedy((_NEW + " --dry-run",), "", "--step 12", "without (--from)", "--from run"),
+    Remedy((_WARM,), "", "--step 9", "step_(12)", "--step 12", True),
+    Remedy((_WARM,), "", "--step best", "(Give a step)", "--step 12", True),
+    Remedy((_WARM,), "", "--step bets", "or (best)", "--step 12", True),
+    Remedy((_WARM,), "", "--map user", "for instance (item=product)", "--map user=user", True),
+    Remedy((_WARM,), "", "--map usr=user", "It has .*(user)", "--map user=user", True),
+    Remedy((_WARM,), "", "--without usr", "The new one has .*(user)", "--without user", True),
+    Remedy((_WARM,), "", "--set data.parquet.num_rows=[40,80]", r"or (--without \S+) begins it anew"),
+    Remedy((_WARM,), "", "--set data.parquet.num_rows=[40,80]", "hash onto (70) rows.* Set the mapping back",
+        "--set data.parquet.num_rows=[40,70]"),
+    Remedy((_WARM,), "", "--set data.parquet.num_rows=[40,60]", r"or (--without \S+) begins it anew"),
+    Remedy((_WARM,), "", "--set data.parquet.dense_transform=none",
+        r"Set the scale back, or (--without \S+) begins it anew"),
+    Remedy((_WARM,), "", "--set data.parquet.id_mapping=modulo", r"Set the mapping back, or (--without \S+) begins",
+        "--without t_user --without t_items"),
+    Remedy((_WARM,), "", "--set embedding_optimizer.kind=adam", r"Set the kind back, or (--without \S+) begins"),
+    Remedy((_WARM,), "", "--set model.embedding_dim=4 --set model.dense_arch_layer_sizes=[16,4]",
+        "(Keep the dim), or", "--set model.embedding_dim=8 --set model.dense_arch_layer_sizes=[16,8]"),
+    Remedy((_NEW + " --dry-run", ), "", "--from run/checkpoints/step_12 --step 12", "(Leave it out)",
+        "--from run/checkpoints/step_12", True),
+    Remedy((_NEW + " --dry-run",), "", "--from clicks.parquet", "(Give the folder of a run)", "--from run", True),
+    Remedy((_NEW + " --dry-run", ), "", "--from run --freeze usr", r"needed a table .*: .*(user)",
+        "--from run --freeze user", True),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "command"), cases([*OF_RUNS, *OF_LIVES]))
+def test_what_is_advised_of_runs_helps(
+    row: Remedy,
+    command: str,
+    trained: Trained,
+    one_rank_here: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr("embershard.commands.train.run.lock_run_dir", lambda _: None)  # it holds until a process ends
+    shutil.copytree(trained.run_dir, "run")
+    shutil.copy(trained.data, "clicks.parquet")
+    check(row, command, capsys)
+
+
+@pytest.mark.slow
+def test_what_is_advised_of_plans_helps(capsys: pytest.CaptureFixture[str]):
+    """The profile that is missing is made by the command that is named, and given as it says."""
+    code, said = said_by(["plan", "tiny.toml"], capsys)
+    found = re.search(r"give it as (--profile \S+): embershard (profile .*\.npz)", said)
+    assert code == 2, said
+    assert found is not None, said
+    assert said_by(shlex.split(found[2]), capsys)[0] == 0
+    plan = f"plan tiny.toml {found[1]} --ranks 2 -o out.json"
+    for words, remedy, tried in (
+        ("--topology h100x8x2 --ranks 8", r"or (--set train.device=auto)\.", ""),
+        ("--device-memory 1kB", r"that fits: (--device-memory \d+)", ""),
+        ("--host-memory 1kB", r"that fits: (--host-memory \d+)", ""),
+        ("--device-memory 1GB,2GB,3GB", r"(or one for each of 2 ranks)", "--device-memory 1GB,2GB"),
+        ("--ranks 2,4", r"give (one number of --ranks)", "--ranks 2"),
+    ):
+        check(Remedy((plan,), "", words, remedy, tried), plan, capsys)
