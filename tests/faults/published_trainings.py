@@ -224,12 +224,13 @@ def _bits(weights: Tensor) -> Tensor:
 def _compare_with_export(root: Path, replica: Replica | None, tally: Tally) -> None:
     """Raise unless the replica is what an export of the last checkpoint is."""
     tally.checked += 1
-    different = ["no replica"] if replica is None else _differences(load(root / "exported"), replica, STEPS)
+    different = ["no replica"] if replica is None else replica_differences(load(root / "exported"), replica, STEPS)
     if different:
         raise DiffersError(f"an export of the last checkpoint differs: {different}")
 
 
-def _differences(trained: Model, replica: Replica, step: int) -> list[str]:
+def replica_differences(trained: Model, replica: Replica, step: int) -> list[str]:
+    """Return which tables and weights of a replica are not those of an export, and what it has in place of the step."""
     with replica.state() as (model, have):
         pairs = zip(table_names(trained.inputs), model.tables, trained.tables, strict=True)
         found = [name for name, one, other in pairs if not torch.equal(_bits(one.stored), _bits(other.stored))]
@@ -348,7 +349,7 @@ def try_command(seed: int, folder: Path) -> str:
         return f"command {seed}: {done.stderr[-300:]}"
     trained = load(folder / "exported")
     for who, replica in (("a follower", follower), ("a new replica", Replica(folder / "published"))):
-        if replica is None or (different := _differences(trained, replica, COMMAND_STEPS)):
+        if replica is None or (different := replica_differences(trained, replica, COMMAND_STEPS)):
             return f"command {seed}: {who} differs: {different}"
     return ""
 

@@ -330,6 +330,12 @@ def _trainer(root: Path, meaning: Meaning, way: Way) -> Trainer:
         )
 
 
+def export(root: Path, meaning: Meaning, way: Way, checkpoint: Path) -> None:
+    """Write an export of a checkpoint to `root / "exported"`."""
+    config = config_of(root, meaning, way)
+    export_quickly(config, root.parent / f"{meaning.layers}.pt2", checkpoint, "fp32", root / "exported")
+
+
 def _line(report: Any) -> list[Any] | None:
     if isinstance(report, TrainReport):
         return ["loss", report.step, report.loss.hex()]

@@ -5,9 +5,9 @@ and that has no cache, no look-ahead and no saves in between, where its settings
     python -m tests.faults.random_runs [--runs N] [--seed S] [--control NAME]
 
 Where lives of a run add up in another order (other ranks, modes or pieces), the plain training does so from the same
-step on: losses, figures of evaluations, weights, states, averages and ids are compared bit for bit in any case.
-Settings that refuse each other are drawn again, and counted. A control damages the run on purpose, which must be
-noticed.
+step on: losses, figures of evaluations, weights, states, averages and ids are compared bit for bit in any case. So is
+a replica of what a run published, with an export of the last checkpoint. Settings that refuse each other are drawn
+again, and counted. A control damages the run on purpose, which must be noticed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ from torch import Tensor
 from embershard.distributed import complete_checkpoints
 from embershard.distributed.checkpoint.folder import leftovers
 from embershard.distributed.checkpoint.load import BoxReader, read_scalars, verify_alone
+from embershard.distributed.publish.published import PublicationError
 from embershard.errors import ConfigError, EmbershardError
+from embershard.serving.serving_model import load
+from embershard.serving.serving_replica import Replica
 from tests.faults import random_lives
+from tests.faults.published_trainings import replica_differences
 from tests.faults.random_lives import Meaning, Way, config_of, write_samples
 from tests.faults.rank_kills import Pools
 from tests.ranks.workers import RankError
@@ -56,6 +60,7 @@ class Tally:
     lives: int = 0
     kills: int = 0
     refused: int = 0
+    replicas: int = 0
     evictions: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
 
@@ -69,7 +74,7 @@ class Tally:
         kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.kinds.items()))
         return (
             f"{self.runs} runs, {self.lives} lives, {self.kills} killed, {self.evictions:,} evictions in those that "
-            f"were not; {self.refused} draws refused; {kinds}"
+            f"were not; {self.refused} draws refused, {self.replicas} replicas compared; {kinds}"
         )
 
 
@@ -182,8 +187,8 @@ class Run:
             if self._meaning.warm:
                 self._pools.run(1, random_lives.train_earlier, self._root, self._meaning)
             self._live()
-            return ", ".join([*self._left(), *self._different()][:9])
-        except (RankError, AssertionError, EmbershardError) as error:
+            return ", ".join([*self._left(), *self._published(), *self._different()][:9])
+        except (RankError, AssertionError, EmbershardError, PublicationError) as error:
             print(error, file=sys.stderr)  # with the stacks of ranks
             return f"{type(error).__name__}: {str(error).partition(_NEXT_RANK)[0].splitlines()[-1]}"
 
@@ -225,6 +230,17 @@ class Run:
         yield from (f"{path.name} is left" for path in leftovers(folder))
         if (rows := self._root / "rows").exists():
             yield from (f"rows/{path.name} is left" for path in rows.iterdir())
+
+    def _published(self) -> Iterator[str]:
+        """Yield what a replica has otherwise than an export of the last checkpoint, if the last life published."""
+        way, _ = self._lives[-1]
+        if way.publish_every is not None:
+            self._pools.run(1, random_lives.export, self._root, self._meaning, way, self._last)
+            replica, trained = Replica(self._root / "published"), load(self._root / "exported")
+            self._tally.replicas += 1
+            yield from (
+                f"of the replica, {name} differs" for name in replica_differences(trained, replica, self._meaning.steps)
+            )
 
     def _different(self) -> Iterator[str]:
         """Yield what differs from plain trainings, of which each goes on where the one before ends."""
