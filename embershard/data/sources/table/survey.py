@@ -239,7 +239,9 @@ class ColumnSurvey:
             is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
             self.missing_words.update(column.filter(is_word).to_pylist())
             column = stripped(column.filter(pc.invert(is_word)))
-            self._add_typed(column.filter(pc.not_equal(column, "")))
+            column = column.filter(pc.not_equal(column, ""))
+            if len(column):
+                self._add_typed(column)
 
     def _add_examples(self, column: pa.Array) -> None:
         counts = column.value_counts()

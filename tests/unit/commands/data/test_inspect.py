@@ -169,3 +169,12 @@ def test_folders_by_day_hold_the_latest_days_out(name, values, split):
     assert data.chunk_rows == 100_000, "rows in the order of users are mixed"
     held_out = open_source(data).held_out
     assert split[0] == "random" or held_out.how.startswith("from 2026-01-12")
+
+
+@pytest.mark.parametrize("values", [["NA"] * ROWS, ["-", "null"] * (ROWS // 2)])
+def test_a_column_of_words_for_a_missing_value_is_read(values):
+    text, names = inspected({"label": label(), "shop": [f"s{n % 5}" for n in range(ROWS)], "note": values})
+    assert names == ["shop"]
+    assert "# note:" in text
+    assert cli.main(["data", "convert", "a.csv", "-o", "new.parquet"]) == 0
+    assert pq.read_table("new.parquet").column("note").to_pylist() == values
