@@ -85,13 +85,12 @@ def without_blank_lines(data: memoryview) -> tuple[memoryview, Ids]:
     >>> bytes(lines), numbers
     (b'1\\n2\\n', array([0, 2]))
     """
-    content = bytes(data)
-    may_be_blank = content[:1] in (b"\n", b"\r") or content.endswith(b"\n\r")
-    if not (may_be_blank or b"\n\n" in content or b"\n\r\n" in content):
-        return data, np.arange(content.count(b"\n") + (content[-1:] not in (b"", b"\n")))
-    text = np.frombuffer(content, np.uint8)
+    text = np.frombuffer(data, np.uint8)
     borders = line_borders(text)
-    firsts, sizes = text[borders[:-1]], np.diff(borders)
+    sizes = np.diff(borders)
+    if not (sizes <= 2).any():
+        return data, np.arange(len(sizes))
+    firsts = text[borders[:-1]]
     is_blank = (sizes == 1) & ((firsts == NEWLINE) | (firsts == _RETURN))
     two = np.flatnonzero((sizes == 2) & (firsts == _RETURN))
     is_blank[two] = text[borders[two] + 1] == NEWLINE

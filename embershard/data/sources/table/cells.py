@@ -58,7 +58,7 @@ _FIELDS = {
 BRACKETS = "[,]"
 _BRACKETED = r"^\s*(\[.*\]|\(.*\)|\{.*\})\s*$"
 _MONEY = r"(?:[$€£¥₹₽₩₺]|USD|EUR|GBP|CHF|kr|zł)"
-_BLANKS = r"^[ \t]+|[ \t]+$"
+_BLANKS = " \t"
 _FEW = 32  # cells that are read one by one as fast as Arrow compiles a regular expression
 _ERRORS = (pa.ArrowException, UnicodeDecodeError)
 
@@ -86,11 +86,11 @@ def read_cells(column: pa.Array, forms: Sequence[Form]) -> tuple[pa.Array, Flags
     """
     likely = _of_first_cell(column, forms)  # a cast that fails costs the most where all cells do
     values = _first_that_reads(column, [likely])
-    if values is None and pc.any(pc.match_substring_regex(column, f"{_BLANKS}|^$")).as_py():
-        column = stripped(column)
-        column = pc.if_else(pc.equal(pc.binary_length(column), 0), pa.scalar(None, column.type), column)
-        return read_cells(column, forms)
     if values is None:
+        bare = stripped(column)
+        bare = pc.if_else(pc.equal(pc.binary_length(bare), 0), pa.scalar(None, bare.type), bare)
+        if not bare.equals(column):
+            return read_cells(bare, forms)
         for find in (lambda column: pc.invert(pc.match_substring_regex(column, likely.pattern)), pc.is_valid):
             is_left = pc.fill_null(find(column), False)
             values = _first_that_reads(pc.if_else(is_left, pa.scalar(None, column.type), column), [likely])
@@ -110,7 +110,10 @@ def stripped(texts: pa.Array) -> pa.Array:
     """
     if types.is_dictionary(texts.type):
         return pa.DictionaryArray.from_arrays(texts.indices, stripped(texts.dictionary))
-    return pc.replace_substring_regex(texts, _BLANKS, "") if is_text(texts.type) else texts
+    if not is_text(texts.type):
+        return texts
+    kind = pa.large_string() if types.is_large_binary(texts.type) or types.is_large_string(texts.type) else pa.string()
+    return pc.ascii_trim(texts.view(kind), _BLANKS).view(texts.type)
 
 
 def _of_first_cell(column: pa.Array, forms: Sequence[Form]) -> Form:

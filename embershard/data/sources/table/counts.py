@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from embershard.data.hashing import Words
+from embershard.data.hashing import Ids, Words
 from embershard.data.sources.table.cells import has_separator, split_cells, stripped
 from embershard.data.sources.table.decode import MOST_BYTES, text_words
 
@@ -136,10 +136,9 @@ class PartCounts:
     blanks: int = 0
     too_long: int = 0
 
-    def add(self, texts: pa.Array, words: Words, counts: pa.Array) -> None:
+    def add(self, texts: pa.Array, words: Words, numbers: Ids) -> None:
         """Add different texts, their hashes, and how many cells have each."""
         has_it = has_separator(texts, self.separator)
-        numbers = counts.to_numpy(zero_copy_only=False)
         if not pc.any(has_it).as_py() and not self.cells:
             self.distinct.add(words)
             self.values += int(numbers.sum())

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import types
 
-from embershard.data.hashing import mix64
+from embershard.data.hashing import Ids, Words, mix64
+from embershard.data.sample_bits import Flags
 from embershard.data.sources.table.cells import (
     BRACKETS,
     INTEGER_WORDS,
@@ -34,8 +35,9 @@ from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS, text_
 from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
 
 _INTEGER = r"^(0|-?[1-9][0-9]*)$"
-_LONG_INTEGER = r"^-?[1-9][0-9]{15,}$"
 _LAST_EXACT = 2.0**53  #: float64 has every integer up to here
+_LEAST_LONG = 16  # digits that an integer above it has
+_UNSIGNED = r"^(0|[1-9][0-9]*)$"
 _NUMBER = r"^-?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?$"  # 02139 is a code, not a number
 _IS_CODE = re.compile(r"0[0-9]+").fullmatch
 _IS_NUMBER = re.compile(_NUMBER).match
@@ -78,7 +80,7 @@ _TYPES = {
 }
 _PATTERNS = {
     "integer": _INTEGER,
-    "unsigned": _INTEGER,
+    "unsigned": _UNSIGNED,
     "number": _NUMBER,
     "bool": _BOOL,
     "time": _TIME,
@@ -192,9 +194,7 @@ class ColumnSurvey:
         if types.is_dictionary(column.type):
             column = column.dictionary_decode()
         column = column.drop_null()
-        if is_text(column.type) and self.only_types:
-            self._add_typed_texts(column)
-        elif is_text(column.type):
+        if is_text(column.type) and (self.others or not self.only_types):
             self._add_texts(column)
         elif is_time(column.type):
             self._add_times(column)
@@ -213,87 +213,112 @@ class ColumnSurvey:
         self.ids.add(mix64(column.cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False).view(np.uint64)))
 
     def _add_texts(self, column: pa.Array) -> None:
-        bare = stripped(column)
-        self.blanks += pc.sum(pc.not_equal(bare, column)).as_py() or 0
-        words, sizes, is_empty = text_words(bare)
-        self.missing += int(is_empty.sum())
+        """Add texts: what a distinct one is, is found once."""
+        encoded = column.dictionary_encode()
+        cells, codes = encoded.dictionary, encoded.indices.to_numpy().astype(np.int64)
+        bare, counts = stripped(cells), np.bincount(codes, minlength=len(encoded.dictionary))
+        if self.only_types:
+            self._add_typed_texts(cells, bare, codes, counts)
+            return
+        texts, num_cells, has_blanks = bare, counts, _flags(pc.not_equal(bare, cells))
+        if has_blanks.any():
+            self.blanks += int(counts[has_blanks].sum())
+            merged = bare.dictionary_encode()
+            texts = merged.dictionary
+            num_cells = np.bincount(merged.indices.to_numpy(), counts).astype(np.int64)
+        words, sizes, is_empty = text_words(pa.DictionaryArray.from_arrays(np.arange(len(texts)), texts))
+        self.missing += int(num_cells[is_empty].sum())
         if not len(column) or self.is_bytes:
             return
         try:
-            column = column.filter(pa.array(~is_empty)).cast(pa.string())
+            cells, bare, texts = (each.cast(pa.string()) for each in (cells, bare, texts))
         except pa.ArrowInvalid:
             self.is_bytes = True
             self.others.clear()
             return
         is_short = sizes <= MOST_BYTES
         self.values.add(words[~is_empty & is_short])
-        self.too_long += int((~is_short).sum())
-        self._add_typed_texts(column)
-        column = stripped(column)
-        self._add_examples(column)
+        self.too_long += int(num_cells[~is_short].sum())
+        self._add_typed_texts(cells, bare, codes, counts)
+        texts, words, num_cells = texts.filter(pa.array(~is_empty)), words[~is_empty], num_cells[~is_empty]
+        self._add_examples(texts, num_cells)
         if self.kind is None or self.written in (".", ",") or self.wanted == "list":
-            self._add_parts(column)
+            self._add_parts(texts, words, num_cells)
 
-    def _add_typed_texts(self, column: pa.Array) -> None:
-        if self.others and len(column):
-            is_word = pc.is_in(column, value_set=pa.array(_MISSING_WORDS))
-            self.missing_words.update(column.filter(is_word).to_pylist())
-            column = stripped(column.filter(pc.invert(is_word)))
-            column = column.filter(pc.not_equal(column, ""))
-            if len(column):
-                self._add_typed(column)
+    def _add_typed_texts(self, cells: pa.Array, bare: pa.Array, codes: Ids, counts: Ids) -> None:
+        """Add distinct cells, which are `bare` without the blanks around them; `codes` are the places of the rows'
+        cells. A word for a missing value has no blanks."""
+        if not self.others:
+            return
+        is_word = _flags(pc.is_in(cells, value_set=pa.array(_MISSING_WORDS)))
+        self.missing_words.update(dict(_pairs(cells, counts, is_word)))
+        is_value = ~is_word & _flags(pc.not_equal(bare, ""))
+        if not is_value.all():
+            codes = (np.cumsum(is_value) - 1)[codes[is_value[codes]]]
+            bare, counts = bare.filter(pa.array(is_value)), counts[is_value]
+        if len(codes):
+            self._add_typed(bare, codes, counts)
 
-    def _add_examples(self, column: pa.Array) -> None:
-        counts = column.value_counts()
-        texts = counts.field(0)
+    def _add_examples(self, texts: pa.Array, counts: Ids) -> None:
         if self.texts is not None:
-            self.texts.update(dict(zip(texts.to_pylist(), counts.field(1).to_pylist(), strict=True)))
+            self.texts.update(dict(_pairs(texts, counts)))
             self.texts = self.texts if len(self.texts) <= _KEPT_TEXTS else None
         self.examples += texts.slice(0, _KEPT_TEXTS - len(self.examples)).to_pylist()
-        self.urls += int(pc.sum(pc.starts_with(column, "http")).as_py() or 0)
+        self.urls += int(counts[_flags(pc.starts_with(texts, "http"))].sum())
 
-    def _add_typed(self, column: pa.Array) -> None:
+    def _add_typed(self, texts: pa.Array, codes: Ids, counts: Ids) -> None:
         """Count the texts that are not of a type, and add the others as what they are. A type that fewer than half of
         the texts have is given up."""
-        longest = column.filter(pc.match_substring_regex(column, _LONG_INTEGER)).cast(pa.float64())
+        longest = texts.filter(pc.greater_equal(pc.binary_length(texts), _LEAST_LONG))
+        longest = longest.filter(pc.match_substring_regex(longest, _INTEGER)).cast(pa.float64())
         if pc.any(pc.greater_equal(pc.abs(longest), _LAST_EXACT)).as_py():
             for name in ("number", ".", ","):
                 self.others.pop(name, None)
         if not any(len(others) for others in self.others.values()):
-            self._drop_unlike(column)
-        integers = column.filter(pc.match_substring_regex(column, _INTEGER))
-        self.digits = max(self.digits, pc.max(pc.utf8_length(integers)).as_py() or 0)
+            self._drop_unlike(texts, codes)
         plain: pa.Array | None = None  # the numbers, where all texts are
-        counts = not self.only_types
-        for name, others in list(self.others.items()):
-            kind, form = self.types[name]
-            if name in (".", ",") and plain is not None and (name == "." or types.is_integer(plain.type)):
-                if counts:
-                    self._add_numbers(plain, name)
-                continue
-            is_like = pc.match_substring_regex(column, form.pattern)
-            if others.total() + len(column) - pc.sum(is_like).as_py() > self.present / 2:
+        fits: tuple[str, ...] = ()  # types whose values these are, too
+        for name in list(self.others):
+            found = plain if name in fits else self._read(texts, counts, name)
+            if found is None:
                 del self.others[name]
                 continue
-            texts = column.filter(is_like)
-            found, is_wrong = read_cells(texts, [form])
-            for part in (column.filter(pc.invert(is_like)), texts.filter(pa.array(is_wrong))):
-                for text, count in zip(*(part.value_counts().field(n).to_pylist() for n in (0, 1)), strict=True):
-                    others[text if text in others or len(others) < _KEPT_OTHERS else "..."] += count
-            if others.total() > self.present / 2:
-                del self.others[name]
-                continue
-            if counts:
-                (self._add_times if is_time(kind) else self._add_numbers)(found.drop_null(), name)
-            if name in ("integer", "number") and plain is None and len(found) - found.null_count == len(column):
-                plain = found
-        if counts and self.others.keys() & {"integer", "unsigned"}:
+            if not self.only_types:
+                add = self._add_times if is_time(self.types[name][0]) else self._add_numbers
+                add(found.take(codes).drop_null(), name)
+            if name in ("integer", "number") and plain is None and not found.null_count:
+                plain, fits = found, (".",)
+                if name == "integer":
+                    fits = ("number", ".", ",", *(["unsigned"] if pc.min(plain).as_py() >= 0 else []))
+        if self.others.keys() & {*_NUMBERS}:
+            may_be_integers = plain is None or types.is_integer(plain.type) or pc.equal(plain, pc.trunc(plain))
+            self._add_digits(texts if may_be_integers is True else texts.filter(may_be_integers))
+
+    def _read(self, texts: pa.Array, counts: Ids, name: str) -> pa.Array | None:
+        """Return the values that texts have as a type, null for those that are not of it, which are counted; None where
+        fewer than half are."""
+        others, form = self.others[name], self.types[name][1]
+        is_like = _flags(pc.match_substring_regex(texts, form.pattern))
+        if others.total() + int(counts[~is_like].sum()) > self.present / 2:
+            return None
+        likely = texts if is_like.all() else pc.if_else(is_like, texts, pa.scalar(None, texts.type))
+        found, is_wrong = read_cells(likely, [form])
+        for is_other in (~is_like, is_wrong):
+            for text, count in _pairs(texts, counts, is_other):
+                others[text if text in others or len(others) < _KEPT_OTHERS else "..."] += count
+        return found if others.total() <= self.present / 2 else None
+
+    def _add_digits(self, texts: pa.Array) -> None:
+        integers = texts.filter(pc.match_substring_regex(texts, _INTEGER))
+        self.digits = max(self.digits, pc.max(pc.binary_length(integers)).as_py() or 0)
+        if not self.only_types and self.others.keys() & {"integer", "unsigned"}:
             words = read_cells(integers, INTEGER_WORDS)[0].drop_null()
             self.ids.add(mix64(words.to_numpy(zero_copy_only=False).view(np.uint64)))
 
-    def _drop_unlike(self, column: pa.Array) -> None:
+    def _drop_unlike(self, texts: pa.Array, codes: Ids) -> None:
         """Drop the formats that few of some texts have, since there are many formats."""
-        some = column.take(np.unique(np.linspace(0, len(column) - 1, _TRIED_TEXTS).astype(np.int64))).to_pylist()
+        places = np.unique(np.linspace(0, len(codes) - 1, _TRIED_TEXTS).astype(np.int64))
+        some = texts.take(codes[places]).to_pylist()
         likely = (".", ",") if sum(_IS_NUMBER(text) is not None for text in some) > len(some) / 2 else _WRITTEN
         for name in self.others.keys() & _WRITTEN.keys():
             if name not in likely:
@@ -303,11 +328,9 @@ class ColumnSurvey:
             if sum(pattern.match(text) is not None for text in some) < _LEAST_ALIKE * len(some):
                 del self.others[name]
 
-    def _add_parts(self, column: pa.Array) -> None:
-        counted = column.value_counts()
-        words = text_words(counted.field(0))[0]
+    def _add_parts(self, texts: pa.Array, words: Words, counts: Ids) -> None:
         for separator, parts in list(self.parts.items()):
-            parts.add(counted.field(0), words, counted.field(1))
+            parts.add(texts, words, counts)
             is_given_up = self.present >= _LEAST_LISTED and parts.cells < _LISTED * self.present
             if is_given_up and len(self._separators) > 1:
                 del self.parts[separator]
@@ -434,6 +457,18 @@ class ColumnSurvey:
     def _stored(self) -> pa.DataType:
         kind = self.type.value_type if is_list(self.type) else self.type
         return kind.value_type if types.is_dictionary(kind) else kind
+
+
+def _flags(found: pa.Array) -> Flags:
+    flags: Flags = found.to_numpy(zero_copy_only=False)
+    return flags
+
+
+def _pairs(texts: pa.Array, counts: Ids, which: Flags | None = None) -> Iterator[tuple[str, int]]:
+    """Return texts, or some of them, with their counts."""
+    if which is not None:
+        texts, counts = texts.filter(pa.array(which)), counts[which]
+    return zip(texts.to_pylist(), counts.tolist(), strict=True)
 
 
 def _time_or_iso(written: str) -> Form:

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from embershard.data.block import short
@@ -249,7 +250,17 @@ def _best_of(texts: list[list[str]], forms: list[TextForm]) -> _Cut:
     """Return the best way; quotes are text only where most of the lines that have some are no rows otherwise."""
     lines = [line for each in texts for line in each]
     share = sum('"' in line for line in lines) / max(1, len(lines))
-    return max((_cut(texts, form) for form in forms), key=lambda cut: cut.score + (share / 2 if cut.form.quoted else 0))
+    folded = [[_folded(each, form) for each in texts] if form.line_breaks else texts for form in forms]
+    cuts = [
+        _cut(each, form)
+        for n, (each, form) in enumerate(zip(folded, forms, strict=True))
+        if not n or not form.line_breaks or each != texts
+    ]
+    return max(cuts, key=lambda cut: cut.score + (share / 2 if cut.form.quoted else 0))
+
+
+def _folded(lines: list[str], form: TextForm) -> list[str]:
+    return fold("\n".join(lines).encode(), form).decode().split("\n")
 
 
 def _word(cut: _Cut) -> str:
@@ -259,8 +270,6 @@ def _word(cut: _Cut) -> str:
 def _cut(texts: list[list[str]], form: TextForm) -> _Cut:
     counts: list[int] = []
     for lines in texts:
-        if form.line_breaks:
-            lines = fold("\n".join(lines).encode(), form).decode().split("\n")
         counts += [len(cells_of(line, form)) for line in lines if line.strip()]
     mode, number = Counter(counts).most_common(1)[0] if counts else (0, 0)
     return _Cut(form, counts, mode, number / len(counts) if mode else 0.0)
@@ -274,22 +283,27 @@ def cells_of(line: str, form: TextForm) -> list[str]:
     """
     if not form.quoted or '"' not in line:
         return line.split(form.separator)
-    escape = re.escape(form.escape) if form.escape else r"(?!)"
-    separator = re.escape(form.separator)
-    cell = rf'"((?:{escape}.|""|(?!{escape})[^"])*)"(?={separator}|$)|(.*?)(?={separator}|$)'
-    found, place, pattern = list[str](), 0, re.compile(cell)
+    found, place, (pattern, escaped) = list[str](), 0, _patterns(form.separator, form.escape)
     while (match := pattern.match(line, place)) is not None:
         quoted = match[1]
         if quoted is None and line[place : place + 1] == '"' and line.count('"', place) % 2:
             return []
         if quoted is not None:
             quoted = quoted.replace('""', '"')
-            quoted = re.sub(rf"{escape}(.)", r"\1", quoted)
+            quoted = escaped.sub(r"\1", quoted) if form.escape else quoted
         found.append(match[2] if quoted is None else quoted)
         place = match.end() + len(form.separator)
         if match.end() >= len(line):
             break
     return found
+
+
+@cache
+def _patterns(separator: str, escape: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return what matches a cell, in quotes or not; and what matches an escaped character."""
+    end, escape = rf"(?={re.escape(separator)}|$)", re.escape(escape) if escape else r"(?!)"
+    cell = rf'"((?:{escape}.|""|(?!{escape})[^"])*)"{end}|(.*?){end}'
+    return re.compile(cell), re.compile(rf"{escape}(.)")
 
 
 def _num_skipped(cut: _Cut, lines: list[str], start: int) -> int:
@@ -304,8 +318,7 @@ def _num_skipped(cut: _Cut, lines: list[str], start: int) -> int:
 
 def _header_and_rows(form: TextForm, lines: list[str]) -> tuple[list[str], list[list[str]]]:
     """Return the cells of the first line, and those of the others that are not blank."""
-    if form.line_breaks:
-        lines = fold("\n".join(lines).encode(), form).decode().split("\n")
+    lines = _folded(lines, form) if form.line_breaks else lines
     cells = [cells_of(line, form) for line in lines[:1] + [line for line in lines[1:] if line.strip()]]
     return cells[0], cells[1:]
 

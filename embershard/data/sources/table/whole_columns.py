@@ -27,7 +27,7 @@ from embershard.data.sources.table.raw import PartColumns, is_text, named_once, 
 from embershard.data.sources.table.survey import FORMS, DistinctCount
 from embershard.data.sources.table.text_files import TextColumns, column_names, has_header
 from embershard.data.sources.table.text_forms import ROW_NAME, Given, cells_of, find_encoding, find_form, one_name_less
-from embershard.data.sources.text import without_blank_lines
+from embershard.data.sources.text import NEWLINE, without_blank_lines
 from embershard.errors import DataError
 
 _BATCH_ROWS = 1 << 16
@@ -137,7 +137,7 @@ class WholeColumns:
                 row, data = row + 1, data[block.find(b"\n") + 1 or len(block) :]
             begins = False
             lines, numbers = without_blank_lines(data)
-            numbers, row = numbers + row, row + bytes(data).count(b"\n")
+            numbers, row = numbers + row, row + int(np.count_nonzero(np.frombuffer(data, np.uint8) == NEWLINE))
             if not len(numbers):
                 continue
             table, places, others = columns.read_good(lines)

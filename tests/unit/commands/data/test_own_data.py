@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date, time, timedelta
 from pathlib import Path
@@ -21,6 +22,8 @@ from embershard.commands.data.suggest import facts_of, suggest_features, suggest
 from embershard.commands.train.command import rank_job
 from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
+from embershard.data.sample_bits import Flags
+from embershard.data.sources.table.cells import Form, read_cells
 from embershard.data.sources.table.counts import DistinctCount
 from embershard.data.sources.table.decode import scaled
 from embershard.data.sources.table.survey import survey
@@ -338,6 +341,30 @@ def test_a_dry_run_checks_the_columns(folder, capsys, settings, said):
     Path("run.toml").write_text(text)
     assert cli.main(["train", "--config", "run.toml", "--dry-run"]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("only_types", [False, True])
+def test_what_a_text_is_is_found_once(monkeypatch, only_types):
+    """Of columns with few texts, in many cells, only these few are read."""
+    sizes: list[int] = []
+
+    def counting(cells: pa.Array, forms: Sequence[Form]) -> tuple[pa.Array, Flags]:
+        sizes.append(len(cells))
+        return read_cells(cells, forms)
+
+    monkeypatch.setattr("embershard.data.sources.table.survey.read_cells", counting)
+    texts = {"n": ["7", " 8", "8", "NA", "9.5", "x"], "day": ["1.2.2026", "3.4.2026 ", "", "5.6.2026", "", ""]}
+    table = pa.table({name: (each * 334)[:2000] for name, each in texts.items()})
+    found = survey(table.schema, iter(table.to_batches()), only_types=only_types)
+    assert 0 < max(sizes) <= 6
+    assert found["n"].missing_words == {"NA": 333}
+    assert found["n"].others["number"] == {"x": 333}
+    assert found["day"].kind == "%d.%m.%Y"
+    if not only_types:
+        numbers = found["n"].summaries["number"]
+        assert (numbers.count, numbers.least, numbers.largest) == (1334, 7.0, 9.5)
+        assert found["n"].texts == {"7": 334, "8": 667, "NA": 333, "9.5": 333, "x": 333}
+        assert (found["n"].blanks, found["day"].blanks, found["day"].missing) == (334, 334, 999)
 
 
 def test_distinct_values_are_counted_and_do_not_share_rows():
