@@ -85,7 +85,7 @@ OF_SETTINGS = [
     Remedy(("export nowhere -o out",), "", "--dtype int8 --format parquet", "(Leave it out)", "--help", True),
 ]  # fmt: skip
 #: A folder that is followed.
-FILES["stream/a.csv"] = FILES["city.csv"]
+FILES |= {"stream/a.csv": FILES["city.csv"], "nothing.csv": ""}
 
 OF_CACHES = [
     *(of_settings("tiny.toml", *row) for row in (
@@ -255,6 +255,29 @@ OF_SAMPLES = [
         ("cache.host_dtypes.user=fp16", "needed some of (t_user_id)", LEFT_OUT),
         ("data.path=nowhere.csv", r"(no such file)", "data.path=city.csv"),
         ("data.path=city.cvs", r"[Dd]id you mean (city.csv|'city.csv')", "data.path=city.csv"),
+        ("model.arch=din model.target=[user_id] model.history=[past] data.table.features.past.kind=sparse "
+            "data.table.features.past.column=user_id data.table.features.past.mapping=hash "
+            "data.table.features.past.num_rows=9", "Give both the (same number of rows)",
+            "data.table.features.past.num_rows=99"),
+        ("model.arch=din model.target=[user_id] model.history=[past] data.table.features.past.kind=sparse "
+            "data.table.features.past.column=user_id data.table.features.past.mapping=hash "
+            "data.table.features.past.num_rows=99 data.table.features.past.table=user_id", "(Leave them out)",
+            "data.table.features.past.table=none"),
+        ("data.table.features.past.kind=sparse data.table.features.past.column=user_id "
+            "data.table.features.past.mapping=ids data.table.features.past.num_rows=192 "
+            "data.table.features.past.table=user_id data.table.features.user_id.num_rows=192",
+            "Give both .*(same)", "data.table.features.user_id.mapping=ids"),
+        ("data.table.features.past.kind=sparse data.table.features.past.column=user_id "
+            "data.table.features.past.mapping=ids data.table.features.past.num_rows=192 "
+            "data.table.features.past.table=user_id data.table.features.user_id.num_rows=192 "
+            "data.table.features.user_id.mapping=ids ids.past.ttl_steps=3 ids.user_id.ttl_steps=3",
+            "(Remove one) of the two", LEFT_OUT),
+        ("model.frozen=[usr_id]", "needed a table .*: (t_user_id)", "model.frozen=[t_user_id]"),
+        ("model.frozen=[user_id,t_user_id]", "(Remove one)", "model.frozen=[user_id]"),
+        ("model.build=mine:build", "(Name a file there) without .py", "model.build=none"),
+        ("data.path=nothing.csv", "(remove it), or fetch", "data.path=city.csv"),
+        ("data.table.encoding=utf-9", 'for instance "(latin-1)"', "data.table.encoding=latin-1"),
+        ("data.time.column=user_id data.time.window=0", "(3600) is an hour", "data.time.window=3600"),
         ("data.table.features.user_id.mapping=ids data.table.features.user_id.num_rows=192 sharding.exchange=rows",
             "needed '(pooled)'", "sharding.exchange=pooled"),
         ("data.table.features.user_id.mapping=ids data.table.features.user_id.num_rows=192 cache.host_dtype=fp16",
