@@ -26,7 +26,7 @@ from embershard.launch.arguments import (
 )
 from embershard.launch.rank import PROGRAM, Job, is_rank, run_rank
 from embershard.launch.screen import make_table, plain_console, progress_bar, say
-from embershard.settings.files import CHECKPOINTS, RUN_CONFIG, load_config
+from embershard.settings.files import CHECKPOINTS, RUN_CONFIG, apply_override, load_config
 from embershard.training.config import RunConfig
 from embershard.units import number
 
@@ -248,6 +248,7 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
             f"{arguments.run_dir} has no {RUN_CONFIG}; give the folder of a run of embershard train.{samples}"
         )
     for override in arguments.overrides:
+        apply_override(RunConfig, {}, override)  # raises where there is no such setting
         if not override.startswith(_SETTINGS):
             key = override.partition("=")[0]
             raise ConfigError(f"--set {key} has no effect here: the model is trained. Leave it out.")

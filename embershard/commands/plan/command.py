@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
     for path in (arguments.output, arguments.png):
         if path is not None:
             check_output(path)
+            if path in (arguments.config, arguments.tables, arguments.profile):
+                raise ConfigError(f"-o {path}: the plan is made from this file; give another one.")
     if arguments.calibrate:
         from embershard.commands.plan.calibrate import run_calibration  # it loads TorchRec
 

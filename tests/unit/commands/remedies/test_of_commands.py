@@ -49,7 +49,6 @@ OF_COMMANDS = [
     Remedy(("train tiny.toml --dry-run",), "", "--drop city", r"(give the data) in place of the settings", LEFT_OUT,
         True),
     Remedy(("settings",), "", "--json-schema cache", r"(give no name)", "--json-schema", True),
-    Remedy((_PLAN,), "", "--simulate --price 2", r"neither (--price)", "--ranks 2", True),
     Remedy(("plan",), "", "city.csv", r"embershard (data inspect city.csv -o run.toml)", "run.toml", True,
         first="data inspect city.csv -o run.toml", leads_to="--profile is missing"),
     Remedy(("profile",), "", "-o out.npz", r"Give DATA .* or (--config)", "--config nowhere.toml -o out.npz", True,
@@ -73,6 +72,7 @@ OF_COMMANDS = [
         leads_to="invalid float"),
 ]  # fmt: skip
 OF_PLANS = [
+    Remedy((_PLAN,), "", "--simulate --price 2", r"neither (--price)", "--ranks 2", True),
     Remedy((_PLAN,), "", "--target fast", r"for instance (5M/s)", "--ranks 1,2", True),
     Remedy((_PLAN,), "", "--ranks 4..2", r"for instance (1\.\.64)", "--ranks 1..2", True),
     Remedy((_PLAN,), "", "--ranks 1,2 -o out.json", r"give (one number of --ranks)", "--ranks 2 -o out.json", True),
@@ -84,6 +84,7 @@ OF_PLANS = [
         "--set train.device=cpu", True),
     Remedy((_PLAN,), "", "--topology h200x9", r"use more nodes: (\S+)\.", "--topology h200x8", True),
     Remedy((_PLAN,), "", "--png out.svgg", r"ends in (\.png)", "--png out.png", True),
+    Remedy((_PLAN,), "", "-o tables.toml", r"(give another one)", "-o out.json", True),
     Remedy((_PLAN,), "", "-o nowhere/out.json", r"(a folder that exists)", "-o out.json", True),
     Remedy((_PLAN,), "", "--topology h2000x8", r"Known are .*(h200)", "--topology h200x8 --ranks 2", True),
     Remedy((_PLAN,), "", "--ratios 2", r"in \(0, (1)\]", "--ratios 1"),

@@ -16,6 +16,8 @@ OF_RUNS = [
     Remedy(("eval run",), "", "--set train.epochs=3", "(Leave it out)", "--step last", True),
     Remedy(("eval run",), "", "--step 9", "there is step_(12)", "--step 12", True),
     Remedy(("eval run",), "", "--set data.eval_fraction=0", "(--data PATH)", "--data clicks.parquet"),
+    Remedy(("predict run -o out.parquet",), "", "--set train.batch_sise=3", r"Did you mean (train\.batch_size)",
+        "--set train.batch_size=3", True),
     Remedy(("predict run -o out.parquet",), "", "--keep usr", "did you mean ('user')", "--keep user", True),
     Remedy(("predict run -o out.parquet",), "", "--keep label", "(Leave it out)", "--step last", True),
     Remedy(("compare run run",), "", "--metrics gauc", "(--group COLUMN)", "--group user"),
