@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -208,6 +209,8 @@ class Run:
                 continue
             starts = [start for kind, life, start in self._lines() if kind == "start" and life == number]
             self._lives[-1] = way, starts[0] if starts else None
+            if starts == [0] and way.publish_every is None:  # it began anew: a later life would be refused by name
+                shutil.rmtree(self._root / "published", ignore_errors=True)
             assert len(self._lives) < _MOST_LIVES, "it does not come to its end"
             self._tally.add(way)
             self._tally.lives, self._tally.kills = self._tally.lives + 1, self._tally.kills + (ended is None)
