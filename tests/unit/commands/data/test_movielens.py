@@ -118,6 +118,7 @@ def test_the_sweep_of_the_page(ratings, project_dir, capsys):
         for name in ("auc", "gauc", "ne"):
             assert f"{row[f'result.{name}/liked']:.4f}" in means, "no number is cut"
             assert f"± {row[f'result.{name}/liked.ci95']:.4f}" in means
+    num_tables = []
     for width in (80, 150):
         console = Console(width=width, file=io.StringIO())
         console.print(*spread_tables(read_configurations(Path("sweeps/two")), width))
@@ -127,4 +128,5 @@ def test_the_sweep_of_the_page(ratings, project_dir, capsys):
             assert all(f"{row[f'result.{name}/liked']:.4f}" in said for name in ("auc", "gauc", "ne")), "none is cut"
             assert f"│{row['model.arch']}" in said
         assert "…" not in said
-        assert (said.count("Means of repeats") > 2) == (width == 80), "in as many tables as it takes"
+        num_tables.append(said.count("Means of repeats"))
+    assert num_tables[0] > num_tables[1] > 0, "in as many tables as it takes"
