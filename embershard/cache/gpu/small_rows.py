@@ -86,8 +86,8 @@ class SmallSlots:
                 rounded.
         """
         self.check()
-        if self._number == torch.iinfo(torch.int32).max:
-            self._marks.clamp_(max=0)
+        if self._number == _FULL.value - 1:
+            self._marks.masked_fill_(self._marks != _FULL.value, 0)
             self._number = 0
         self._number += 1
         function = _round_to_halfs if self._small.small_type == "fp16" else _round_to_codes
@@ -132,7 +132,8 @@ class SmallSlots:
             raise self._small.not_rounded(f"row {other - 1} of the pool")
 
 
-_FULL = tl.constexpr(-1)  # mark of a slot whose row is full; others are the number of the last call that rounded them
+#: Mark of a slot whose row is full; others are the number of the last call that rounded them, which is smaller.
+_FULL = tl.constexpr(2**31 - 1)
 _FULL_STEP = tl.constexpr(-1)  # and as the step of a row in memory
 _ONE_STEP = tl.constexpr(0x3F80)
 _MOST_BITS = tl.constexpr(0x71800000)
@@ -187,11 +188,13 @@ def _step(most):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _claim(marks, place, number, inside):  # type: ignore[no-untyped-def]
-    """True for the rows to round: small, and at the first of equal places. Nobody else may read one half rounded."""
-    mark = tl.load(marks + place, mask=inside, other=_FULL)
-    is_left = (mark != _FULL) & (mark != number)
-    before = tl.atomic_xchg(marks + place, tl.zeros_like(mark) + number, mask=is_left, sem="relaxed")
-    return is_left & (before != number)
+    """True for the rows to round: small, and at the first of equal places. Nobody else may read one half rounded.
+
+    One atomic decides, and its result alone: Triton gives a row to several warps where a program has fewer rows than
+    threads, and each of them would load the mark by itself, before the exchange or behind it.
+    """
+    before = tl.atomic_max(marks + place, tl.zeros_like(place).to(tl.int32) + number, mask=inside, sem="relaxed")
+    return inside & (before < number)
 
 
 @triton.jit
