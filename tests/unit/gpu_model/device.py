@@ -293,11 +293,17 @@ class Gpu:
         else:
             self.watch_host(tensor, row_bytes)
 
-    def watch_host(self, tensor: Tensor, row_bytes: int | None = None) -> None:
-        """Host memory that the device reads or writes by itself, once it is locked."""
-        if address := tensor.untyped_storage().data_ptr():  # 0 is where all that is empty is
-            self._kept.append(tensor)
-            self._host[address] = Memory(HOST, _where(), row_bytes)
+    def watch_host(self, tensor: Tensor, row_bytes: int | None = None, is_pinned: bool = False) -> None:
+        """Host memory that the device reads or writes by itself, once it is locked; of torch's own (``is_pinned``) it
+        is locked from the start, and what kernels do to it must be over when it ends."""
+        storage = tensor.untyped_storage()
+        if address := storage.data_ptr():  # 0 is where all that is empty is
+            self._host[address] = memory = Memory(HOST, _where(), row_bytes)
+            if not is_pinned:
+                self._kept.append(tensor)
+                return
+            self.lock(address)
+            weakref.finalize(storage, _unpinned, weakref.ref(self), address, memory).atexit = False
 
     def lock(self, address: int) -> None:
         """Kernels may address the host memory that begins there."""
@@ -392,6 +398,22 @@ class Gpu:
                 self.problems.append(
                     f"memory of stream {owner} ({memory['name']}) is given away while stream {stream} uses it"
                 )
+
+    def _unpin(self, address: int, memory: Memory) -> None:
+        """Torch gives the memory to whoever asks for some next. It waits for its own copies, and for no kernel."""
+        if self._host.get(address) is memory:
+            del self._host[address]
+            self._locked.discard(address)
+        for part in (memory.whole, *memory.rows.values()):
+            for access in filter(None, (part.written, *part.reads.values())):
+                if not access.what.startswith("copy") and not self.host_has_seen(access.number, access.stream):
+                    self.problems.append(f"page-locked memory ({memory.name}) is given away before {access.what}")
+
+
+def _unpinned(gpu: weakref.ref[Gpu], address: int, memory: Memory) -> None:
+    alive = gpu()
+    if alive is not None and Gpu._active is alive:
+        alive._unpin(address, memory)
 
 
 def _freed(gpu: weakref.ref[Gpu], memory: dict[str, Any]) -> None:
@@ -490,8 +512,7 @@ class _Functions(TorchFunctionMode):
             return on_gpu
         made = args[0].clone() if func is torch.Tensor.pin_memory else func(*args, **kwargs)
         if pinned or func is torch.Tensor.pin_memory:
-            self._gpu.watch_host(made)
-            self._gpu.lock(made.untyped_storage().data_ptr())
+            self._gpu.watch_host(made, is_pinned=True)
         return made
 
     def _move(self, tensor: Tensor, *rest: Any, non_blocking: bool = False, **named: Any) -> Tensor:
