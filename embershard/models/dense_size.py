@@ -155,8 +155,9 @@ class DenseSize:
     def _interaction_width(self) -> int:
         if self.arch in ("wide_deep", "deepfm"):
             return self.num_features * (self.dim - self._outputs) + self.num_dense
-        has_all = self.arch == "dlrm_dcn"
-        return self._crossed if has_all else self.dim + self._features * (self._features - 1) // 2
+        if self.arch == "dlrm_dcn":
+            return self._crossed
+        return self.dim + self._features * (self._features - 1) // 2
 
     @property
     def _layers(self) -> list[tuple[int, int]]:

@@ -262,8 +262,10 @@ class StagedTransfer:
     def finish(self) -> None:
         self._land()
         if self._small is not None:
-            for buffer in self._buffers:  # whoever drops this transfer finishes it first: torch gives memory that is
-                buffer.wait()  # page-locked away behind copies of its own, and knows nothing of kernels that read it
+            # Whoever drops this transfer finishes it first: torch gives page-locked memory away behind copies of its
+            # own, and knows nothing of kernels that read it.
+            for buffer in self._buffers:
+                buffer.wait()
             self._small_slots.check()
 
     def discard(self) -> int:

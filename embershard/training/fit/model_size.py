@@ -68,9 +68,10 @@ def check_tables(config: RunConfig) -> None:
     """Raise `ConfigError` where the model does not fit the features and labels of the data, the rules of ids do not fit
     the tables, or a setting names a table that is none of them."""
     id_rules(config)
+    tables = tables_of_run(config)
     for setting, given in (("frozen", config.model.frozen), ("pretrained", config.model.pretrained)):
-        named_tables(f"model.{setting}", given, tables_of_run(config))
-    names = [table.name for table in tables_of_run(config)]
+        named_tables(f"model.{setting}", given, tables)
+    names = [table.name for table in tables]
     if other := sorted(config.cache.host_dtypes.keys() - set(names)):
         raise ConfigError(f"cache.host_dtypes: got no table {other[0]!r}, needed some of {', '.join(names)}.")
 
