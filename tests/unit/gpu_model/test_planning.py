@@ -4,6 +4,7 @@ count that come when the window and the slots are full."""
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,9 +126,10 @@ def several(setting: Setting, num_pools: int) -> Iterator[None]:
         return
 
     def made(pool: CachedTableBatchedEmbeddings, rows: tuple[int, ...], elsewhere: bool) -> Pools:
-        return Pools([pool, *(training._pool(setting, Gpu.active()) for _ in range(num_pools - 1))], rows)
+        more = (training._pool(setting, Gpu.active(), folder) for _ in range(num_pools - 1))
+        return Pools([pool, *more], rows)
 
-    with mock.patch.object(training, "Module", made):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(training, "Module", made):
         yield
 
 
