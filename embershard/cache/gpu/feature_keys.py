@@ -18,7 +18,7 @@ def _keys_of_ids(  # type: ignore[no-untyped-def]
     """Feature f has the ids from `offsets[f * samples]` on. `count` is 1 at least: without ids there are lengths."""
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < num_ids
-    feature = tl.arange(0, FEATURES)
+    feature, samples = tl.arange(0, FEATURES), samples.to(tl.int64)
     is_one = feature < num_features
     end = tl.load(offsets + (feature + 1) * samples, mask=is_one, other=num_ids).to(tl.int64)
     if tl.program_id(0) == 0:

@@ -3,7 +3,7 @@ and says what the numbers are; both give the same bits.
 
 So that they do, divisions round correctly (`div_rn`; Triton's `/` does not), no product is fused with a sum, no number
 is flushed to zero (`_floor`; `tl.floor` does it), and the step is rounded to bfloat16 by its bits. A test reads all of
-it in the compiled kernels (`tests/unit/cache/gpu/test_small_rows.py`).
+it in the compiled kernels (`tests/unit/cache/gpu/test_compiled.py`).
 """
 
 from __future__ import annotations
