@@ -62,6 +62,8 @@ def survey_files(
         if len(again.bad) < len(bad):
             return again
     if not next(iter(columns.values())).rows:
+        if bad:
+            raise DataError(f"{bad[0]}, and no line is good")
         behind = " behind its header" if files[0].is_text and not files[0].form.columns else ""
         raise DataError(f"{files[0].file.path}: no row{behind}; needed at least one")
     return Surveyed(files, columns, bad)

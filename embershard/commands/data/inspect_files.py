@@ -21,6 +21,7 @@ from embershard.commands.data.suggest import (
     day_of,
     distinct_values,
     facts_of,
+    may_be_category,
     near_miss,
     num_bad_labels,
     others_of,
@@ -314,7 +315,8 @@ class Inspected:
         """Raise `ConfigError` where training would find no category."""
         if any(each["kind"] == "sparse" for suggestion in self.used for each in suggestion.features.values()):
             return
-        ranked = sorted(self.suggested, key=_likeness, reverse=True)[:_LIKELIEST]
+        fitting = [each for each in self.suggested if may_be_category(self.columns[each.column])]
+        ranked = sorted(fitting, key=_likeness, reverse=True)[:_LIKELIEST]
         likeliest = [each.column for each in ranked if _likeness(each) > 0]
         hint = f" Likeliest: --category {shlex.quote(','.join(likeliest))}" if likeliest else ""
         raise ConfigError(f"{self.data}: no column is a category, and a model needs one: text, or ids.{hint}")

@@ -480,6 +480,11 @@ def _ids(name: str, column: ColumnSurvey) -> tuple[_Features, str, int]:
     return {name: settings}, _bag(column) + why, column.most
 
 
+def may_be_category(column: ColumnSurvey) -> bool:
+    """Return whether a column that is no list can be read as a category."""
+    return is_text(column.type) or bool(_ids(column.name, column)[0])
+
+
 def _bag(column: ColumnSurvey) -> str:
     return f"up to {column.most} values in a row; " if is_list(column.type) else ""
 

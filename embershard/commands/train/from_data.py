@@ -21,11 +21,12 @@ _WRITTEN = "inspected.toml"
 
 
 def is_data(path: Path | None) -> bool:
-    """Return whether a path is a file of data, or a folder of such files, and not of settings."""
+    """Return whether a path is a file of data, and not of settings; or a folder of what may be data."""
     if path is None or not path.exists():
         return False
     if path.is_dir():
-        return bool(Listing.of(path, DATA_FILES, "table").files)
+        found = Listing.of(path, DATA_FILES, "table")
+        return bool(found.files or found.left_out) and not (path / "config.toml").exists()
     return fits(path.name, (*DATA_FILES, *_MORE_DATA, *_OTHERS_DATA))
 
 

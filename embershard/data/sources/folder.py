@@ -33,6 +33,15 @@ def fits(name: str, patterns: tuple[str, ...]) -> bool:
     return bool(fitting) and (is_meant or not _NO_DATA.fullmatch(name))
 
 
+def one_format(*paths: Path) -> str:
+    """Say how to read those of a folder's files that are as the first of two."""
+    pattern = f"*{paths[0].suffix}" if paths[0].suffix not in ("", paths[1].suffix) else paths[0].name
+    return (
+        f"needed one format. Give the files of one: data.table.files = ['{pattern}'] (inspect, convert and train: "
+        f"--files '{pattern}')"
+    )
+
+
 @dataclass
 class Listing:
     """The files of a folder.
@@ -112,7 +121,7 @@ class Listing:
         usual = ", ".join(self.patterns[:_MOST_NAMED]) + (", ..." if len(self.patterns) > _MOST_NAMED else "")
         there = sorted(each for each in self.folder.iterdir() if not each.name.startswith((".", "_")))
         files = [each.name for each in there if each.is_file()]
-        option = " (inspect and convert: --files 'PATTERN')" if self.setting == "data.table.files" else ""
+        option = " (inspect, convert and train: --files 'PATTERN')" if self.setting == "data.table.files" else ""
         folders = [each.name for each in there if each.is_dir() and "=" not in each.name]
         more = f". Of its folders only those called NAME=VALUE are read, and not {folders[0]}" if folders else ""
         return (

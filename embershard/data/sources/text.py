@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 #: Where a file begins with it, it is no part of the first line; elsewhere it is part of a cell.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
 NEWLINE, _RETURN = 10, 13
 _SCAN_BYTES = 1 << 23
 _INFLATE_BYTES = 1 << 20
@@ -239,6 +240,9 @@ class TextFiles:
             scanned = list(pool.map(scan, range(len(files))))
         lacking = [path for path, (_, rows, _) in zip(self._paths, scanned, strict=True) if not len(rows)]
         if lacking and not (may_lack_rows and len(lacking) < len(files)):
+            header = next(bytes(found[n]) for n, (_, rows, _) in enumerate(scanned) if not len(rows))
+            if b"\r" in header.rstrip(b"\r\n"):
+                raise DataError(f"{lacking[0]}:1 {CARRIAGE_RETURN}")
             what = "no line behind its header" if any(headers) else "no line in it"
             raise NoRowsError(f"{lacking[0]}: {what}; remove it, or fetch it again")
         self.headers = [bytes(header) for header in found]

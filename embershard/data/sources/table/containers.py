@@ -107,7 +107,8 @@ def _refuse_others(file: InputFile, first: bytes) -> None:
     """Raise `DataError` where the first bytes of a file, or of what is compressed in it, are those of another kind."""
     what = next((what for magic, what in _OTHERS.items() if first.startswith(magic)), "")
     if first[_TAR_MAGIC[0] :].startswith(_TAR_MAGIC[1]):
-        what = f"an archive of tar: tar -xf {file.path}, then give the file, or the folder, that was in it"
+        unpack = f"tar -xf {shlex.quote(str(file.path))}"
+        what = f"an archive of tar: {unpack}, then give the file, or the folder, that was in it"
     elif _are_records(first):
         what = "TFRecords; write them as Parquet (Python: tf.data.TFRecordDataset, tf.io.parse_example, to_parquet)"
     if what:
@@ -180,11 +181,13 @@ def refuse_features(file: InputFile, lines: Sequence[str]) -> None:
         is_line = re.compile(pattern)
         if sum(is_line.fullmatch(line) is not None for line in lines) >= _LEAST_SHARE * len(lines):
             script = f"import json, sys; [print(json.dumps({made})) for l in sys.stdin for w in [l.split()] if w]"
-            raise DataError(f"{file.path}: is {name}; write it as JSON lines: {_command(file, script, 'NEW.jsonl')}")
+            raise DataError(
+                f"{file.path}: is {name}; write it as JSON lines: {command_over(file, _python(script), 'NEW.jsonl')}"
+            )
     if lines and _GROUP.fullmatch(lines[0]) and not all(map(_GROUP.fullmatch, lines)):
         raise DataError(
             f"{file.path}: its rows stand below lines as {lines[0]!r}, as in the Netflix Prize; put these in front of "
-            f"each row: {_command(file, _OF_GROUPS, 'NEW.csv')}"
+            f"each row: {command_over(file, _python(_OF_GROUPS), 'NEW.csv')}"
         )
 
 
@@ -196,12 +199,15 @@ def refuse_python(file: InputFile, line: str) -> None:
         return
     if is_dict:
         script = "import ast, json, sys; [print(json.dumps(ast.literal_eval(l))) for l in sys.stdin if l.strip()]"
-        made = _command(file, script, "NEW.jsonl")
+        made = command_over(file, _python(script), "NEW.jsonl")
         raise DataError(f"{file.path}: is dicts as Python writes them, and no JSON; write it as JSON lines: {made}")
 
 
-def _command(file: InputFile, script: str, output: str) -> str:
-    """Return the line that runs a script of Python over the lines of a file."""
-    shown, python = shlex.quote(str(file.path)), f'python -c "{script}"'
-    container = container_of(file)
-    return f"{_TO_TEXT[container]} {shown} | {python} > {output}" if container else f"{python} < {shown} > {output}"
+def _python(script: str) -> str:
+    return f'python -c "{script}"'
+
+
+def command_over(file: InputFile, program: str, output: str) -> str:
+    """Return the line that runs a program over the text of a file."""
+    shown, container = shlex.quote(str(file.path)), container_of(file)
+    return f"{_TO_TEXT[container]} {shown} | {program} > {output}" if container else f"{program} < {shown} > {output}"

@@ -20,7 +20,7 @@ from embershard.data.block import short
 from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
 from embershard.data.sources.input_file import InputFile
-from embershard.data.sources.table.containers import refuse_python
+from embershard.data.sources.table.containers import command_over, refuse_python
 from embershard.data.sources.table.plain_text import first_bytes, plain_blocks
 from embershard.data.sources.table.raw import is_list, is_text, is_time
 from embershard.data.sources.text import parse_lines
@@ -48,9 +48,8 @@ def has_json_lines(file: InputFile, settings: TableConfig) -> bool | None:
     """
     first = first_bytes(file, json_form(settings), _FIRST_BYTES).lstrip()
     if first.startswith(b"[") and ".json" in file.path.name:
-        raise DataError(
-            f"{file.path}: is one JSON list; needed an object to a line: jq -c '.[]' {file.path} > NEW.jsonl"
-        )
+        made = command_over(file, "jq -c '.[]'", "NEW.jsonl")
+        raise DataError(f"{file.path}: is one JSON list; needed an object to a line: {made}")
     return first.startswith(b"{") if first else None
 
 
@@ -84,10 +83,8 @@ class JsonColumns:
             if block and not found and not len(schema):
                 first = block.partition(b"\n")[0].decode("utf-8", "replace")
                 refuse_python(file, first)
-                shown = short(first)
-                raise DataError(
-                    f"{file.path}:1 is no JSON object: {shown}; needed one to a line: jq -c . {file.path} > NEW.jsonl"
-                )
+                made = command_over(file, "jq -c .", "NEW.jsonl")
+                raise DataError(f"{file.path}:1 is no JSON object: {short(first)}; needed one to a line: {made}")
             for _, table in found:
                 schema = _unified(schema, table.schema)
         names = list(schema.names) or list(wanted)

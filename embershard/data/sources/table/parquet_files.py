@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
+from embershard.data.sources.folder import one_format
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.raw import PartColumns, RawChunk, check_types, is_list, named_once, needed_columns
 from embershard.errors import DataError, NoRowsError
@@ -38,7 +39,7 @@ def are_parquet(files: list[InputFile]) -> bool:
     parquet = [is_parquet(file) for file in files]
     if any(parquet) and not all(parquet):
         both = files[parquet.index(True)].path, files[parquet.index(False)].path
-        raise DataError(f"{both[0]} is Parquet and {both[1]} is not; needed one format. Set data.table.files")
+        raise DataError(f"{both[0]} is Parquet and {both[1]} is not; {one_format(*both)}")
     return all(parquet)
 
 
@@ -81,6 +82,13 @@ def parquet_schema(path: Path) -> tuple[pa.Schema, pq.FileMetaData]:
             schema, metadata = opened.schema_arrow, opened.metadata
     except _READ_ERRORS as error:
         what = " ".join(str(error).split())
+        with path.open("rb") as file:
+            first = file.read(len(_PARQUET_MAGIC))
+        if first != _PARQUET_MAGIC:
+            raise DataError(
+                f'{path}: is no Parquet file, since it begins with {first!r}. Text is read by data.kind = "table", and '
+                "from files that are not called .parquet; if it was Parquet, fetch it again"
+            ) from None
         raise DataError(f"{path}: not a sound Parquet file ({what}); fetch it again") from None
     twice = next((name for name in schema.names if schema.names.count(name) > 1), None)
     if twice is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.containers import container_of, raw_blocks
 from embershard.data.text_form import TextForm
-from embershard.errors import ConfigError, DataError, naming_file, os_problem
+from embershard.errors import ConfigError, DataError, NoRowsError, naming_file, os_problem
 from embershard.whole_file import whole_file
 
 #: Stand in plain text for the line feeds and carriage returns in cells, where `line_breaks` is true.
@@ -66,7 +66,7 @@ def plain_file(file: InputFile, form: TextForm) -> InputFile:
     that of the file's path, size, time and form, so it is never stale. See `copies_folder`.
 
     Raises:
-        DataError: as `plain_blocks`.
+        DataError: as `plain_blocks`; or `data.table.skip_lines` leaves nothing.
         ConfigError: the copy cannot be written.
     """
     if form.is_plain and container_of(file) in ("", "gzip"):
@@ -94,6 +94,8 @@ def plain_file(file: InputFile, form: TextForm) -> InputFile:
             f"{file.path} is read from a copy as plain text, which cannot be written: {os_problem(error)} The folder "
             f"of such copies is {copies_folder()}; set EMBERSHARD_COPIES to one on a disk with room."
         ) from error
+    if form.skip_lines and not copy.stat().st_size:
+        raise NoRowsError(f"{file.path}: no line behind the {form.skip_lines} that data.table.skip_lines leaves out")
     return InputFile.at(copy)
 
 
@@ -123,7 +125,8 @@ def _as_utf8(file: InputFile, form: TextForm) -> Iterator[bytes]:
                 at = num_bytes + getattr(error, "start", 0)
                 raise DataError(
                     f"{file.path}: byte {at:,} is no {form.encoding} ({getattr(error, 'reason', error)}); needed the "
-                    "encoding that the file was written in: --encoding, for instance latin-1, which takes every byte"
+                    "encoding that the file was written in: data.table.encoding (inspect, convert and train: "
+                    "--encoding), for instance latin-1, which takes every byte"
                 ) from None
             num_bytes += len(block)
             block = text.encode()

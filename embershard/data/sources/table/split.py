@@ -48,10 +48,10 @@ def hold_out_by_column(config: DataConfig, files: TableFiles) -> HeldOut:
     find = {"hash": _by_hash, "time": _latest, "last": _last_of_each}[config.split]
     how, samples = find(columns)
     if not 0 < samples.count < samples.num_samples:
+        others = {"hash": ", data.eval_fraction or data.split_seed", "time": ", or data.eval_fraction", "last": ""}
         raise DataError(
             f'data.split = "{config.split}": got {samples.count:,} of {samples.num_samples:,} samples to hold out '
-            f"({how}); needed some, and others to train on. Choose another column, data.eval_fraction or "
-            "data.split_seed"
+            f"({how}); needed some, and others to train on. Choose another column{others[config.split]}"
         )
     if columns.num_without:
         how += f" ({columns.num_without:,} rows have no such value, and are to train on)"

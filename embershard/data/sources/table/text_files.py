@@ -17,15 +17,23 @@ from embershard.data.block import BadRow, short
 from embershard.data.config import TableConfig
 from embershard.data.hashing import Ids
 from embershard.data.sample_bits import Flags
+from embershard.data.sources.folder import one_format
 from embershard.data.sources.input_file import InputFile
 from embershard.data.sources.table.json_lines import JsonColumns, has_json_lines, json_form
 from embershard.data.sources.table.plain_text import FEED, RETURN, first_bytes, plain_file
 from embershard.data.sources.table.raw import PartColumns, RawChunk, is_list, named_once, needed_columns
-from embershard.data.sources.text import BYTE_ORDER_MARK, NEWLINE, TextFiles, line_borders, parse_lines, some_lines
+from embershard.data.sources.text import (
+    BYTE_ORDER_MARK,
+    CARRIAGE_RETURN,
+    NEWLINE,
+    TextFiles,
+    line_borders,
+    parse_lines,
+    some_lines,
+)
 from embershard.errors import DataError
 
 _HEADER_BYTES = 1 << 16
-_CARRIAGE_RETURN = "has a carriage return in it; lines must end in a line feed: tr '\\r' '\\n' < FILE > NEW"
 #: What helps where a quote opens a cell that does not end in its line.
 IF_BREAKS = (
     "If cells have line breaks: data.table.line_breaks = true (inspect, convert and train: --line-breaks; for predict, "
@@ -148,7 +156,7 @@ class TextColumns:
         """Say what is wrong with a line that cannot be cut into cells."""
         text = _line_text(line)
         if "\r" in text:
-            return f"{short(text)}: {_CARRIAGE_RETURN}"
+            return f"{short(text)}: {CARRIAGE_RETURN}"
         separator = self.settings.separator
         cells = _cells(text, self.settings)
         if len(cells) != len(self.names):
@@ -186,7 +194,7 @@ def are_json(files: Sequence[InputFile], settings: TableConfig) -> bool:
     found = [has_json_lines(file, settings) for file in files]
     if True in found and False in found:
         both = files[found.index(True)].path, files[found.index(False)].path
-        raise DataError(f"{both[0]} is JSON and {both[1]} is not; needed one format. Set data.table.files")
+        raise DataError(f"{both[0]} is JSON and {both[1]} is not; {one_format(*both)}")
     return True in found
 
 
@@ -221,10 +229,11 @@ def header_names(path: Path, header: bytes, settings: TableConfig) -> list[str]:
     """
     text, line = _line_text(header).removeprefix(BYTE_ORDER_MARK.decode()), 1 + settings.skip_lines
     if "\r" in text:
-        raise DataError(f"{path}:{line} {short(text)}: {_CARRIAGE_RETURN}")
+        raise DataError(f"{path}:{line} {short(text)}: {CARRIAGE_RETURN}")
     if not (names := _cells(text, settings)):
         raise DataError(
-            f"{path}:{line} the header has no name; if there is no header, data.table.columns names columns"
+            f"{path}:{line} the header has no name; if it stands below, data.table.skip_lines = {line} leaves lines "
+            "out; if there is none, data.table.columns names columns"
         )
     return named_once(names)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -162,7 +163,7 @@ def _refuse_zeros(file: InputFile, pieces: list[bytes]) -> None:
         end = file.num_bytes - num_zeros
         raise DataError(
             f"{path}: its last bytes are 0, from byte {end:,} on, as a machine leaves them that went down while it "
-            f"wrote. Cut them off: head -c {end} {path} > NEW"
+            f"wrote. Cut them off: head -c {end} {shlex.quote(str(path))} > NEW"
         )
     if sum(piece.count(0) for piece in pieces) > _MOST_ZEROS * sum(map(len, pieces)):
         place = next((at for piece in pieces if (at := piece.find(0)) >= 0), 0)

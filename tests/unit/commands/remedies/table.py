@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -95,6 +96,8 @@ class Remedy(NamedTuple):
         wrong_code: the exit code without the remedy.
         first: another command that the message names, done before the remedy.
         leads_to: a regular expression of what is said with the remedy, where the command does not end with 0 then.
+        done: does with files, or with the environment, what the remedy's words ask for, which it is given. The command
+            then runs with `tried`, or as before.
     """
 
     commands: tuple[str, ...]
@@ -106,6 +109,12 @@ class Remedy(NamedTuple):
     wrong_code: int = 2
     first: str = ""
     leads_to: str = ""
+    done: Callable[[str], object] | None = None
+
+
+def shell(line: str) -> None:
+    """Run a line of the shell that a message shows."""
+    subprocess.run(line, shell=True, check=True)
 
 
 def sets(settings: str) -> str:
@@ -159,6 +168,8 @@ def check(row: Remedy, command: str, capsys: pytest.CaptureFixture[str]) -> None
     if row.first:
         code, said = said_by(shlex.split(row.first), capsys)
         assert code == 0, said
-    remedy = shlex.split(row.tried or found[1].rstrip(".,"))
+    if row.done:
+        row.done(found[1].rstrip(".,"))
+    remedy = shlex.split(row.tried or ("" if row.done else found[1].rstrip(".,")))
     code, said = said_by([*words, *(() if row.instead else shlex.split(row.words)), *remedy], capsys)
     assert re.search(row.leads_to, said) if row.leads_to else code == 0, said

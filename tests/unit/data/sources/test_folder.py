@@ -103,12 +103,10 @@ def test_many_names_are_cut_short(folder):
 @pytest.mark.parametrize("name", ["visits.dat", "log_01"])
 def test_the_option_that_is_named_reads_a_folder(folder, name, capsys):
     (folder / "a.csv").rename(folder / name)
-    assert not is_data(folder)
+    assert is_data(folder)
     assert cli.main(["data", "inspect", str(folder)]) == 2
-    assert (
-        f"(there are: {name}); set data.table.files to the names of your files (inspect and convert: --files 'PA"
-        in (capsys.readouterr().err)
-    )
+    said = f"(there are: {name}); set data.table.files to the names of your files (inspect, convert and train: --files"
+    assert said in capsys.readouterr().err
     settings, output = folder.parent / "run.toml", folder.parent / "a.parquet"
     options = ["--files", "*.dat", "--files", "log_*"]
     assert cli.main(["data", "inspect", str(folder), "-o", str(settings), *options]) == 0
@@ -117,6 +115,7 @@ def test_the_option_that_is_named_reads_a_folder(folder, name, capsys):
     assert open_source(config).chunks("train").num_samples > 100
     assert cli.main(["data", "convert", str(folder), "-o", str(output), *options]) == 0
     assert pq.read_table(output).num_rows == 150
+    assert cli.main(["train", str(folder), "--dry-run", *options]) == 0
 
 
 def test_a_pattern_that_means_it_reads_what_is_usually_no_data(folder):
