@@ -22,6 +22,7 @@ from embershard import distributed  # its names load torch when they are used, a
 from embershard.errors import EmbershardError, StepError, os_problem
 from embershard.launch.arguments import as_called
 from embershard.launch.stop_signals import stop_training_on_signals
+from embershard.launch.versions import debug_problem
 from embershard.settings.files import check_config_code
 from embershard.settings.own_code import message_for_user
 from embershard.training.config import RunConfig
@@ -117,6 +118,8 @@ def do(make: Callable[[], Job], *, stops_in_order: bool = False) -> int:
     sys.excepthook = partial(_show_error, supervision)
     with stop_training_on_signals(supervision) if stops_in_order else nullcontext():
         job = make()
+        if os.environ.get("RANK", "0") == "0" and (problem := debug_problem()):
+            print(f"embershard: warning: {problem}. Use INFO, or unset it.", file=sys.stderr, flush=True)
         prepare_process(job.config.train)
         with distributed.process_group(job.config.train.device, numa=job.config.train.numa) as ranks:
             torch.set_num_threads(rank_threads(job.config, ranks).count)

@@ -47,6 +47,14 @@ def git_commit() -> str | None:
         return None
 
 
+def debug_problem() -> str:
+    """Return what `TORCH_DISTRIBUTED_DEBUG` does to a training in this environment; empty: nothing."""
+    level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "")
+    if level.upper() != "DETAIL":
+        return ""
+    return f"TORCH_DISTRIBUTED_DEBUG={level}: with it, DDP of torch 2.13 over gloo ends in a segmentation fault"
+
+
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 CUDA_FBGEMM, CPU_FBGEMM = "fbgemm-gpu", "fbgemm-gpu-cpu"
 

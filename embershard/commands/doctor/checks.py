@@ -167,6 +167,13 @@ def check_collective(backend: str, num_ranks: int, error: str, seconds: float, r
     return CheckResult(name, PASS, f"all-reduce in {seconds:.1f} s, start of the processes included")
 
 
+def check_debug(problem: str) -> CheckResult:
+    """Check what torch's variable for debugging does to a training (`debug_problem`)."""
+    if problem:
+        return CheckResult("torch's debugging", WARN, problem, "use TORCH_DISTRIBUTED_DEBUG=INFO, or unset it")
+    return CheckResult("torch's debugging", PASS, "TORCH_DISTRIBUTED_DEBUG does no harm")
+
+
 def check_shared_memory(free_bytes: int | None, num_gpus: int) -> CheckResult:
     """Check /dev/shm, through which processes and NCCL pass data; containers often have 64 MiB."""
     name = "shared memory"

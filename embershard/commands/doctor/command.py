@@ -26,7 +26,7 @@ from pathlib import Path
 from embershard.commands.doctor import checks
 from embershard.commands.doctor.checks import FAIL, PASS, SKIP, WARN, CheckResult, Gpu
 from embershard.launch.arguments import add_settings, make_parser
-from embershard.launch.versions import CPU_FBGEMM, CUDA_FBGEMM, installed_version
+from embershard.launch.versions import CPU_FBGEMM, CUDA_FBGEMM, debug_problem, installed_version
 from embershard.machine import host_memory, parse_cpus
 from embershard.units import size
 
@@ -272,6 +272,7 @@ def examine(timeout_seconds: float) -> Iterator[CheckResult]:
     yield checks.check_triton(installed_version("triton"), len(gpus))
     yield from examine_gpus(len(gpus), torch_cuda, timeout_seconds)
     yield from collectives(len(gpus), timeout_seconds)
+    yield checks.check_debug(debug_problem())
     yield checks.check_huge_pages(Path(HUGE_PAGES).read_text() if os.path.isfile(HUGE_PAGES) else None)
     yield checks.check_shared_memory(shared_bytes, len(gpus))
     yield checks.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

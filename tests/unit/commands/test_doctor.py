@@ -64,6 +64,8 @@ CASES = [
     # collectives
     (checks.check_collective("gloo", 2, "", 2.0, "remedy"), PASS),
     (checks.check_collective("gloo", 2, "no answer after 60 s", 60.0, "remedy"), FAIL),
+    (checks.check_debug(""), PASS),
+    (checks.check_debug("TORCH_DISTRIBUTED_DEBUG=DETAIL: it ends in a fault"), WARN),
     (checks.check_huge_pages("always [madvise] never\n"), PASS),
     (checks.check_huge_pages("[always] madvise never"), PASS),
     (checks.check_huge_pages("always madvise [never]"), WARN),
@@ -261,7 +263,7 @@ def test_the_disk_of_a_runs_rows_is_measured(tmp_path: Path, capsys: pytest.Capt
 def test_it_speaks_when_torchrec_cannot_be_imported(tmp_path: Path, project_dir: Path):
     """The whole doctor, with a torchrec in front of the real one that does not import."""
     (tmp_path / "torchrec.py").write_text("raise OSError('libtorch_cuda.so: cannot open shared object file')\n")
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{project_dir}"}
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{project_dir}", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     command = [sys.executable, "-m", "embershard.commands.doctor.command", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=180)
     assert run.returncode == 1, run.stderr
@@ -269,3 +271,4 @@ def test_it_speaks_when_torchrec_cannot_be_imported(tmp_path: Path, project_dir:
     assert report["import torchrec"]["status"] == FAIL
     assert "libtorch_cuda.so" in report["import torchrec"]["detail"]
     assert report["gloo, 2 ranks"]["status"] == PASS
+    assert report["torch's debugging"]["status"] == WARN

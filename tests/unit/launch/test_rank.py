@@ -130,6 +130,24 @@ def test_a_rank_that_fails_on_a_gpu_waits_for_none_of_its_kernels(uses_gpu, monk
     assert all("no such file" in said for _, said in ended)
 
 
+@pytest.mark.parametrize(
+    ("number", "level", "is_said"),
+    [("0", "DETAIL", True), ("0", "detail", True), ("0", "INFO", False), ("1", "DETAIL", False)],
+)
+def test_the_first_rank_warns_of_what_would_kill_a_training(number, level, is_said, monkeypatch, capsys):
+    """Before it makes a group."""
+
+    def stop(*_: object) -> None:
+        raise DataError("this far")
+
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    monkeypatch.setenv("RANK", number)
+    monkeypatch.setattr("embershard.training.arithmetic.prepare_process", stop)
+    with pytest.raises(DataError, match="this far"):
+        rank.do(lambda: rank.Job(RunConfig(), None, False))
+    assert (f"warning: TORCH_DISTRIBUTED_DEBUG={level}: " in capsys.readouterr().err) is is_said
+
+
 @pytest.mark.parametrize("missing", TORCHRUN)
 def test_without_one_of_the_variables_it_is_none(missing, under_torchrun, monkeypatch):
     assert rank.is_rank()
