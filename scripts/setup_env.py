@@ -1,8 +1,9 @@
-"""Makes or repairs `.venv`: `python3 scripts/setup_env.py [--tests] [--force]`.
+"""Makes or repairs `.venv`: `python3 scripts/setup_env.py [--tests] [--force] [--from FOLDER]`.
 
 Standard library only, because it runs before anything is installed. Versions that belong together are the sets of
 embershard/launch/versions.py; all others are pinned in requirements.txt, and hold for every set. pip's own
-configuration decides where packages come from.
+configuration decides where packages come from, but for `--from`: a folder of wheels that `scripts/carry.py` made, for a
+machine without a network.
 
 FBGEMM needs care. It comes as two distributions, `fbgemm-gpu` (CUDA) and `fbgemm-gpu-cpu`, that own the *same* folder
 `fbgemm_gpu`: the second one installed overwrites the first, and uninstalling one breaks the other. torchrec requires
@@ -156,11 +157,13 @@ def ensure_venv(venv: Path, environ: Mapping[str, str]) -> None:
 
 
 class Pip:
-    """Runs the venv's pip, shows its progress, and keeps its output in a log file of the venv."""
+    """Runs the venv's pip, shows its progress, and keeps its output in a log file of the venv. Packages come from a
+    `folder` of wheels, if there is one."""
 
-    def __init__(self, venv: Path) -> None:
+    def __init__(self, venv: Path, folder: Path | None) -> None:
         self.venv = venv
         self.log = venv / LOG
+        self.folder = folder
 
     def __call__(self, why: str, *args: str) -> None:
         start = time.monotonic()
@@ -168,11 +171,12 @@ class Pip:
         command = [str(venv_python(self.venv)), "-m", "pip", "--no-input", "--disable-pip-version-check", *args]
         if args[0] == "install":
             command += ["--progress-bar", "off"]
+            command += ["--no-index", "--find-links", str(self.folder)] if self.folder is not None else []
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=str(ROOT))
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n{run.stdout}\n")
         if run.returncode:
-            raise SetupError(f"{explain_pip(' '.join(args), run.stdout)}\nFull log: {self.log}")
+            raise SetupError(f"{explain_pip(' '.join(args), run.stdout, self.folder)}\nFull log: {self.log}")
         seconds = time.monotonic() - start
         if seconds > 5:
             say(f"    {seconds:.0f} s")
@@ -188,9 +192,9 @@ def inspect(venv: Path) -> dict[str, object]:
     return found
 
 
-def install(venv: Path, driver: bool, files: Sequence[str], versions: VersionSet) -> None:
+def install(venv: Path, driver: bool, files: Sequence[str], versions: VersionSet, folder: Path | None) -> None:
     """Install these `versions` and what the requirement `files` say; a package that is right already stays."""
-    pip = Pip(venv)
+    pip = Pip(venv, folder)
     if subprocess.run([str(venv_python(venv)), "-m", "pip", "--version"], capture_output=True).returncode:
         say("this environment has no pip; installing the one that comes with Python")
         subprocess.run([str(venv_python(venv)), "-m", "ensurepip"], capture_output=True)
@@ -247,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make or repair embershard's virtual environment.")
     parser.add_argument("--tests", action="store_true", help=f"install what tests and checks need, too: {TESTS}")
     parser.add_argument("--force", action="store_true", help="run all steps, even if the stamp is valid")
+    parser.add_argument("--from", dest="folder", type=Path, help="of wheels, in place of a network")
     arguments = parser.parse_args(argv)
     driver = has_driver()
     try:
@@ -261,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"{name}: {SETS[name]}")
             ensure_venv(venv, os.environ)
             (venv / STAMP).unlink(missing_ok=True)
-            install(venv, driver, (TRAINING, TESTS) if arguments.tests else (TRAINING,), SETS[name])
+            folder = arguments.folder.absolute() if arguments.folder else None
+            install(venv, driver, (TRAINING, TESTS) if arguments.tests else (TRAINING,), SETS[name], folder)
             say(prove(venv))
             stamp = {"digest": want, "snapshot": snapshot(venv), "tests": arguments.tests}
             (venv / STAMP).write_text(json.dumps(stamp, indent=1))

@@ -103,8 +103,12 @@ def with_versions(requirements: str, versions: VersionSet) -> str:
     return requirements
 
 
-def explain_pip(requirement: str, output: str) -> str:
-    """Return the message for a failed pip run, from its output."""
+def explain_pip(requirement: str, output: str, folder: Path | None = None) -> str:
+    """Return the message for a failed pip run, from its output.
+
+    Args:
+        folder: of wheels, that it took instead of an index.
+    """
     tail = "\n".join(f"    {line[:300]}" for line in output.strip().splitlines()[-6:])
     unreachable = re.search(
         r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError"
@@ -112,7 +116,12 @@ def explain_pip(requirement: str, output: str) -> str:
         r"|\(from versions: none\)",
         output,
     )
-    if unreachable:
+    if folder is not None and (unreachable or "No matching distribution" in output):
+        fix = (
+            f"{folder} has no wheel of it for this Python and platform. Make it again, where there is a network:\n"
+            f"    python3 scripts/carry.py {folder.name} --python {sys.version_info.major}.{sys.version_info.minor}"
+        )
+    elif unreachable:
         fix = (
             "pip cannot reach a package index that has it. Check the network, then pip's settings:\n"
             "    pip config list; env | grep -i -E '^(pip|https?_proxy)'"

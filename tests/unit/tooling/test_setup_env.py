@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import carry
 import pytest
 import setup_env
 import setup_rules as rules
@@ -291,8 +293,53 @@ def test_an_index_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setattr(setup_env, "venv_python", lambda venv: Path(sys.executable))
     with pytest.raises(rules.SetupError, match=r"cannot reach a package index(.|\n)*Full log: "):
-        setup_env.Pip(tmp_path)("install", "install", "--no-deps", "embershard-has-no-such-package==1")
+        setup_env.Pip(tmp_path, None)("install", "install", "--no-deps", "embershard-has-no-such-package==1")
     assert "embershard-has-no-such-package" in (tmp_path / setup_env.LOG).read_text()
+
+
+def wheel(folder: Path, name: str) -> None:
+    """A wheel with a module of its name."""
+    files = {
+        f"{name}.py": "",
+        f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}-1.0.dist-info/RECORD": "",
+    }
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        for path, text in files.items():
+            file.writestr(path, text)
+
+
+@pytest.mark.slow
+def test_wheels_of_a_folder_are_carried_and_installed_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """pip itself, which has another folder in place of an index."""
+    index, folder, site = (tmp_path / name for name in ("index", "wheels", "site"))
+    index.mkdir()
+    wheel(index, "carried")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    assert carry.main([str(folder), "--only", "carried==1.0"]) == 0
+    assert f"{folder} has 1 wheels" in capsys.readouterr().out
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setattr(setup_env, "venv_python", lambda venv: Path(sys.executable))
+    pip = setup_env.Pip(tmp_path, folder)
+    pip("install", "install", "--target", str(site), "carried==1.0")
+    assert (site / "carried.py").is_file()
+    with pytest.raises(rules.SetupError, match="has no wheel of it for this Python and platform"):
+        pip("install", "install", "--target", str(site), "left-behind==1.0")
+
+
+def test_all_that_the_set_up_installs_is_carried_but_for_what_is_there():
+    everything = carry.wanted(CPU, tests=True, there="")
+    for requirement in (f"torch=={VERSIONS.torch}", f"torchrec=={VERSIONS.torchrec}", f"{CPU}=={PIN}"):
+        assert requirement in everything
+    there = f"torch=={VERSIONS.torch}+cu130\nTyping_Extensions==4.0\nPyYAML==6.0.3\n"
+    left_out = set(everything) - set(carry.wanted(CPU, tests=True, there=there))
+    assert left_out == {f"torch=={VERSIONS.torch}", "pyyaml==6.0.3"}
 
 
 def test_other_pip_failures_are_not_blamed_on_the_network():
