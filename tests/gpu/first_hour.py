@@ -4,9 +4,10 @@
     python -m tests.gpu.first_hour --minutes 20 --out /tmp/hour
     python -m tests.gpu.first_hour --only machine doctor waits
 
-Each step (tests/gpu/hour_steps.py) is a process of its own with its share of the time: one that fails, hangs or takes
-too long ends alone. `summary.txt` has a line for each, `STEP.json` what it found, `STEP.txt` what it printed, and the
-folder `STEP/` what its commands printed. Without a GPU a step runs on the CPU, at toy size, or is skipped and says why.
+Each step (tests/gpu/hour_steps.py) is a process of its own with its minutes: one that fails, hangs or takes too long
+ends alone. With fewer minutes than an hour the steps of most value run, each with all of its own. `summary.txt` has a
+line for each, `STEP.json` what it found, `STEP.txt` what it printed, and the folder `STEP/` what its commands printed.
+Without a GPU a step runs on the CPU, at toy size, or is skipped and says why.
 Exit codes: 0; 1 where a step failed; 2 for wrong usage.
 """
 
@@ -27,7 +28,6 @@ from pathlib import Path
 
 from tests.gpu.hour_steps import STEPS, Place, Step
 
-_ALL_MINUTES = 60.0
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 _IMPORT_SECONDS = 120.0
 
@@ -76,18 +76,32 @@ def run_step(step: Step, out: Path, seconds: float, num_gpus: int, command: Sequ
     return Ended(step.name, status, time.monotonic() - started, why)
 
 
-def run_all(steps: Sequence[Step], out: Path, minutes: float, num_gpus: int) -> list[Ended]:
-    """Run steps one after another; after each, what is known so far is in `out`."""
+def chosen(steps: Sequence[Step], minutes: float) -> list[Step]:
+    """Return the steps that have time, by their value; one too long for what is left makes room for shorter ones."""
+    taken: list[Step] = []
+    for step in sorted(steps, key=lambda each: -each.value):
+        if step.minutes <= minutes + 1e-9:
+            taken.append(step)
+            minutes -= step.minutes
+    return [step for step in steps if step in taken]
+
+
+def run_all(program: str, steps: Sequence[Step], out: Path, minutes: float, num_gpus: int) -> list[Ended]:
+    """Run steps one after another, of the program that knows them; after each, what is known so far is in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     ended: list[Ended] = []
+    have_time = chosen(steps, minutes)
     for step in steps:
-        seconds = 60.0 * step.minutes * minutes / _ALL_MINUTES
-        command = [sys.executable, "-m", "tests.gpu.first_hour", "--step", step.name, "--out", str(out.resolve())]
+        seconds = 60.0 * step.minutes
+        command = [sys.executable, "-m", program, "--step", step.name, "--out", str(out.resolve())]
         command += ["--seconds", str(seconds), "--gpus", str(num_gpus)]
-        try:
-            found = run_step(step, out, seconds, num_gpus, command)
-        except OSError as error:  # no process can be started, or the disk is full: the next one may work
-            found = Ended(step.name, "failed", why=str(error))
+        if step not in have_time:
+            found = Ended(step.name, "skipped", why=f"needs {step.minutes:g} minutes")
+        else:
+            try:
+                found = run_step(step, out, seconds, num_gpus, command)
+            except OSError as error:  # no process can be started, or the disk is full: the next one may work
+                found = Ended(step.name, "failed", why=str(error))
         ended.append(found)
         print(found, flush=True)
         (out / "summary.txt").write_text("".join(f"{each}\n" for each in ended), encoding="utf-8")
@@ -95,20 +109,22 @@ def run_all(steps: Sequence[Step], out: Path, minutes: float, num_gpus: int) -> 
     return ended
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run all steps, or (`--step`, of this program's own processes) one of them in this process."""
+def main(argv: Sequence[str], program: str, description: str, all_steps: Sequence[Step]) -> int:
+    """Run steps, or (`--step`, of the program's own processes) one of them in this process."""
     parser = argparse.ArgumentParser(
-        "python -m tests.gpu.first_hour", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        f"python -m {program}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [step.name for step in STEPS]
+    names = [step.name for step in all_steps]
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=names, help=f"of {', '.join(names)}")
-    parser.add_argument("--minutes", type=float, default=_ALL_MINUTES, help="for all steps (default: %(default)g)")
-    parser.add_argument("--out", type=Path, default=Path("first_hour"), help="folder (default: %(default)s)")
+    all_minutes = sum(step.minutes for step in all_steps)
+    parser.add_argument("--minutes", type=float, default=all_minutes, help="for all steps (default: %(default)g)")
+    out = Path(program.rpartition(".")[2])
+    parser.add_argument("--out", type=Path, default=out, help="folder (default: %(default)s)")
     for name, kind in (("--step", str), ("--seconds", float), ("--gpus", int)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.step is not None:
-        (step,) = (each for each in STEPS if each.name == arguments.step)
+        (step,) = (each for each in all_steps if each.name == arguments.step)
         place = Place(step.name, arguments.out, arguments.seconds, arguments.gpus)
         try:
             step.run(place)
@@ -117,11 +133,11 @@ def main(argv: Sequence[str]) -> int:
             place.note("error", repr(error))
             return 1
         return 1 if place.failed else 0
-    steps = [step for step in STEPS if not arguments.only or step.name in arguments.only]
-    ended = run_all(steps, arguments.out, arguments.minutes, count_gpus())
+    steps = [step for step in all_steps if not arguments.only or step.name in arguments.only]
+    ended = run_all(program, steps, arguments.out, arguments.minutes, count_gpus())
     print(f"All of it is in {arguments.out}: send the folder.")
     return 1 if any(each.status in ("failed", "too long") for each in ended) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], "tests.gpu.first_hour", __doc__, STEPS))

@@ -165,25 +165,26 @@ def lock(place: Place) -> None:
     place.note("found", launches_while_locking(num_bytes))
 
 
-def _tests(place: Place, *files: str) -> None:
+def run_tests(place: Place, *files: str, options: Sequence[str] = ()) -> None:
+    """Run files of tests of this folder, each as a command."""
     for number, file in enumerate(files):
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", f"tests/gpu/test_{file}.py"]
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", *options, f"tests/gpu/test_{file}.py"]
         place.command(file, command, share=1 / (len(files) - number))
 
 
 def kernels(place: Place) -> None:
     """Transfers, small rows, maps and plans by kernels, against loops."""
-    _tests(place, "transfers", "small_rows", "key_map", "plans")
+    run_tests(place, "transfers", "small_rows", "key_map", "plans")
 
 
 def exactness(place: Place) -> None:
     """Training beside stock TorchRec: look-ahead, modes, models, more than 1,024 uses of a row."""
-    _tests(place, "exactness", "look_ahead", "modes", "runs", "train_cli")
+    run_tests(place, "exactness", "look_ahead", "modes", "runs", "train_cli")
 
 
 def sanitizers(place: Place) -> None:
     """compute-sanitizer, and torch's search for races between streams."""
-    _tests(place, "sanitizers")
+    run_tests(place, "sanitizers")
 
 
 def quickstart(place: Place, **settings: Any) -> list[str]:
@@ -196,7 +197,7 @@ def quickstart(place: Place, **settings: Any) -> list[str]:
     return [word for name, value in (given | settings).items() for word in ("--set", f"{name}={value}")]
 
 
-def waits(place: Place) -> None:
+def waits(place: Place, **settings: Any) -> None:
     """Waits of the training thread for the GPU, by the line that waits, in a short training."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -206,7 +207,7 @@ def waits(place: Place) -> None:
 
     run_dir = place.out / place.name / "run"
     with counted_waits(first_step=20) as counted:
-        code = cli.main(["train", "quickstart", "--run-dir", str(run_dir), *quickstart(place)])
+        code = cli.main(["train", "quickstart", "--run-dir", str(run_dir), *quickstart(place, **settings)])
     place.failed = code != 0 or not counted.num_steps
     place.note("steps", counted.num_steps)
     place.note("waits_per_step", {line: count / counted.num_steps for line, count in counted.lines.most_common()})
@@ -405,13 +406,15 @@ class Step:
     """A step of the hour.
 
     Attributes:
-        minutes: that it may take, of an hour.
+        minutes: that it may take.
         num_gpus: that it needs; with 0 it runs on a CPU, too.
+        value: where time is short, steps of higher value are taken.
     """
 
     run: Callable[[Place], None]
     minutes: float
     num_gpus: int = 0
+    value: int = 0
 
     @property
     def name(self) -> str:
@@ -420,18 +423,18 @@ class Step:
 
 
 STEPS = (
-    Step(machine, 1),
-    Step(doctor, 3),
-    Step(lookup, 1.5),
-    Step(lock, 2, num_gpus=1),
-    Step(kernels, 3, num_gpus=1),
-    Step(waits, 3),
-    Step(exactness, 10, num_gpus=1),
-    Step(trace, 2.5),
-    Step(modes, 8),
-    Step(figures, 10),
-    Step(sanitizers, 4, num_gpus=1),
-    Step(nsys, 2, num_gpus=1),
-    Step(several, 6),
-    Step(resume, 4),
+    Step(machine, 1, value=10),
+    Step(doctor, 3, value=4),
+    Step(lookup, 1.5, value=7),
+    Step(lock, 2, num_gpus=1, value=5),
+    Step(kernels, 3, num_gpus=1, value=9),
+    Step(waits, 3, value=6),
+    Step(exactness, 10, num_gpus=1, value=8),
+    Step(trace, 2.5, value=3),
+    Step(modes, 8, value=4),
+    Step(figures, 10, value=5),
+    Step(sanitizers, 4, num_gpus=1, value=2),
+    Step(nsys, 2, num_gpus=1, value=1),
+    Step(several, 6, value=2),
+    Step(resume, 4, value=1),
 )

@@ -1,4 +1,5 @@
-"""What the first hour measures of a machine by itself: FBGEMM's lookup, page-locking, and how ranks end."""
+"""What the first hour measures of a machine by itself: FBGEMM's lookup, page-locking, and how ranks end. FBGEMM is
+imported where it is used: what else is here runs on a machine without it."""
 
 from __future__ import annotations
 
@@ -15,9 +16,6 @@ from typing import Any
 
 import psutil
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from embershard.cache.rows import memory
 from embershard.cache.rows.page_lock import lock_for
@@ -28,12 +26,20 @@ _RATE = 0.5
 _POLL_SECONDS = 0.05
 
 
-def _tables(device: str, rows: int, dim: int, optimizer: EmbOptimType) -> SplitTableBatchedEmbeddingBagsCodegen:
+def _tables(device: str, rows: int, dim: int, optimizer: str) -> Any:
+    """FBGEMM's tables, with one of its optimizers by name."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
     on_gpu = device == "cuda"
     place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
     return SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, dim, place, ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU)] * NUM_TABLES,
-        optimizer=optimizer,
+        optimizer=EmbOptimType[optimizer],
         learning_rate=_RATE,
         device=torch.device(device),
     )
@@ -42,7 +48,7 @@ def _tables(device: str, rows: int, dim: int, optimizer: EmbOptimType) -> SplitT
 def lookup_differences(device: str, rows: int = 500, batch: int = 300) -> list[str]:
     """Names of what differs from plain torch after a forward, a backward and an update. All numbers are dyadic
     rationals with few digits, so no sum is rounded, in whichever order it is added up."""
-    tables = _tables(device, rows, DIM, EmbOptimType.EXACT_SGD)
+    tables = _tables(device, rows, DIM, "EXACT_SGD")
     generator = torch.Generator().manual_seed(5)
     weights = torch.randint(-32, 33, (NUM_TABLES, rows, DIM), generator=generator) / 32
     for table, values in zip(tables.split_embedding_weights(), weights, strict=True):
@@ -69,7 +75,7 @@ def is_same_twice(device: str, deterministic: bool, rows: int = 3, batch: int = 
     try:
         for _ in range(2):
             generator = torch.Generator().manual_seed(5)
-            tables = _tables(device, rows, DIM, EmbOptimType.EXACT_SGD)
+            tables = _tables(device, rows, DIM, "EXACT_SGD")
             for table in tables.split_embedding_weights():
                 table.data.copy_(torch.rand(rows, DIM, generator=generator))
             ids = torch.randint(0, rows, (NUM_TABLES * batch,), generator=generator).to(device)
@@ -84,7 +90,7 @@ def is_same_twice(device: str, deterministic: bool, rows: int = 3, batch: int = 
 
 def seconds_of_a_lookup(device: str, rows: int, batch: int, dim: int = 128, turns: int = 20) -> float:
     """Median seconds of a forward, backward and update with row-wise Adagrad, one id per sample and table."""
-    tables = _tables(device, rows, dim if device == "cuda" else DIM, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    tables = _tables(device, rows, dim if device == "cuda" else DIM, "EXACT_ROWWISE_ADAGRAD")
     ids = torch.randint(0, rows, (NUM_TABLES * batch,), device=device)
     offsets = torch.arange(ids.numel() + 1, device=device)
     seconds = []

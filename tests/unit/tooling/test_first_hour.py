@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,13 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from embershard.cache.rows.page_lock import PageLock
 from embershard.commands import cli
 from embershard.pipeline import LookAheadPipeline
 from tests.gpu import first_hour, hour_steps, machine_checks
+from tests.gpu.bare_steps import BARE_STEPS
 from tests.gpu.first_hour import Ended
 from tests.gpu.hour_steps import STEPS, Place, Step
+from tests.gpu.torch_tables import register
 
 
 def place(folder: Path, name: str = "step") -> Place:
@@ -33,11 +39,14 @@ def fails(place: Place) -> None:
     raise RuntimeError("no such kernel")
 
 
-def test_what_a_step_found_before_it_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(first_hour, "STEPS", (Step(works, 1), Step(fails, 1)))
+def hour(argv: list[str], *steps: Step) -> int:
+    return first_hour.main(argv, "tests.gpu.first_hour", "", steps or STEPS)
+
+
+def test_what_a_step_found_before_it_failed_is_kept(tmp_path: Path):
     given = ["--out", str(tmp_path), "--seconds", "60", "--gpus", "0"]
-    assert first_hour.main(["--step", "works", *given]) == 0
-    assert first_hour.main(["--step", "fails", *given]) == 1
+    assert hour(["--step", "works", *given], Step(works, 1), Step(fails, 1)) == 0
+    assert hour(["--step", "fails", *given], Step(works, 1), Step(fails, 1)) == 1
     assert json.loads((tmp_path / "fails.json").read_text()) == {"found": 1, "error": "RuntimeError('no such kernel')"}
 
 
@@ -69,10 +78,33 @@ def test_all_steps_run_and_the_summary_grows_with_each(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(first_hour, "run_step", run)
     monkeypatch.setattr(first_hour, "count_gpus", lambda: 0)
-    assert first_hour.main(["--minutes", "6", "--out", str(tmp_path)]) == 1
-    assert sum(seconds.values()) == pytest.approx(360.0)
+    assert hour(["--out", str(tmp_path)]) == 1
+    assert sum(seconds.values()) == pytest.approx(3600.0)
     assert [line.split()[0] for line in (tmp_path / "summary.txt").read_text().splitlines()] == [s.name for s in STEPS]
     assert "doctor       failed" in (tmp_path / "summary.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("minutes", "names"),
+    [
+        (0.9, []),
+        (4, ["machine", "kernels"]),
+        (20, ["machine", "lookup", "kernels", "waits", "exactness"]),
+        (60, [step.name for step in STEPS]),
+    ],
+)
+def test_in_less_time_the_steps_of_most_value_run_whole(minutes: float, names: list[str]):
+    assert [step.name for step in first_hour.chosen(STEPS, minutes)] == names
+
+
+def test_steps_without_time_are_skipped_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(first_hour, "run_step", lambda step, *_: Ended(step.name, "done"))
+    monkeypatch.setattr(first_hour, "count_gpus", lambda: 0)
+    assert hour(["--minutes", "3", "--out", str(tmp_path)], Step(works, 2), Step(fails, 2, value=1)) == 0
+    assert (tmp_path / "summary.txt").read_text().splitlines() == [
+        "works        skipped       0.0 s  needs 2 minutes",
+        "fails        done          0.0 s",
+    ]
 
 
 def test_steps_that_need_a_gpu_are_skipped_by_name(tmp_path: Path):
@@ -156,17 +188,7 @@ def test_the_commands_of_the_steps_are_understood(num_gpus: int, tmp_path: Path,
 def test_steps_run_without_a_gpu(tmp_path: Path, project_dir: Path):
     """All of them take minutes; these have the most of their own."""
     only = ["machine", "lookup", "lock", "waits", "figures", "several"]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.gpu.first_hour",
-        "--out",
-        str(tmp_path),
-        "--minutes",
-        "240",
-        "--only",
-        *only,
-    ]
+    command = [sys.executable, "-m", "tests.gpu.first_hour", "--out", str(tmp_path), "--only", *only]
     done = subprocess.run(command, cwd=project_dir, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -177,3 +199,63 @@ def test_steps_run_without_a_gpu(tmp_path: Path, project_dir: Path):
     assert waits == {"steps": 41, "waits_per_step": {}}
     several = json.loads((tmp_path / "several.json").read_text())
     assert [several[name]["code"] for name in ("SIGTERM", "SIGKILL", "SIGSTOP")] == [0, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_the_first_ten_minutes_run_without_a_gpu_and_without_torchrec_and_fbgemm(tmp_path: Path, project_dir: Path):
+    """But for the training, which needs TorchRec."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(project_dir)))
+    command = [sys.executable, "-m", "tests.gpu.ten_minutes", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=project_dir, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    ended = {step["name"]: step["status"] for step in summary}
+    assert ended == {step.name: "skipped" if step.num_gpus else "done" for step in BARE_STEPS}
+    found = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("rounding", "training")}
+    assert {each["wrong rows"] for each in found["rounding"].values()} == {0}
+    assert "TorchRec" in found["training"]["skipped"]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_a_training_by_torchs_operations_is_one_by_fbgemms_kernels_do(tmp_path: Path, project_dir: Path):
+    command = [sys.executable, "-m", "tests.gpu.ten_minutes", "--out", str(tmp_path), "--only", "training"]
+    assert subprocess.run(command, cwd=project_dir, capture_output=True).returncode == 0
+    found = json.loads((tmp_path / "training.json").read_text())
+    assert 0 < found["farthest from the CPU's"] < 1e-6, "0: the same kernels"
+    assert len(found["losses"]) == 6
+
+
+@pytest.mark.parametrize("pooling_mode", [PoolingMode.SUM, PoolingMode.MEAN], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("optimizer", [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD], ids=str)
+def test_torchs_operations_compute_what_fbgemms_kernels_do(pooling_mode: PoolingMode, optimizer: EmbOptimType):
+    """But for the order of sums. Three features, two of one table; bags of up to four ids; two steps."""
+
+    def trained() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        specs = [(rows, 8, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in (50, 20)]
+        tables = SplitTableBatchedEmbeddingBagsCodegen(
+            specs, feature_table_map=[0, 0, 1], pooling_mode=pooling_mode, optimizer=optimizer, learning_rate=0.1
+        )
+        for rows in tables.split_embedding_weights():
+            rows.data.copy_(torch.rand(rows.shape, generator=generator))
+        found = []
+        for _ in range(2):
+            offsets = torch.cat([torch.zeros(1), torch.randint(0, 5, (3 * 40,), generator=generator).cumsum(0)]).long()
+            ids = torch.randint(0, 20, (int(offsets[-1]),), generator=generator)
+            found.append(tables(ids, offsets))
+            found[-1].backward(torch.randn(found[-1].shape, generator=generator))
+        return [*found, *tables.split_embedding_weights()]
+
+    expected = trained()
+    library = register("cpu")
+    got = trained()
+    library._destroy()
+    assert all(torch.allclose(*pair, rtol=0, atol=1e-5) for pair in zip(got, expected, strict=True))
+    assert not all(map(torch.equal, got, expected)), "the same kernels"
+    assert all(map(torch.equal, trained(), expected)), "FBGEMM's kernels are back"
