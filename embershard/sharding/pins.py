@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from embershard.errors import ConfigError
-from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding
+from embershard.sharding.sharding_types import SHARDING_TYPES, PlacedSharding
 from embershard.sharding.shards import TablePlacement
 
 PinnedKernel = Literal["cached", "device"]
@@ -21,7 +21,7 @@ class TablePin:
     ['table_wise']
     """
 
-    type: Sharding | None = None
+    type: PlacedSharding | None = None
     """Sharding type."""
     ranks: tuple[int, ...] | None = None
     """Ranks of its shards, in TorchRec's order: one for "table_wise", one for each block of columns for "column_wise",
@@ -33,9 +33,9 @@ class TablePin:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot be."""
-        types = [name for name in get_args(Sharding) if name != "data_parallel"]
-        if self.type is not None and self.type not in types:
-            raise ConfigError(f"sharding.pin: type: got {self.type!r}, needed one of {', '.join(types)}.")
+        if self.type is not None and self.type not in get_args(PlacedSharding):
+            known = ", ".join(get_args(PlacedSharding))
+            raise ConfigError(f"sharding.pin: type: got {self.type!r}, needed one of {known}.")
         if self.kernel is not None and self.kernel not in get_args(PinnedKernel):
             raise ConfigError(f'sharding.pin: kernel: got {self.kernel!r}, needed "cached" or "device".')
         if self.ranks is not None and (not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks)):

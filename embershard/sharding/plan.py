@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 FORMAT = 1  # of a plan's file
+_GIVE_A_PLAN = "Give a file that embershard plan wrote."
 MOST_RANKS = 65_536  # checks per rank must end
 #: Of sums, in other orders.
 _ROUNDING = 1e-9
@@ -290,9 +291,7 @@ class Plan:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise ShardingError(
-                f"{path}: cannot be read ({reason}). Give a file that embershard plan wrote."
-            ) from error
+            raise ShardingError(f"{path}: cannot be read ({reason}). {_GIVE_A_PLAN}") from error
         try:
             values = from_text(text)
             prediction = values.get("prediction")
@@ -345,7 +344,7 @@ class Plan:
             raise ShardingError(
                 f"the plan is for {self.world_size} ranks, {self.ranks_per_node} to a node; this run has {world_size}, "
                 f"{ranks_per_node} to a node. Start as many as it says, or plan for {world_size} (embershard plan "
-                f"--ranks {world_size})."
+                f"--ranks {world_size} --ranks-per-node {ranks_per_node})."
             )
 
     def other_settings(self, settings: Mapping[str, Any]) -> list[str]:
@@ -493,7 +492,7 @@ def from_text(text: str) -> dict[str, Any]:
 
     >>> from_text('{"slots": 1, "slots": 2}')
     Traceback (most recent call last):
-    embershard.errors.ShardingError: is not JSON: key 'slots' is twice in one object ({"slots": 2}...). Remove one.
+    embershard.errors.ShardingError: key 'slots' is twice in one object ({"slots": 2}...). Remove one.
 
     Raises:
         ShardingError: the text is not JSON, a key is there twice, or a number is not finite.
@@ -512,10 +511,12 @@ def from_text(text: str) -> dict[str, Any]:
 
     try:
         values = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=no_constant)
+    except ShardingError:
+        raise
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and endless nesting
-        raise ShardingError(f"is not JSON: {error}") from error
+        raise ShardingError(f"is not JSON: {error}. {_GIVE_A_PLAN}") from error
     if not isinstance(values, dict):
-        raise ShardingError("is not a plan: needed one JSON object.")
+        raise ShardingError(f"is not a plan: needed one JSON object. {_GIVE_A_PLAN}")
     return values
 
 

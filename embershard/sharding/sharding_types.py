@@ -13,9 +13,9 @@ from typing import Literal
 
 from embershard.errors import ConfigError
 
-Sharding = Literal[
-    "table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard", "data_parallel"
-]
+#: Of tables whose shards are on ranks that a plan chooses.
+PlacedSharding = Literal["table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard"]
+Sharding = Literal[PlacedSharding, "data_parallel"]
 
 
 @dataclass(frozen=True)

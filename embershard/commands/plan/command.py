@@ -21,9 +21,10 @@ from embershard.launch.arguments import (
     set_words,
     whole,
 )
+from embershard.settings.decoding import read_toml
 from embershard.sharding.plan import Plan
 from embershard.sharding.plan_diff import diff_lines
-from embershard.sharding.sharding_types import Sharding
+from embershard.sharding.sharding_types import PlacedSharding
 from embershard.units import parse_bytes
 
 N = TypeVar("N", int, float)
@@ -71,6 +72,8 @@ def _check(arguments: argparse.Namespace) -> None:
     made."""
     if arguments.simulate and (arguments.price or arguments.target or len(arguments.topology) > 1):
         raise ConfigError("--simulate takes one --topology, and neither --price nor --target: it compares no machines.")
+    if arguments.quick:
+        raise ConfigError("--quick has no effect without --calibrate.")
     if arguments.tables is not None and arguments.profile is not None:
         raise ConfigError("--tables is for a plan without data: it takes no --profile.")
     if arguments.tables is None and arguments.config is None:
@@ -81,6 +84,11 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.tables is None:
         check_is_settings(arguments.config)
+        if "tables" in read_toml(arguments.config):
+            raise ConfigError(
+                f"{arguments.config} has tables as numbers, for a plan without data. Give it as --tables "
+                f"{arguments.config}."
+            )
     if arguments.tables is None and arguments.profile is None:
         words = ["--config", str(arguments.config), *set_words(arguments.overrides), "-o", "profile.npz"]
         raise ConfigError(
@@ -193,7 +201,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def _sharding_types(text: str) -> list[str]:
-    known = [name for name in get_args(Sharding) if name != "data_parallel"]
+    known = get_args(PlacedSharding)
     types = text.split(",")
     unknown = [name for name in types if name not in known]
     if unknown:

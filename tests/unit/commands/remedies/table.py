@@ -76,6 +76,7 @@ label = "click"
 features.user_id = {{kind = "sparse", mapping = "hash", num_rows = 99}}
 features.price = {{kind = "dense"}}
 """
+FILES["tables.toml"] = "[tables.item]\nrows = 4000\n"
 FILES |= {"tiny.toml": TINY, "bad.toml": TABLE.format("bad.csv"), "near.toml": TABLE.format("near.csv")}
 FILES["city.toml"] = TABLE.format("city.csv").replace("features.price", "# features.price")
 #: Behind a command, in place of what was wrong: nothing.
@@ -94,7 +95,7 @@ class Remedy(NamedTuple):
         tried: these in place of the remedy's, which has names to fill in.
         instead: the remedy's words stand in place of the wrong ones, not behind them.
         wrong_code: the exit code without the remedy.
-        first: another command that the message names, done before the remedy.
+        first: another command that the message names, done before the remedy; `{}` in it: the group's words.
         leads_to: a regular expression of what is said with the remedy, where the command does not end with 0 then.
         done: does with files, or with the environment, what the remedy's words ask for, which it is given. The command
             then runs with `tried`, or as before.
@@ -148,9 +149,9 @@ def said_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, " ".join("".join(capsys.readouterr()).split())
 
 
-def cases(table: list[Remedy]) -> list[object]:
+def cases(table: list[Remedy], *marks: pytest.MarkDecorator) -> list[object]:
     return [
-        pytest.param(row, command, id=f"{command.format(row.file)} {row.words}".strip())
+        pytest.param(row, command, id=f"{command.format(row.file)} {row.words}".strip(), marks=marks)
         for row in table
         for command in row.commands
     ]
@@ -166,7 +167,7 @@ def check(row: Remedy, command: str, capsys: pytest.CaptureFixture[str]) -> None
     for output in Path().glob("out.*"):
         output.unlink()
     if row.first:
-        code, said = said_by(shlex.split(row.first), capsys)
+        code, said = said_by(shlex.split(row.first.format(found[1])), capsys)
         assert code == 0, said
     if row.done:
         row.done(found[1].rstrip(".,"))

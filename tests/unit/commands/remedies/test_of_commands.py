@@ -18,7 +18,6 @@ FILES |= {
     "never.toml": f"repeats = 0\n{_SWEEP}",
     "once.toml": f"repeats = 1\n{_SWEEP}",
     "same.toml": 'config = "tiny.toml"\ngrid.cache.ratio = [0.3, 0.3]\n',
-    "tables.toml": "[tables.item]\nrows = 4000\n",
     "no_rows.toml": "[tables.C1]\nzipf = 1.0\n",
     "no_tables.toml": "samples = 100\n",
     "log.csv": "".join(f"{n % 5},{n % 7},{n % 2},pv,{1500000000 + n}\n" for n in range(60)),
