@@ -55,14 +55,22 @@ class RunFolder:
             return cls(path, None)
         return cls.read(path)
 
-    def plan(self, given: Path | None) -> Plan:
-        """Return the plan to compare with: the run's own unless another one is given."""
+    def plan(self, given: Path | None, *, may_be_others: bool = True) -> Plan:
+        """Return the plan to compare with: the run's own unless another one is given.
+
+        Args:
+            may_be_others: a plan that the run did not obey would do, too.
+
+        Raises:
+            ConfigError: the run has none.
+        """
         if given is not None:
             return Plan.load(given)
         if not self.has_plan:
+            other = ", or name a plan to compare with (--plan FILE)" if may_be_others else ""
             raise ConfigError(
                 f"{self.path} was trained without a plan, so nothing was predicted. Train with one (embershard train "
-                "--plan FILE), or name a plan to compare with (--plan FILE)."
+                f"--plan FILE){other}."
             )
         return Plan.load(self.path / "plan.json")
 

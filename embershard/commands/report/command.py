@@ -102,7 +102,7 @@ def _other_settings(run: RunFolder, plan: Plan) -> list[str]:
 
 
 def _recalibrate(arguments: argparse.Namespace, run: RunFolder, result: RunResult) -> Recalibration:
-    plan, output = run.plan(arguments.plan), arguments.recalibrate
+    plan, output = run.plan(arguments.plan, may_be_others=False), arguments.recalibrate
     others = [
         text for text in run.other_settings(plan) if text.startswith(("train.batch_size", "model.", "train.device"))
     ]
