@@ -7,6 +7,7 @@ tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -123,6 +124,8 @@ class RowKernel:
         self.others = tuple(other for _, other in pairs)
         self._words = tuple(table.shape[1] for table in self.tables)
         self._blocks, self._block_rows = block_shape(self._words)
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._constants: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def to_tables(self, rows: Tensor, of_others: Tensor) -> None:
         """Do `tables[rows] = others[of_others]`, both int64 [M] on the device."""
@@ -138,19 +141,15 @@ class RowKernel:
         num_rows = target_rows.numel()
         if not num_rows or not targets:
             return
-        grid = (min(_MOST_PROGRAMS, triton.cdiv(num_rows, self._block_rows)),)
-        _copy_rows[grid](
-            targets,
-            sources,
-            target_rows,
-            source_rows,
-            num_rows,
-            TARGET_STRIDES=tuple(target.stride(0) for target in targets),
-            SOURCE_STRIDES=tuple(source.stride(0) for source in sources),
-            WORDS=self._words,
-            BLOCKS=self._blocks,
-            BLOCK_ROWS=self._block_rows,
-        )
+        grid = (min(_MOST_PROGRAMS, triton.cdiv(num_rows, self._block_rows)), 1, 1)
+        given = (targets, sources, target_rows, source_rows, num_rows)
+        way = (targets is self.tables, target_rows.dtype, source_rows.dtype)
+        if (compiled := self._compiled.get(way)) is not None:  # Triton's search for it takes most of a launch
+            compiled[grid](*given, *self._constants[way])
+            return
+        strides = tuple(target.stride(0) for target in targets), tuple(source.stride(0) for source in sources)
+        self._constants[way] = (*strides, self._words, self._blocks, self._block_rows)
+        self._compiled[way] = _copy_rows[grid](*given, *self._constants[way])
 
 
 def _as_words(table: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
