@@ -15,7 +15,8 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,14 @@ from embershard.cache.slot_state import SlotState
 from embershard.cache.tickets import InFlight
 from embershard.errors import CacheOverflowError
 from embershard.units import size
+
+
+class HostKeys(NamedTuple):
+    """Keys of a plan's fills, evictions and write-backs: int64 [M], [E] and [W] on the CPU."""
+
+    fill: Tensor
+    evicted: Tensor
+    write_back: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +74,14 @@ class CachePlan:
     write_back_slots: Tensor
     first_hits: Tensor
     missed: Tensor
+
+    @cached_property
+    def on_host(self) -> HostKeys:
+        """Its keys on the CPU; of a plan on a GPU in one copy, for which the host waits."""
+        keys = (self.fill_keys, self.evicted_keys, self.write_back_keys)
+        if not self.fill_keys.is_cuda:
+            return HostKeys(*keys)
+        return HostKeys(*torch.cat(keys).cpu().split([each.numel() for each in keys]))
 
     @property
     def digest(self) -> int:

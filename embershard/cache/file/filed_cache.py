@@ -219,19 +219,20 @@ class FiledRowCache(RowCache):
 
     def _execute(self, plan: CachePlan, known: KnownBatch | None, *rest: Any) -> torch.cuda.Event | None:
         announced = self._forgotten(known)
-        filled, moved, landed = plan.fill_keys.cpu(), plan.evicted_keys, self._landing
+        filled, moved, landed = plan.on_host.fill, plan.on_host.evicted, self._landing
         self.filed.bring_in(filled, None if announced is None else announced.known)
         try:
             return super()._execute(plan, known, *rest)
         except BaseException:
             self._copies.finish()
-            moved = torch.cat([plan.fill_keys, plan.evicted_keys])
-            moved = moved[self._map.lookup(moved) == 0]
+            either = torch.cat([plan.fill_keys, plan.evicted_keys])
+            moved = either[self._map.lookup(either) == 0].cpu()
             raise
         finally:
             # A row that comes again right behind the plan that evicted it is lent again, not given back.
-            self.filed.give_back(landed[~torch.isin(landed, filled)] if moved.is_cuda else moved)
-            self._landing = moved.cpu() if moved.is_cuda else landed
+            on_gpu = plan.fill_keys.is_cuda
+            self.filed.give_back(landed[~torch.isin(landed, filled)] if on_gpu else moved)
+            self._landing = moved if on_gpu else landed
 
 
 class FiledTransfer:

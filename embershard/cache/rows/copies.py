@@ -48,8 +48,9 @@ class RowCopies:
         Args:
             training: `newest_training` when planning began; the default is that of now.
         """
-        key_device = self.transfer.key_device  # first: on a GPU the CPU may wait for the keys
-        write_back_keys, self._fill_keys = plan.write_back_keys.to(key_device), plan.fill_keys.to(key_device)
+        is_on_host = self.transfer.key_device.type == "cpu"  # first: on a GPU the CPU waits for the keys
+        keys = (plan.on_host.write_back, plan.on_host.fill) if is_on_host else (plan.write_back_keys, plan.fill_keys)
+        write_back_keys, self._fill_keys = keys
         self._host.before_write(write_back_keys)
         if self._stream is None:
             self.transfer.write_back(plan.write_back_slots, write_back_keys)

@@ -199,6 +199,14 @@ def test_a_plan_waits_once_without_look_ahead() -> None:
     assert sum(cost.evicts and not cost.refills for cost in found) > 2
 
 
+@pytest.mark.matrix
+def test_rows_in_a_file_make_a_plan_wait_for_its_keys_once() -> None:
+    """And for those of its scores, which are in host memory, three times more."""
+    for cost in costs(Setting(kernels=True, filed=700, **EVICTIONS)):  # type: ignore[arg-type]
+        assert cost.waits["copy to the host"] == 4, cost.waits
+        assert cost.waits["tolist"] == 1 + cost.refills
+
+
 def _waits_in_find(self: KernelSlotMap, keys: Any, *rest: Any) -> Any:
     keys.nonzero()
     return _FIND(self, keys, *rest)
