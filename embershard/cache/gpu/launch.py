@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 512
@@ -68,20 +67,11 @@ def kernel(*aligned: str) -> Callable[[Callable[..., None]], Any]:
     return compiled
 
 
-#: Items of a program of kernels that number what they mark: one counts them by program, the next one numbers them.
+#: Items of a program of kernels that number what they mark: one counts them by program (`block_counts`), `cumsum` adds
+#: the counts up, and the next one numbers them by the sums.
 COUNTED = 1024
 
 
 def block_counts(items: Tensor, kinds: int = 1) -> Tensor:
     """Return room for the counts of each program over the last dimension of `items`: int32 [kinds, programs]."""
     return items.new_empty((kinds, -(-items.shape[-1] // COUNTED)), dtype=torch.int32)
-
-
-@triton.jit
-def count_before(counts, stop, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of the counts of programs 0 to `stop` - 1."""
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, stop, BLOCK):
-        program = start + tl.arange(0, BLOCK)
-        total += tl.load(counts + program, mask=program < stop, other=0)
-    return tl.sum(total)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embershard.cache.config import MapKind
 from embershard.cache.gpu.key_map import LIVE, PlacedArrayMap, PlacedHashedMap, PlacedKeyMap, place_of
-from embershard.cache.gpu.launch import COUNTED, block_counts, count_before, kernel, launch
+from embershard.cache.gpu.launch import COUNTED, block_counts, kernel, launch
 from embershard.cache.slot_map import SlotMap
 
 
@@ -55,7 +55,8 @@ class KernelSlotMap(SlotMap):
         (ascending, order), counts = missed_keys.sort(), block_counts(missed_keys)
         launch(_count_new, count, ascending, counts, block=COUNTED)
         fill_keys, fill_of_id = torch.empty_like(order), torch.empty_like(missed_keys)
-        launch(_number_fills, count, ascending, order, counts, fill_keys, fill_of_id, numbers, block=COUNTED)
+        ends = counts.cumsum_(1)
+        launch(_number_fills, count, ascending, order, ends, fill_keys, fill_of_id, numbers, block=COUNTED)
         return slots, first_hits, fill_keys, fill_of_id, order
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int, uses: tuple[Tensor, Tensor, int] | None = None) -> None:
@@ -144,13 +145,14 @@ def _count_new(ascending, counts, count, BLOCK: tl.constexpr):  # type: ignore[n
 
 @kernel()
 def _number_fills(  # type: ignore[no-untyped-def]
-    ascending, order, counts, fill_keys, fill_of_id, numbers, count, BLOCK: tl.constexpr
+    ascending, order, ends, fill_keys, fill_of_id, numbers, count, BLOCK: tl.constexpr
 ):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     key, is_new = _first_of_key(ascending, place, inside)
     is_missed = key != _NO_KEY
-    fill = count_before(counts, tl.program_id(0), BLOCK) + tl.cumsum(is_new.to(tl.int32), 0) - 1
+    before = tl.load(ends + tl.program_id(0) - 1, mask=tl.program_id(0) > 0, other=0)
+    fill = before + tl.cumsum(is_new.to(tl.int32), 0) - 1
     fill = tl.where(is_missed, fill, -1)
     tl.store(fill_keys + fill, key.to(tl.int64), mask=is_new)
     position = tl.load(order + place, mask=inside, other=0)

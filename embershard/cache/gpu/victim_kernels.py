@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from embershard.cache.gpu.launch import count_before, kernel
+from embershard.cache.gpu.launch import kernel
 from embershard.cache.gpu.slot_map import FILLS
 
 # Places in `numbers`.
@@ -92,11 +92,11 @@ _WAITS, _STILL_PINNED = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _numbered(is_marked, counts, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many are marked up to each of this program's items, by the counts of the programs before it; and in all."""
-    of_kind = counts + KIND * tl.num_programs(0)
-    running = count_before(of_kind, tl.program_id(0), BLOCK) + tl.cumsum(is_marked.to(tl.int32), 0)
-    return running, count_before(of_kind, tl.num_programs(0), BLOCK)
+def _numbered(is_marked, ends, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many are marked up to each of this program's items, and in all; `ends` has the sums up to each program."""
+    of_kind, program = ends + KIND * tl.num_programs(0), tl.program_id(0)
+    before = tl.load(of_kind + program - 1, mask=program > 0, other=0)
+    return before + tl.cumsum(is_marked.to(tl.int32), 0), tl.load(of_kind + tl.num_programs(0) - 1)
 
 
 @kernel()
@@ -130,7 +130,7 @@ def mark_victims(  # type: ignore[no-untyped-def]
 
 @kernel()
 def choose_victims(  # type: ignore[no-untyped-def]
-    queue_slots, offered, marks, counts, key_of_slot, numbers, ranks, victims, num_free, width, is_whole, count,
+    queue_slots, offered, marks, ends, key_of_slot, numbers, ranks, victims, num_free, width, is_whole, count,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the victims' slots and keys, and slots and keys of those to write back: `victims` int64 [4, count]. The
@@ -140,8 +140,8 @@ def choose_victims(  # type: ignore[no-untyped-def]
     needed, limit = _limits(numbers, num_free, width, is_whole)
     mark = tl.load(marks + candidate, mask=inside, other=0).to(tl.int32)
     below, equal, is_dirty = (mark & _BELOW) > 0, (mark & _EQUAL) > 0, (mark & _DIRTY) > 0
-    of_below, num_below = _numbered(below, counts, 0, BLOCK)
-    num_equal = _numbered(equal, counts, 1, BLOCK)[0]
+    of_below, num_below = _numbered(below, ends, 0)
+    num_equal = _numbered(equal, ends, 1)[0]
     chosen = below | (equal & (num_below + num_equal <= needed))
     at = tl.where(below, of_below, num_below + num_equal) - 1
     slot = _slot_of(candidate, queue_slots, offered, width, inside)
@@ -149,8 +149,8 @@ def choose_victims(  # type: ignore[no-untyped-def]
     tl.store(victims + at, slot, mask=chosen)
     tl.store(victims + count + at, key, mask=chosen)
     dirty = chosen & is_dirty
-    of_below, num_below = _numbered(below & is_dirty, counts, 2, BLOCK)
-    num_equal = _numbered(equal & is_dirty, counts, 3, BLOCK)[0]
+    of_below, num_below = _numbered(below & is_dirty, ends, 2)
+    num_equal = _numbered(equal & is_dirty, ends, 3)[0]
     at = tl.where(below, of_below, num_below + num_equal) - 1
     tl.store(victims + 2 * count + at, slot, mask=dirty)
     tl.store(victims + 3 * count + at, key, mask=dirty)
@@ -186,7 +186,7 @@ def mark_waiting(  # type: ignore[no-untyped-def]
 
 @kernel()
 def keep_waiting(  # type: ignore[no-untyped-def]
-    queue_slots, queue_stamps, offered, ranks, marks, counts, numbers, kept, stride, width, count,
+    queue_slots, queue_stamps, offered, ranks, marks, ends, numbers, kept, stride, width, count,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write what `mark_waiting` marked, first what waits: slots, stamps and ranks, `kept` int64 [3, W + O]."""
@@ -194,8 +194,8 @@ def keep_waiting(  # type: ignore[no-untyped-def]
     inside, queued = place < count, place < width
     mark = tl.load(marks + place, mask=inside, other=0).to(tl.int32)
     waits, is_pinned = mark == _WAITS, mark == _STILL_PINNED
-    of_waiting, num_waiting = _numbered(waits, counts, 0, BLOCK)
-    of_pinned, num_pinned = _numbered(is_pinned, counts, 1, BLOCK)
+    of_waiting, num_waiting = _numbered(waits, ends, 0)
+    of_pinned, num_pinned = _numbered(is_pinned, ends, 1)
     at = offered + place - width
     old = inside & ~queued
     slot = tl.load(queue_slots + place, mask=queued, other=0) + tl.load(at, mask=old, other=0)
@@ -231,93 +231,181 @@ def drop_waiting(  # type: ignore[no-untyped-def]
     tl.atomic_add(kept + 1, num_kept, sem="relaxed")
 
 
-# Places in what a refill finds, int64 [NUM_FOUND].
+# Places in what a refill finds, int64 [NUM_FOUND], zeros before.
 LUCKY = tl.constexpr(0)  # ranks up to the sample's bound
 END = tl.constexpr(1)  # entries of the ranking
 WORST = tl.constexpr(2)  # the last one's rank, -1 if there is none
 IN_FLIGHT = tl.constexpr(3)  # pinned slots that rank no worse
 OF_BATCH = tl.constexpr(4)  # of these, slots of the batch that is planned
-NUM_FOUND = 8
+NUM_FOUND = 5
+
+# A refill finds the rank of the last slot that it ranks digit by digit, from the highest one: each pass counts the
+# slots with the digits found so far by their next digit. Ranks are computed again in each pass, and stored nowhere.
+NUM_DIGITS, DIGITS = 8, 256  # of a rank, and values of one
+DIGIT_BITS = tl.constexpr(8)
 
 
-@kernel()
-def rank_slots(  # type: ignore[no-untyped-def]
-    use_stamps, next_uses, score_bits, ranks, pinned_ranks, found, num_pinned, oldest_pinned, count,
-    USES: tl.constexpr, SCORES: tl.constexpr, FOUND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rank slots 1 to `count`: `ranks` [count] of those that may be evicted, and `pinned_ranks` [count] of those that
-    batches in flight pin; `NEVER` elsewhere. Sets `found` [FOUND] to 0, and its worst rank to -1."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    slot = place + 1
+@triton.jit
+def _evictable(  # type: ignore[no-untyped-def]
+    slot, inside, use_stamps, next_uses, score_bits, num_pinned, oldest_pinned, USES: tl.constexpr, SCORES: tl.constexpr
+):
+    """Rank slots: those that may be evicted, `NEVER` for others; and those that batches in flight pin."""
     stamp = tl.load(use_stamps + slot, mask=inside, other=0)
     next_use = tl.zeros_like(slot)
     if USES:
         next_use = tl.load(next_uses + slot, mask=inside, other=0)
     rank = _rank(slot, stamp, next_use, score_bits, inside, SCORES)
-    is_free = (stamp >> 32) < oldest_pinned
-    stays = slot <= num_pinned
-    tl.store(ranks + place, tl.where(is_free & ~stays, rank, NEVER), mask=inside)
-    in_flight = ~is_free & ~stays & (stamp != NEVER)
-    tl.store(pinned_ranks + place, tl.where(in_flight, rank, NEVER), mask=inside)
-    if tl.program_id(0) == 0:
-        at = tl.arange(0, FOUND)
-        tl.store(found + at, tl.where(at == WORST, -1, 0).to(tl.int64))
+    may_go, is_free = inside & (slot > num_pinned), (stamp >> 32) < oldest_pinned
+    in_flight = may_go & ~is_free & (stamp != NEVER)
+    return tl.where(may_go & is_free, rank, NEVER), tl.where(in_flight, rank, NEVER)
+
+
+@kernel()
+def rank_sample(  # type: ignore[no-untyped-def]
+    use_stamps, next_uses, score_bits, num_pinned, oldest_pinned, sample, stride, count,
+    USES: tl.constexpr, SCORES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rank slots 1, 1 + `stride`, ...: `sample` int64 [count], `NEVER` of those that may not be evicted."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state = (use_stamps, next_uses, score_bits, num_pinned, oldest_pinned)
+    rank = _evictable(1 + place.to(tl.int64) * stride, place < count, *state, USES, SCORES)[0]
+    tl.store(sample + place, rank, mask=place < count)
+
+
+@kernel()
+def count_lucky(  # type: ignore[no-untyped-def]
+    use_stamps, next_uses, score_bits, num_pinned, oldest_pinned, sample, found, at, count,
+    USES: tl.constexpr, SCORES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count the slots, of 1 to `count`, that rank up to a bound, number `at` of the sorted `sample`."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state = (use_stamps, next_uses, score_bits, num_pinned, oldest_pinned)
+    rank = _evictable(1 + place, place < count, *state, USES, SCORES)[0]
+    bound = tl.minimum(tl.load(sample + at), NEVER - 1)
+    tl.atomic_add(found + LUCKY, tl.sum((rank <= bound).to(tl.int64)), sem="relaxed")
 
 
 @triton.jit
-def _bound(sample, at):  # type: ignore[no-untyped-def]
-    return tl.minimum(tl.load(sample + at), NEVER - 1)
+def _allowed(rank, sample, found, at, least):  # type: ignore[no-untyped-def]
+    """Which ranks may be taken: those up to the sample's bound, if it leaves at least `least`; `at` is -1 without."""
+    is_lucky = (at >= 0) & (tl.load(found + LUCKY) >= least)
+    bound = tl.load(sample + at, mask=is_lucky, other=NEVER)
+    return rank <= tl.minimum(bound, NEVER - 1)
+
+
+@triton.jit
+def _picked(digits, picks, number, size, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first `number` digits of the rank of the last of the `size` lowest slots, as one number, and how many slots
+    with these digits are among the lowest. Where there are fewer slots, the digits of `NEVER`."""
+    digit, is_any = tl.arange(0, DIGITS), number > 0
+    counts = tl.load(digits + ((number - 1) << DIGIT_BITS) + digit, mask=(digit >= 0) & is_any, other=0)
+    leading = tl.load(picks + (number << 1) - 2, mask=is_any, other=0)
+    left = tl.load(picks + (number << 1) - 1, mask=is_any, other=size)
+    highest = tl.where(number == 1, DIGITS // 2, DIGITS) - 1  # no rank is negative
+    chosen = tl.minimum(tl.sum((tl.cumsum(counts, 0) < left).to(tl.int32)), highest)
+    left -= tl.sum(tl.where(digit < chosen, counts, 0))
+    return tl.where(is_any, (leading << DIGIT_BITS) + chosen, 0), left
 
 
 @kernel()
-def count_lucky(ranks, sample, found, at, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the ranks up to a bound, number `at` of a sorted `sample`."""
+def count_digits(  # type: ignore[no-untyped-def]
+    use_stamps, next_uses, score_bits, num_pinned, oldest_pinned, sample, found, at, least, digits, picks, size,
+    number, shift, count,
+    USES: tl.constexpr, SCORES: tl.constexpr, DIGITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count slots 1 to `count` by digit `number` of their rank, `shift` bits from its end: `digits` int32 [NUM_DIGITS,
+    DIGITS], zeros before. Only those that have the digits before: these, as `_picked` has them, go to `picks` int64
+    [NUM_DIGITS, 2]."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rank = tl.load(ranks + place, mask=place < count, other=NEVER)
-    tl.atomic_add(found + LUCKY, tl.sum((rank <= _bound(sample, at)).to(tl.int64)), sem="relaxed")
+    state = (use_stamps, next_uses, score_bits, num_pinned, oldest_pinned)
+    rank = _evictable(1 + place, place < count, *state, USES, SCORES)[0]
+    leading, left = _picked(digits, picks, number, size, DIGITS)
+    if tl.program_id(0) == 0:
+        tl.store(picks + (number << 1), leading)
+        tl.store(picks + (number << 1) + 1, left.to(tl.int64))
+    is_one = _allowed(rank, sample, found, at, least) & (rank >> shift >> DIGIT_BITS == leading)
+    digit = tl.where(is_one, (rank >> shift) & (DIGITS - 1), 0).to(tl.int32)
+    counts = tl.histogram(digit, DIGITS)
+    value = tl.arange(0, DIGITS)
+    counts -= tl.where(value == 0, tl.sum((~is_one).to(tl.int32)), 0)  # those that do not count are in the first one
+    tl.atomic_add(digits + (number << DIGIT_BITS) + value, counts, mask=counts > 0, sem="relaxed")
 
 
 @kernel()
-def drop_above_sample(ranks, sample, found, at, least, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Set the ranks above the bound to `NEVER`, if at least `least` are left."""
+def count_lowest(  # type: ignore[no-untyped-def]
+    use_stamps, next_uses, score_bits, num_pinned, oldest_pinned, sample, found, at, least, digits, picks, size,
+    number, counts, count,
+    USES: tl.constexpr, SCORES: tl.constexpr, DIGITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count, of slots 1 to `count`, those that rank below the last of the lowest, and those that rank as it does:
+    `counts` [2, programs]. `number` is that of all digits."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    rank = tl.load(ranks + place, mask=inside, other=NEVER)
-    is_lucky = tl.load(found + LUCKY) >= least
-    tl.store(ranks + place, NEVER, mask=inside & is_lucky & (rank > _bound(sample, at)))
+    state = (use_stamps, next_uses, score_bits, num_pinned, oldest_pinned)
+    rank = _evictable(1 + place, place < count, *state, USES, SCORES)[0]
+    last = _picked(digits, picks, number, size, DIGITS)[0]
+    is_one = _allowed(rank, sample, found, at, least)
+    tl.store(counts + tl.program_id(0), tl.sum((is_one & (rank < last)).to(tl.int32)))
+    tl.store(counts + tl.num_programs(0) + tl.program_id(0), tl.sum((is_one & (rank == last)).to(tl.int32)))
 
 
 @kernel()
 def keep_lowest(  # type: ignore[no-untyped-def]
-    ascending, order, use_stamps, next_uses, queue_slots, queue_stamps, queue_ranks, queue_uses, found, count,
+    use_stamps, next_uses, score_bits, num_pinned, oldest_pinned, sample, found, at, least, digits, picks, size,
+    number, ends, ranks, slots, count,
+    USES: tl.constexpr, SCORES: tl.constexpr, DIGITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write what `count_lowest` counted, of those that rank as the last one the first slots: `ranks` and `slots` int64
+    [size], ascending by slot where ranks are equal; behind them `NEVER` and slot 0."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state = (use_stamps, next_uses, score_bits, num_pinned, oldest_pinned)
+    rank = _evictable(1 + place, place < count, *state, USES, SCORES)[0]
+    last, left = _picked(digits, picks, number, size, DIGITS)
+    is_one = _allowed(rank, sample, found, at, least)
+    below, equal = is_one & (rank < last), is_one & (rank == last)
+    of_below, num_below = _numbered(below, ends, 0)
+    of_equal, num_equal = _numbered(equal, ends, 1)
+    is_kept = below | (equal & (of_equal <= left))
+    to = tl.where(below, of_below, num_below + of_equal) - 1
+    tl.store(ranks + to, rank, mask=is_kept)
+    tl.store(slots + to, (1 + place).to(tl.int64), mask=is_kept)
+    is_behind = (place < size) & (place >= num_below + tl.minimum(num_equal, left))
+    tl.store(ranks + place, NEVER, mask=is_behind)
+    tl.store(slots + place, tl.zeros([BLOCK], tl.int64), mask=is_behind)
+
+
+@kernel()
+def keep_ranking(  # type: ignore[no-untyped-def]
+    queue_ranks, order, slots, use_stamps, next_uses, queue_slots, queue_stamps, queue_uses, found, count,
     USES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the ranking: the first `count` of the sorted ranks of all slots, whose places before were `order`."""
+    """Write the ranking of `count` entries, from its sorted ranks, whose places among `slots` were `order`."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    rank = tl.load(ascending + place, mask=inside, other=NEVER)
-    slot = tl.load(order + place, mask=inside, other=0) + 1
-    tl.store(queue_ranks + place, rank, mask=inside)
+    rank = tl.load(queue_ranks + place, mask=inside, other=NEVER)
+    slot = tl.load(slots + tl.load(order + place, mask=inside, other=0), mask=inside, other=0)
     tl.store(queue_slots + place, slot, mask=inside)
     tl.store(queue_stamps + place, tl.load(use_stamps + slot, mask=inside, other=0), mask=inside)
     if USES:
         tl.store(queue_uses + place, tl.load(next_uses + slot, mask=inside, other=0), mask=inside)
-    after = tl.load(ascending + place + 1, mask=place + 1 < count, other=NEVER)
+    after = tl.load(queue_ranks + place + 1, mask=place + 1 < count, other=NEVER)
     is_last = inside & (rank != NEVER) & (after == NEVER)
     tl.store(found + END + tl.zeros_like(place), (place + 1).to(tl.int64), mask=is_last)
     tl.store(found + WORST + tl.zeros_like(place), rank if USES else tl.zeros_like(rank) + (NEVER - 1), mask=is_last)
+    is_none = (place == 0) & (rank == NEVER)
+    tl.store(found + WORST + tl.zeros_like(place), tl.zeros_like(rank) - 1, mask=is_none)
 
 
 @kernel()
 def mark_in_flight(  # type: ignore[no-untyped-def]
-    pinned_ranks, use_stamps, found, marks, counts, batch, count, BLOCK: tl.constexpr
-):
+    use_stamps, next_uses, score_bits, num_pinned, oldest_pinned, found, marks, counts, batch, count,
+    USES: tl.constexpr, SCORES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Mark, of slots 1 to `count`, those in flight that rank no worse than the ranking's last: `marks` int8 [count],
     and their `counts`."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    is_marked = inside & (tl.load(pinned_ranks + place, mask=inside, other=NEVER) <= tl.load(found + WORST))
+    state = (use_stamps, next_uses, score_bits, num_pinned, oldest_pinned)
+    is_marked = _evictable(1 + place, inside, *state, USES, SCORES)[1] <= tl.load(found + WORST)
     of_batch = (tl.load(use_stamps + place + 1, mask=is_marked, other=0) >> 32) == batch
     tl.store(marks + place, is_marked.to(tl.int8), mask=inside)
     num_marked = tl.sum(is_marked.to(tl.int32))
@@ -345,13 +433,13 @@ def mark_offers(  # type: ignore[no-untyped-def]
 
 @kernel()
 def gather(  # type: ignore[no-untyped-def]
-    slots, marks, counts, use_stamps, gathered, total, width, count, LISTED: tl.constexpr, BLOCK: tl.constexpr
+    slots, marks, ends, use_stamps, gathered, total, width, count, LISTED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write the slots that `marks` mark, their stamps and last batches: `gathered` int64 [3, width], behind them slots
     of 0; and their number, `total` int64 [1]. The slots are those of `slots`, or if not `LISTED` 1 to `count`."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_marked = tl.load(marks + place, mask=place < count, other=0) > 0
-    running, num_marked = _numbered(is_marked, counts, 0, BLOCK)
+    running, num_marked = _numbered(is_marked, ends, 0)
     at = running - 1
     slot = (1 + place).to(tl.int64)
     if LISTED:

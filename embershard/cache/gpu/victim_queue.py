@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import SupportsInt
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ class KernelVictimQueue:
     def _gather(
         self, slots: Tensor, marks: Tensor, counts: Tensor, gathered: Tensor, total: Tensor, is_listed: bool
     ) -> None:
-        where = (slots, marks, counts, self._map.use_stamp, gathered, total, gathered.shape[1])
+        where = (slots, marks, counts.cumsum_(1), self._map.use_stamp, gathered, total, gathered.shape[1])
         launch(kernels.gather, marks.numel(), *where, block=COUNTED, LISTED=is_listed)
 
     def _score_bits(self) -> tuple[Tensor, bool]:
@@ -191,13 +191,13 @@ class KernelVictimQueue:
         ascending, clean = ranks.sort().values, self._state.clean_through
         of_slots = (self._map.use_stamp, numbers, marks, counts, clean, self._map.num_free, width)
         launch(kernels.mark_victims, count, slots, offered, ranks, ascending, *of_slots, block=COUNTED)
-        found = (marks, counts, self._map.key_of_slot, numbers, ranks, victims)
+        found = (marks, counts.cumsum_(1), self._map.key_of_slot, numbers, ranks, victims)
         launch(kernels.choose_victims, count, slots, offered, *found, *limits, block=COUNTED)
         if has_uses:
             marks, counts = slots.new_empty(total, dtype=torch.int8), block_counts(waiting, 2)
             marked = (offered, ranks, numbers, marks, counts)
             launch(kernels.mark_waiting, total, *marked, *which, *limits, block=COUNTED)
-            rest = (ranks, marks, counts, numbers, waiting, which[0], width)
+            rest = (ranks, marks, counts.cumsum_(1), numbers, waiting, which[0], width)
             launch(kernels.keep_waiting, total, slots, stamps, offered, *rest, block=COUNTED)
         return _Taken(width, is_whole, victims, waiting)
 
@@ -237,30 +237,61 @@ class KernelVictimQueue:
         """Rank the lowest slots again, at least `least`, as far as these may be evicted; return those that are pinned
         and rank among them, for `_offer_pinned`. The host does not wait."""
         self.clear()
-        size, num_used = ranking_size(least, self._map.num_used), self._map.num_used
+        num_used = self._map.num_used
         if not num_used:
             return None
+        size = min(ranking_size(least, num_used), num_used)
         (uses, has_uses), (scores, has_scores) = self._next_uses(), self._score_bits()
-        ranks, pinned_ranks = self._none.new_empty((2, num_used))
-        found, stamps = self._none.new_empty(kernels.NUM_FOUND), self._map.use_stamp
-        state = (stamps, uses, scores, ranks, pinned_ranks, found, self._state.num_pinned, oldest_pinned)
-        constants = {"USES": has_uses, "SCORES": has_scores, "FOUND": kernels.NUM_FOUND}
-        launch(kernels.rank_slots, num_used, *state, **constants)
-        ascending, order = _ascending(ranks, least, size, found)
-        size = min(size, num_used)
-        self._slots, self._stamps, self._ranks = self._none.new_empty((3, size))
+        stamps, found = self._map.use_stamp, self._none.new_zeros(kernels.NUM_FOUND)
+        state = (stamps, uses, scores, self._state.num_pinned, oldest_pinned)
+        constants = {"USES": has_uses, "SCORES": has_scores}
+        lowest, slots = self._lowest(size, least, found, state, constants)
+        self._ranks, order = lowest.sort(stable=True)
+        del lowest
+        self._slots, self._stamps = self._none.new_empty((2, size))
         self._uses = self._none.new_empty(size, dtype=torch.int32)
-        queue = (self._slots, self._stamps, self._ranks, self._uses)
-        launch(kernels.keep_lowest, size, ascending, order, stamps, uses, *queue, found, USES=has_uses)
+        queue = (self._slots, self._stamps, self._uses, found)
+        launch(kernels.keep_ranking, size, self._ranks, order, slots, stamps, uses, *queue, USES=has_uses)
         self._is_ranked, self._worst = has_uses, found[kernels.WORST.value].view(1)
         self._end = self._readback.count(found[kernels.END.value])
         if not has_uses:
             return None
-        marks, counts = torch.empty_like(pinned_ranks, dtype=torch.int8), block_counts(pinned_ranks)
-        marked = (pinned_ranks, stamps, found, marks, counts, batch)
-        launch(kernels.mark_in_flight, num_used, *marked, block=COUNTED)
+        del order, slots
+        marks = self._none.new_empty(num_used, dtype=torch.int8)
+        counts = block_counts(marks)
+        launch(kernels.mark_in_flight, num_used, *state, found, marks, counts, batch, block=COUNTED, **constants)
         count, of_batch = (self._readback.count(found[at.value]) for at in (kernels.IN_FLIGHT, kernels.OF_BATCH))
         return _InFlight(marks, counts, count, of_batch)
+
+    def _lowest(
+        self, size: int, least: int, found: Tensor, state: tuple[Any, ...], constants: dict[str, bool]
+    ) -> tuple[Tensor, Tensor]:
+        """Return ranks and slots of the `size` lowest slots that may be evicted, by slot where ranks are equal: int64
+        [size] each, behind them `NEVER` and slot 0 where there are fewer.
+
+        Leaves out those above a bound, the rank at about that place in a regular sample of many slots, but at least
+        `least` are left: so that plans by kernels and by the loops on a CPU are the same.
+        """
+        num_used, sample, at = self._map.num_used, found, -1
+        if stride := sample_stride(size, num_used):
+            sample = self._none.new_empty(-(-num_used // stride))
+            launch(kernels.rank_sample, sample.numel(), *state, sample, stride, **constants)
+            sample = sample.sort().values
+            at = sample.numel() * size // num_used + sample.numel() // 64
+            launch(kernels.count_lucky, num_used, *state, sample, found, at, **constants)
+        digits = self._none.new_zeros((kernels.NUM_DIGITS, kernels.DIGITS), dtype=torch.int32)
+        picks = self._none.new_empty((kernels.NUM_DIGITS, 2))
+        select = (*state, sample, found, at, least, digits, picks, size)
+        kinds = {**constants, "DIGITS": kernels.DIGITS, "block": COUNTED}
+        for number in range(kernels.NUM_DIGITS):
+            shift = kernels.DIGIT_BITS.value * (kernels.NUM_DIGITS - 1 - number)
+            launch(kernels.count_digits, num_used, *select, number, shift, **kinds)
+        counts = self._none.new_empty((2, -(-num_used // COUNTED)), dtype=torch.int32)
+        launch(kernels.count_lowest, num_used, *select, kernels.NUM_DIGITS, counts, **kinds)
+        ranks, slots = self._none.new_empty((2, size))
+        ends = counts.cumsum_(1)
+        launch(kernels.keep_lowest, num_used, *select, kernels.NUM_DIGITS, ends, ranks, slots, **kinds)
+        return ranks, slots
 
     def _offer_pinned(self, pinned: _InFlight, batch: int) -> None:
         """Offer slots of batches in flight, which may be evicted once these are released."""
@@ -273,18 +304,3 @@ class KernelVictimQueue:
         old = _PartBeside(0, gathered[:, :num_old], num_old)
         new = _PartBeside(batch, gathered[:, num_old:], int(pinned.of_batch))
         self._parts += [part for part in (old, new) if int(part.count)]
-
-
-def _ascending(ranks: Tensor, least: int, size: int, found: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `ranks` (int64 [M]) ascending, of which the `size` lowest count, and their positions: int64 [M] each.
-
-    May mark higher ones with `NEVER`, but leaves at least `least` of the others: a regular sample of a long
-    vector gives a bound, so that plans by kernels and by the loops on a CPU are the same.
-    """
-    stride = sample_stride(size, ranks.numel())
-    if stride:
-        sample, count = ranks[::stride].sort().values, ranks.numel()
-        at = sample.numel() * size // count + sample.numel() // 64
-        launch(kernels.count_lucky, count, ranks, sample, found, at)
-        launch(kernels.drop_above_sample, count, ranks, sample, found, at, least)
-    return ranks.sort(stable=True)

@@ -47,6 +47,9 @@ _WAITED_FOR = {
 }
 # They only take memory: no kernel runs.
 _ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "empty", "empty_like"}
+# Operations that sort, and how often they hold what a sort takes inside.
+_SORTS = {"aten::sort": 1, "aten::argsort": 1, "aten::_unique2": 2, "aten::unique_dim": 2}
+_MOST_SORTED_IN_PLACE = 4096
 # Operations that touch rows by number: (table, dim, rows, ...).
 _READ_ROWS = {"aten::index_select", "aten::gather"}
 _WRITE_ROWS = {"aten::scatter_", "aten::index_fill_", "aten::index_add_", "aten::index_copy_"}
@@ -124,6 +127,7 @@ class Memory:
 
     def __init__(self, stream: int, name: str, row_bytes: int | None = None) -> None:
         self.stream, self.name, self.row_bytes = stream, name, row_bytes
+        self.num_bytes = 0  # of device memory
         self.whole = _Part()
         self.rows: dict[int, _Part] = {}
         self.recorded: set[int] = set()
@@ -142,6 +146,38 @@ class Memory:
         if self.row_bytes is None or rows is None:
             return [self.whole]
         return [self.rows.setdefault(row, _Part()) for row in rows]
+
+
+class DeviceBytes:
+    """Device memory as torch's caching allocator holds it at least: memory that was freed on a stream is reused by this
+    stream only, so what is held is the sum of the streams' peaks. Views count once, tensors count while they are alive,
+    and what an operation takes inside (`_inside`) counts while it runs.
+
+    Attributes:
+        live, peaks: by stream.
+    """
+
+    def __init__(self) -> None:
+        self.live: Counter[int] = Counter()
+        self.peaks: Counter[int] = Counter()
+
+    @property
+    def held(self) -> int:
+        """What the allocator holds at least."""
+        return self.peaks.total()
+
+    def begin(self) -> None:
+        """Forget peaks: count from what is alive now."""
+        self.peaks = Counter(self.live)
+
+    def take(self, stream: int, num_bytes: int) -> None:
+        """Count memory until `give`."""
+        self.live[stream] += num_bytes
+        self.peaks[stream] = max(self.peaks[stream], self.live[stream])
+
+    def give(self, stream: int, num_bytes: int) -> None:
+        """The end of it."""
+        self.live[stream] -= num_bytes
 
 
 class Stream:
@@ -210,6 +246,7 @@ class Gpu:
         waits_at: the same but for events, by whose code waits, operation and lines of the package.
         launches: kernels, by (stream, operation).
         sent_bytes: copied from host memory to the device, by the address of the tensor's storage.
+        bytes: device memory.
     """
 
     _active: Gpu | None = None
@@ -221,6 +258,7 @@ class Gpu:
         self.waits_at: Counter[str] = Counter()
         self.launches: Counter[tuple[int, str]] = Counter()
         self.sent_bytes: Counter[int] = Counter()
+        self.bytes = DeviceBytes()
         self._memory: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._host: dict[int, Memory] = {}  # by the address of its storage: page-locked, or written by kernels
         self._locked: set[int] = set()  # addresses of storages
@@ -283,6 +321,8 @@ class Gpu:
             weakref.finalize(memory, _freed, weakref.ref(self), memory.__dict__).atexit = False
             if address:
                 self._memory[address] = memory
+                memory.num_bytes = inner.untyped_storage().nbytes()
+                self.bytes.take(memory.stream, memory.num_bytes)
         return GpuTensor(inner, memory)
 
     def watch_rows(self, tensor: Tensor) -> None:
@@ -391,6 +431,7 @@ class Gpu:
     def _free(self, memory: dict[str, Any]) -> None:
         """The allocator gives the memory to the next kernel of its stream."""
         owner = memory["stream"]
+        self.bytes.give(owner, memory["num_bytes"])
         for stream, number in memory["used"].items():
             if owner in (HOST, stream) or stream in memory["recorded"]:
                 continue
@@ -582,6 +623,8 @@ class _Operations(TorchDispatchMode):
         if not _is_view(func) and name not in _ALLOCATIONS:
             reads, writes = _accesses(func, name, args, kwargs)
             gpu.launch(name, reads, writes or [each for each in _leaves(made) if isinstance(each, GpuTensor)])
+            gpu.bytes.take(gpu.current.number, inside := _inside(name, args))
+            gpu.bytes.give(gpu.current.number, inside)
             if (name in _WAITED_FOR or _has_mask(name, args)) and kwargs.get("output_size") is None:
                 gpu.wait_for_stream(name)
         for is_written, value in _arguments(func, args, kwargs):
@@ -609,6 +652,14 @@ class _Operations(TorchDispatchMode):
         if host and not (locked and non_blocking):
             gpu.wait_for_stream("copy to the host" if to_host else "copy to the device")
         return target
+
+
+def _inside(name: str, args: Any) -> int:
+    """Bytes that an operation takes beside its results, in torch's CUDA code: to sort more than 4096 numbers, the
+    numbers of their places, and a second copy of both, which is CUB's; `unique` sorts, and keeps what it sorted."""
+    if name in _SORTS and args[0].numel() > _MOST_SORTED_IN_PLACE:
+        return int(args[0].numel() * (8 + args[0].element_size() + 8)) * _SORTS[name]
+    return 0
 
 
 def _inner(value: Any) -> Any:

@@ -45,10 +45,10 @@ TYPES = {
     "*i8": "marks codes",
     "*i16": "steps halfs",
     "*fp32": "scores rows full",
-    "*i32": "entries missed_keys counts fill_of_id key_of_slot queue_uses next_uses score_bits last_uses next_batches "
-    "following held_keys held_entries values absent words",
+    "*i32": "entries missed_keys counts ends digits fill_of_id key_of_slot queue_uses next_uses score_bits last_uses "
+    "next_batches following held_keys held_entries values absent words",
     "*i64": "keys places use_stamps numbers slots order fill_keys fill_slots queue_slots worst queue_stamps "
-    "queue_ranks offered ranks ascending victims kept pinned_ranks found cells tallies tally sample gathered total "
+    "queue_ranks offered ranks ascending victims kept picks found cells tallies tally sample gathered total "
     "missed evicted_keys dirty_keys feature_ends table_of_feature table_ends ids offsets first_keys lengths tables "
     "target_rows source_rows",
     "fp32": "weight",
@@ -161,7 +161,7 @@ def planning(capability: int) -> Iterator[tuple[str, dict[str, int]]]:
     """Every planning kernel that is launched, by each kind of map, with and without what it may have."""
     sources = "".join(Path(each.__file__).read_text() for each in (*PLANNING, planner, victim_queue))
     launched = set(re.findall(r"launch\(\s*(?:kernels\.)?(\w+),", sources))
-    sizes = {"BLOCK": 512, "FOUND": 8, "FEATURES": 32, "TABLES": 32}
+    sizes = {"BLOCK": 512, "DIGITS": 256, "FEATURES": 32, "TABLES": 32}
     for module in PLANNING:
         for name, kernel in vars(module).items():
             if name not in launched or kernel.module != module.__name__:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 #: By kind and name of a kernel: how often it has each instruction, and more (`compile_kernels.facts`).
 Compiled = dict[str, dict[str, dict[str, int]]]
 
-NUM_PLANNING_KERNELS = 42  # with their variants
+NUM_PLANNING_KERNELS = 49  # with their variants
 #: What they load beside an atomic on it: whether a key has spilled, which sends no key of this launch another way; and
 #: entries, of which only the sign is asked, that the atomics keep.
 READ_AND_CHANGED = {"_claim": 1, "_append": 1, "_append, array": 4, "_number_last": 4}
