@@ -425,7 +425,7 @@ class RowCache:
         self._copies.finish()
         rows, slots, of_slots = self._copies.read(keys), self._map.lookup(keys), self._payload[0].data
         if not slots.is_cpu:  # without a wait for their number
-            return torch.where((slots > 0).unsqueeze(1), of_slots.index_select(0, slots), rows)
+            return torch.where((slots > 0).unsqueeze(1), of_slots.index_select(0, slots), rows, out=rows)
         cached = slots.nonzero().flatten()
         rows[cached] = of_slots.index_select(0, slots[cached])
         return rows
@@ -481,7 +481,7 @@ class RowCache:
         self._warmup = partial(absent.best, by_age=self._scores.of_slots() is None)
 
     @one_at_a_time
-    def host_rows_changed(self, keys: Tensor | None = None) -> None:
+    def host_rows_changed(self, keys: Tensor | Sequence[range] | None = None) -> None:
         """Fill the slots of host rows that somebody wrote to; arguments and errors as for `_fetch_again`."""
         self._check()
         self._fetch_again(keys)
@@ -501,9 +501,9 @@ class RowCache:
         """True if host rows were written to in a way that torch counts, and not fetched since."""
         return self.host.version != self._host_version
 
-    def _fetch_again(self, keys: Tensor | None = None) -> None:
-        """Fill the slots of host rows that somebody wrote to: `keys` (int64 [K]), or any if None. Includes rows of
-        batches that were prepared and not forwarded.
+    def _fetch_again(self, keys: Tensor | Sequence[range] | None = None) -> None:
+        """Fill the slots of host rows that somebody wrote to: `keys` (int64 [K], or ranges), or any if None. Includes
+        rows of batches that were prepared and not forwarded.
 
         Raises:
             CacheError: some of these rows were trained and not written back, or wait for their backward; or somebody
@@ -515,11 +515,11 @@ class RowCache:
                 "tell which rows were meant. Build the model again; call embershard.flush(model) before writing to "
                 "host rows (model.load_state_dict does so by itself)"
             )
-        if keys is None:
-            slots = self._map.used_slots()
-        else:
+        if isinstance(keys, Tensor):
             slots = self._map.lookup(keys.unique())
             slots = slots[slots > 0]
+        else:
+            slots = self._map.used_slots(keys)
         num_forwarded = sum(ticket.forwarded for ticket in self._in_flight.tickets)
         if num_forwarded and slots.numel():
             raise CacheError(

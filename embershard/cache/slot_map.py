@@ -11,6 +11,8 @@ at most `MOST_POOL_ROWS` rows; larger ones need more ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -170,10 +172,12 @@ class SlotMap:
         """Return the last batch that used each of `slots`: int64, same shape; 0 for none."""
         return self.use_stamp.index_select(0, slots) >> _BATCH_SHIFT
 
-    def used_slots(self) -> Tensor:
-        """Return all slots that hold a row: int64."""
-        slots = torch.arange(1, self.num_used + 1, device=self.device)
-        return slots[self.key_of_slot[1 : self.num_used + 1] != _FREE] if self._empty.numel() else slots
+    def used_slots(self, among: Sequence[range] | None = None) -> Tensor:
+        """Return all slots that hold a row, or one of the keys of these ranges: int64."""
+        slots, held = torch.arange(1, self.num_used + 1, device=self.device), self.key_of_slot[1 : self.num_used + 1]
+        if among is not None:
+            return slots[sum(((held >= keys.start) & (held < keys.stop) for keys in among), torch.zeros_like(held)) > 0]
+        return slots[held != _FREE] if self._empty.numel() else slots
 
     def keys(self, slots: Tensor) -> Tensor:
         """Return the keys bound to `slots`: int64, same shape."""

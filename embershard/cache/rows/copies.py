@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,17 @@ from embershard.cache.tickets import Ticket
 
 #: Rows that are made while somebody waits, in a few milliseconds.
 _MOST_MADE_AT_ONCE = 1000
+#: Rows that come from a GPU together.
+BLOCK_BYTES = 16 << 20
+
+
+def read_to_host(read: Callable[[Tensor], Tensor], keys: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return, in host memory, the rows that `read` returns on a GPU for `keys` (int64 [N], in host memory): [N, dim].
+    They come in blocks, which take `BLOCK_BYTES` of page-locked memory, and twice as many of the GPU's."""
+    rows, num_rows = torch.empty(keys.numel(), dim, dtype=dtype), max(1, BLOCK_BYTES // (dim * dtype.itemsize))
+    for some, block in zip(keys.split(num_rows), rows.split(num_rows), strict=True):
+        block.copy_(read(some))
+    return rows
 
 
 class RowCopies:

@@ -352,10 +352,14 @@ class HostStore:
         """Note in `written`, from now on, which rows are written to; on the device that their keys are on."""
         self.written = TouchedKeys(self.num_rows, device)
 
-    def note_written(self, keys: Tensor | None = None) -> None:
-        """Count rows `keys` (int64 [M]), or all, as written to, by somebody else than the cache."""
-        if self.written is not None:
-            self.written.add(torch.arange(self.num_rows) if keys is None else keys)
+    def note_written(self, keys: Tensor | Sequence[range] | None = None) -> None:
+        """Count rows `keys` (int64 [M], or ranges), or all, as written to, by somebody else than the cache."""
+        if self.written is None:
+            return
+        if isinstance(keys, Tensor):
+            self.written.add(keys)
+        else:
+            self.written.add_ranges([range(self.num_rows)] if keys is None else keys)
 
     def before_write(self, keys: Tensor) -> None:
         """Let a reader of frozen rows keep the contents of rows `keys` (int64 [M]), which are about to change."""

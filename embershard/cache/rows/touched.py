@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
+
+#: Rows whose marks are looked at together on a GPU: their keys take 16 MiB.
+_BLOCK = 1 << 21
 
 
 def rows_that_differ(first: Tensor, second: Tensor) -> Tensor:
@@ -42,9 +47,22 @@ class TouchedKeys:
         else:
             self._marks.index_fill_(0, keys.to(self._marks.device), True)
 
+    def add_ranges(self, ranges: Sequence[range]) -> None:
+        """Mark all rows of these ranges."""
+        for keys in ranges:
+            self._marks[keys.start : keys.stop] = True
+
     def forget(self) -> None:
         """Remove all marks."""
         self._marks.zero_()
+
+    def take_to_host(self) -> Tensor:
+        """Return all marked rows, in host memory: int64 [M] ascending; remove their marks. A GPU finds them in blocks,
+        whose keys take little of its memory."""
+        if self._marks.is_cpu:
+            return self.take()
+        starts = range(0, max(1, self._marks.numel()), _BLOCK)
+        return torch.cat([self.take(start, start + _BLOCK).cpu() + start for start in starts])
 
     def take(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the marked rows among `start` to `stop`, counted from `start`, int64 [M] ascending; remove their

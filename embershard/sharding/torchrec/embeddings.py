@@ -26,6 +26,7 @@ from embershard.cache.key_map import map_kind
 from embershard.cache.next_use import pinned_tables
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.choose_transfer import transfer_kind
+from embershard.cache.rows.copies import read_to_host
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.slot_state import CacheContents
@@ -452,17 +453,14 @@ class CachedTableBatchedEmbeddings(HostTables):
             table: its name.
             rows: int64 [K] row numbers in the whole table; those outside of this shard are ignored. None: all rows.
         """
-        keys = self._keys_of(table, rows)
+        ranges = [range(each.first_key, each.first_key + each.num_rows) for each in self._shards_of(table)]
+        keys = ranges if rows is None else self._keys_of(table, rows)
         self.host.note_written(keys)
         self.cache.host_rows_changed(keys)
 
-    def _keys_of(self, table: str, rows: Tensor | None) -> Tensor:
-        rows = None if rows is None else rows.flatten().long().cpu()
-        keys = [
-            torch.arange(shard.num_rows) + shard.first_key if rows is None else shard.keys_of(rows)
-            for shard in self._shards_of(table)
-        ]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *keys]).to(self._device)
+    def _keys_of(self, table: str, rows: Tensor) -> Tensor:
+        found = [shard.keys_of(rows.flatten().long().cpu()) for shard in self._shards_of(table)]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *found]).to(self._device)
 
     def _shards_of(self, table: str) -> list[_Shard]:
         return [shard for shard in self._shards if shard.table == table]
@@ -500,13 +498,13 @@ class CachedTableBatchedEmbeddings(HostTables):
         assert self.cache.touched is not None, "updates are not tracked"
         if self.copies_guard is not None:
             self.copies_guard.check()
-        keys = self.cache.touched.take()
+        keys = self.cache.touched.take_to_host()
         if (is_own := self.host.is_own(keys)) is not None:
             keys = keys[is_own]
         changes = None
         if self.ids is not None:
             keys, changes = self.ids.take_changes(keys)
-        rows, keys = self.cache.read(keys).cpu(), keys.cpu()
+        rows = self._rows_on_host(keys)
         bounds = torch.searchsorted(keys, torch.tensor([*self.host.row_offsets, self.host.num_rows])).tolist()
         found = [
             TouchedRows(shard.table, shard.column, shard.rows_of(keys[start:stop]), rows[start:stop])
@@ -518,6 +516,13 @@ class CachedTableBatchedEmbeddings(HostTables):
                 for part, ids, shard in zip(found, changes, self._shards, strict=True)
             ]
         return found if self.copies is None else [*found, *self.copies.take_touched(self.host)]
+
+    def _rows_on_host(self, keys: Tensor) -> Tensor:
+        """Return the weights of `keys` (int64 [N]) as they are now: [N, D]; all in host memory."""
+        if self._device.type == "cpu":
+            return self.cache.read(keys)
+        dim, dtype = self.host.dim, self.host.weights.dtype
+        return read_to_host(lambda some: self.cache.read(some.to(self._device)), keys, dim, dtype)
 
     def contents(self) -> Iterator[tuple[str, CacheContents]]:
         """Yield the name of every table shard, and its cached rows (this rank's own), numbered in the whole table."""

@@ -210,7 +210,7 @@ class SaveChain:
             assert pool.host.written is not None, "writes are tracked"
             if (device := pool.cache.transfer.key_device).type == "cuda":  # plans mark on a stream of their own
                 torch.cuda.synchronize(device)
-            found.append(pool.host.written.take().cpu())
+            found.append(pool.host.written.take_to_host())
             pool.host.make(found[-1])  # where somebody said that all were
         return found
 

@@ -127,7 +127,7 @@ class Memory:
 
     def __init__(self, stream: int, name: str, row_bytes: int | None = None) -> None:
         self.stream, self.name, self.row_bytes = stream, name, row_bytes
-        self.num_bytes = 0  # of device memory
+        self.num_bytes = 0  # as an allocator counts it
         self.whole = _Part()
         self.rows: dict[int, _Part] = {}
         self.recorded: set[int] = set()
@@ -148,13 +148,14 @@ class Memory:
         return [self.rows.setdefault(row, _Part()) for row in rows]
 
 
-class DeviceBytes:
-    """Device memory as torch's caching allocator holds it at least: memory that was freed on a stream is reused by this
-    stream only, so what is held is the sum of the streams' peaks. Views count once, tensors count while they are alive,
-    and what an operation takes inside (`_inside`) counts while it runs.
+class HeldBytes:
+    """Memory as torch's caching allocators hold it at least. What was freed goes back to its pool, and is given out
+    again from there only, so what is held is the sum of the pools' peaks. On the device a pool is a stream; of
+    page-locked memory a size, a power of two. Views count once, tensors count while they are alive, and what an
+    operation takes inside (`_inside`) counts while it runs.
 
     Attributes:
-        live, peaks: by stream.
+        live, peaks: by pool.
     """
 
     def __init__(self) -> None:
@@ -170,14 +171,14 @@ class DeviceBytes:
         """Forget peaks: count from what is alive now."""
         self.peaks = Counter(self.live)
 
-    def take(self, stream: int, num_bytes: int) -> None:
+    def take(self, pool: int, num_bytes: int) -> None:
         """Count memory until `give`."""
-        self.live[stream] += num_bytes
-        self.peaks[stream] = max(self.peaks[stream], self.live[stream])
+        self.live[pool] += num_bytes
+        self.peaks[pool] = max(self.peaks[pool], self.live[pool])
 
-    def give(self, stream: int, num_bytes: int) -> None:
+    def give(self, pool: int, num_bytes: int) -> None:
         """The end of it."""
-        self.live[stream] -= num_bytes
+        self.live[pool] -= num_bytes
 
 
 class Stream:
@@ -246,7 +247,8 @@ class Gpu:
         waits_at: the same but for events, by whose code waits, operation and lines of the package.
         launches: kernels, by (stream, operation).
         sent_bytes: copied from host memory to the device, by the address of the tensor's storage.
-        bytes: device memory.
+        bytes: device memory, by stream.
+        pinned: page-locked memory of torch's own, by size.
     """
 
     _active: Gpu | None = None
@@ -258,7 +260,7 @@ class Gpu:
         self.waits_at: Counter[str] = Counter()
         self.launches: Counter[tuple[int, str]] = Counter()
         self.sent_bytes: Counter[int] = Counter()
-        self.bytes = DeviceBytes()
+        self.bytes, self.pinned = HeldBytes(), HeldBytes()
         self._memory: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._host: dict[int, Memory] = {}  # by the address of its storage: page-locked, or written by kernels
         self._locked: set[int] = set()  # addresses of storages
@@ -343,6 +345,8 @@ class Gpu:
                 self._kept.append(tensor)
                 return
             self.lock(address)
+            memory.num_bytes = 1 << (storage.nbytes() - 1).bit_length()
+            self.pinned.take(memory.num_bytes, memory.num_bytes)
             weakref.finalize(storage, _unpinned, weakref.ref(self), address, memory).atexit = False
 
     def lock(self, address: int) -> None:
@@ -442,6 +446,7 @@ class Gpu:
 
     def _unpin(self, address: int, memory: Memory) -> None:
         """Torch gives the memory to whoever asks for some next. It waits for its own copies, and for no kernel."""
+        self.pinned.give(memory.num_bytes, memory.num_bytes)
         if self._host.get(address) is memory:
             del self._host[address]
             self._locked.discard(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from unittest import mock
 
 import pytest
@@ -14,8 +15,12 @@ from embershard.cache.gpu.readback import Readback
 from embershard.cache.gpu.slot_map import KernelSlotMap
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.policies import make_scores
+from embershard.cache.rows import copies, touched
 from embershard.cache.slot_state import SlotState
+from embershard.distributed.publish.write import BehindRows
+from tests.covering import matrix
 from tests.unit.gpu_model.device import CUDA, Gpu
+from tests.unit.gpu_model.training import DIM, Setting, modelled, train
 
 MANY = 1_000_000
 
@@ -36,6 +41,88 @@ def test_a_ranking_takes_seven_bytes_of_a_slot_for_a_moment(least: int) -> None:
         before = gpu.bytes.held
         queue._refill(least, 5, 6)
         assert 56 * max(least, MANY // 8) == pytest.approx(gpu.bytes.held - before, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lookahead", matrix("lfu")])
+def test_a_publication_comes_in_blocks(policy: str) -> None:
+    """Its rows are those that the cache reads at once. A block is on the device twice, and in page-locked memory once,
+    beside its keys and what finds them."""
+    setting, block, keys = Setting(rows=(3000, 5, 900), steps=6, policy=policy), 1 << 13, 1 << 8
+    with modelled(setting) as (gpu, model, may_lock):
+        pool = model.pool
+        pool.forget_touched()
+        train(setting, model, may_lock)
+        every = torch.arange(pool.host.num_rows)
+        expected = pool.cache.read(every.to(CUDA)).cpu()
+        gc.collect()
+        pool.touch("t0", BehindRows(every[:3000]))
+        pool.touch("t2", BehindRows(every[:900]))
+        gpu.bytes.begin()
+        gpu.pinned.begin()
+        before, pinned = gpu.bytes.held, gpu.pinned.held
+        with mock.patch.object(copies, "BLOCK_BYTES", block), mock.patch.object(touched, "_BLOCK", keys):
+            found = pool.take_touched()
+        assert gpu.bytes.held - before < 2 * block + 100 * block // (4 * DIM)
+        assert gpu.pinned.held - pinned == block
+        assert [part.keys.tolist() for part in (found[0], found[2])] == [list(range(3000)), list(range(900))]
+        assert torch.equal(found[0].rows, expected[:3000])
+        assert torch.equal(found[2].rows, expected[3005:])
+        assert gpu.problems == []
+
+
+def test_all_rows_are_written_to_without_a_number_of_each() -> None:
+    """Of the pool, or of a table: on the device nothing is taken beside the marks."""
+    with modelled(Setting(rows=(30_000, 5, 9000))) as (gpu, model, _):
+        pool = model.pool
+        pool.host.track_writes(CUDA)
+        gpu.bytes.begin()
+        before = gpu.bytes.held
+        pool.host.note_written()
+        assert gpu.bytes.held == before
+        assert pool.host.written is not None
+        assert pool.host.written.take_to_host().numel() == 39_005
+        gpu.bytes.begin()
+        pool.host_rows_changed("t2")
+        assert gpu.bytes.held - before < 1000
+        assert pool.host.written.take_to_host().tolist() == list(range(30_005, 39_005))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_page_locked_memory_that_a_kernel_may_still_read_is_not_given_away(waits: bool) -> None:
+    with Gpu() as gpu:
+        numbers = torch.arange(100).pin_memory()
+        gpu.launch("a kernel", [numbers], [torch.empty(100, device=CUDA)])
+        if waits:
+            torch.cuda.current_stream().synchronize()
+        del numbers
+        gc.collect()
+        assert [("is given away before a kernel" in problem) for problem in gpu.problems] == [True] * (not waits)
+
+
+def test_page_locked_memory_waits_for_copies_by_itself() -> None:
+    with Gpu() as gpu:
+        numbers = torch.arange(100).pin_memory()
+        numbers.to(CUDA, non_blocking=True)
+        del numbers
+        gc.collect()
+        assert gpu.problems == []
+        assert gpu.pinned.held == 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_pool_that_is_dropped_ends_its_staging_buffers_behind_the_kernels(finishes: bool) -> None:
+    """Small rows, which kernels read out of the buffers. With `finish` left out the model tells."""
+    setting = Setting(rows=(60, 5, 40), small="int8", transfer="staged", steps=5)
+    with modelled(setting) as (gpu, model, may_lock):
+        train(setting, model, may_lock)
+        if finishes:
+            model.pool.cache.transfer.finish()
+        assert gpu.problems == []
+        model.pool.cache._copies.transfer = None  # type: ignore[assignment]
+        gc.collect()
+        assert any("page-locked memory" in problem for problem in gpu.problems) == (not finishes)
 
 
 def test_memory_that_a_stream_freed_is_reused_by_this_stream_only() -> None:
