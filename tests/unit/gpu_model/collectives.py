@@ -1,8 +1,9 @@
-"""In place of the collectives of gloo and NCCL: of one rank, or of the first of two ranks that are mirror images.
+"""In place of the collectives of gloo and NCCL: of one of any number of ranks that are mirror images.
 
-The other rank has the same samples. So it adds the same to a sum, and sends this rank the ids that this rank sends
-itself; its rows are not there, and in place of rows and of their gradients it sends zeros. A collective is some kernels
-of the current stream: NCCL's own streams are not modelled.
+The other ranks have the same samples. So they add the same to a sum, and send this rank the ids that this rank sends
+itself; their rows are not there, and in place of rows and of their gradients they send zeros. A collective is some
+kernels of the current stream: NCCL's own streams are not modelled. (torch's "fake" group ends DDP's backward, and its
+all-to-all gives a rank the ids of other ranks' tables.)
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchrec.distributed import comm
+
+from embershard.distributed import Ranks
 
 _BACKEND = "mirror"
 
 
 class Mirror(dist.ProcessGroup):
-    """Rank 0 of `num_ranks`, one or two."""
+    """One of `num_ranks`."""
 
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__(0, num_ranks)
-        self._num_ranks = num_ranks
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(rank, num_ranks)
+        self._rank, self._num_ranks = rank, num_ranks
 
     def size(self) -> int:
         return self._num_ranks
@@ -71,12 +77,12 @@ class Mirror(dist.ProcessGroup):
         return self.allgather(outputs, inputs) if outputs else _done([])
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
-        for output, parts in zip(outputs, inputs, strict=True):
-            output.copy_(parts[0])
+        for output, parts in zip(outputs, inputs, strict=False):  # the first rank alone has inputs
+            output.copy_(parts[self._rank])
         return _done(outputs)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        own = given.view(self._num_ranks, *output.shape)[0]
+        own = given.view(self._num_ranks, *output.shape)[self._rank]
         output.copy_(own * self._num_ranks)
         return _done([output])
 
@@ -84,20 +90,23 @@ class Mirror(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
-            output.copy_(parts[0] * self._num_ranks)
+            output.copy_(parts[self._rank] * self._num_ranks)
         return _done(outputs)
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, to_get: Sequence[int], to_send: Sequence[int], opts: Any = None
     ) -> Any:
-        sent = list(to_send) or [len(given) // self._num_ranks] * self._num_ranks
-        own = given[: sent[0]].flatten()
+        sent, got = (
+            list(sizes) or [len(whole) // self._num_ranks] * self._num_ranks
+            for whole, sizes in ((given, to_send), (output, to_get))
+        )
+        own, parts = given.split(sent)[self._rank], output.split(got)
         if self._num_ranks > 1 and given.is_floating_point():
             output.zero_()
-            output[: len(given[: sent[0]])] = given[: sent[0]]
+            parts[self._rank].copy_(own.view(parts[self._rank].shape))
             return _done([output])
-        for part in output.split(list(to_get) or [len(output) // self._num_ranks] * self._num_ranks):
-            assert part.numel() == own.numel(), "the mirror image sends as many ids as this rank sends itself"
+        for part in parts:
+            assert part.numel() == own.numel(), "the mirror images send as many ids as this rank sends itself"
             part.copy_(own.view(part.shape))
         return _done([output])
 
@@ -111,12 +120,18 @@ def _done(result: Any) -> Any:
 
 
 @contextlib.contextmanager
-def mirrored_ranks(num_ranks: int) -> Iterator[None]:
-    """The default process group is a `Mirror`."""
+def mirrored_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """The default process group is a `Mirror`. What the first rank makes and sends, a later one makes for itself."""
     if _BACKEND not in dist.Backend.backend_list:
-        make = lambda store, rank, size, timeout: Mirror(size)  # noqa: E731
+        make = lambda store, rank, size, timeout: Mirror(rank, size)  # noqa: E731
         dist.Backend.register_backend(_BACKEND, make, devices=["cpu", "cuda"])
     with contextlib.ExitStack() as stack:
-        dist.init_process_group(_BACKEND, rank=0, world_size=num_ranks, store=dist.HashStore())
+        for name in ("_INTRA_PG", "_CROSS_PG"):  # TorchRec keeps a node's group for the life of a process
+            stack.enter_context(mock.patch.object(comm, name, None))
+        if rank:
+            stack.enter_context(mock.patch.object(Ranks, "from_first", lambda self, make: make()))
+            stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
+        store = FakeStore() if num_ranks > 1 else dist.HashStore()  # where a rank would wait for the others
+        dist.init_process_group(_BACKEND, rank=rank, world_size=num_ranks, store=store)
         stack.callback(dist.destroy_process_group)
         yield
