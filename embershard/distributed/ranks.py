@@ -29,6 +29,9 @@ T = TypeVar("T")
 #: A rank waits this long for another one, then fails: a lost rank ends the run.
 TIMEOUT = datetime.timedelta(minutes=10)
 
+#: Gathers a tensor of each rank in one, without a copy for each rank as `dist.all_gather`; by its newer name, or older.
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -65,9 +68,9 @@ class Ranks:
 
     def all_gather(self, value: torch.Tensor) -> torch.Tensor:
         """Return the tensors [...] of all ranks as one, [world_size, ...]; their shapes must be equal."""
-        out = value.new_empty((self.world_size, *value.shape))
-        dist.all_gather(list(out.unbind(0)), value.contiguous(), self.group)
-        return out
+        out = value.new_empty(self.world_size * value.numel())
+        gather_into(out, value.flatten(), self.group)
+        return out.view(self.world_size, *value.shape)
 
     def all_gather_rows(self, value: torch.Tensor) -> torch.Tensor:
         """Return the rows [n_r, ...] of all ranks in rank order, [sum n_r, ...]; the `n_r` may differ, and be 0."""

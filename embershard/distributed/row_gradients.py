@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from embershard.distributed.ranks import gather_into
+
 
 class RowGradients(NamedTuple):
     """Gradients of the rows that a step touched.
@@ -51,14 +53,14 @@ def _gather(rows: Tensor, gradients: Tensor, group: dist.ProcessGroup | None) ->
     if world_size == 1:
         return [(rows, gradients)]
     counts = rows.new_empty(world_size)
-    dist.all_gather_into_tensor(counts, rows.new_full((1,), len(rows)), group)
+    gather_into(counts, rows.new_full((1,), len(rows)), group)
     num_rows = counts.tolist()
     id_bytes, row_bytes = rows.itemsize, gradients.shape[1] * gradients.itemsize
     sent = torch.zeros(max(num_rows), id_bytes + row_bytes, dtype=torch.uint8, device=rows.device)
     sent[: len(rows), :id_bytes] = rows.unsqueeze(1).view(torch.uint8)
     sent[: len(rows), id_bytes:] = gradients.contiguous().view(torch.uint8)
     received = sent.new_empty(world_size * len(sent), sent.shape[1])
-    dist.all_gather_into_tensor(received, sent, group)
+    gather_into(received, sent, group)
     of_rank = zip(received.view(world_size, *sent.shape), num_rows, strict=True)
     parts = (part[:count].split([id_bytes, row_bytes], dim=1) for part, count in of_rank)
     return [

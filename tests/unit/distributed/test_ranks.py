@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from embershard.distributed import Ranks, process_group, ranks
 from embershard.distributed.ranks import keep_gloo_to_one_core
 from embershard.errors import ConfigError, DataError
+from tests.unit.gpu_model.collectives import Mirror, mirrored_ranks
 
 LARGE = 1 << 18  # elements; torch copies 32,768 in parallel
 
@@ -53,6 +55,16 @@ def test_a_process_with_one_thread_stays_so() -> None:
     with process_group("cpu"):
         keep_gloo_to_one_core(None)
         assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("value", [torch.tensor(7), torch.arange(6.0).view(2, 3).t(), torch.empty(0, 2)])
+def test_a_gather_copies_no_rank_s_tensor_by_itself(value: torch.Tensor) -> None:
+    """A list of one tensor per rank costs NCCL a kernel for each, in every step."""
+    with mirrored_ranks(64, rank=3), mock.patch.object(Mirror, "allgather") as of_lists:
+        found = Ranks(3, 64, 3, 64, torch.device("cpu")).all_gather(value)
+    of_lists.assert_not_called()
+    assert torch.equal(found, torch.stack([value] * 64))
+    assert found.is_contiguous()
 
 
 @pytest.mark.parametrize("numa", [True, False])
