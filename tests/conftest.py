@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     places = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
     if not all(PROJECT / "tests" / "gpu" in (place, *place.parents) for place in places):
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now, thousands of tests among it, is no garbage: a training that a test runs here ends with a
+    search for some."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart() -> None:

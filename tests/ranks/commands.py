@@ -45,6 +45,10 @@ _IMPORTED_ONCE = [
     "torchmetrics.functional.classification",
     "torchrec.distributed.model_parallel",
     "torchrec.metrics.ne",
+    "embershard.reports.tracking.trackers",
+    "pydantic.dataclasses",
+    "torch.utils.serialization.config",
+    "tests.ranks.preloaded",
 ]
 
 
