@@ -48,4 +48,4 @@ def test_where_a_fault_once_had_consequences(function: str) -> None:
 @pytest.mark.parametrize("control", [unguarded, bound_too_early])
 def test_the_harness_finds_what_is_wrong(control: Callable[[], AbstractContextManager[None]]) -> None:
     with control(), no_collections():
-        assert any("rows differ in the host tier" in try_point(point)[1] for point in chosen(120, seed=3))
+        assert any("rows differ in the host tier" in try_point(point)[1] for point in chosen(1500, seed=3))
