@@ -177,7 +177,7 @@ def test_every_mode_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("another thread", "thread 'beside' calls allgather of .* in the group of the training"),
+        ("another thread", "thread 'beside' calls _allgather_base of .* in the group of the training"),
         ("another order", r"call \d+: allreduce of float32\[2\] \| allreduce of int32\[2\]"),
     ],
 )
