@@ -266,7 +266,7 @@ def _check(config: RunConfig, ranks: Ranks) -> None:
         if replicated:
             raise ConfigError(
                 f"{path} replicates the tables {replicated[:5]}, which stock TorchRec trains in another way. Compare "
-                'with a plan that has none (edit their kernel to "device", or plan without them).'
+                "with a plan that has none (embershard plan without --replicate-rows)."
             )
     if exchanges != {"pooled"} and ranks.world_size > 1:
         raise ConfigError(

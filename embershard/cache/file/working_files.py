@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from embershard.errors import ConfigError
+from embershard.errors import ConfigError, os_problem
 from embershard.units import size
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -24,7 +24,7 @@ def check_room(folder: str, num_bytes: int) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cache.host_dir={folder!r} cannot be made: {error}") from error
+        raise ConfigError(f"cache.host_dir={folder!r} cannot be made: {os_problem(error)}") from error
     free_bytes = shutil.disk_usage(folder).free
     if num_bytes > free_bytes:
         raise ConfigError(

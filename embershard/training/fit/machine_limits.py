@@ -110,6 +110,9 @@ class MemoryChanges:
         config, cache = self._config, self._config.cache
         if cache.enabled and cache.host == "memory" and cache.transfer != "triton_uva":
             yield from self._in_files()
+        if cache.host != "memory":
+            yield from self._in_memory()
+        yield from self._with_larger_limits()
         depths = config.look_ahead
         if config.lookahead > depths.prefetch and (most := self._most(self._with_lookahead, depths.lookahead)):
             yield f"--set look_ahead.lookahead={self._with_lookahead(most).lookahead}"
@@ -121,6 +124,20 @@ class MemoryChanges:
         yield from self._fewer_rows()
         if (machines := self._machines()) is not None:
             yield f"{machines} machines like this one"
+
+    def _in_memory(self) -> Iterator[str]:
+        """Yield settings by which rows are in memory, and not on a disk, where that fits."""
+        cache = replace(self._config.cache, host="memory", host_dir=None, host_bytes=None)
+        if self._machine.has_room_for(self._needs(replace(self._config, cache=cache))):
+            in_front = " --set cache.host_bytes=none" if self._config.cache.host_bytes is not None else ""
+            yield f"--set cache.host=memory --set cache.host_dir=none{in_front}"
+
+    def _with_larger_limits(self) -> Iterator[str]:
+        """Yield the device memory that each rank needs, where no more than a setting limits it."""
+        needs = self._needs(self._config)
+        is_short = self._config.sharding.device_bytes is not None and self._machine.short_rank(needs) is not None
+        if is_short and replace(self._machine, by_rank=()).has_room_for(needs):
+            yield f"--set sharding.device_bytes={max(sum(taken.values()) for taken in needs.by_rank)}"
 
     def _in_files(self) -> Iterator[str]:
         """Yield settings by which rows are on a disk, where the rest fits."""
@@ -160,7 +177,8 @@ class MemoryChanges:
                 total = sum(table_rows(self._with_scale(scale)).values())
                 yield f"--set data.synthetic.scale={scale:g} ({total:,} of {sum(self._rows.values()):,} rows)"
         elif most := self._most(self._with_most_rows, max(self._rows.values())):
-            yield f"no table with more than {int(most):,} rows (data.{data.kind}.num_rows)"
+            of_features = "features.NAME." if data.kind == "table" else ""
+            yield f"no table with more than {int(most):,} rows (data.{data.kind}.{of_features}num_rows)"
 
     def _machines(self) -> int | None:
         """Return the least number of machines that fits, of those whose ranks can share the batch; else None."""

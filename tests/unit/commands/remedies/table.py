@@ -92,7 +92,7 @@ class Remedy(NamedTuple):
         file: of `FILES`.
         words: behind the command, that are wrong.
         said: a regular expression of the message, whose group is the remedy's words.
-        tried: these in place of the remedy's, which has names to fill in.
+        tried: these in place of the remedy's, which has names to fill in; `{}` in them: the group's words.
         instead: the remedy's words stand in place of the wrong ones, not behind them.
         wrong_code: the exit code without the remedy.
         first: another command that the message names, done before the remedy; `{}` in it: the group's words.
@@ -171,6 +171,6 @@ def check(row: Remedy, command: str, capsys: pytest.CaptureFixture[str]) -> None
         assert code == 0, said
     if row.done:
         row.done(found[1].rstrip(".,"))
-    remedy = shlex.split(row.tried or ("" if row.done else found[1].rstrip(".,")))
+    remedy = shlex.split(row.tried.replace("{}", found[1]) or ("" if row.done else found[1].rstrip(".,")))
     code, said = said_by([*words, *(() if row.instead else shlex.split(row.words)), *remedy], capsys)
     assert re.search(row.leads_to, said) if row.leads_to else code == 0, said

@@ -287,21 +287,25 @@ def test_each_gpu_has_to_hold_its_own_rank(plan: Plan):
 @pytest.mark.parametrize("cache", [(), ("cache.enabled=false",)])
 def test_a_run_without_a_plan_keeps_to_what_its_ranks_may_use(cache: tuple[str, ...]):
     """On a CPU, too; what is proposed fits."""
+
+    def machine_of(*settings: str) -> MachineLimits:
+        with process_group("cpu") as ranks:
+            ranks = dataclasses.replace(ranks, world_size=2, local_world_size=2)
+            return dataclasses.replace(MachineLimits.here(config_of(*settings), ranks, None), host=limits(9).host)
+
     taken = [sum(each.values()) for each in needs_of(*PLANNED, *cache).by_rank]
     for limit, fits in ((max(taken), True), (max(taken) - 1, False)):
         settings = (*PLANNED, *cache, f"sharding.device_bytes={limit}")
-        with process_group("cpu") as ranks:
-            ranks = dataclasses.replace(ranks, world_size=2, local_world_size=2)
-            machine = dataclasses.replace(MachineLimits.here(config_of(*settings), ranks, None), host=limits(9).host)
+        machine = machine_of(*settings)
         assert machine.by_rank == (limit, limit)
         if fits:
             assert check(*settings, machine=machine) == ""
             continue
         said = refusal(*settings, machine=machine)
         assert "of device memory, and may use" in said
-        assert changes_in(said)
+        assert (f"sharding.device_bytes={max(taken)}",) in [tuple(change) for change in changes_in(said)]
         for change in changes_in(said):
-            assert check(*settings, *change, machine=machine) == "", change
+            assert check(*settings, *change, machine=machine_of(*settings, *change)) == "", change
 
 
 def test_a_plan_for_another_model_is_refused_as_such():
