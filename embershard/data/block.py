@@ -178,7 +178,7 @@ class BadRow:
         row: its number in the file, from 1.
         column: the first column that is wrong; "" for the whole row.
         problem: what is wrong, with the value.
-        error: the exception that says so where no bad row is tolerated.
+        error: the exception of `stops`.
     """
 
     path: Path
@@ -189,6 +189,10 @@ class BadRow:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.row} {self.problem}"
+
+    def stops(self) -> DataError:
+        """Return what says so where no bad row is tolerated (`data.bad_rows`), with what tolerates some."""
+        return self.error(f"{str(self).rstrip('.')}. To go on without such rows: --set data.bad_rows=0.01")
 
 
 def no_good_row(bad: BadRow, count: int) -> DataError:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -259,10 +260,11 @@ class FollowedSource(GrowingSource):
         of = int(self._ends[self.num_files]) + rows
         if isinstance(allowed, str) or before + len(bad) <= allowed * of:
             return
+        enough = ceil(1e4 * (before + len(bad)) / of) / 1e4
         with_others = f", with those before {before + len(bad):,} of {of:,}," if before else ""
         raise DataError(
             f"{bad[0].path}: {len(bad):,} of {rows:,} rows are bad{with_others} and data.bad_rows = {allowed:g} allows "
-            f"{allowed:.2%}. The first is {bad[0]}"
+            f"{allowed:.2%}. The first is {bad[0]}. To allow them: --set data.bad_rows={enough:g}"
         )
 
     def offer(self, file: JournalFile, held_out: HeldOut) -> None:

@@ -150,8 +150,7 @@ class FileSource(ABC):
     def _parse_checked(self, number: int) -> ParsedChunk:
         parsed = self.parse(number, self._most_bad)
         if parsed.bad and self._most_bad is not None:
-            bad = parsed.bad[min(parsed.bad)]
-            raise bad.error(str(bad))
+            raise parsed.bad[min(parsed.bad)].stops()
         return parsed
 
 

@@ -233,8 +233,7 @@ class FolderFollower:
             return []
         return self._hold(DataError(
             f"{what}. Nothing of this file has trained, and all before it has: mend it in place or move it away, then "
-            'go on with --resume. Or set data.bad_rows, which replaces bad rows, or data.bad_files = "skip", which '
-            "leaves out such files"
+            'go on with --resume. Or set data.bad_files = "skip", which leaves out such files'
         ), has_batches)  # fmt: skip
 
     def _hold(self, error: DataError, has_batches: bool) -> list[_News]:

@@ -50,7 +50,7 @@ _LARGEST_WHOLE = 2.0**63
 _NEEDED_TIME = "needed a time as 2024-12-31 or 2024-12-31 23:59:59, seconds since 1970, or nothing"
 _NEEDED_EARLIER = (
     "is beyond the last time, 5138-11-16. If it stands for a missing time, name it in data.table.null_values (of text "
-    "files), or leave such rows out: data.bad_rows. If it is milliseconds, divide by 1000"
+    "files). If it is milliseconds, divide by 1000"
 )
 #: Texts, as regular expressions, that are a whole number with a point, and the text that stands for them.
 _WHOLE = {r"^-?(?:0\.0*|\.0+)$": "0", r"^(-?[1-9][0-9]*)\.0*$": r"\1"}

@@ -118,8 +118,7 @@ class TableSource(FileSource):
         numbers, found = range(self.num_physical), list[BadRow]()
         for number, bad in zip(numbers, in_threads(bad_of, numbers, max(1, self._num_workers)), strict=True):
             if bad and self._most_bad is not None:
-                first = bad[min(bad)]
-                raise first.error(str(first))
+                raise bad[min(bad)].stops()
             if bad:
                 self._split.need_replacements(number, bad)
                 found += (bad[row] for row in sorted(bad))
@@ -236,7 +235,7 @@ def _check_texts(
 
 def _check_values(chunk: RawChunk, settings: TableConfig, kind: str) -> None:
     if bad := _bad_rows(chunk, settings, (settings.max_bag_size, f"data.{kind}.max_bag_size")):
-        raise DataError(str(bad[min(bad)]))
+        raise bad[min(bad)].stops()
 
 
 def _bad_rows(chunk: RawChunk, settings: TableConfig, most: tuple[int, str]) -> dict[int, BadRow]:

@@ -218,8 +218,7 @@ class _SplitColumns:
             has_value &= ~is_missing if config.split == "time" or config.is_in_time_order else True
         if decoder.bad:
             if config.bad_rows == "stop":
-                bad = decoder.bad[min(decoder.bad)]
-                raise bad.error(str(bad))
+                raise decoder.bad[min(decoder.bad)].stops()
             has_value &= decoder.is_sample
         return _Values(
             raw.places[has_value],

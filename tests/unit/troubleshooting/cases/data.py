@@ -75,6 +75,7 @@ def _train(*lines: str, settings: str = "") -> Provoke:
     return rank(*words, files=_files(*lines))
 
 
+_WITHOUT = ". To go on without such rows: --set data.bad_rows=0.01"
 _BAD = "Correct or remove the row, or let up to a share of such rows be replaced: `data.bad_rows`. " + (
     "`embershard data validate` finds all of them before training."
 )
@@ -83,7 +84,7 @@ CASES = [
     Case(
         "A cell is not what its column needs",
         _train(_LINE, _LINE[:-2] + "zebra\n", _LINE, _LINE),
-        "[rank<number>]: DataError: logs/day_0:2 C26='zebra': needed 1 to 8 hexadecimal digits, or nothing",
+        "[rank<number>]: DataError: logs/day_0:2 C26='zebra': needed 1 to 8 hexadecimal digits, or nothing" + _WITHOUT,
         _BAD,
         code=1,
     ),
@@ -91,7 +92,7 @@ CASES = [
         "A number is too large",
         _train(_LINE, _LINE.replace("3", "1e39", 1), _LINE, _LINE),
         "[rank<number>]: DataError: logs/day_0:2 I1='1e39': needed a number below 3.4e38, or nothing where it is "
-        "missing",
+        "missing" + _WITHOUT,
         _BAD,
         code=1,
     ),
@@ -99,21 +100,22 @@ CASES = [
         "A row has not the right columns",
         _train(_LINE, "1\t2\n", _LINE, _LINE),
         "[rank<number>]: DataError: logs/day_0:2 has 2 tab-separated columns; needed 40: label, 13 integers, 26 "
-        "categoricals",
+        "categoricals" + _WITHOUT,
         _BAD,
         code=1,
     ),
     Case(
         "An hour of Avazu's format is none",
         _avazu(_AVAZU_HEADER, _AVAZU, _AVAZU.replace("14102100", "14102124"), _AVAZU, _AVAZU),
-        "[rank<number>]: DataError: logs/train.csv:3 hour='14102124': needed YYMMDDHH, a date and an hour, or nothing",
+        "[rank<number>]: DataError: logs/train.csv:3 hour='14102124': needed YYMMDDHH, a date and an hour, or nothing"
+        + _WITHOUT,
         _BAD,
         code=1,
     ),
     Case(
         "A value of Avazu's format is too long",
         _avazu(_AVAZU_HEADER, _AVAZU, _AVAZU.replace("a", "x" * 65, 1), _AVAZU, _AVAZU),
-        "[rank<number>]: DataError: logs/train.csv:3 C1='<value>': needed at most 64 bytes",
+        "[rank<number>]: DataError: logs/train.csv:3 C1='<value>': needed at most 64 bytes" + _WITHOUT,
         _BAD,
         code=1,
     ),
@@ -137,9 +139,9 @@ CASES = [
     Case(
         "A file that came to a followed folder is bad",
         rank("--config", "run.toml", "--run-dir", "mine", files={"run.toml": _FOLLOWED, **_HOURS}),
-        "[rank<number>]: DataError: hours/b.csv:2 price='cheap': needed a number, or nothing. Nothing of this file has "
-        "trained, and all before it has: mend it in place or move it away, then go on with --resume. Or set "
-        'data.bad_rows, which replaces bad rows, or data.bad_files = "skip", which leaves out such files',
+        "[rank<number>]: DataError: hours/b.csv:2 price='cheap': needed a number, or nothing"
+        f"{_WITHOUT}. Nothing of this file has trained, and all before it has: mend it in place or move it away, then "
+        'go on with --resume. Or set data.bad_files = "skip", which leaves out such files',
         "Do one of these. A file that is left out is named in the run's files.jsonl.",
         code=1,
     ),
@@ -176,7 +178,7 @@ CASES = [
             *("train", "--config", "run.toml", "--dry-run", "--set", "data.table.features.usr.column=user"),
             files={"run.toml": _TABLE, "a.csv": "label,user\n1,7\n0,x\n"},
         ),
-        "embershard: a.csv:3 user='x': needed an integer, or nothing",
+        "embershard: a.csv:3 user='x': needed an integer, or nothing" + _WITHOUT,
         "Correct the cell, set another `mapping`, or tolerate such rows (`data.bad_rows`).",
     ),
     Case(
