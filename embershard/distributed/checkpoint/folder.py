@@ -213,13 +213,19 @@ def check_disk(
             raise CheckpointError(f"rank {ranks.rank} cannot write checkpoints: {os_problem(error, probe)}") from error
 
     ranks.together(write_test, CheckpointError)
-    whole, deltas = saves_at_once(keep_last, full_every, keeps_best)
+    (whole, deltas), fewest = saves_at_once(keep_last, full_every, keeps_best), saves_at_once(1, full_every, keeps_best)
     of_deltas = min(deltas, num_saves) * delta_bytes
-    ranks.from_first(lambda: _check_space(folder, save_bytes, num_saves, whole, of_deltas, mapped_bytes))
+    ranks.from_first(lambda: _check_space(folder, save_bytes, num_saves, whole, fewest[0], of_deltas, mapped_bytes))
 
 
 def _check_space(
-    folder: Path, save_bytes: int, num_saves: int, most_whole: int, delta_bytes: int, mapped_bytes: int
+    folder: Path,
+    save_bytes: int,
+    num_saves: int,
+    most_whole: int,
+    fewest_whole: int,
+    delta_bytes: int,
+    mapped_bytes: int,
 ) -> None:
     complete = complete_checkpoints(folder)
     try:
@@ -232,12 +238,14 @@ def _check_space(
     at_once = min(num_saves + len(complete), most_whole)
     needed = at_once * save_bytes + delta_bytes - there
     if needed > free:
+        fits = needed - max(0, at_once - fewest_whole) * save_bytes <= free
+        lower = ", set checkpoint.keep_last = 1" if fits else ""
         rows = f" beside {size(mapped_bytes)} in cache.host_dir and publish.folder" if mapped_bytes else ""
         deltas = f", and {size(delta_bytes)} of others, beside the rows that train" if delta_bytes else ""
         raise CheckpointError(
             f"{folder}: checkpoints need {size(needed)} more, and {size(max(0, free))} are free{rows} ({at_once} "
             f"checkpoints of {size(save_bytes)} at one time{deltas}, of which {size(there)} are there). Free "
-            f"{size(needed - free)}, lower checkpoint.keep_last, or use a --run-dir on a larger disk."
+            f"{size(needed - free)}{lower}, or use a --run-dir on a larger disk."
         )
 
 

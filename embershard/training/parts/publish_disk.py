@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from embershard.distributed import Ranks
@@ -27,10 +28,15 @@ def check_disk_for_bases(config: RunConfig, folder: Path, ranks: Ranks) -> None:
         except OSError as error:
             raise ConfigError(f"publish.folder: {os_problem(error)}; choose another folder.") from error
         if needed > free:
+            changes = {"publish.dtype = fp16": replace(config.publish, dtype="fp16")}
+            if config.publish.base_every is not None:
+                changes["publish.keep_bases = 1"] = replace(config.publish, keep_bases=1)
+            sizes = {text: bytes_of_bases(replace(config, publish=each), folder) for text, each in changes.items()}
+            fitting = [text for text, num_bytes in sizes.items() if num_bytes <= free]
+            also = f", or set {' or '.join(fitting)}" if fitting else ""
             raise ConfigError(
                 f"publish.folder: {folder} needs {size(needed)} more for bases, beside deltas, and {size(free)} are "
-                "free. Free some, choose a folder on a larger disk, lower publish.keep_bases, or set publish.dtype = "
-                "fp16."
+                f"free. Free some, choose a folder on a larger disk{also}."
             )
 
     ranks.from_first(check)
