@@ -108,7 +108,10 @@ def _check_tables(model: nn.Module, schema: SchemaLike, name: str) -> None:
                 'device=torch.device("meta"): its rows get their memory where they are placed.'
             )
         if hasattr(module, "is_weighted") and module.is_weighted():
-            raise ConfigError(f"{name}: {path.partition('.')[2]} is weighted, and batches have no weights of ids.")
+            raise ConfigError(
+                f"{name}: {path.partition('.')[2]} is weighted, and batches have no weights of ids; make it with "
+                "is_weighted=False."
+            )
     rows = {feature.name: feature.num_rows for feature in schema.sparse}
     seen: dict[str, str] = {}
     for table in tables_in(model):

@@ -53,7 +53,8 @@ class ExportSaved(Saved):
         if not is_module:
             raise CheckpointError(
                 f"{folder} has tables as Parquet files, without the layers around them. Export it as a module, or take "
-                'rows of tables alone: model.pretrained.TABLE = {file = "..."} (docs/warm_start.md).'
+                f'rows of tables alone: model.pretrained.TABLE = {{file = "{folder}/tables/TABLE.parquet", '
+                'rows = "row"} (docs/warm_start.md).'
             )
         names = {each["table"] for each in self.inputs["lookups"] if each["table"]}
         self._rows = {f"{self._PREFIX}{name}.weight": self._mapped(name) for name in sorted(names)}

@@ -1,10 +1,16 @@
-"""Messages about settings of models, their losses and optimizers."""
+"""Messages about settings of models, their losses and optimizers; and about models of one's own, their modules and
+functions."""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from tests.unit.commands.remedies.table import FILES, LEFT_OUT, TABLE, Remedy, cases, check, of_settings
+from tests.unit.commands.remedies.table import FILES, LEFT_OUT, TABLE, TINY, Remedy, cases, check, of_settings
 
 FILES["labels.toml"] = (
     TABLE.format("results.csv")
@@ -99,4 +105,103 @@ OF_MODELS = [
 
 @pytest.mark.parametrize(("row", "command"), cases(OF_MODELS))
 def test_what_is_advised_of_models_helps(row: Remedy, command: str, capsys: pytest.CaptureFixture[str]):
+    check(row, command, capsys)
+
+
+_PREAMBLE = """
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+
+class Model(nn.Module):
+    def __init__(self, tables, *, device="meta", is_weighted=False, outputs=1):
+        super().__init__()
+        self.bags = EmbeddingBagCollection(tables=tables, device=torch.device(device), is_weighted=is_weighted)
+        self.last = nn.Linear(sum(each.embedding_dim * len(each.feature_names) for each in tables), outputs)
+
+    def forward(self, batch):
+        return self.last(self.bags(batch.sparse_features).values())
+
+
+def _tables(schema, dim=4, rows=None):
+    return [
+        EmbeddingBagConfig(
+            name=f"t_{each.name}", num_embeddings=rows or each.num_rows, embedding_dim=dim, feature_names=[each.name]
+        )
+        for each in schema.sparse
+    ]
+"""
+#: Functions that return something else than a model that can be trained, and one that returns such a model.
+_FUNCTIONS = {
+    "build": "return Model(_tables(schema))",
+    "fails": "return Model(_tables(schema), layers=3)",
+    "a_number": "return 7",
+    "without_tables": "return nn.Linear(2, 1)",
+    "in_memory": 'return Model(_tables(schema), device="cpu")',
+    "weighted": "return Model(_tables(schema), is_weighted=True)",
+    "narrow": "return Model(_tables(schema, dim=6))",
+    "short": "return Model(_tables(schema, rows=2))",
+    "one_less": "return Model(_tables(schema)[1:])",
+    "twice": "return nn.Sequential(Model(_tables(schema)), Model(_tables(schema)))",
+    "others": 'tables = _tables(schema); tables[0].feature_names = ["age"]; return Model(tables)',
+    "three": "return Model(_tables(schema), outputs=3)",
+}
+_MODULE = _PREAMBLE + "".join(f"\n\ndef {name}(schema, options):\n    {body}\n" for name, body in _FUNCTIONS.items())
+FILES |= {
+    "own.toml": re.sub(r"\[model\].*?\[cache\]", "[cache]", TINY, flags=re.DOTALL),
+    "mine.py": _MODULE,
+    "colorsys.py": _MODULE,
+    "imports.py": "import no_such_module\n",
+    "typo.py": f"{_MODULE}\nno_such_name\n",
+}
+_PROFILE, _TRAIN = "profile --config own.toml -o out.npz", "train own.toml"
+_BUILD = "--set model.build=mine:build"
+
+
+def _rename(_: str) -> None:
+    Path("colorsys.py").rename("my_model.py")
+
+
+OF_OWN_MODELS = [
+    *(
+        Remedy((_PROFILE,), "", f"--set model.build={build}", said, tried, True)
+        for build, said, tried in (
+            ("mine:fails", r"unexpected keyword argument 'layers' .*(mine\.py, line \d+)", _BUILD),
+            ("mine:a_number", r"needed a (torch\.nn\.Module)", _BUILD),
+            ("mine:without_tables", "needed a torchrec (EmbeddingBagCollection)", _BUILD),
+            ("mine:in_memory", r'make it with (device=torch\.device\("meta"\))', _BUILD),
+            ("mine:weighted", "make it with (is_weighted=False)", _BUILD),
+            ("mine:narrow", "needed a (multiple of 4)", _BUILD),
+            ("mine:short", r"rows \((feature\.num_rows)\)", _BUILD),
+            ("mine:one_less", "(Give it one), or leave it out", _BUILD),
+            ("mine:twice", "so (rename one)", _BUILD),
+            ("mine:others", "they have (C1), C2", _BUILD),
+            ("mine:model", "it has (build), fails", _BUILD),
+            ("imports:build", "imports '(no_such_module)', which is not installed", _BUILD),
+            ("typo:build", r"(typo\.py, line \d+)", _BUILD),
+            ("my:build", r"(Name a file there) without \.py", _BUILD),
+        )
+    ),
+    Remedy((_PROFILE,), "", "--set model.build=colorsys:build", "(Give that another name)",
+        "--set model.build=my_model:build", True, done=_rename),
+    Remedy((_TRAIN,), "", "--run-dir one --set model.build=mine:three", r"needed logits (\[20\])",
+        f"--run-dir two {_BUILD}", True),
+]  # fmt: skip
+
+
+@pytest.fixture
+def forgets_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test has a folder, and modules, of its own."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in ("mine", "imports", "typo", "my_model"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "command"), cases(OF_OWN_MODELS))
+def test_what_is_advised_of_own_models_helps(
+    row: Remedy, command: str, one_rank_here: None, forgets_modules: None, capsys: pytest.CaptureFixture[str]
+):
     check(row, command, capsys)
