@@ -154,7 +154,10 @@ class HostCopy:
 
     def restore(self) -> Any:
         """Return the value with its tensors on the device again; its current stream copies them."""
-        here = [torch.empty_like(each, device=self._device).copy_(each, non_blocking=True) for each in self._buffers]
+        here = [
+            torch.empty(each.shape, dtype=each.dtype, device=self._device).copy_(each, non_blocking=True)
+            for each in self._buffers
+        ]
         of_buffer = {id(buffer): copied for buffer, copied in zip(self._buffers, here, strict=True)}
 
         def bring(away: Any) -> Any:

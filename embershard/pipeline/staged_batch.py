@@ -123,9 +123,10 @@ class StagedBatch:
             return
         with self._streams.moving():
             on_device, parts = self._away.restore()
-        self._streams.distributing(on_device)  # this stream waits for it, and what reads the inputs for this stream
+        self._streams.distributing(on_device)  # this stream waits for it, and the caches' for this stream
         for name, part in self.inputs.items():
             part.kept = parts[name]
+        self._streams.preparing(self.inputs)
         self.on_device, self._away = on_device, None
 
     def know(self, others: Sequence[StagedBatch] = ()) -> None:

@@ -188,6 +188,18 @@ def test_nothing_goes_wrong_when_a_batch_fails_to_go_far_or_near(owner: Any, nam
     assert next(calls) > 10
 
 
+def test_a_batch_that_is_away_when_its_rows_come_in() -> None:
+    """The plan reads the ids behind the copy that brings them back."""
+    begin = StagedBatch.begin_resident
+
+    def begin_away(self: StagedBatch, critical_path: bool) -> Any:
+        self.put_away()
+        return begin(self, critical_path)
+
+    with mock.patch.object(StagedBatch, "begin_resident", begin_away):
+        assert problems_of(Setting(num_slots=40)) == []
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_cached_tables_that_are_on_other_ranks(waits: bool) -> None:
     """Without a pool, no plan and no copy comes between a batch's ids and the training that reads them."""
