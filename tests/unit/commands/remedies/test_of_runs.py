@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.commands.conftest import Trained
-from tests.unit.commands.remedies.table import LEFT_OUT, Remedy, cases, check, said_by
+from tests.unit.commands.remedies.table import FILES, LEFT_OUT, Remedy, cases, check, said_by
 
+
+def _sample(kind: int | str) -> bytes:
+    """A file of one sample, with a column that is not of the same type in all files."""
+    written = io.BytesIO()
+    pq.write_table(pa.table({"user": [1], "items": [[1, 2]], "age": [2.5], "click": [1], "kind": [kind]}), written)
+    return written.getvalue()
+
+
+FILES |= {"several/a.parquet": _sample(1), "several/b.parquet": _sample("new")}
 #: Of a run on Parquet files with columns user, items, age and click.
 OF_RUNS = [
     Remedy(("eval run",), "", "--set train.epochs=3", "(Leave it out)", "--step last", True),
@@ -74,6 +86,8 @@ OF_RUNS = [
     Remedy(("ckpt verify run",), "", "9", "step_(12)", "12", True),
     Remedy(("ckpt compact run",), "", "9", "step_(12)", "12", True),
     Remedy(("ckpt prune run",), "", "--keep 0", "(1) or more", "--keep 1", True),
+    Remedy(("predict run -o out.parquet",), "", "--data several --keep kind", "(leave them out)", "--data several",
+        True),
 ]  # fmt: skip
 _AGAIN = "train run/config.toml --run-dir run --resume --set train.max_steps=13"
 _NEW = "train run/config.toml --run-dir new --set train.max_steps=1"

@@ -286,6 +286,56 @@ OF_SAMPLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "command"), cases([*OF_SETTINGS, *OF_CACHES, *OF_SAMPLES]))
+_PAST = (
+    "model.target=[user_id] model.history=[past] data.table.features.past.kind=sparse data.path=city.csv "
+    "data.table.features.past.column=user_id data.table.features.past.mapping=hash data.table.features.past.num_rows=99"
+)
+OF_TRAININGS = [
+    *(of_settings("tiny.toml", *row) for row in (
+        ("tracking.trackers=[tensorboard,tensorboard]", "needed (each tracker once)",
+            "tracking.trackers=[tensorboard]"),
+        ("tracking.trackers=[prometheus] tracking.prometheus_port=70000", "needed 1 to (65535)",
+            "tracking.prometheus_port=65535", DRY_RUN, "not installed|num_samples"),
+        ("cache.host=file cache.host_dir=rows cache.host_bytes=10000000 sharding.mode=data_parallel",
+            'needed "(sharded)"', "sharding.mode=sharded"),
+        ("data.eval_fraction=0 metrics.names=[auc]", r"\((data\.eval_fraction) is 0\)", "data.eval_fraction=0.1"),
+        ("data.synthetic.id_rows=192 train.device=cuda", 'needed "(cpu)"', "train.device=cpu"),
+        ("model.arch=din model.target=[C1] model.history=[C2] train.precision=fp64", '"(bf16)"',
+            "train.precision=bf16"),
+        ("model.arch=din model.target=[C1] model.history=[C1] sharding.exchange=rows", 'needed "(pooled)"',
+            "sharding.exchange=pooled model.history=[C2]"),
+    )),
+    *(of_settings("city.toml", *row) for row in (
+        (f"{_PAST} model.arch=din sharding.mode=data_parallel", 'needed "(sharded)"', "sharding.mode=sharded"),
+        (f"{_PAST} model.arch=hstu model.hstu.times=[user_id,past]", 'needed "none" or "(modulo)" and at least',
+            "model.hstu.times=none"),
+    )),
+    Remedy(("train --dry-run",), "", "featureless.toml", "`embershard data inspect FILE -o (run.toml)` writes them",
+        "run.toml", True, first="data inspect city.csv -o run.toml"),
+]  # fmt: skip
+FILES["featureless.toml"] = '[data]\nkind = "table"\npath = "city.csv"\n[data.table]\nlabel = "click"\n'
+_DIVERGES = "train tiny.toml --set dense_optimizer.lr=1e30"
+OF_STEPS = [
+    Remedy((_DIVERGES,), "", "--run-dir one", "(Lower the learning rates)",
+        "--run-dir two --set dense_optimizer.lr=0.1", True),
+    Remedy((_DIVERGES,), "", "--run-dir one", r"clip \((dense_optimizer\.clip_norm)\)",
+        "--run-dir two --set dense_optimizer.clip_norm=1e-30", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "command"), cases([*OF_SETTINGS, *OF_CACHES, *OF_SAMPLES, *OF_TRAININGS]))
 def test_what_is_advised_of_settings_helps(row: Remedy, command: str, capsys: pytest.CaptureFixture[str]):
+    check(row, command, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "command"), cases(OF_STEPS))
+def test_what_is_advised_of_steps_helps(
+    row: Remedy,
+    command: str,
+    one_rank_here: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr("embershard.commands.train.run.lock_run_dir", lambda _: None)  # it holds until a process ends
     check(row, command, capsys)

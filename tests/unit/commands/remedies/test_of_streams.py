@@ -75,6 +75,8 @@ OF_BAD_FILES = [
         done=lambda _: Path("cheap/b.csv").unlink()),
     Remedy((_FOLLOW,), "", f"{_FEW} --set data.bad_rows=0.01", r"To allow them: (--set data\.bad_rows=0\.025)",
         f"{_FEW} --resume --set data.bad_rows=0.025", True),
+    Remedy(("train followed.toml",), "", "--run-dir one --set data.eval_fraction=1", "needed (0), or the default",
+        "--run-dir two --set data.eval_fraction=0", True),
 ]  # fmt: skip
 _RESUME = f"{_FOLLOW} --set train.max_steps=5"
 
