@@ -197,7 +197,10 @@ class BadRow:
 
 def no_good_row(bad: BadRow, count: int) -> DataError:
     """Return the error for a stretch of bad rows, the first of which is `bad`, that nothing can replace."""
-    return DataError(f"{bad}; and no row near it is good: {count} bad rows one after another")
+    rows = f"{count} bad row{'s one after another' if count > 1 else ''}"
+    return DataError(
+        f"{bad}; and no row near it is good: {rows}. Remove such rows or, of text files, set a larger data.chunk_rows"
+    )
 
 
 def short(value: object) -> str:

@@ -84,6 +84,7 @@ FILES |= {
     "looks.csv": "".join(f"{n % 5},{n % 7},{n % 2},look,{1500000000 + n}\n" for n in range(60)),
     "titles.csv": "user,item,category,behaviour,time\n1,2,3,pv,1500000000\n",
     "alike.csv": "".join(f"{n % 5},{n % 7},{n % 2},pv,{1500000000 + n}\n" for n in range(60)),
+    "stretch.csv": "click,user_id\n" + "1,2\n" * 24 + "x,2\n" * 8 + "0,4\n" * 24,
     "bags.csv": "click,user_id,tags\n" + "1,2,a b c d\n0,3,a\n" * 30,
     "beyond.csv": "click,user_id\n" + "".join(f"{n % 2},{9 * n}\n" for n in range(60)),
 }
@@ -201,6 +202,14 @@ OF_TABLES = [
             "data.bad_rows=0.01"),
     )),
 ]  # fmt: skip
+_TRAINS = "train times.toml --set cache.ratio=0.9 --set train.batch_size=4"
+OF_STRETCHES = [
+    Remedy((_TRAINS,), "", "--run-dir one --set train.batch_size=500", "use a (smaller batch size)",
+        "--run-dir two --set train.batch_size=20", True),
+    Remedy((_TRAINS,), "", "--run-dir one --set data.path=stretch.csv --set data.chunk_rows=8 --set data.bad_rows=0.9",
+        "set a larger (data.chunk_rows)",
+        "--run-dir two --set data.path=stretch.csv --set data.chunk_rows=60 --set data.bad_rows=0.9", True),
+]  # fmt: skip
 #: Settings that only a look at all rows, or at a first one, shows to be wrong.
 OF_TIMES = [
     *(of_settings("times.toml", *row, command=_VALIDATE) for row in (
@@ -258,14 +267,21 @@ def test_what_is_advised_of_tables_helps(row: Remedy, command: str, capsys: pyte
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_smaller_as_advised_is_trained(
-    one_rank_here: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("row", "command"), cases(OF_STRETCHES))
+def test_what_is_advised_of_batches_and_chunks_helps(
+    row: Remedy, command: str, one_rank_here: None, capsys: pytest.CaptureFixture[str]
 ):
-    train = "train times.toml --set cache.ratio=0.9"
-    check(
-        Remedy((train,), "", "--run-dir one --set train.batch_size=500", "use a (smaller batch size)",
-            "--run-dir two --set train.batch_size=20", True), train, capsys,
-    )  # fmt: skip
+    check(row, command, capsys)
+
+
+def test_copies_are_written_where_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("EMBERSHARD_COPIES", "times.csv/copies")
+    validate = _VALIDATE.format("times.toml --set data.table.encoding=latin-1")
+
+    def set_to_new(name: str) -> None:
+        monkeypatch.setenv(name, "new")
+
+    check(Remedy((validate,), "", "", "set (EMBERSHARD_COPIES) to one", done=set_to_new), validate, capsys)
 
 
 @pytest.mark.parametrize(("row", "command"), cases(OF_TIMES))

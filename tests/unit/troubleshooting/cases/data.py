@@ -149,7 +149,8 @@ CASES = [
         "A stretch of bad rows that nothing can replace",
         _train(*[_LINE] * 4, *["1\n"] * 4, settings="data.bad_rows=0.9"),
         "[rank<number>]: DataError: logs/day_0:<row> has 1 tab-separated columns; needed 40: label, 13 integers, 26 "
-        "categoricals; and no row near it is good: 4 bad rows one after another",
+        "categoricals; and no row near it is good: 4 bad rows one after another. Remove such rows or, of text files, "
+        "set a larger data.chunk_rows",
         "Correct or remove the rows. A chunk (`data.chunk_rows`, or a Parquet row group) needs a good row.",
         code=1,
     ),
