@@ -85,7 +85,9 @@ def _module(setting: str, name: str, folder: str | None) -> Any:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(f"{setting}: {name!r} imports {error.name!r}, which is not installed.") from error
+            raise ConfigError(
+                f"{setting}: {name!r} imports {error.name!r}, which is not installed. Install it."
+            ) from error
         where = "on the Python path" if here is None else f"in {here} or on the Python path"
         raise ConfigError(f"{setting}: no module {name!r} {where}. Name a file there without .py.") from error
     except Exception as error:

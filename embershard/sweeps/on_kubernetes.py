@@ -103,8 +103,8 @@ class _Jobs:
             from urllib3.exceptions import HTTPError  # the client's own errors are of answers only
         except ImportError as error:
             raise SetupError(
-                "--on kubernetes needs the Kubernetes client, which is not installed. Try: pip install kubernetes; or "
-                "--dry-run, which prints the manifests for kubectl."
+                '--on kubernetes needs the Kubernetes client, which is not installed. Try: pip install "kubernetes>=31"'
+                "; or --dry-run, which prints the manifests for kubectl."
             ) from error
         self._client, self._config = client, config
         self._errors = client.ApiException, HTTPError
