@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -213,6 +214,29 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(cached, settings,
     again = embershard(tmp_path, "train", *resumed, "--nproc", "2")
     assert f"is finished: step {STEPS} was its last" in again.stdout
     assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
+
+
+def test_a_resume_whose_ranks_cannot_share_the_batch_goes_on_as_is_advised(tmp_path: Path) -> None:
+    given = ["data.synthetic.num_samples=600", "data.synthetic.scale=0.0001", "train.batch_size=7"]
+    config = ["--config", "examples/quickstart.toml", "--run-dir", str(tmp_path / "r")]
+    words = ["train", *config, *(word for text in given for word in ("--set", text)), "--set"]
+    embershard(tmp_path, *words, "train.max_steps=1", "--nproc", "1")
+    refused = embershard(tmp_path, *words, "train.max_steps=2", "--resume", "--nproc", "2", code=1)
+    advised = re.search(r"Use a number of ranks that divides (7), or another batch: (--set .*)", refused.stderr)
+    assert advised is not None, refused.stderr
+    embershard(tmp_path, *words, "train.max_steps=2", "--resume", "--nproc", "1")  # which divides it
+    embershard(tmp_path, *words, "train.max_steps=3", "--resume", "--nproc", "2", *shlex.split(advised[2]))
+    assert result(tmp_path / "r")["samples"] == 7 + 7 + 6
+
+
+@pytest.mark.matrix
+def test_a_comparison_that_is_refused_goes_through_as_is_advised(settings: list[str], tmp_path: Path) -> None:
+    words = ["verify", *settings, "--steps", "2", "--nproc", "2", "--set", "sharding.exchange=rows"]
+    refused = embershard(tmp_path, *words, code=1)
+    advised = re.search(r'Compare with "(\w+)", or on one rank \((--nproc 1)\)', refused.stderr)
+    assert advised is not None, refused.stderr
+    for remedy in (["--set", f"sharding.exchange={advised[1]}"], advised[2].split()):
+        assert "EQUAL: 2 steps" in embershard(tmp_path, *words, *remedy).stdout
 
 
 @pytest.mark.matrix
