@@ -97,21 +97,33 @@ def _compiles(text: str) -> bool:
 
 
 def noticed_by(fault: Fault, tree: Path) -> str:
-    """Return the test that fails with the fault planted, of its file's own tests, or of the fast ones of its folder;
-    an empty string where none does."""
-    parts = Path(fault.file).parts[1:]
-    folder = Path("tests", "unit", *parts[:-1])
-    own = folder / f"test_{parts[-1]}"
-    while not (tree / folder).is_dir():
-        folder = folder.parent
-    tries = [[str(own), "-m", "not matrix"]] if (tree / own).is_file() else []
-    tries += [[str(folder), "-m", "not matrix and not slow"]] if len(folder.parts) > 2 else []
+    """Return the test that fails with the fault planted; an empty string where none does. Of its file's own tests, of
+    unit tests that import it, and of its folder."""
     with fault.planted(tree):
-        for words in tries:
-            _, printed = run_tests(tree, words, _SECONDS)
+        for words in _tries(fault.file, tree):
+            _, printed = run_tests(tree, [*words, "-m", "not matrix"], _SECONDS)
             if failed := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", printed, re.MULTILINE):
                 return failed[1]
     return ""
+
+
+def _tries(file: str, tree: Path) -> Iterator[list[str]]:
+    parts = Path(file).with_suffix("").parts
+    folder = Path("tests", "unit", *parts[1:-1])
+    own = folder / f"test_{parts[-1]}.py"
+    if (tree / own).is_file():
+        yield [str(own)]
+    imported = re.compile(
+        rf"from {re.escape('.'.join(parts))} import|from {'.'.join(parts[:-1])} import .*\b{parts[-1]}\b"
+    )
+    paths = (path for path in sorted((tree / "tests" / "unit").rglob("test_*.py")) if path != tree / own)
+    others = [str(path.relative_to(tree)) for path in paths if imported.search(path.read_text(encoding="utf-8"))]
+    if others:
+        yield others
+    while not (tree / folder).is_dir():
+        folder = folder.parent
+    if len(folder.parts) > 2:
+        yield [str(folder)]
 
 
 def main(argv: Sequence[str]) -> int:
