@@ -91,7 +91,7 @@ class Remedy(NamedTuple):
         commands: that say it, of a file that `{}` stands for.
         file: of `FILES`.
         words: behind the command, that are wrong.
-        said: a regular expression of the message, whose group is the remedy's words.
+        said: a regular expression of the message, whose group is the remedy's words; all of it where no group is.
         tried: these in place of the remedy's, which has names to fill in; `{}` in them: the group's words.
         instead: the remedy's words stand in place of the wrong ones, not behind them.
         wrong_code: the exit code without the remedy.
@@ -164,13 +164,14 @@ def check(row: Remedy, command: str, capsys: pytest.CaptureFixture[str]) -> None
     assert code == row.wrong_code, said
     found = re.search(row.said, said)
     assert found is not None, said
+    advised = found[found.lastindex or 0]
     for output in Path().glob("out.*"):
         output.unlink()
     if row.first:
-        code, said = said_by(shlex.split(row.first.format(found[1])), capsys)
+        code, said = said_by(shlex.split(row.first.format(advised)), capsys)
         assert code == 0, said
     if row.done:
-        row.done(found[1].rstrip(".,"))
-    remedy = shlex.split(row.tried.replace("{}", found[1]) or ("" if row.done else found[1].rstrip(".,")))
+        row.done(advised.rstrip(".,"))
+    remedy = shlex.split(row.tried.replace("{}", advised) or ("" if row.done else advised.rstrip(".,")))
     code, said = said_by([*words, *(() if row.instead else shlex.split(row.words)), *remedy], capsys)
     assert re.search(row.leads_to, said) if row.leads_to else code == 0, said

@@ -150,13 +150,13 @@ _FUNCTIONS = {
 _MODULE = _PREAMBLE + "".join(f"\n\ndef {name}(schema, options):\n    {body}\n" for name, body in _FUNCTIONS.items())
 FILES |= {
     "own.toml": re.sub(r"\[model\].*?\[cache\]", "[cache]", TINY, flags=re.DOTALL),
-    "mine.py": _MODULE,
+    "ours.py": _MODULE,
     "colorsys.py": _MODULE,
     "imports.py": "import no_such_module\n",
     "typo.py": f"{_MODULE}\nno_such_name\n",
 }
 _PROFILE, _TRAIN = "profile --config own.toml -o out.npz", "train own.toml"
-_BUILD = "--set model.build=mine:build"
+_BUILD = "--set model.build=ours:build"
 
 
 def _rename(_: str) -> None:
@@ -167,17 +167,17 @@ OF_OWN_MODELS = [
     *(
         Remedy((_PROFILE,), "", f"--set model.build={build}", said, tried, True)
         for build, said, tried in (
-            ("mine:fails", r"unexpected keyword argument 'layers' .*(mine\.py, line \d+)", _BUILD),
-            ("mine:a_number", r"needed a (torch\.nn\.Module)", _BUILD),
-            ("mine:without_tables", "needed a torchrec (EmbeddingBagCollection)", _BUILD),
-            ("mine:in_memory", r'make it with (device=torch\.device\("meta"\))', _BUILD),
-            ("mine:weighted", "make it with (is_weighted=False)", _BUILD),
-            ("mine:narrow", "needed a (multiple of 4)", _BUILD),
-            ("mine:short", r"rows \((feature\.num_rows)\)", _BUILD),
-            ("mine:one_less", "(Give it one), or leave it out", _BUILD),
-            ("mine:twice", "so (rename one)", _BUILD),
-            ("mine:others", "they have (C1), C2", _BUILD),
-            ("mine:model", "it has (build), fails", _BUILD),
+            ("ours:fails", r"unexpected keyword argument 'layers' .*(ours\.py, line \d+)", _BUILD),
+            ("ours:a_number", r"needed a (torch\.nn\.Module)", _BUILD),
+            ("ours:without_tables", "needed a torchrec (EmbeddingBagCollection)", _BUILD),
+            ("ours:in_memory", r'make it with (device=torch\.device\("meta"\))', _BUILD),
+            ("ours:weighted", "make it with (is_weighted=False)", _BUILD),
+            ("ours:narrow", "needed a (multiple of 4)", _BUILD),
+            ("ours:short", r"rows \((feature\.num_rows)\)", _BUILD),
+            ("ours:one_less", "(Give it one), or leave it out", _BUILD),
+            ("ours:twice", "so (rename one)", _BUILD),
+            ("ours:others", "they have (C1), C2", _BUILD),
+            ("ours:model", "it has (build), fails", _BUILD),
             ("imports:build", "imports '(no_such_module)', which is not installed", _BUILD),
             ("typo:build", r"(typo\.py, line \d+)", _BUILD),
             ("my:build", r"(Name a file there) without \.py", _BUILD),
@@ -185,7 +185,7 @@ OF_OWN_MODELS = [
     ),
     Remedy((_PROFILE,), "", "--set model.build=colorsys:build", "(Give that another name)",
         "--set model.build=my_model:build", True, done=_rename),
-    Remedy((_TRAIN,), "", "--run-dir one --set model.build=mine:three", r"needed logits (\[20\])",
+    Remedy((_TRAIN,), "", "--run-dir one --set model.build=ours:three", r"needed logits (\[20\])",
         f"--run-dir two {_BUILD}", True),
 ]  # fmt: skip
 
@@ -195,7 +195,7 @@ def forgets_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test has a folder, and modules, of its own."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    for name in ("mine", "imports", "typo", "my_model"):
+    for name in ("ours", "imports", "typo", "my_model"):
         sys.modules.pop(name, None)
 
 
