@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import mmap
 import os
 import shlex
 import shutil
@@ -17,7 +19,7 @@ from embershard.launch import launcher, rank, run_dir
 from embershard.launch.rank import Job
 from embershard.launch.rank_group import Ended
 from embershard.launch.run_dir import lock_run_dir
-from embershard.machine import HostMemory
+from embershard.machine import HostMemory, MapLimit
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from embershard.training.fit import machine_limits
@@ -93,7 +95,12 @@ OF_SIZES = [
         "--set cache.device_bytes={}", True),
     Remedy((_TRAIN,), "", f"{_MAPPED}city.csv/rows", r"(check the path)", f"{_MAPPED}rows", True),
 ]  # fmt: skip
+_OVERFULL = f"train tiny.toml --nproc 1 --set cache.ratio=0.01 {_IN_FILE}20000"
 MORE_OF_SIZES = [
+    Remedy((_OVERFULL,), "", "--run-dir full --set train.batch_size=200", r"set a larger (cache\.host_bytes), or",
+        "--run-dir new --set train.batch_size=200 --set {}=40000", True),
+    Remedy((_OVERFULL,), "", "--run-dir full --set train.batch_size=200", "or (a smaller batch)",
+        "--run-dir new --set train.batch_size=20", True),
     Remedy((_TRAIN,), "", f"{_IN_FILE}50", r"Give rank 0 at least (\d+) bytes", f"{_IN_FILE}{{}}", True),
     Remedy((_TRAIN,), "", f"{_IN_FILE}3000 --set cache.ratio=0.9", "or (a smaller cache)",
         f"{_IN_FILE}3000 --set cache.ratio=0.1", True),
@@ -103,6 +110,7 @@ MORE_OF_SIZES = [
 ]  # fmt: skip
 _PLAN = "plan city.toml --tables user.toml --ranks 1 -o mine.json"
 _VERIFY = "verify city.toml --nproc 1 --steps 2 --set train.batch_size=8"
+_NOWHERE = _TRAIN.replace("--run-dir new", "")
 _NO_FOLDER = _TRAIN.replace("--nproc 1 --run-dir new", "")
 _IDS = "--set data.table.features.user_id.num_rows=192 --set data.table.features.user_id.mapping=ids"
 OF_COMPARISONS = [
@@ -250,3 +258,54 @@ MORE_OF_STARTS = [
 def test_what_is_advised_of_starts_helps(started: Started, command: str, capsys: pytest.CaptureFixture[str]):
     with mock.patch.dict(os.environ, started.variables):
         check(started.row, command, capsys)
+
+
+_LIMITED = [
+    Remedy((_AT_ONCE,), "", "", "Raise (the limit)", done=lambda _: mock.patch.stopall()),
+    Remedy((_LARGE_TRAIN,), "", f"{_ROWS}200000", r"(make tables) or dims smaller", f"{_ROWS}2000", True),
+    Remedy((_AT_ONCE,), "", "", r"(cache\.host = \"mmap\") keeps rows in files", f"{_MAPPED}rows"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "command"), [*cases(_LIMITED[:1]), *cases(_LIMITED[1:], pytest.mark.matrix)])
+def test_what_is_advised_of_the_memory_of_a_process_helps(
+    row: Remedy, command: str, capsys: pytest.CaptureFixture[str]
+):
+    """As with a limit of a process that its other memory leaves little of."""
+    take = mmap.mmap
+
+    class Limited:
+        """Memory in large pieces could not be had; of files it could."""
+
+        def __new__(cls, file: int, num_bytes: int, *words: Any, **options: Any) -> Any:
+            if file == -1 and num_bytes > 5_000_000:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return take(file, num_bytes, *words, **options)
+
+    with mock.patch.object(mmap, "mmap", take):  # in place again behind the test, whatever stops the other one
+        mock.patch.object(mmap, "mmap", Limited).start()
+        check(row, command, capsys)
+
+
+@pytest.mark.slow
+def test_what_is_advised_of_the_memory_that_may_be_mapped_helps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    limits = [MapLimit("ulimit -v", 10**9, 0)]
+    monkeypatch.setattr(launcher, "limits_of_maps", lambda: limits)
+    row = Remedy((_TRAIN,), "", "", r"Raise it: (ulimit -v unlimited)", done=lambda _: limits.clear())
+    check(row, _TRAIN, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [
+        Remedy((_NOWHERE,), "", "--run-dir new", "or use another (--run-dir)", "{} other", True),
+        Remedy((_NOWHERE,), "", "--run-dir new", "(Wait for it)", done=lambda _: run_dir._held_locks.pop().close()),
+    ],
+)
+def test_what_is_advised_of_a_folder_in_use_helps(row: Remedy, capsys: pytest.CaptureFixture[str]):
+    lock_run_dir(Path("new"))
+    check(row, _NOWHERE, capsys)

@@ -85,6 +85,8 @@ OF_REPORTS = [
     Remedy(("report",), "", "sweep", r"which needs (-o) FILE\.html", "-o out.html"),
     Remedy(("report",), "", "sweep", "or (--format)", "--format csv"),
     Remedy(("report",), "", "sweep", "or (give a run)", "long", True),
+    Remedy(("report",), "", "going", r"there is the page \(embershard report RUN (-o) FILE\.html\)",
+        "going -o out.html", True),
 ]  # fmt: skip
 OF_COMPARISONS = [
     Remedy(("compare a.parquet",), "", "weighted.parquet", "or (--no-weight)"),
@@ -128,6 +130,8 @@ def _made(folder: Path) -> Path:
             "predict long --data city.csv -o scores.parquet",
         ):
             assert cli.main(words.split()) == 0
+        shutil.copytree("short", "going")
+        Path("going/result.json").unlink()
         plan = Path("plan.json").read_text()
         Path("edited.json").write_text(re.sub(r'"slots": \d+', '"slots": 9', plan))
         Path("nowhere_made.json").write_text(plan.replace('"topology": "cpu",', ""))
