@@ -20,6 +20,7 @@ _COMPARISONS = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), 
 _COMPARISONS |= {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "==")}
 _ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*")}
 _SECONDS = 300.0
+_MOST_FILES = 6
 
 
 def changes(tree: ast.Module) -> Iterator[tuple[int, int, int, str, str]]:
@@ -119,7 +120,7 @@ def _tries(file: str, tree: Path) -> Iterator[list[str]]:
     paths = (path for path in sorted((tree / "tests" / "unit").rglob("test_*.py")) if path != tree / own)
     others = [str(path.relative_to(tree)) for path in paths if imported.search(path.read_text(encoding="utf-8"))]
     if others:
-        yield others
+        yield others[:_MOST_FILES]
     while not (tree / folder).is_dir():
         folder = folder.parent
     if len(folder.parts) > 2:
