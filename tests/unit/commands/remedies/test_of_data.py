@@ -30,11 +30,11 @@ def _zip(*names: str) -> bytes:
     return written.getvalue()
 
 
-def _parquet(*columns: str) -> bytes:
+def _parquet(*columns: str, rows: int = 60) -> bytes:
     written = io.BytesIO()
     values = {"click": [0, 1], "user_id": [3, 4], "at": [None, None], "tags": [[1], [2]]}
     table = pa.Table.from_arrays([pa.array(values[name] * 30) for name in columns], list(columns))
-    pq.write_table(table, written)
+    pq.write_table(table.slice(0, rows), written)
     return written.getvalue()
 
 
@@ -85,6 +85,15 @@ FILES |= {
     "titles.csv": "user,item,category,behaviour,time\n1,2,3,pv,1500000000\n",
     "alike.csv": "".join(f"{n % 5},{n % 7},{n % 2},pv,{1500000000 + n}\n" for n in range(60)),
     "stretch.csv": "click,user_id\n" + "1,2\n" * 24 + "x,2\n" * 8 + "0,4\n" * 24,
+    "one_item.csv": "".join(f"{n % 5},7,{n % 2},pv,{1500000000 + n}\n" for n in range(60)),
+    "once.csv": "".join(f"{n},{n % 7},{n % 2},pv,{1500000000 + n}\n" for n in range(60)),
+    "log.jsonl": "".join(f'{{"usr": {n % 5}, "item": {n % 7}}}\n' for n in range(60)),
+    "types/a.jsonl": "".join(f"{json.dumps(each)}\n" for each in _ROWS),
+    "types/b.jsonl": "".join(f"{json.dumps({**each, 'user': [each['user']]})}\n" for each in _ROWS),
+    "repeats.csv": "user_id,size\n1,2\n1,3\n",
+    "zeros.csv": _CITY.encode() + b"\0" * 9 + _CITY.encode(),
+    "blank.csv": "\n\n",
+    "none.parquet": _parquet("click", "user_id", rows=0),
     "bags.csv": "click,user_id,tags\n" + "1,2,a b c d\n0,3,a\n" * 30,
     "beyond.csv": "click,user_id\n" + "".join(f"{n % 2},{9 * n}\n" for n in range(60)),
 }
@@ -165,6 +174,12 @@ _BAGS = (
     "data.path=bags.csv data.table.features.tags.kind=sparse data.table.features.tags.num_rows=9 "
     'data.table.features.tags.mapping=text data.table.features.tags.separator="\\u0020" data.table.max_bag_size=3'
 )
+
+
+def _write_texts(_: str) -> None:
+    Path("types/b.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in _ROWS))
+
+
 #: Columns, rows and batches of tables, and logs of events.
 OF_TABLES = [
     Remedy((_INSPECT,), "", "city.csv --label 'c*'", "got click, city; needed (one column)", "city.csv --label click",
@@ -183,6 +198,27 @@ OF_TABLES = [
     Remedy(("data events -o out.d",), "", "titles.csv", "lines (without a header): user,item", "alike.csv", True),
     Remedy(("data events -o out.d",), "", "alike.csv --history 0", "a whole number, (1) or more",
         "alike.csv --history 1", True),
+    *(
+        Remedy(("data events -o out.d",), "", file, said, "alike.csv", True)
+        for file, said in (
+            ("one_item.csv", "needed (two), for samples"),
+            ("once.csv", "needed (users with a history)"),
+            ("log.jsonl", "(Rename its columns)"),
+        )
+    ),
+    Remedy((_INSPECT, _CONVERT), "", "types", "(Write one of them) with the other type", "types", True,
+        done=_write_texts),
+    Remedy((_CONVERT,), "", "city.csv --join repeats.csv", "needed each value (once)", "city.csv", True),
+    Remedy((_INSPECT,), "", "zeros.csv", "needed (CSV), TSV", "city.csv", True),
+    Remedy((_INSPECT,), "", "blank.csv", "or (fetch it again)", "city.csv", True),
+    *(
+        Remedy((_VALIDATE,), "times.toml", f"--set data.path={file}", said, "--set data.path=city.csv", True)
+        for file, said in (
+            ("none.parquet", "(remove it), or fetch"),
+            ("torn.gz", "(fetch it again)"),
+            ("blank.csv", "(remove it), or fetch it again"),
+        )
+    ),
     *(of_settings("times.toml", *row) for row in (
         ("data.num_workers=-1", "needed (0) or more", "data.num_workers=0"),
         ("data.shuffle_window=0", "needed at least (1)", "data.shuffle_window=1"),

@@ -40,6 +40,7 @@ FILES |= {
     "not_finite.npz": _npz(user=[1, 2, 3], embedding=_NOT_FINITE),
     "words.npz": _npz(user=["a", "b", "c"], embedding=_VECTORS),
     "beyond.npz": _npz(row=[0, 1, 99], embedding=_VECTORS),
+    "ids.npz": _npz(row=[0, 1], embedding=_VECTORS[:2, :4]),
     "halves.npz": _npz(row=[0.5, 1.0, 2.0], embedding=_VECTORS),
 }
 _NEW = "train run/config.toml --set train.max_steps=1 --run-dir"
@@ -68,6 +69,10 @@ MORE_OF_VECTORS = [
     _of_vectors("user.file=bags.parquet user.values=user", "(Give a value) as the feature"),
     _of_vectors("user.file=text.npz user.values=user", "(Give a Parquet file), or an npz"),
     _of_vectors("user.file=nowhere.parquet user.values=user", "(Give a Parquet file)"),
+    Remedy(("train tiny.toml --run-dir",), "",
+        "one --set model.pretrained.C1.file=ids.npz --set model.pretrained.C1.values=row",
+        "Give row numbers: (rows) = NAME",
+        "two --set model.pretrained.C1.file=ids.npz --set model.pretrained.C1.rows=row", True),
     _of_vectors("usr.file=sound.parquet usr.values=user", "a table or a feature of one: (t_user)",
         _RIGHT.replace(".user.", ".t_user.")),
 ]  # fmt: skip
