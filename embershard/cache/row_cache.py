@@ -26,6 +26,7 @@ from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
+from embershard.cache.slot_map import BLOCK
 from embershard.cache.slot_state import CacheContents, SlotState
 from embershard.cache.statistics import CacheCounters, Counter, TableStats, table_stats
 from embershard.cache.tickets import InFlight, Ticket
@@ -349,18 +350,20 @@ class RowCache:
     def _warm_up(self) -> None:
         """Before the first batch, fill the pinned rows, and then those with the highest counts or of a checkpoint."""
         if self._pinned_keys.numel() and not self._map.num_used:
-            self._preload(self._pinned_keys.to(self._map.device))
+            self._preload(self._pinned_keys)
         choose, self._warmup = self._warmup, None
         if choose is not None:
-            self._preload(choose(self._map.num_free).to(self._map.device))
+            self._preload(choose(self._map.num_free))
 
     @is_stage("warm-up")
-    def _preload(self, keys: Tensor) -> None:
-        slots = self._map.next_free(keys.numel())
-        self._copies.preload(keys, slots)
-        with self._guard.change("filling the cache before the first batch"):
-            self.state.preload(keys, slots)
-            self.counters.add_rows(Counter.PRELOADS, keys)
+    def _preload(self, every: Tensor) -> None:
+        for keys in [every] if self._map.device.type == "cpu" else every.split(BLOCK):
+            keys = keys.to(self._map.device)
+            slots = self._map.next_free(keys.numel())
+            self._copies.preload(keys, slots)
+            with self._guard.change("filling the cache before the first batch"):
+                self.state.preload(keys, slots)
+                self.counters.add_rows(Counter.PRELOADS, keys)
 
     def _attach(self, num_slots: int) -> None:
         self._payload = self._device_payload(num_slots)
@@ -449,14 +452,13 @@ class RowCache:
             self._copies.finish()
             clean_through = self._in_flight.trained_through
             if self._in_flight.newest > self.state.clean_through:
-                used = self._map.used_slots()
-                slots = used[self.state.is_dirty(used)]
-                keys = self._map.keys(slots)
-                is_own = self.host.is_own(keys)
-                if is_own is not None:
-                    slots, keys = slots[is_own], keys[is_own]
-                self._copies.write_back(slots, keys)
-                self.counters.add_rows(Counter.WRITE_BACKS, keys)
+                for used in self._map.used_in_blocks():
+                    slots = used[self.state.is_dirty(used)]
+                    keys = self._map.keys(slots)
+                    if (is_own := self.host.is_own(keys)) is not None:
+                        slots, keys = slots[is_own], keys[is_own]
+                    self._copies.write_back(slots, keys)
+                    self.counters.add_rows(Counter.WRITE_BACKS, keys)
                 self.state.clean_through = clean_through
             self._has_updates = False
         self.counters.seconds += time.perf_counter() - started
@@ -464,10 +466,7 @@ class RowCache:
     @one_at_a_time
     def contents(self) -> CacheContents:
         """Return the cached rows, without the pinned ones, by key, in the order of their slots."""
-        slots = self._map.used_slots()
-        slots = slots[slots > self.state.num_pinned]
-        ages = self._in_flight.newest - self._map.last_batch(slots)
-        return CacheContents(self._map.keys(slots).cpu(), ages.int().cpu(), self._scores.counted(slots))
+        return self.state.contents(self._in_flight.newest)
 
     @one_at_a_time
     def restore(self, contents: CacheContents) -> None:

@@ -11,7 +11,7 @@ at most `MOST_POOL_ROWS` rows; larger ones need more ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from embershard.errors import CacheError
 NULL_SLOT = 0
 _FREE = -1
 _NOBODYS_STAMP = torch.iinfo(torch.int64).max  # of an emptied slot: newer than any batch, so it is never a victim
+#: Slots that are looked at, or filled before the first batch, together on a GPU.
+BLOCK = 1 << 20
 _BATCH_SHIFT = 32  # a use stamp is (batch << 32) | position in the batch
 
 
@@ -174,7 +176,16 @@ class SlotMap:
 
     def used_slots(self, among: Sequence[range] | None = None) -> Tensor:
         """Return all slots that hold a row, or one of the keys of these ranges: int64."""
-        slots, held = torch.arange(1, self.num_used + 1, device=self.device), self.key_of_slot[1 : self.num_used + 1]
+        return self._used(0, self.num_used, among)
+
+    def used_in_blocks(self) -> Iterator[Tensor]:
+        """Yield `used_slots` in parts: on a GPU small ones, so that what is made of them takes little of its memory."""
+        size = max(1, self.num_used if self.device.type == "cpu" else BLOCK)
+        for first in range(0, max(1, self.num_used), size):
+            yield self._used(first, min(first + size, self.num_used), None)
+
+    def _used(self, first: int, stop: int, among: Sequence[range] | None) -> Tensor:
+        slots, held = torch.arange(first + 1, stop + 1, device=self.device), self.key_of_slot[first + 1 : stop + 1]
         if among is not None:
             return slots[sum(((held >= keys.start) & (held < keys.stop) for keys in among), torch.zeros_like(held)) > 0]
         return slots[held != _FREE] if self._empty.numel() else slots

@@ -77,6 +77,16 @@ class SlotState:
         self.map.claim(slots.numel())
         self.admit(keys, slots, batch=0)
 
+    def contents(self, newest: int) -> CacheContents:
+        """Return the cached rows, without the pinned ones, in the order of their slots; ages count from batch
+        `newest`."""
+        parts = []
+        for used in self.map.used_in_blocks():
+            slots = used[used > self.num_pinned]
+            ages = newest - self.map.last_batch(slots)
+            parts.append((self.map.keys(slots).cpu(), ages.int().cpu(), self.scores.counted(slots)))
+        return CacheContents(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
     def grow(self, num_slots: int) -> None:
         """Add free slots, up to `num_slots` in all."""
         self.map.grow(num_slots)

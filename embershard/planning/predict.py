@@ -318,7 +318,7 @@ def _simulate(
         for shard, report, later in zip(members, reports, long_run, strict=True):
             part = shard.rows / max(1, memory.rows)
             host = shard.host_bytes if in_memory is None else part * (in_memory + 1) * shard.host_row_bytes
-            device = part * memory.map_bytes + report.held_rows * memory.slot_bytes
+            device = part * memory.map_bytes + report.held_rows * (memory.slot_bytes - memory.ranking_bytes)
             found[id(shard)] = _Simulated(shard, report, later, device, host + score_bytes * shard.rows)
         if progress is not None:
             progress(done, len(members_of))

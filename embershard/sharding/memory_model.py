@@ -6,6 +6,7 @@ parts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,13 @@ from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool, names_in_
 
 _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp
 _NEXT_USE_BYTES = 8
+#: Of a slot on a GPU, for a moment: a new ranking has an eighth of the slots, with rank and slot, both again in order
+#: (32 bytes), and what torch's sort takes (24). It stays with half of that. Where a batch evicts more than an eighth,
+#: its ranking is larger: by an amount that `PLAN_ID_BYTES` has.
+_RANKING_BYTES = {"cuda": 7, "cpu": 0}
+#: Of an id of cached rows on a GPU, in a plan: keys, slots, numbers of rows to fill, a sort, candidates and what waits
+#: for its batch; counted on the model of a GPU where a quarter of the ids miss.
+PLAN_ID_BYTES = 300
 ID_BYTES = 8
 _SMALL_ID_BYTES = 4  # of cached rows, as they arrive from other ranks
 #: Of an id of cached rows in a known batch: a mark, or on a CPU the place of its distinct row; and a link in the chain,
@@ -49,8 +57,9 @@ class RankMemory:
     """Bytes of one rank, by what for.
 
     Attributes:
-        device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; also those
-            of `RunShape.mode_memory`, and "reserve" where some is left free.
+        device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; on a GPU
+            "rankings" of slots, and "plans" of batches; also those of `RunShape.mode_memory`, and "reserve" where some
+            is left free.
         host: "rows" and "scores" of cached tables, "id_maps" of those that take any id, and "file_maps" of rows in a
             file.
     """
@@ -75,11 +84,13 @@ def rank_memory(
         lookups: ids that arrive at each of the shards in a step.
         lookups_per_sample: of all tables.
     """
-    caches = {"slots": 0, "maps": 0}
+    caches = Counter({"slots": 0, "maps": 0})
     for key, members in by_pool(shards).items():
         if key in slots:
             memory = pool_memory(members, shape)
-            caches["slots"] += memory.device_bytes(slots[key]) - memory.map_bytes
+            rankings = (slots[key] + 1) * memory.ranking_bytes
+            caches["slots"] += memory.device_bytes(slots[key]) - memory.map_bytes - rankings
+            caches.update({"rankings": rankings} if rankings else {})
             caches["maps"] += memory.map_bytes
     of_batches = step_bytes(model, shards, lookups, shape, lookups_per_sample)
     return RankMemory({**caches, **resident_bytes(shards), **of_batches}, host_bytes(shards, shape))
@@ -100,7 +111,8 @@ def known_together(lookahead: int) -> int:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Device memory of one pool: `map_bytes`, and `slot_bytes` for each slot and the null slot.
+    """Device memory of one pool: `map_bytes`, and `slot_bytes` for each slot and the null slot; of these
+    `ranking_bytes` for a moment, while slots are ranked.
 
     >>> PoolMemory(rows=1000, map_bytes=4000, slot_bytes=100).slots_in(device_bytes=10_000)
     59
@@ -109,6 +121,7 @@ class PoolMemory:
     rows: int
     map_bytes: int
     slot_bytes: int
+    ranking_bytes: int = 0
 
     def device_bytes(self, num_slots: int) -> int:
         """Return the bytes of a pool with so many slots."""
@@ -187,16 +200,17 @@ def pool_memory(shards: Sequence[PlacedShard], shape: RunShape) -> PoolMemory:
     rows = sum(shard.rows for shard in shards)
     kind = map_kind(shape.slot_map, rows, shape.device)
     mark_bytes = 0 if shards[0].table.host_dtype is None else MARK_BYTES
-    return cache_memory(rows, shards[0].row_bytes + mark_bytes, shape.cache.policy, kind)
+    return cache_memory(rows, shards[0].row_bytes + mark_bytes, shape.cache.policy, kind, shape.device)
 
 
-def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKind) -> PoolMemory:
+def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKind, device: str) -> PoolMemory:
     """Return the memory of a pool of so many rows with `row_bytes` of payload each."""
-    slot_bytes = row_bytes + _MAP_SLOT_BYTES + policy.score_bytes
+    ranking_bytes = _RANKING_BYTES[device]
+    slot_bytes = row_bytes + _MAP_SLOT_BYTES + policy.score_bytes + ranking_bytes
     slot_bytes += _NEXT_USE_BYTES if policy.by_next_use else 0
     if slot_map == "hashed":
-        return PoolMemory(rows, 0, slot_bytes + HASHED_SLOT_BYTES)
-    return PoolMemory(rows, ARRAY_ROW_BYTES * rows, slot_bytes)
+        return PoolMemory(rows, 0, slot_bytes + HASHED_SLOT_BYTES, ranking_bytes)
+    return PoolMemory(rows, ARRAY_ROW_BYTES * rows, slot_bytes, ranking_bytes)
 
 
 def host_bytes(shards: Sequence[PlacedShard], shape: RunShape) -> dict[str, int]:
@@ -270,8 +284,8 @@ def step_bytes(
     shape: RunShape,
     lookups_per_sample: float,
 ) -> dict[str, int]:
-    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; what its mode takes;
-    and what is left free: "reserve".
+    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; on a GPU "plans";
+    what its mode takes; and what is left free: "reserve".
 
     `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in
     training: sent, received, and their gradients (with gradient accumulation at most as many, as those wait). Batches
@@ -280,10 +294,11 @@ def step_bytes(
     """
     batch = shape.batch_size
     of_batch = own_batch_bytes(model, shape, lookups_per_sample)
-    vectors = 2.0 * sum(table.dim * table.num_features for table in model.tables) * batch * _FLOAT_BYTES
+    vectors, plans = 2.0 * sum(table.dim * table.num_features for table in model.tables) * batch * _FLOAT_BYTES, 0.0
     for shard, arriving in zip(shards, lookups, strict=True):
         samples = batch if shard.kernel == "replicated" else batch * shape.world_size
         vectors += vector_bytes(shard, samples, arriving)
+        plans += plan_bytes(shard, shape, arriving)
         of_batch += known_batch_bytes(shard, shape, arriving)
     known, waiting = known_batches(shape)
     window = min(known * of_batch, max(MAX_KNOWN_BYTES, waiting * of_batch))
@@ -293,6 +308,7 @@ def step_bytes(
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
         "activations": round(model.activation_bytes_per_sample * shape.micro_batch_size),
         "input_buffers": round(window + 2 * lookups_per_sample * batch * ID_BYTES + vectors),
+        **({"plans": round(plans)} if plans else {}),
         **({} if shape.mode_memory is None else shape.mode_memory.device_bytes(model, shape.device)),
         **({"reserve": shape.reserve_bytes} if shape.reserve_bytes else {}),
     }
@@ -362,3 +378,13 @@ def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
     about as many as it sends."""
     vectors = 2 * lookups if shard.exchange == "rows" or shard.table.is_sequence else num_samples
     return 2 * shard.columns * vectors * _FLOAT_BYTES
+
+
+def plan_bytes(shard: PlacedShard, shape: RunShape, lookups: float) -> float:
+    """Return the bytes that plans of batches take on a rank for a shard at which so many ids arrive."""
+    return PLAN_ID_BYTES * lookups if shape.device == "cuda" and shard.kernel == "cached" else 0.0
+
+
+def shard_step_bytes(shard: PlacedShard, shape: RunShape, lookups: float) -> float:
+    """Return the bytes of both, of a table that is not replicated."""
+    return vector_bytes(shard, shape.global_batch_size, lookups) + plan_bytes(shard, shape, lookups)

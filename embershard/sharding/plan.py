@@ -88,7 +88,8 @@ class RankPrediction:
 
     Attributes:
         device_bytes: by use: "slots", "maps", "device_tables", "replicated", "dense", "activations",
-            "input_buffers"; in the mode "hot_cold" also "hot_rows"; on a GPU "reserve", which is left free.
+            "input_buffers"; in the mode "hot_cold" also "hot_rows"; on a GPU "rankings" of slots, "plans" of
+            batches, and "reserve", which is left free.
         host_bytes: "rows" and "scores"; "id_maps" and "file_maps" where there are some.
         work: work of one step, by the fields of `StepWork`.
         seconds: parts of one step, if nothing ran at the same time.

@@ -142,8 +142,8 @@ def _ranks_table(plan: Plan, prediction: Prediction, shown: Sequence[RankPredict
 
 def _memory_table(plan: Plan, shown: Sequence[RankPrediction]) -> Table:
     """Return the memory of each rank by use. The uses of a device add up to `all`."""
-    others = [use for use in shown[0].device_bytes if use not in ("slots", "maps", "hot_rows")]
-    uses = [use for use in others if any(rank.device_bytes.get(use) for rank in shown)]
+    of_caches, every = ("slots", "maps", "hot_rows"), dict.fromkeys(use for rank in shown for use in rank.device_bytes)
+    uses = [use for use in every if use not in of_caches and any(rank.device_bytes.get(use) for rank in shown)]
     names = ("rank", "caches", *(use.replace("_", " ") for use in uses), "all", "budget", "host: rows")
     table = make_table("Ranks: device memory by use", (), names)
     for rank in shown:

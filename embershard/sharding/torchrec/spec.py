@@ -187,7 +187,7 @@ class CacheSpec:
         weights = sum(table.local_rows * table.local_cols for table in others)
         rows, budget = sum(table.local_rows for table in others), self.config.device_bytes
         kind = map_kind(self.config.slot_map, rows, self.device_type)
-        memory = cache_memory(rows, row_bytes, self.policy, kind)
+        memory = cache_memory(rows, row_bytes, self.policy, kind, self.device_type)
         # Maps and scores come out of each pool's part of the budget, and a slot must be left.
         if weights and budget is not None and memory.share_of(budget, weights, self.rank_weights) < 1:
             least = memory.device_bytes(1) * self.rank_weights // weights + 1

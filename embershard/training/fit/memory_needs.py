@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from embershard.cache.config import CacheConfig
+from embershard.cache.rows.copies import BLOCK_BYTES
 from embershard.data import schema_of
 from embershard.distributed import Ranks
 from embershard.sharding.memory_model import (
@@ -28,6 +29,9 @@ from embershard.training.fit.model_size import model_size, tables_of_run
 #: Host memory that training adds to a rank's program, without tables and batches: measured on a CPU.
 _RUNTIME_BYTES = 100_000_000
 _ID_BYTES, _LENGTH_BYTES, _FLOAT_BYTES = 8, 4, 4
+#: On a GPU: rows of a publication on their way to host memory, twice a block, and what finds them.
+_PUBLICATION_BYTES = 3 * BLOCK_BYTES
+_OF_PUBLISHING = ("marks", "publication")
 #: Chunks of samples that a source keeps parsed, per thread.
 _KEPT_CHUNKS = 3
 
@@ -118,27 +122,27 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     per_sample = sum((lookups := _lookups_per_sample(config)).values())
     host, device = Counter[str](), list[Counter[str]]()
     for here in shards[ranks.first : ranks.first + ranks.ranks_per_node]:
-        cacheable = here
-        if has_one_copy:  # of whole tables, on this machine; every rank caches rows of them
-            cacheable = [replace(shard, row_start=0, row_stop=shard.table.rows) for shard in here]
+        # One copy is of whole tables, on this machine, and every rank caches rows of them.
+        cacheable = [replace(each, row_start=0, row_stop=each.table.rows) for each in here] if has_one_copy else here
         slots = _slots(config, cacheable, shape) if plan is None else planned_slots(plan.pools, cacheable)
         arriving = [_arriving(shard, lookups[shard.table.table], shape) for shard in cacheable]
         memory = rank_memory(model, cacheable, slots, shape, arriving, per_sample)
         device.append(Counter(memory.device))
         if config.tracks_trained_rows:
             device[-1]["marks"] = sum(shard.rows for shard in cacheable if shard.kernel == "cached")
+            device[-1]["publication"] = _PUBLICATION_BYTES if ranks.device == "cuda" else 0
             host["compared"] += _compared_bytes(here, is_first=not ranks.first and len(device) == 1)
         cached = [shard for shard in here if shard.kernel == "cached"]
         host["optimizer_states"] += (states := _state_bytes(cached))
         host["weights"] += sum(shard.host_bytes for shard in cached) - states
-        host.update({name: memory.host.get(name, 0) for name in ("scores", "id_maps", "file_maps")})
+        host.update({name: count for name, count in memory.host.items() if name != "rows"})
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         if shape.file_host_bytes is not None:
             host["rows_in_memory"] += memory.host["rows"]
             host["known_batches"] += known_host_bytes(model, here, arriving, shape, per_sample, _known(config))
         host["runtime"] += _RUNTIME_BYTES
     taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
-    by_device = tuple(+(each | Counter(marks=own["marks"])) for each, own in taken)
+    by_device = tuple(+(each | Counter({name: own[name] for name in _OF_PUBLISHING})) for each, own in taken)
     rows_bytes, disk_bytes = host["weights"] + host["optimizer_states"], 0
     if config.cache.host != "memory":  # what the system keeps of mapped files is its own choice
         disk_bytes, host["weights"], host["optimizer_states"] = rows_bytes, 0, 0

@@ -85,7 +85,7 @@ def test_bytes_and_work_add_up():
             ).device_bytes(p.slots)
             for p in pools
         )
-        assert rank.device_bytes["slots"] + rank.device_bytes["maps"] == expected
+        assert sum(rank.device_bytes[name] for name in ("slots", "maps", "rankings")) == expected
         assert sum(t.host_bytes for t in own) == sum(rank.host_bytes.values())
         assert rank.work["fills"] == pytest.approx(sum(t.fills for t in own))
         assert rank.work["planned_ids"] == pytest.approx(sum(t.lookups for t in own if t.table != "t3"))

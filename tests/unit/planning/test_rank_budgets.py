@@ -76,7 +76,7 @@ def test_torchrecs_planner_has_the_ranks_memory():
 
 @pytest.mark.parametrize(
     ("limits", "of_budget"),
-    [((400_000, 8_000_000, 8_000_000, 300_000), {}), ((800_000, 8_000_000, 8_000_000, 720_000), {"ratio": 0.9})],
+    [((400_000, 8_000_000, 8_000_000, 300_000), {}), ((900_000, 8_000_000, 8_000_000, 900_000), {"ratio": 0.9})],
 )
 def test_a_refusal_names_limits_that_fit(limits, of_budget):
     with pytest.raises(ShardingError, match="rank ") as error:

@@ -12,9 +12,16 @@ from torchrec.modules.embedding_configs import DataType
 from embershard import CacheConfig
 from embershard.cache.config import CachePolicy
 from embershard.planning.request import Workload
-from embershard.sharding.memory_model import host_bytes, pool_memory, resident_bytes, step_bytes
+from embershard.sharding.memory_model import (
+    host_bytes,
+    plan_bytes,
+    pool_memory,
+    rank_memory,
+    resident_bytes,
+    step_bytes,
+)
 from embershard.sharding.run_shape import ReplaySettings, RunShape
-from embershard.sharding.sizes import PlacedShard, TableSize
+from embershard.sharding.sizes import PlacedShard, TableSize, by_pool
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from tests.unit.planning.requests import data_of, make_workload
 from tests.unit.sharding.pools import OPTIMIZERS, make_pool
@@ -73,6 +80,19 @@ def test_states_of_other_optimizers(kind):
     (states,) = tables.split_optimizer_states()
     found = sum(state.numel() * state.element_size() for state in states)
     assert found == 10 * size_of(10, 16, kind).optimizer_bytes()
+
+
+def test_a_gpu_ranks_slots_and_plans_batches():
+    """What both take is counted on the model of a GPU (tests/unit/gpu_model/test_memory_model.py)."""
+    gpu, shard = dataclasses.replace(SETTINGS, device="cuda"), shard_of(size_of(1000))
+    on_gpu, on_cpu = pool_memory([shard], gpu), pool_memory([shard], SETTINGS)
+    assert on_gpu.slot_bytes - on_cpu.slot_bytes == on_gpu.ranking_bytes == 7
+    assert plan_bytes(shard, gpu, 40) == 40 * 300
+    assert plan_bytes(shard, SETTINGS, 40) == plan_bytes(dataclasses.replace(shard, kernel="device"), gpu, 40) == 0
+    model = make_workload((1000,)).model
+    found = rank_memory(model, [shard], dict.fromkeys(by_pool([shard]), 9), gpu, [40], 1.0).device
+    assert (found["rankings"], found["plans"]) == (10 * 7, 40 * 300)
+    assert found["slots"] == 10 * on_cpu.slot_bytes
 
 
 def test_slots_fill_a_budget_to_the_byte():
