@@ -27,7 +27,7 @@ from embershard.training.config import RunConfig
 from embershard.training.reports import EvalReport, PublicationReport, SaveReport, TrainReport
 from embershard.training.trainer import Trainer
 from tests.covering import keep
-from tests.ranks import planned, test_trained_ids
+from tests.ranks import following, planned, test_trained_ids, time_order
 from tests.ranks.noted_calls import Call, disorder, noted_calls
 from tests.ranks.planned import here, mixed_plan
 from tests.ranks.workers import RankPool
@@ -159,6 +159,29 @@ def _check(pool: RankPool, config: RunConfig, folder: Path, accumulate: int) -> 
 @pytest.mark.parametrize("name", keep(KEPT, MAKERS))
 def test_ranks_call_in_one_order(name: str, two_ranks: RankPool, tmp_path: Path) -> None:
     _check(two_ranks, MAKERS[name](tmp_path), tmp_path, accumulate=1 + [*MAKERS].index(name) % 2)
+
+
+def follow(files: list[Path], folder: Path, seed: int | None) -> Life:
+    """Train what comes to a folder, as one rank."""
+    warnings.simplefilter("ignore")
+    with noted_calls(seed) as calls:
+        default = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        trained, losses = following.run(files, folder / "came", folder / "run", 5)
+    return Life(default, calls, {}, losses, [str(window) for window in trained.windows])
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_files_call_in_one_order(two_ranks: RankPool, tmp_path: Path) -> None:
+    """The first rank looks for them, and the ranks ask each other as long as there is none."""
+    files, numbers = sorted(time_order.write_clicks(tmp_path / "clicks").iterdir())[:2], []
+    for seed in (None, 5):
+        (folder := tmp_path / f"seed_{seed}").mkdir()
+        lives = two_ranks.run(follow, files, folder, seed)
+        assert disorder([life.calls for life in lives], lives[0].default) == []
+        assert {"embershard-save", "MainThread"} <= {call.thread for call in lives[0].calls}
+        assert lives[0].figures
+        numbers.append((lives[0].losses, lives[0].figures))
+    assert numbers[0] == numbers[1]
 
 
 @pytest.mark.matrix
