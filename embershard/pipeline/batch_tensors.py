@@ -6,11 +6,12 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
@@ -98,6 +99,38 @@ class _Away:
     buffer: Tensor | None = None
 
 
+class Moves(TorchFunctionMode):
+    """Context that notes which tensors `Tensor.to` copies as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[tuple[Tensor, int, Tensor]] = []  # a copy, its version, and what it is of
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_copy = func is Tensor.to and made is not args[0] and made.dtype == args[0].dtype
+        if is_copy and made.is_contiguous() and args[0].is_contiguous():
+            self._found.append((made, made._version, args[0]))
+        return made
+
+    def end(self, value: Any) -> None:
+        """Keep only what is part of a value: memory that is freed may become another tensor's."""
+        kept = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(value)}
+        self._found = [each for each in self._found if each[0].untyped_storage().data_ptr() in kept]
+
+    def take(self) -> dict[int, Tensor]:
+        """Return the originals of copies that nobody wrote to, by the address of the copy's memory, and forget them.
+
+        >>> ids = torch.arange(3)
+        >>> with Moves() as moves:
+        ...     copy = ids.to("cpu", copy=True)
+        >>> moves.take()[copy.data_ptr()] is ids
+        True
+        """
+        found, self._found = self._found, []
+        return {made.untyped_storage().data_ptr(): of for made, version, of in found if made._version == version}
+
+
 class HostCopy:
     """A value with its tensors on a device in host memory, until `restore`: views of one memory are such again.
 
@@ -106,6 +139,8 @@ class HostCopy:
     Args:
         value: what `tensors_of` reads.
         device: whose tensors go; its current stream copies them, and they are freed behind that.
+        originals: what some of those tensors were copied from, by the address of the copy's memory (`Moves`): they are
+            not copied back. Nobody may write to an original until `restore`.
 
     >>> ids = torch.arange(6)
     >>> away = HostCopy({"ids": ids[2:], "first": ids[:2], "name": "clicks"}, torch.device("cpu"))
@@ -113,9 +148,10 @@ class HostCopy:
     (48, {'ids': tensor([2, 3, 4, 5]), 'first': tensor([0, 1]), 'name': 'clicks'})
     """
 
-    def __init__(self, value: Any, device: torch.device) -> None:
+    def __init__(self, value: Any, device: torch.device, originals: Mapping[int, Tensor] = {}) -> None:
         self._device, self._kind = device, type(torch.empty(0, device=device))
         self._buffers: list[Tensor] = []
+        self._num_bytes = 0
         taken: dict[tuple[int, torch.dtype], list[tuple[Tensor, _Away]]] = {}
 
         def take(tensor: Any) -> Any:
@@ -128,8 +164,15 @@ class HostCopy:
             return away
 
         self._value = _rebuilt(value, take, {})
-        for views in taken.values():
-            self._buffers.append(self._copied(views))
+        for (address, dtype), views in taken.items():
+            original = originals.get(address)
+            if original is None or original.dtype != dtype:
+                self._buffers.append(self._copied(views))
+                self._num_bytes += self._buffers[-1].nbytes
+                continue
+            self._buffers.append(original.view(-1))
+            for _, away in views:
+                away.buffer = self._buffers[-1]
 
     def _copied(self, views: list[tuple[Tensor, _Away]]) -> Tensor:
         """Copy the memory that these views have to a buffer, from the first element to the last."""
@@ -149,8 +192,8 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory, in bytes."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        """Host memory of the copies, in bytes."""
+        return self._num_bytes
 
     def restore(self) -> Any:
         """Return the value with its tensors on the device again; its current stream copies them."""

@@ -393,8 +393,9 @@ class LookAheadPipeline:
         return is_in
 
     def _let_in(self, batch: Any, announced: Any) -> None:
+        given = self._inputs.forwards, self._streams, self._window.can_be_far
         with self._exchange:
-            self._window.add(StagedBatch(batch, announced, self._device, self._inputs.forwards, self._streams))
+            self._window.add(StagedBatch(batch, announced, self._device, *given))
 
     def _weigh(self) -> None:
         """Decide if there is memory to know more batches, and to have more of them near."""

@@ -13,7 +13,7 @@ import torch
 
 from embershard.cache.gpu.readback import ReadTogether
 from embershard.errors import CacheError, DataError
-from embershard.pipeline.batch_tensors import HostCopy, tensor_bytes, tensors_of
+from embershard.pipeline.batch_tensors import HostCopy, Moves, tensor_bytes, tensors_of
 from embershard.pipeline.left_steps import collectives_begun
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.pipelined_forward import PipelinedForward
@@ -43,16 +43,26 @@ class StagedBatch:
         batch: has `to(device, non_blocking)` and `record_stream(stream)`.
         announced: what the modules read of it, which is of tensors that may not be the batch's own.
         forwards: of the sharded modules that are pipelined.
+        goes_far: it may be put away.
     """
 
     def __init__(
-        self, batch: Any, announced: Any, device: torch.device, forwards: Sequence[PipelinedForward], streams: Streams
+        self,
+        batch: Any,
+        announced: Any,
+        device: torch.device,
+        forwards: Sequence[PipelinedForward],
+        streams: Streams,
+        goes_far: bool = False,
     ) -> None:
         self.batch = batch
         self._device, self._forwards, self._streams = device, forwards, streams
         self._versions = [(each, each._version) for each in tensors_of([batch, announced]) if not each.is_inference()]
-        with streams.copying():
+        self._moves = Moves()
+        with streams.copying(), self._moves if goes_far else nullcontext():
             self.on_device = batch.to(device, non_blocking=True)
+        if goes_far:
+            self._moves.end(self.on_device)
         with streams.distributing(self.on_device):
             self.inputs = {forward.name: forward.start(self.on_device) for forward in forwards}
         self._is_sent = False
@@ -107,20 +117,26 @@ class StagedBatch:
                 part.announce()
 
     def put_away(self) -> None:
-        """Move what it has on a GPU to host memory; nothing else is done with it until `bring_back`."""
+        """Move what it has on a GPU to host memory, but for copies of what is there; nothing else is done with it until
+        `bring_back`."""
         if self._device.type != "cuda" or self._away is not None or self.on_device is self.batch:
             return
         with self._streams.moving():
             parts = {name: part.kept for name, part in self.inputs.items()}
-            self._away = HostCopy((self.on_device, parts), self._device)
+            self._away = HostCopy((self.on_device, parts), self._device, self._moves.take())
         self.on_device = None
         for part in self.inputs.values():
             part.kept = None, None
 
     def bring_back(self) -> None:
-        """Move it to the GPU again, if it is away."""
+        """Move it to the GPU again, if it is away.
+
+        Raises:
+            DataError: as `begin`.
+        """
         if self._away is None:
             return
+        self._check_unchanged()
         with self._streams.moving():
             on_device, parts = self._away.restore()
         self._streams.distributing(on_device)  # this stream waits for it, and the caches' for this stream
@@ -173,18 +189,21 @@ class StagedBatch:
         Raises:
             DataError: the batch's tensors were written to since the pipeline took it.
         """
-        if any(tensor._version != version for tensor, version in self._versions):
-            raise DataError(
-                "a batch was written to in place after the pipeline had taken it, which keeps it for up to "
-                "lookahead + 6 steps. Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the "
-                "loader)"
-            )
+        self._check_unchanged()
         self.bring_back()
         self._streams.give(self.on_device, self.inputs)
         for forward in self._forwards:
             forward.install()
             self.inputs[forward.name].expect(*forward.args.build_args_kwargs(self.on_device))
         return self.on_device
+
+    def _check_unchanged(self) -> None:
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise DataError(
+                "a batch was written to in place after the pipeline had taken it, which keeps it for up to "
+                "lookahead + 6 steps. Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the "
+                "loader)"
+            )
 
     def close(self) -> None:
         """End its life: nothing reads it any more."""

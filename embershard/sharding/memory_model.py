@@ -343,30 +343,22 @@ def own_batch_bytes(model: ModelSize, shape: RunShape, lookups_per_sample: float
     return of_sample * shape.batch_size
 
 
-def known_host_bytes(
-    model: ModelSize,
-    shards: Sequence[PlacedShard],
-    lookups: Sequence[float],
-    shape: RunShape,
-    lookups_per_sample: float,
-    lookahead: int,
-) -> int:
+def known_host_bytes(shards: Sequence[PlacedShard], lookups: Sequence[float], shape: RunShape, lookahead: int) -> int:
     """Return the host memory of a rank with a GPU and rows in a file for known batches, beside the batches as they are
-    read: what is on the device of near ones, of those that are far; and, of all, what the places of rows know. On a
-    CPU 0.
+    read: what is on the device of near ones, of those that are far, but for the batch's copy, which is made again from
+    the batch; and, of all, what the places of rows know. On a CPU 0.
 
     Args:
         shards, lookups: of the rank, and ids that arrive at each of them in a step.
         shape: whose look-ahead is the device's (`device_lookahead`).
-        lookups_per_sample: of all tables.
         lookahead: L of the run.
     """
     if shape.device != "cuda":
         return 0
     pairs = list(zip(shards, lookups, strict=True))
     num_ids = sum(arriving for shard, arriving in pairs if shard.kernel == "cached")
-    far = own_batch_bytes(model, shape, lookups_per_sample) - _KNOWN_USE_BYTES["cuda"] * num_ids
-    far += sum(known_batch_bytes(shard, shape, arriving) for shard, arriving in pairs)
+    far = sum(known_batch_bytes(shard, shape, arriving) for shard, arriving in pairs)
+    far -= _KNOWN_USE_BYTES["cuda"] * num_ids
     num_near, num_known = shape.cache.lookahead, lookahead + known_together(lookahead)
     taken = max(0, lookahead - num_near) * far + num_near * ID_BYTES * num_ids
     return round(min(MAX_KNOWN_HOST_BYTES, taken + num_known * _KNOWN_USE_BYTES["cpu"] * num_ids))

@@ -139,7 +139,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         if shape.file_host_bytes is not None:
             host["rows_in_memory"] += memory.host["rows"]
-            host["known_batches"] += known_host_bytes(model, here, arriving, shape, per_sample, _known(config))
+            host["known_batches"] += known_host_bytes(here, arriving, shape, _known(config))
         host["runtime"] += _RUNTIME_BYTES
     taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
     by_device = tuple(+(each | Counter({name: own[name] for name in _OF_PUBLISHING})) for each, own in taken)

@@ -28,14 +28,14 @@ from embershard.cache.rows import memory, transfer
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.transfer import StagedTransfer, _Buffer
 from embershard.cache.rows.uva_transfer import UvaTransfer
-from embershard.errors import CacheError
-from embershard.pipeline.batch_tensors import HostCopy
+from embershard.errors import CacheError, DataError
+from embershard.pipeline.batch_tensors import HostCopy, tensors_of
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.staged_batch import StagedBatch, Streams
 from tests.covering import covering, keep, matrix
 from tests.unit.gpu_model import training
-from tests.unit.gpu_model.device import GpuTensor
+from tests.unit.gpu_model.device import CUDA, Gpu, GpuTensor
 from tests.unit.gpu_model.training import Setting, batches, expected, host_rows, initial_rows, modelled, train
 
 pytestmark = pytest.mark.slow
@@ -186,6 +186,54 @@ def test_nothing_goes_wrong_when_a_batch_fails_to_go_far_or_near(owner: Any, nam
     with mock.patch.object(owner, name, fails):
         assert problems_of(dataclasses.replace(FILED["far"], steps=24)) == []
     assert next(calls) > 10
+
+
+@dataclasses.dataclass
+class _Changed:
+    """A batch whose `to` does something with the copies of its ids."""
+
+    ids: torch.Tensor
+    change: Callable[[torch.Tensor], Any]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        return _Changed(self.change(self.ids.to(device, non_blocking=non_blocking)), self.change)
+
+    def record_stream(self, stream: Any) -> None:
+        for tensor in tensors_of(self.ids):
+            tensor.record_stream(stream)
+
+
+def test_a_far_batch_is_not_copied_back_to_the_host() -> None:
+    """What the device has of it are copies of tensors in host memory, or views of such copies."""
+    with Gpu() as gpu:
+        batch = _Changed(torch.arange(9).pin_memory(), lambda ids: [ids, ids[3:7]])
+        staged = StagedBatch(batch, None, CUDA, [], Streams(CUDA), True)
+        staged.put_away()
+        assert (staged.is_away, staged.away_bytes) == (True, 0)
+        assert not any(name == "copy to the host" for _, name in gpu.launches)
+        whole, part = staged.begin().ids
+        assert (whole.tolist(), part.tolist()) == (list(range(9)), [3, 4, 5, 6])
+        assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert gpu.problems == []
+
+
+def test_a_far_batch_that_was_written_to_does_not_come_back() -> None:
+    with Gpu():
+        batch = _Changed(torch.arange(9).pin_memory(), lambda ids: ids)
+        staged = StagedBatch(batch, None, CUDA, [], Streams(CUDA), True)
+        staged.put_away()
+        batch.ids.zero_()
+        with pytest.raises(DataError, match="written to in place"):
+            staged.know()
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids * 2, lambda ids: ids.mul_(2)], ids=["made anew", "in place"])
+def test_what_a_batch_made_on_the_device_returns_as_it_was(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with Gpu() as gpu:
+        staged = StagedBatch(_Changed(torch.arange(5).pin_memory(), change), None, CUDA, [], Streams(CUDA), True)
+        staged.put_away()
+        assert staged.begin().ids.tolist() == [0, 2, 4, 6, 8]
+        assert gpu.problems == []
 
 
 def test_a_batch_that_is_away_when_its_rows_come_in() -> None:

@@ -39,7 +39,7 @@ from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
 from embershard.models.config import WITH_HISTORY, PretrainedTable
 from embershard.pipeline import look_ahead
-from embershard.pipeline.batch_tensors import HostCopy
+from embershard.pipeline.batch_tensors import HostCopy, tensors_of
 from embershard.pipeline.config import LookAheadConfig
 from embershard.pipeline.staged_batch import StagedBatch
 from embershard.settings.decoding import to_toml
@@ -378,10 +378,11 @@ _FAR = [
 
 
 def _restore_halves(self: HostCopy) -> Any:
-    for buffer in self._buffers:
-        if buffer.is_floating_point():
-            buffer.mul_(0.5)
-    return _restore(self)
+    found = _restore(self)
+    for tensor in tensors_of(found):
+        if tensor.is_floating_point():
+            tensor.mul_(0.5)
+    return found
 
 
 _restore = HostCopy.restore
