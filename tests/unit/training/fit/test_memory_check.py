@@ -129,7 +129,7 @@ def test_the_message_has_figures_and_the_largest_table():
         (EAGER, limits(1.5), ON_CPU, {"cache.host", "data.synthetic.scale"}),
         ((*EAGER, "cache.enabled=false"), limits(1.5), ON_CPU, {"model.table_dtype", "data.synthetic.scale"}),
         (FILES, limits(1.0, disk=9), ON_CPU, {"cache.ratio", "data.synthetic.scale"}),
-        matrix(FILES, limits(9.0, disk=2), ON_CPU, {"model.table_dtype", "data.synthetic.scale"}),
+        matrix(FILES, limits(9.0, disk=2), ON_CPU, {"cache.host", "model.table_dtype", "data.synthetic.scale"}),
         matrix(
             (*EAGER, "cache.enabled=false"),
             limits(9, device=0.9),
