@@ -168,7 +168,8 @@ class HostCopy:
             original = originals.get(address)
             if original is None or original.dtype != dtype:
                 self._buffers.append(self._copied(views))
-                self._num_bytes += self._buffers[-1].nbytes
+                num_bytes = self._buffers[-1].nbytes
+                self._num_bytes += memory.pinned_bytes(num_bytes) if self._device.type == "cuda" else num_bytes
                 continue
             self._buffers.append(original.view(-1))
             for _, away in views:

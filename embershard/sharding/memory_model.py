@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy, MapKind
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, map_kind
+from embershard.cache.rows.memory import pinned_bytes
 from embershard.cache.rows.sizes import FILE_BUFFER_BYTES, MARK_BYTES, PLACE_BYTES, filed_row_bytes
 from embershard.sharding.run_shape import RunShape
 from embershard.sharding.shards import PoolKey, PoolPlacement
@@ -360,7 +361,8 @@ def known_host_bytes(shards: Sequence[PlacedShard], lookups: Sequence[float], sh
     far = sum(known_batch_bytes(shard, shape, arriving) for shard, arriving in pairs)
     far -= _KNOWN_USE_BYTES["cuda"] * num_ids
     num_near, num_known = shape.cache.lookahead, lookahead + known_together(lookahead)
-    taken = max(0, lookahead - num_near) * far + num_near * ID_BYTES * num_ids
+    of_near = pinned_bytes(round(ID_BYTES * num_ids))  # in one buffer; far batches are in several, of any sizes
+    taken = max(0, lookahead - num_near) * far + num_near * of_near
     return round(min(MAX_KNOWN_HOST_BYTES, taken + num_known * _KNOWN_USE_BYTES["cpu"] * num_ids))
 
 

@@ -15,6 +15,7 @@ from embershard.cache.gpu.readback import Reads
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.planner import CachePlan
 from embershard.cache.row_cache import RowCache
+from embershard.cache.rows.memory import pinned_bytes
 from embershard.cache.rows.transfer import PlainTransfer, StagedTransfer, Transfer
 from embershard.cache.tickets import Ticket
 
@@ -161,7 +162,7 @@ class FiledRowCache(RowCache):
         """Count the memory of a batch, as it is now."""
         num_bytes = 0 if announced.known is None else announced.known.num_bytes
         if announced.sent is not None:
-            num_bytes += announced.keys.nbytes + announced.lengths.nbytes
+            num_bytes += pinned_bytes(announced.keys.nbytes) + pinned_bytes(announced.lengths.nbytes)
         before, announced.counted = announced.counted, 0 if is_over else num_bytes
         self.announced_bytes += announced.counted - before
 

@@ -102,6 +102,15 @@ def on_device(numbers: Sequence[int], device: torch.device, dtype: torch.dtype =
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
+def pinned_bytes(num_bytes: int) -> int:
+    """Return what a tensor of so many bytes takes of torch's page-locked memory, whose pools are powers of two.
+
+    >>> pinned_bytes(0), pinned_bytes(4096), pinned_bytes(5000)
+    (0, 4096, 8192)
+    """
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 def record_stream(*tensors: Tensor) -> None:
     """Keep the memory of tensors that are about to be dropped until the work queued on the current stream is done.
     Otherwise the stream that a GPU tensor was allocated on could reuse its memory at once."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from embershard.cache.config import CacheConfig
 from embershard.cache.rows.copies import BLOCK_BYTES
+from embershard.cache.rows.memory import pinned_bytes
 from embershard.data import schema_of
 from embershard.distributed import Ranks
 from embershard.sharding.memory_model import (
@@ -255,7 +256,10 @@ def _read_ahead_bytes(config: RunConfig, model: ModelSize, lookups: int, shape: 
     """Return the host memory of a rank for batches that wait, and for parsed chunks of samples."""
     data = config.data
     numbers = schema_of(data).num_dense + 1
-    sample_bytes = numbers * _FLOAT_BYTES + lookups * _ID_BYTES + len(model.tables) * _LENGTH_BYTES
+    parts = [numbers * _FLOAT_BYTES, lookups * _ID_BYTES, len(model.tables) * _LENGTH_BYTES]  # of a sample
+    batch_bytes = [part * shape.batch_size for part in parts]
+    if shape.device == "cuda":  # page-locked
+        batch_bytes = [pinned_bytes(each) for each in batch_bytes]
     batches = data.prefetch_batches + _known(config)
     chunks = _KEPT_CHUNKS * max(1, data.num_workers)
-    return (batches * shape.batch_size + chunks * data.chunk_rows) * sample_bytes
+    return batches * sum(batch_bytes) + chunks * data.chunk_rows * sum(parts)

@@ -14,6 +14,8 @@ from embershard.cache.config import CachePolicy
 from embershard.planning.request import Workload
 from embershard.sharding.memory_model import (
     host_bytes,
+    known_host_bytes,
+    known_together,
     plan_bytes,
     pool_memory,
     rank_memory,
@@ -240,3 +242,10 @@ def test_tables_that_exchange_rows_buffer_distinct_rows():
     more = known * (300 * 8 - 200 * 4) + known * (distinct - 2 * 300) * 13 + 2 * 64 * 4 * (2 * distinct - 200)
     difference = step_bytes_of(of, [rows])["input_buffers"] - step_bytes_of(of, [pooled])["input_buffers"]
     assert difference == pytest.approx(more, abs=2)
+
+
+def test_page_locked_memory_comes_in_powers_of_two():
+    """Of a known batch in front of a file, on a GPU, the ids: 40 take 320 bytes, for which torch has 512."""
+    shape = dataclasses.replace(SETTINGS, device="cuda", cache=ReplaySettings(lookahead=4))
+    found = known_host_bytes([shard_of(size_of(100))], [40.0], shape, lookahead=4)
+    assert found == 4 * 512 + (4 + known_together(4)) * 12 * 40
