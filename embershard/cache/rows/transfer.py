@@ -164,9 +164,9 @@ def put_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
 
 #: A copy of this size reaches the link's bandwidth; several buffers let gathering and copying overlap.
 _BUFFER_BYTES = 8 << 20
-#: Copies wait for training. A plan without a free buffer takes another one, up to half a gigabyte in all; only then it
-#: waits for a copy.
-_MOST_BUFFERS = 64
+#: Copies wait for training. A plan without a free buffer takes another one, behind the first ones, up to half a
+#: gigabyte in all; only then it waits for a copy.
+_FIRST_BUFFERS, _MOST_BUFFERS = 4, 64
 
 
 class _Buffer:
@@ -226,6 +226,8 @@ class StagedTransfer:
             row_bytes += sum(part[:1].nbytes for part in small.tensors)
         self._rows = max(1, buffer_bytes // max(1, row_bytes))
         self._buffers: deque[_Buffer] = deque()
+        if self._device.type == "cuda":  # page-locking takes milliseconds: not in a step
+            self._buffers.extend(self._new_buffer() for _ in range(_FIRST_BUFFERS))
         self._landing: deque[tuple[_Buffer, Tensor]] = deque()  # buffers filled by copies, and their host rows
         if small is not None:
             self._small_slots = small.slots_on(self._device)
@@ -276,12 +278,15 @@ class StagedTransfer:
             self._buffers.append(buffer)
         return num_rows
 
+    def _new_buffer(self) -> _Buffer:
+        hosts, pinned = [host for _, host in self._pairs], self._device.type == "cuda"
+        return _Buffer(hosts, self._rows, pinned, self._small)
+
     def _take(self) -> _Buffer:
         """Take a buffer that no copy reads or writes any more."""
         has_free = bool(self._buffers) and self._buffers[0].is_free
         if not has_free and len(self._buffers) + len(self._landing) < _MOST_BUFFERS:
-            pinned = self._device.type == "cuda"
-            return _Buffer([host for _, host in self._pairs], self._rows, pinned, self._small)
+            return self._new_buffer()
         if not self._buffers:
             self._land_one()
         buffer = self._buffers.popleft()

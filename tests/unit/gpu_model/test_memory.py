@@ -15,7 +15,7 @@ from embershard.cache.gpu.readback import Readback
 from embershard.cache.gpu.slot_map import KernelSlotMap
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.policies import make_scores
-from embershard.cache.rows import copies, touched
+from embershard.cache.rows import copies, touched, transfer
 from embershard.cache.slot_state import SlotState
 from embershard.distributed.publish.write import BehindRows
 from tests.covering import matrix
@@ -144,3 +144,12 @@ def test_a_sort_takes_memory_inside() -> None:
         gpu.bytes.begin()
         numbers.sort()
         assert gpu.bytes.held == 10_000 * (8 + 16 + 24)
+
+
+def test_a_step_finds_its_staging_buffers_made() -> None:
+    """Where copies are done when the host asks: page-locking a buffer takes milliseconds."""
+    setting = Setting(steps=6, transfer="staged", is_quick=True)
+    with modelled(setting) as (gpu, model, may_lock):
+        with mock.patch.object(transfer, "_Buffer", side_effect=AssertionError("a buffer was made in a step")):
+            train(setting, model, may_lock)
+        assert gpu.problems == []
