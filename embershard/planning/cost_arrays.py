@@ -570,7 +570,7 @@ class _Options:
         The first slot of each shard is a cache's null slot: shards that share a cache need fewer."""
         workload, shape, budget = self._workload, self._shape, self._request.budget
         lookups = workload.lookups_per_step(whole)
-        ends = [memory_model.shard_step_bytes(whole, shape, part) for part in (0.0, lookups)]
+        ends = [memory_model.vector_bytes(whole, shape.global_batch_size, part) for part in (0.0, lookups)]
         kept = [memory_model.known_batch_bytes(whole, shape, part) for part in (0.0, lookups)]
         found = np.zeros((len(parts), len(MEMORY)))
         in_slots = self._at_best and budget.ratio is not None

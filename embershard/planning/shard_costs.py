@@ -91,6 +91,6 @@ class ShardCosts:
                 "copies": sum(parts[name] for name in ("planning", "fills", "write_backs")),
             },
             device_bytes=row_bytes
-            + round(memory_model.shard_step_bytes(shard, shape, workload.lookups_per_step(shard))),
+            + round(memory_model.vector_bytes(shard, shape.global_batch_size, workload.lookups_per_step(shard))),
             host_bytes=memory_model.shard_host_bytes(shard, shape),
         )

@@ -22,11 +22,8 @@ _MAP_SLOT_BYTES = 4 + 8  # slot -> key, use stamp
 _NEXT_USE_BYTES = 8
 #: Of a slot on a GPU, for a moment: a new ranking has an eighth of the slots, with rank and slot, both again in order
 #: (32 bytes), and what torch's sort takes (24). It stays with half of that. Where a batch evicts more than an eighth,
-#: its ranking is larger: by an amount that `PLAN_ID_BYTES` has.
+#: its ranking is larger. (The plan of a batch takes some 300 bytes an id for a moment, out of the reserve of plans.)
 _RANKING_BYTES = {"cuda": 7, "cpu": 0}
-#: Of an id of cached rows on a GPU, in a plan: keys, slots, numbers of rows to fill, a sort, candidates and what waits
-#: for its batch; counted on the model of a GPU where a quarter of the ids miss.
-PLAN_ID_BYTES = 300
 ID_BYTES = 8
 _SMALL_ID_BYTES = 4  # of cached rows, as they arrive from other ranks
 #: Of an id of cached rows in a known batch: a mark, or on a CPU the place of its distinct row; and a link in the chain,
@@ -59,8 +56,7 @@ class RankMemory:
 
     Attributes:
         device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; on a GPU
-            "rankings" of slots, and "plans" of batches; also those of `RunShape.mode_memory`, and "reserve" where some
-            is left free.
+            "rankings" of slots; also those of `RunShape.mode_memory`, and "reserve" where some is left free.
         host: "rows" and "scores" of cached tables, "id_maps" of those that take any id, and "file_maps" of rows in a
             file.
     """
@@ -285,8 +281,8 @@ def step_bytes(
     shape: RunShape,
     lookups_per_sample: float,
 ) -> dict[str, int]:
-    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; on a GPU "plans";
-    what its mode takes; and what is left free: "reserve".
+    """Return the device memory of a rank for its batches: "dense", "activations", "input_buffers"; what its mode takes;
+    and what is left free: "reserve".
 
     `lookups` has the ids that arrive at each of the rank's shards in a step. Embeddings exist for the batch in
     training: sent, received, and their gradients (with gradient accumulation at most as many, as those wait). Batches
@@ -295,11 +291,10 @@ def step_bytes(
     """
     batch = shape.batch_size
     of_batch = own_batch_bytes(model, shape, lookups_per_sample)
-    vectors, plans = 2.0 * sum(table.dim * table.num_features for table in model.tables) * batch * _FLOAT_BYTES, 0.0
+    vectors = 2.0 * sum(table.dim * table.num_features for table in model.tables) * batch * _FLOAT_BYTES
     for shard, arriving in zip(shards, lookups, strict=True):
         samples = batch if shard.kernel == "replicated" else batch * shape.world_size
         vectors += vector_bytes(shard, samples, arriving)
-        plans += plan_bytes(shard, shape, arriving)
         of_batch += known_batch_bytes(shard, shape, arriving)
     known, waiting = known_batches(shape)
     window = min(known * of_batch, max(MAX_KNOWN_BYTES, waiting * of_batch))
@@ -309,7 +304,6 @@ def step_bytes(
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
         "activations": round(model.activation_bytes_per_sample * shape.micro_batch_size),
         "input_buffers": round(window + 2 * lookups_per_sample * batch * ID_BYTES + vectors),
-        **({"plans": round(plans)} if plans else {}),
         **({} if shape.mode_memory is None else shape.mode_memory.device_bytes(model, shape.device)),
         **({"reserve": shape.reserve_bytes} if shape.reserve_bytes else {}),
     }
@@ -372,13 +366,3 @@ def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:
     about as many as it sends."""
     vectors = 2 * lookups if shard.exchange == "rows" or shard.table.is_sequence else num_samples
     return 2 * shard.columns * vectors * _FLOAT_BYTES
-
-
-def plan_bytes(shard: PlacedShard, shape: RunShape, lookups: float) -> float:
-    """Return the bytes that plans of batches take on a rank for a shard at which so many ids arrive."""
-    return PLAN_ID_BYTES * lookups if shape.device == "cuda" and shard.kernel == "cached" else 0.0
-
-
-def shard_step_bytes(shard: PlacedShard, shape: RunShape, lookups: float) -> float:
-    """Return the bytes of both, of a table that is not replicated."""
-    return vector_bytes(shard, shape.global_batch_size, lookups) + plan_bytes(shard, shape, lookups)

@@ -31,7 +31,6 @@ _USES = {
     "dense": "dense layers",
     "activations": "activations",
     "input_buffers": "known batches",
-    "plans": "plans of batches",
     "publication": "blocks of rows on their way to files (publish)",
     "read_ahead": "batches read ahead",
     "known_batches": "known batches, not on the device",

@@ -16,7 +16,6 @@ from embershard.sharding.memory_model import (
     host_bytes,
     known_host_bytes,
     known_together,
-    plan_bytes,
     pool_memory,
     rank_memory,
     resident_bytes,
@@ -84,16 +83,14 @@ def test_states_of_other_optimizers(kind):
     assert found == 10 * size_of(10, 16, kind).optimizer_bytes()
 
 
-def test_a_gpu_ranks_slots_and_plans_batches():
-    """What both take is counted on the model of a GPU (tests/unit/gpu_model/test_memory_model.py)."""
+def test_a_gpu_ranks_slots():
+    """What that takes is counted on the model of a GPU (tests/unit/gpu_model/test_memory_model.py)."""
     gpu, shard = dataclasses.replace(SETTINGS, device="cuda"), shard_of(size_of(1000))
     on_gpu, on_cpu = pool_memory([shard], gpu), pool_memory([shard], SETTINGS)
     assert on_gpu.slot_bytes - on_cpu.slot_bytes == on_gpu.ranking_bytes == 7
-    assert plan_bytes(shard, gpu, 40) == 40 * 300
-    assert plan_bytes(shard, SETTINGS, 40) == plan_bytes(dataclasses.replace(shard, kernel="device"), gpu, 40) == 0
     model = make_workload((1000,)).model
     found = rank_memory(model, [shard], dict.fromkeys(by_pool([shard]), 9), gpu, [40], 1.0).device
-    assert (found["rankings"], found["plans"]) == (10 * 7, 40 * 300)
+    assert found["rankings"] == 10 * 7
     assert found["slots"] == 10 * on_cpu.slot_bytes
 
 
