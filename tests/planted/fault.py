@@ -122,6 +122,7 @@ def run_tests(tree: Path, words: Sequence[str], seconds: float = _SECONDS) -> tu
         os.chdir(tree)
         sys.path[:] = [str(tree), *(each for each in sys.path if each not in ("", str(PROJECT)))]
         os.environ["PYTHONPATH"] = str(tree)
+        os.environ.pop("PYTEST_ADDOPTS", None)
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]
         import pytest

@@ -162,7 +162,7 @@ def counted_bytes() -> Iterator[Counter[str]]:
             if is_counting and name == "allreduce":
                 sums = sum(part.nbytes for part in output if part.is_floating_point())
                 found["dense_all_reduce" if is_backward else "other"] += 2 * (self.size() - 1) * sums / self.size()
-            elif is_counting and given.is_floating_point():
+            elif is_counting and given.is_floating_point() and not (name == "all_gather_single" and not is_backward):
                 whole, other = (output, given) if is_backward else (given, output)
                 kept = other.nbytes if name != "all_to_all_single" else _own_bytes(self, whole, rest[not is_backward])
                 found["gradients" if is_backward else "embeddings"] += whole.nbytes - kept

@@ -370,5 +370,5 @@ def test_a_cluster_that_never_answered_is_not_waited_for(file: Path, use: Callab
 
 def test_the_client_is_asked_for_where_it_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(SetupError, match="pip install kubernetes; or --dry-run"):
+    with pytest.raises(SetupError, match='pip install "kubernetes>=31"; or --dry-run'):
         command.main([str(file), "--on", "kubernetes", "--out", "out"])

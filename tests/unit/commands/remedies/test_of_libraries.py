@@ -22,8 +22,8 @@ from embershard.launch.versions import CPU_FBGEMM, CUDA_FBGEMM
 from tests.unit.commands.remedies.table import FILES, LEFT_OUT, Remedy, cases, check
 
 FILES |= {
-    "mine.py": "import nothere\n\n\ndef build(schema, tables): ...\n",
-    "own.toml": '[data.synthetic]\nnum_samples = 600\nscale = 0.0001\n[model]\nbuild = "mine:build"\nfolder = "."\n',
+    "needy.py": "import nothere\n\n\ndef build(schema, tables): ...\n",
+    "own.toml": '[data.synthetic]\nnum_samples = 600\nscale = 0.0001\n[model]\nbuild = "needy:build"\nfolder = "."\n',
     "jobs.toml": 'config = "tiny.toml"\ngrid.cache.ratio = [0.3, 0.5]\n[kubernetes]\nimage = "a"\nclaim = "b"\n'
     'mount = "/"\n',
 }
@@ -106,7 +106,7 @@ def test_what_is_advised_of_libraries_helps(
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "urllib3.exceptions", SimpleNamespace(HTTPError=KeyError))  # of Kubernetes' client
     monkeypatch.setattr("embershard.commands.sweep.run.lock_run_dir", lambda *_: None)  # it holds until a process ends
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.delitem(sys.modules, "needy", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     check(row, command, capsys)
 
