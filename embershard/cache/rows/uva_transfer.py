@@ -122,10 +122,12 @@ class RowKernel:
         pairs = [_as_words(*pair) for pair in zip(tables, others, strict=True)]
         self.tables = tuple(table for table, _ in pairs)
         self.others = tuple(other for _, other in pairs)
-        self._words = tuple(table.shape[1] for table in self.tables)
-        self._blocks, self._block_rows = block_shape(self._words)
+        words = tuple(table.shape[1] for table in self.tables)
+        blocks, self._block_rows = block_shape(words)
+        strides = [tuple(each.stride(0) for each in side) for side in (self.tables, self.others)]
+        sizes = (words, blocks, self._block_rows)
+        self._constants = {True: (*strides, *sizes), False: (*strides[::-1], *sizes)}  # whether to the tables
         self._compiled: dict[tuple[Any, ...], Any] = {}
-        self._constants: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def to_tables(self, rows: Tensor, of_others: Tensor) -> None:
         """Do `tables[rows] = others[of_others]`, both int64 [M] on the device."""
@@ -142,14 +144,13 @@ class RowKernel:
         if not num_rows or not targets:
             return
         grid = (min(_MOST_PROGRAMS, triton.cdiv(num_rows, self._block_rows)), 1, 1)
-        given = (targets, sources, target_rows, source_rows, num_rows)
-        way = (targets is self.tables, target_rows.dtype, source_rows.dtype)
+        is_to_tables = targets is self.tables
+        given = (targets, sources, target_rows, source_rows, num_rows, *self._constants[is_to_tables])
+        way = (is_to_tables, target_rows.dtype, source_rows.dtype)
         if (compiled := self._compiled.get(way)) is not None:  # Triton's search for it takes most of a launch
-            compiled[grid](*given, *self._constants[way])
-            return
-        strides = tuple(target.stride(0) for target in targets), tuple(source.stride(0) for source in sources)
-        self._constants[way] = (*strides, self._words, self._blocks, self._block_rows)
-        self._compiled[way] = _copy_rows[grid](*given, *self._constants[way])
+            compiled[grid](*given)
+        else:
+            self._compiled[way] = _copy_rows[grid](*given)
 
 
 def _as_words(table: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
