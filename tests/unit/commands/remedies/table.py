@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,28 +24,43 @@ def _lines(header: str, line: Callable[[int], str]) -> str:
     return "".join(f"{each}\n" for each in [*([header] if header else []), *map(line, _ROWS)])
 
 
-FILES: dict[str, str | bytes] = {
-    "two.csv": _lines("user;amount;outcome", lambda n: f"u{n % 9};{20 + n % 40};{'kept' if n % 3 else 'sent'}"),
-    "three.csv": _lines("user;outcome", lambda n: f"u{n % 9};{'abc'[n % 3]}"),
-    "headless.csv": _lines("", lambda n: f"u{n % 9},{20 + n % 40},{n % 2}"),
-    "words.csv": _lines("", lambda n: f"u{n % 9},c{n % 7},d{n % 3}"),
-    "odd.csv": _lines("user amount click", lambda n: f"u{n % 9}@{n % 5}@{n % 2}"),
-    "latin.csv": _lines("user,city,click", lambda n: f"u{n % 9},Köln{n % 5},{n % 2}").encode("latin-1"),
-    "numbers.csv": _lines("click,size,price", lambda n: f"{n % 2},{n * 7 % 50}.5,{n * 3 % 40}.25"),
-    "city.csv": _lines("click,user_id,city", lambda n: f"{n % 2},{n % 9},c{n % 4}"),
-    "sold.csv": _lines("month,weekend,revenue", lambda n: f"{'abcd'[n % 4]},{n % 2},{n % 3 % 2}"),
-    "lists.csv": _lines("click,user_id,tags", lambda n: f"{n % 2},{n % 9},a{n % 4}%b{n % 3}"),
-    "results.csv": _lines("click,user_id,purchased", lambda n: f"{n % 2},{n % 9},{int(n % 4 == 1)}"),
-    "near.csv": _lines("click,user_id,price", lambda n: f"{n % 2},{n % 9},{n / 4 if n % 8 else 'free'}"),
-    "bad.csv": _lines("click,user_id,price", lambda n: f"{n % 2},{n % 9},{n / 4}" if n % 20 else "x"),
-    "sizes.csv": "".join(f"u{n},{n % 5}\n" for n in range(9)),
-    "blanks.csv": _lines("click;user id;unit price", lambda n: f"{n % 2};u{n % 9};{n / 4 if n % 8 else 'free'}"),
-    "results2.csv": _lines("click;user id;was purchased", lambda n: f"{n % 2};u{n % 9};{int(n % 4 == 1)}"),
-    "short.csv": _lines("click,user_id", lambda n: f"{n % 2},{n % 9},{n % 4}"),
-    "torn.csv": _lines("click,user_id", lambda n: f"{n % 2},u{n % 9}" if n % 11 else f"{n % 2}"),
-    "open.csv": _lines("click,user_id", lambda n: f'{n % 2},"u{n % 9}' + ('"' if n % 25 else "")),
-    "days.csv": _lines("click,user_id,when", lambda n: f"{n % 2},{n % 9},{n % 12 + 1:02}/{n % 11 + 1:02}/2024"),
-}
+class _Files(dict[str, str | bytes]):
+    """By name: the modules of tests add theirs, and are imported in any order."""
+
+    def __setitem__(self, name: str, content: str | bytes) -> None:
+        assert self.get(name, content) == content, f"two modules write {name}, each with its own content"
+        super().__setitem__(name, content)
+
+    def __ior__(self, more: Mapping[str, str | bytes]) -> _Files:  # type: ignore[override, misc]
+        for name, content in more.items():
+            self[name] = content
+        return self
+
+
+FILES = _Files(
+    {
+        "two.csv": _lines("user;amount;outcome", lambda n: f"u{n % 9};{20 + n % 40};{'kept' if n % 3 else 'sent'}"),
+        "three.csv": _lines("user;outcome", lambda n: f"u{n % 9};{'abc'[n % 3]}"),
+        "headless.csv": _lines("", lambda n: f"u{n % 9},{20 + n % 40},{n % 2}"),
+        "words.csv": _lines("", lambda n: f"u{n % 9},c{n % 7},d{n % 3}"),
+        "odd.csv": _lines("user amount click", lambda n: f"u{n % 9}@{n % 5}@{n % 2}"),
+        "latin.csv": _lines("user,city,click", lambda n: f"u{n % 9},Köln{n % 5},{n % 2}").encode("latin-1"),
+        "numbers.csv": _lines("click,size,price", lambda n: f"{n % 2},{n * 7 % 50}.5,{n * 3 % 40}.25"),
+        "city.csv": _lines("click,user_id,city", lambda n: f"{n % 2},{n % 9},c{n % 4}"),
+        "sold.csv": _lines("month,weekend,revenue", lambda n: f"{'abcd'[n % 4]},{n % 2},{n % 3 % 2}"),
+        "lists.csv": _lines("click,user_id,tags", lambda n: f"{n % 2},{n % 9},a{n % 4}%b{n % 3}"),
+        "results.csv": _lines("click,user_id,purchased", lambda n: f"{n % 2},{n % 9},{int(n % 4 == 1)}"),
+        "near.csv": _lines("click,user_id,price", lambda n: f"{n % 2},{n % 9},{n / 4 if n % 8 else 'free'}"),
+        "bad.csv": _lines("click,user_id,price", lambda n: f"{n % 2},{n % 9},{n / 4}" if n % 20 else "x"),
+        "sizes.csv": "".join(f"u{n},{n % 5}\n" for n in range(9)),
+        "blanks.csv": _lines("click;user id;unit price", lambda n: f"{n % 2};u{n % 9};{n / 4 if n % 8 else 'free'}"),
+        "results2.csv": _lines("click;user id;was purchased", lambda n: f"{n % 2};u{n % 9};{int(n % 4 == 1)}"),
+        "short.csv": _lines("click,user_id", lambda n: f"{n % 2},{n % 9},{n % 4}"),
+        "torn.csv": _lines("click,user_id", lambda n: f"{n % 2},u{n % 9}" if n % 11 else f"{n % 2}"),
+        "open.csv": _lines("click,user_id", lambda n: f'{n % 2},"u{n % 9}' + ('"' if n % 25 else "")),
+        "days.csv": _lines("click,user_id,when", lambda n: f"{n % 2},{n % 9},{n % 12 + 1:02}/{n % 11 + 1:02}/2024"),
+    }
+)
 
 
 TINY = """

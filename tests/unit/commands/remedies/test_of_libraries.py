@@ -23,7 +23,7 @@ from tests.unit.commands.remedies.table import FILES, LEFT_OUT, Remedy, cases, c
 
 FILES |= {
     "needy.py": "import nothere\n\n\ndef build(schema, tables): ...\n",
-    "own.toml": '[data.synthetic]\nnum_samples = 600\nscale = 0.0001\n[model]\nbuild = "needy:build"\nfolder = "."\n',
+    "needy.toml": '[data.synthetic]\nnum_samples = 600\nscale = 0.0001\n[model]\nbuild = "needy:build"\nfolder = "."\n',
     "jobs.toml": 'config = "tiny.toml"\ngrid.cache.ratio = [0.3, 0.5]\n[kubernetes]\nimage = "a"\nclaim = "b"\n'
     'mount = "/"\n',
 }
@@ -93,7 +93,7 @@ OF_LIBRARIES = [
     Remedy(("sweep jobs.toml",), "", "--on slurm", _INSTALL, done=_install, leads_to="needs the commands of Slurm"),
     Remedy(("sweep jobs.toml",), "", "--on kubernetes", _INSTALL, done=_install, leads_to="kubectl cluster-info"),
     Remedy(("sweep jobs.toml",), "", "--on kubernetes", "or (--dry-run)"),
-    Remedy(("train own.toml --dry-run --trust-code",), "", "", r"imports '(\w+)', .*Install it", done=_add_module,
+    Remedy(("train needy.toml --dry-run --trust-code",), "", "", r"imports '(\w+)', .*Install it", done=_add_module,
         leads_to="^(?!.*Install it)"),
 ]  # fmt: skip
 
