@@ -1,5 +1,7 @@
 """CPU seconds of tests and of all processes that they start, by file: `python -m pytest -p tests.cpu_costs ...`.
 
+`--costs FILE` writes those of every test, a line each, the costliest first.
+
 Counted are the process that runs a test, its live descendants, and those that have ended and were waited for. What a
 fixture of a whole folder does counts where it is first used. A busy core makes the same work cost more.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -28,6 +31,10 @@ def _so_far() -> float:
             continue
         total += times.user + times.system + times.children_user + times.children_system
     return total
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", metavar="FILE", help="of every test, a line each")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -56,3 +63,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"{files.total():,.0f} CPU seconds, without collecting")
     for name, seconds in [*files.most_common(_SHOWN), *tests.most_common(_SHOWN)]:
         terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+    if written := terminalreporter.config.getoption("--costs"):
+        Path(written).write_text("".join(f"{seconds:.2f} {name}\n" for name, seconds in tests.most_common()))
