@@ -139,7 +139,7 @@ every_steps = {options.every}
 @contextlib.contextmanager
 def _server(folder: Path) -> Iterator[int]:
     """What `embershard serve` starts, in this process."""
-    from embershard.serving.prediction_server import Limits, PredictionServer, Predictor
+    from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
 
     predictor = Predictor(folder, every_seconds=_POLL_SECONDS)
     with PredictionServer(predictor, "127.0.0.1", 0, Limits()) as server:

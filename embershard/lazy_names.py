@@ -1,4 +1,5 @@
-"""Public names of a room that are imported on first use: TorchRec takes seconds to import, and settings need it not."""
+"""Names that are imported on first use: those of a room, since TorchRec takes seconds to import and settings need it
+not; and those that a table has as texts, since `embershard.extras` may have been taken out."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
+
+from embershard.errors import SetupError
 
 
 def lazy_names(package: str) -> Callable[[str], Any]:
@@ -31,3 +35,21 @@ def lazy_names(package: str) -> Callable[[str], Any]:
         return getattr(importlib.import_module(homes[name]), name)
 
     return get
+
+
+def named(place: str) -> Any:
+    """Return what a text names, as "embershard.metrics:METRICS".
+
+    Raises:
+        SetupError: it belongs to an extra that this installation is without.
+    """
+    try:
+        return resolve_name(place)
+    except ModuleNotFoundError as error:
+        extra = ".".join(str(error.name).split(".")[:3])
+        if not extra.startswith("embershard.extras"):
+            raise
+        raise SetupError(
+            f"this needs {extra}, which this installation of embershard is without. Install embershard whole, or leave "
+            "out what asks for it (docs/extras.md)."
+        ) from error

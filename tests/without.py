@@ -42,18 +42,9 @@ class Capability:
 
 
 CAPABILITIES = {
-    "hot_cold": Capability(
-        (
-            "data.order.hot_samples",
-            "sharding.hot_rows",
-            "sharding.torchrec.modes.hot_cold",
-            "sharding.torchrec.modes.hot_tables",
-            "training.parts.hot_cold",
-        ),
-        ("hot",),
-    ),
+    "hot_cold": Capability(("extras.hot_cold",), ("hot",)),
     "data_parallel": Capability(
-        ("distributed.node_memory", "sharding.torchrec.modes.data_parallel"),
+        ("extras.data_parallel",),
         ("data_parallel", "data-parallel", "mode_moves"),
     ),
     "rows_exchange": Capability(
@@ -74,21 +65,28 @@ CAPABILITIES = {
         ("publish", "publication", "replica"),
         carries=("serving",),
     ),
-    "following": Capability(
-        ("data.sources.followed", "training.parts.following"), ("follow", "journal", "idle", "arriv")
-    ),
+    "following": Capability(("extras.following",), ("follow", "journal", "idle", "arriv")),
     "time_order": Capability(
         ("data.order.time_windows", "training.parts.windows"), ("time", "window", "days"), carries=("following",)
     ),
     "several_labels": Capability(("models.tasks",), ("task", "label", "tower", "mmoe", "ple", "bottom", "funnel")),
-    "trackers": Capability(("reports.tracking",), ("track", "mlperf", "tensorboard", "wandb", "mlflow", "prometheus")),
+    "trackers": Capability(
+        ("reports.tracking",), ("track", "tensorboard", "wandb", "mlflow", "prometheus"), carries=("mlperf",)
+    ),
     "engines": Capability(
-        ("sweeps.on_kubernetes", "sweeps.on_ray", "sweeps.on_slurm"), ("ray", "slurm", "kubernetes", "cluster")
+        ("extras.sweep_engines",),
+        ("ray", "slurm", "kubernetes", "cluster"),
     ),
     "serving": Capability(
-        ("commands.export", "commands.serve", "serving"), ("export", "serv", "publish", "replica", "predict")
+        ("commands.export", "serving"), ("export", "serv", "publish", "replica", "predict"), carries=("server",)
     ),
-    "hstu": Capability(("models.hstu",), ("hstu", "music", "times", "events")),
+    "server": Capability(("extras.server",), ("serve", "server")),
+    "judging": Capability(
+        ("extras.judging",),
+        ("inspect", "judg", "kinds", "suggest", "layouts", "lists", "own_data", ".csv"),
+    ),
+    "mlperf": Capability(("extras.mlperf",), ("mlperf",)),
+    "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
 }
 
 
@@ -98,7 +96,7 @@ class _Hidden(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if is_in(name, self._rooms):
-            raise ImportError(f"{name} is taken out")
+            raise ModuleNotFoundError(f"{name} is taken out", name=name)
         return None
 
 

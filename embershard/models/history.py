@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torchrec.modules.mlp import MLP
 
 from embershard.errors import DataError
+from embershard.lazy_names import named
 from embershard.models.config import HISTORY_LAYER_SIZES, ModelConfig
 from embershard.models.dropout import add_dropout
 from embershard.models.loss import WithLoss
@@ -149,7 +149,7 @@ def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.de
     with device:
         network: Any
         if config.section is not None:
-            network = resolve_name(config.section.network)(len(config.history), dim, config.section, over)
+            network = named(config.section.network)(len(config.history), dim, config.section, over)
         else:
             counts = len(config.target), embeddings.num_others, dim
             is_din = config.arch == "din"

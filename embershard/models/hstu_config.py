@@ -26,7 +26,7 @@ class HstuConfig(ArchSection):
     2048
     """
 
-    network: ClassVar[str] = "embershard.models.hstu:HSTU"
+    network: ClassVar[str] = "embershard.extras.hstu:HSTU"
 
     num_layers: OfModel[int] = 2
     """Layers of attention."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from embershard.cache.config import CacheConfig
 from embershard.errors import ConfigError
+from embershard.lazy_names import named
 from embershard.settings.resume_rules import AsOrder, Free, OfTraining
 from embershard.sharding.pins import TablePin
 
@@ -109,9 +110,8 @@ class ShardingConfig:
         """What the mode takes of each rank's device memory beside caches and tables; None: nothing."""
         if self.hot_bytes is None:
             return None
-        from embershard.sharding.hot_rows import HotRowsMemory
-
-        return HotRowsMemory(self.hot_bytes)
+        of_mode: ModeMemory = named("embershard.extras.hot_cold.memory:HotRowsMemory")(self.hot_bytes)
+        return of_mode
 
     @property
     def number_bytes(self) -> tuple[int, int]:

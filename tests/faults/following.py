@@ -35,8 +35,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
 
-from embershard.data.sources.followed import FollowedSource, Journal
 from embershard.distributed import Supervision, process_group
+from embershard.extras.following.followed import FollowedSource, Journal
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.trainer import Trainer

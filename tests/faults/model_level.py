@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from embershard import LookAheadPipeline, cache_stats, flush
 from embershard.errors import CacheError
+from embershard.extras.hot_cold.mode import HotColdShardedEmbeddingBagCollection
 from embershard.pipeline.worker import CacheWorker
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection
 from tests.faults.cache_level import Tally
 from tests.faults.injection import ERRORS, Injector, is_refusal, no_collections, no_hang
 from tests.ranks.look_ahead import Case, Run, as_run, batches, only_our_warnings_raise, reference

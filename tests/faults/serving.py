@@ -38,8 +38,9 @@ from torch import Tensor
 
 from embershard.distributed.publish import compact, published, published_ids
 from embershard.distributed.publish.published import DamagedError
-from embershard.serving import prediction_server, serving_model, serving_replica, serving_values
-from embershard.serving.prediction_server import Limits, PredictionServer, Predictor
+from embershard.extras.server import prediction_server
+from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
+from embershard.serving import serving_model, serving_replica, serving_values
 from embershard.serving.serving_replica import Replica
 from tests.faults.injection import Injector, no_collections
 from tests.faults.publications import Life, _differs

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from embershard.sharding.torchrec.modes.hot_cold import announce_hot_batches
+from embershard.extras.hot_cold.mode import announce_hot_batches
 from tests.ranks import parity
 from tests.ranks.parity import LinearModel, differences, snapshot
 from tests.ranks.rows_exchange import Case, batches, means_by_length, train_linear

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from embershard import LookAheadPipeline, flush
 from embershard.cache.rows.host_store import Meetings
-from embershard.distributed import node_memory
 from embershard.errors import CacheError, EmbershardError
+from embershard.extras.data_parallel import mode as data_parallel
+from embershard.extras.data_parallel import node_memory
+from embershard.extras.data_parallel.mode import Union
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.sharding.torchrec.modes import data_parallel
-from embershard.sharding.torchrec.modes.data_parallel import Union
 from tests.ranks import parity, replicated_rows, rows_exchange
 from tests.ranks.delays import random_delays
 from tests.ranks.look_ahead import Batch, message_of

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embershard.extras.following import part as following
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.parts import following
 from embershard.training.reports import Report, WindowReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here

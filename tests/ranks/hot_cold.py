@@ -21,9 +21,9 @@ from embershard.distributed.row_gradients import RowGradients
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
+from embershard.extras.hot_cold.hot_tables import HotTables
+from embershard.extras.hot_cold.mode import HotColdShardedEmbeddingBagCollection, announce_hot_batches
 from embershard.sharding.torchrec.modes import replicated_rows
-from embershard.sharding.torchrec.modes.hot_cold import HotColdShardedEmbeddingBagCollection, announce_hot_batches
-from embershard.sharding.torchrec.modes.hot_tables import HotTables
 from tests.ranks import parity, rows_exchange
 from tests.ranks.parity import LinearModel, differences, snapshot
 from tests.ranks.replicated_rows import division_missing, rank_left_out

@@ -28,9 +28,9 @@ from embershard.distributed import row_gradients
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
+from embershard.extras.hot_cold.mode import announce_hot_batches
 from embershard.sharding.torchrec import freeze
 from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
-from embershard.sharding.torchrec.modes.hot_cold import announce_hot_batches
 from embershard.sharding.torchrec.modes.rows_exchange import RowsInput
 from tests.ranks import parity
 from tests.ranks.look_ahead import HotBatch, message_of

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard import flush, host_rows_changed
+from embershard.extras.hot_cold.mode import announce_hot_batches
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.sharding.torchrec.modes.hot_cold import announce_hot_batches
 from tests.ranks import parity
 from tests.ranks.absent import whole_tables
 from tests.ranks.look_ahead import message_of

@@ -84,6 +84,6 @@ def test_what_is_hidden_is_not_found(tmp_path):
     """By any Python process of that environment; a negative control of the runs above."""
     environment = hiding_environment(tmp_path, ["hstu"])
     done = subprocess.run(
-        [sys.executable, "-c", "import embershard.models.hstu"], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", "import embershard.extras.hstu"], env=environment, capture_output=True, text=True
     )
-    assert "embershard.models.hstu is taken out" in done.stderr
+    assert "embershard.extras.hstu is taken out" in done.stderr

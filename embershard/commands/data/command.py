@@ -7,10 +7,10 @@ import argparse
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from embershard.launch.arguments import add_action, add_settings, make_parser, positive, step_or_last, whole
+from embershard.lazy_names import named
 
 _HELP = """Look at data, convert them, and check them before training.
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         EmbershardError: the settings are wrong, or a file cannot be opened, read or written.
     """
     arguments = parser().parse_args(argv)
-    code: int = resolve_name(f"{__package__}.{arguments.run}")(arguments)
+    code: int = named(arguments.run)(arguments)
     return code
 
 
@@ -87,13 +87,13 @@ def parser() -> argparse.ArgumentParser:
     _add_inspect(actions)
     _add_convert(actions)
     text = "read all rows, and say what training would do with them"
-    action = add_action(actions, "validate", text, _VALIDATE_HELP, run="scan:validate")
+    action = add_action(actions, "validate", text, _VALIDATE_HELP, run="embershard.commands.data.scan:validate")
     action.add_argument("data", nargs="?", metavar="DATA", help="file or folder; default: that of the settings")
     add_settings(action)
     action.add_argument("--workers", type=positive, metavar="N", help="threads that parse (default: cores)")
     _add_events(actions)
     text = "start a run with tables of ids from one with hashed rows"
-    action = add_action(actions, "ids", text, _IDS_HELP, run="start_ids:start_ids")
+    action = add_action(actions, "ids", text, _IDS_HELP, run="embershard.commands.data.start_ids:start_ids")
     action.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run with hashed rows")
     add_settings(action)
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="folder of the new run")
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_inspect(actions: Any) -> None:
     text = "look at the columns of files, and write a run's settings for them"
-    action = add_action(actions, "inspect", text, _INSPECT_HELP, run="inspect_files:inspect")
+    action = add_action(actions, "inspect", text, _INSPECT_HELP, run="embershard.extras.judging.inspect_files:inspect")
     action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV, JSON lines or Parquet")
     action.add_argument("-o", dest="output", type=Path, metavar="FILE", help="TOML file for the settings")
     add_choices(action)
@@ -173,7 +173,7 @@ class _OneLabel(argparse.Action):
 
 def _add_convert(actions: Any) -> None:
     text = "write text files as Parquet, with other files joined to them"
-    action = add_action(actions, "convert", text, _CONVERT_HELP, run="convert:convert")
+    action = add_action(actions, "convert", text, _CONVERT_HELP, run="embershard.commands.data.convert:convert")
     action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV, JSON lines or Parquet")
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the new Parquet file")
     text = "a file to join, with the names of its columns if it has no header; may be repeated"
@@ -234,14 +234,16 @@ def _add_form(action: argparse.ArgumentParser, shown: Callable[[str], str] = str
 
 def _add_events(actions: Any) -> None:
     text = "make samples of a log of events: histories, and what came next"
-    action = add_action(actions, "events", text, _EVENTS_HELP, run="events:events")
+    action = add_action(actions, "events", text, _EVENTS_HELP, run="embershard.commands.data.events:events")
     action.add_argument("log", type=Path, metavar="FILE", help="the log, plain or gzip")
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
     action.add_argument("--history", type=positive, default=50, metavar="N", help="most events of a history (50)")
     action.add_argument("--negatives", type=whole, default=1, metavar="N", help="samples with another item, each (1)")
     action.add_argument("--seed", type=whole, default=0, metavar="N", help="of the other items (0)")
 
-    action = add_action(actions, "sessions", "generate a log of events", _SESSIONS_HELP, run="events:sessions")
+    action = add_action(
+        actions, "sessions", "generate a log of events", _SESSIONS_HELP, run="embershard.commands.data.events:sessions"
+    )
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the log to write")
     action.add_argument("--users", type=positive, default=10_000, metavar="N", help="users (10000)")
     action.add_argument("--items", type=positive, default=5_000, metavar="N", help="items (5000)")

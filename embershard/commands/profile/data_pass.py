@@ -1,12 +1,8 @@
-"""One pass over the training data, in several processes or on Ray: from a data source to a profile.
-
-A second pass, where hot rows were chosen, counts hot and cold samples and the clicks among them.
-"""
+"""One pass over the training data, in several processes or on Ray: from a data source to a profile."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import multiprocessing
 import time
 from collections import deque
@@ -21,19 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.cache.ids.config import Buckets
-from embershard.data import DataConfig, open_source, schema_of
+from embershard.data import DataConfig, open_source
 from embershard.data.block import Block
-from embershard.data.hashing import Ids
 from embershard.data.order.order import EpochOrder
 from embershard.data.sources.held_out import HeldOut, alone
 from embershard.errors import ConfigError, SetupError
-from embershard.frequency import FrequencyProfile, HotRows
+from embershard.frequency import FrequencyProfile
 from embershard.frequency.collect import Collected, Collector, CountedSamples, count_part
 from embershard.frequency.compare import half_split
 from embershard.frequency.curves import pooled, unseen_share
 from embershard.frequency.downsampling import Following
+from embershard.lazy_names import named
 from embershard.models import ModelConfig, model_tables
-from embershard.units import size
 
 T = TypeVar("T")
 #: Samples of a part, which a process counts at a time; fewer where samples have many lookups.
@@ -254,9 +249,7 @@ def in_parts(
         SetupError: a process ended by itself.
     """
     if options.on_ray:
-        from embershard.sweeps.on_ray import in_parts_on_ray
-
-        yield from in_parts_on_ray(ranges, make, others)
+        yield from named("embershard.extras.sweep_engines.on_ray:in_parts_on_ray")(ranges, make, others)
         return
     num_workers = min(options.num_workers, len(ranges))
     if num_workers <= 1:
@@ -299,111 +292,3 @@ def _with_error(collected: Collected) -> Collected:
         "further lookups go to rows that are not in the sample"
     )
     return dataclasses.replace(collected, statistics=dataclasses.replace(statistics, origin=said))
-
-
-#: Differences of so many standard errors are no chance.
-_CLEAR = 3.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ClickCounts:
-    """Samples of a kind, and clicks among them.
-
-    >>> round(ClickCounts(10_000, 200).standard_error, 4)
-    0.0014
-    """
-
-    samples: int = 0
-    clicks: int = 0
-
-    def __add__(self, other: ClickCounts) -> ClickCounts:
-        return ClickCounts(self.samples + other.samples, self.clicks + other.clicks)
-
-    @property
-    def rate(self) -> float:
-        """Share of clicks; 0 without samples."""
-        return self.clicks / max(1, self.samples)
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of the rate, as if clicks were independent of each other."""
-        return math.sqrt(self.rate * (1 - self.rate) / max(1, self.samples))
-
-
-def count_clicks(data: DataConfig, rows: HotRows, options: PassOptions, reader: PartReader) -> list[ClickCounts]:
-    """Return the counts of hot and of cold samples, among those that the profile was counted on; of several labels,
-    clicks are those of the first. None where labels are no clicks.
-
-    Args:
-        rows: of all tables, in the schema's order.
-        reader: of the same data.
-
-    Raises:
-        SetupError: a process ended by itself.
-    """
-    target = schema_of(data).target
-    if target.tasks[0] != "binary" or next(iter(target.heads)) in target.classes:
-        return []
-    of_tables = list(rows.rows.values())
-    ranges = part_ranges(reader.num_samples, options.sample, reader.part_samples())
-    make = partial(_make_worker, dataclasses.replace(data, num_workers=0), reader.held_out, of_tables)
-    total = [ClickCounts(), ClickCounts()]
-    for part in in_parts(ranges, options, make, _worker(reader, of_tables)):
-        total = [before + more for before, more in zip(total, part, strict=True)]
-    return total
-
-
-def hot_sentences(rows: HotRows, *counts: ClickCounts) -> list[str]:
-    """Return what a reader must know before training on hot and cold batches; `counts`: see `count_clicks`."""
-    whole = sum(rows.is_whole(table) for table in rows.rows)
-    of_rows = (
-        f"Hot rows: {rows.total:,} of {sum(rows.num_rows.values()):,} are looked up at least {rows.threshold:,} times "
-        f"and take {size(rows.num_bytes)}; {whole} of {len(rows.rows)} tables are hot whole."
-    )
-    if not counts:
-        return [of_rows]
-    hot, cold = counts
-    share = hot.samples / max(1, hot.samples + cold.samples)
-    return [
-        of_rows,
-        f"Hot samples: {share:.2%} of {hot.samples + cold.samples:,} look up hot rows only. Click rate: "
-        f"{_rate(hot)} of hot samples, {_rate(cold)} of cold ones (with standard errors). {_difference(hot, cold)}",
-    ]
-
-
-def _rate(counts: ClickCounts) -> str:
-    return f"{counts.rate:.2%} +- {counts.standard_error:.2%}"
-
-
-def _difference(hot: ClickCounts, cold: ClickCounts) -> str:
-    if not hot.samples or not cold.samples:
-        return "There is one kind only."
-    error = math.hypot(hot.standard_error, cold.standard_error)
-    if abs(hot.rate - cold.rate) <= _CLEAR * error:
-        return f"They differ by no more than {_CLEAR:.0f} standard errors, which may be chance."
-    return (
-        "They differ: batches of one kind are not drawn like the data as a whole, and training alternates between two "
-        'click rates (sharding.mode = "hot_cold").'
-    )
-
-
-def _make_worker(config: DataConfig, held_out: HeldOut, rows: Sequence[Ids]) -> Callable[[int, int], list[ClickCounts]]:
-    return _worker(PartReader(config, held_out=held_out), rows)
-
-
-def _worker(reader: PartReader, rows: Sequence[Ids]) -> Callable[[int, int], list[ClickCounts]]:
-    from embershard.data.order.hot_samples import HotRowsFilter
-
-    of_rows = HotRowsFilter(rows)
-
-    def count(start: int, stop: int) -> list[ClickCounts]:
-        found = [ClickCounts(), ClickCounts()]
-        for block in reader.read(start, stop):
-            is_hot = of_rows.hot_samples(block)
-            labels = block.labels if block.labels.ndim == 1 else block.labels[:, 0]
-            there = ~np.isnan(labels)
-            for kind, flags in enumerate((is_hot & there, ~is_hot & there)):
-                found[kind] += ClickCounts(int(flags.sum()), int(labels[flags].sum()))
-        return found
-
-    return count

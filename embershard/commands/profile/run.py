@@ -15,8 +15,6 @@ from embershard.commands.profile.data_pass import (
     PART_SAMPLES,
     PartReader,
     PassOptions,
-    count_clicks,
-    hot_sentences,
     profile_data,
 )
 from embershard.commands.profile.view import (
@@ -33,6 +31,7 @@ from embershard.frequency.downsampling import downsampled
 from embershard.frequency.summary import stack_of_all
 from embershard.launch.arguments import config_file, text_override
 from embershard.launch.screen import plain_console, progress_bar, save_figure, say, wide_console
+from embershard.lazy_names import named
 from embershard.planning.simulate.replay import replay_preferences
 from embershard.settings.decoding import decode, read_toml
 from embershard.settings.files import apply_override, load_config
@@ -77,10 +76,8 @@ def collect(arguments: argparse.Namespace) -> None:
         f"Look at it: embershard profile show {arguments.output} --png curves.png",
     )
     if arguments.hot is not None:
-        from embershard.training.parts.hot_cold import find_hot_rows  # a part that may be taken out
-
-        rows = find_hot_rows(config, profile, arguments.hot)
-        say(console, *hot_sentences(rows, *count_clicks(config.data, rows, options, reader)))
+        choose_and_count = named("embershard.extras.hot_cold.clicks:choose_and_count")
+        say(console, *choose_and_count(config, profile, arguments.hot, options, reader))
 
 
 def show(arguments: argparse.Namespace) -> None:

@@ -29,10 +29,10 @@ that ended are not started again. Exit codes: 0 all runs finished; 1 some did no
 
 #: By name, the module and the function that run the experiments of a sweep.
 _ENGINES = {
-    "local": "run:run_here",
-    "ray": "on_ray:run_on_ray",
-    "slurm": "on_slurm:run_on_slurm",
-    "kubernetes": "on_kubernetes:run_on_kubernetes",
+    "local": "embershard.sweeps.run:run_here",
+    "ray": "embershard.extras.sweep_engines.on_ray:run_on_ray",
+    "slurm": "embershard.extras.sweep_engines.on_slurm:run_on_slurm",
+    "kubernetes": "embershard.extras.sweep_engines.on_kubernetes:run_on_kubernetes",
 }
 
 

@@ -6,12 +6,12 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 
 from rich.console import Console
 
 from embershard.launch.run_dir import lock_run_dir
 from embershard.launch.screen import say, wide_console
+from embershard.lazy_names import named
 from embershard.reports.sweep_tables import SweepDisplay, spread_tables, write_configurations, write_results
 from embershard.sweeps.experiments import Sweep, shown
 from embershard.sweeps.outcomes import Outcome, begin_attempt, find_outcome
@@ -19,17 +19,18 @@ from embershard.sweeps.spread import best_sentence, read_configurations
 
 
 def run(arguments: argparse.Namespace, engine: str) -> int:
-    """Run the sweep that the arguments name by an engine, "module:function" of the sweeps; return the exit code."""
+    """Run the sweep that the arguments name by an engine, "module:function"; return the exit code."""
     sweep, console = Sweep.read(arguments.file, trust_code=arguments.trust_code), wide_console()
     folder = arguments.out or Path("sweeps") / arguments.file.stem
     if arguments.dry_run and arguments.on == "kubernetes":
-        print(resolve_name("embershard.sweeps.on_kubernetes:manifests")(sweep, folder))  # an engine may be absent
+        manifests = named(f"{engine.partition(':')[0]}:manifests")
+        print(manifests(sweep, folder))
         return 0
     if arguments.dry_run:
         for experiment in sweep.experiments:
             say(console, f"embershard train {shlex.join(experiment.arguments)}")
         return 0
-    run_all = resolve_name(f"embershard.sweeps.{engine}")
+    run_all = named(engine)
     lock_run_dir(folder, "--out")
     ended = {each.name: found for each in sweep.experiments if (found := find_outcome(each, folder)) is not None}
     if arguments.retry_failed:

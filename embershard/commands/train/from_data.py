@@ -12,6 +12,7 @@ from embershard.data.config import DATA_FILES
 from embershard.data.sources.folder import Listing, fits
 from embershard.errors import ConfigError
 from embershard.launch.run_dir import check_run_dir, default_run_dir
+from embershard.lazy_names import named
 
 #: Of files that are data, besides those of `data.table.files`.
 _MORE_DATA = ("*.json", "*.jsonl", "*.dat", "*.data", "*.rating", "*.zst", "*.bz2", "*.xz", "*.zip")
@@ -46,9 +47,9 @@ def with_settings(arguments: argparse.Namespace) -> argparse.Namespace:
     Raises:
         ConfigError, DataError: as `embershard data inspect`; or a run that is resumed began with other options.
     """
-    from embershard.commands.data.inspect_files import Inspected  # it loads pyarrow
     from embershard.launch.screen import plain_console, say
 
+    inspected = named("embershard.extras.judging.inspect_files:Inspected")
     data: Path = arguments.config
     changed = vars(arguments) | {"run_dir": arguments.run_dir or default_run_dir(data)}
     is_new, is_dry = arguments.resume is None, arguments.dry_run
@@ -58,7 +59,7 @@ def with_settings(arguments: argparse.Namespace) -> argparse.Namespace:
     command = f"embershard data inspect {shlex.join([str(data), *choice_words(inspect)])}"
     if is_new or not written.exists():
         check_run_dir(changed["run_dir"], resume=not is_new or is_dry)
-        found = Inspected.of(inspect, needs_label=True)
+        found = inspected.of(inspect, needs_label=True)
         found.check_bad_rows(arguments.bad_rows)
         text = found.settings()
         folder.mkdir(parents=True, exist_ok=True)

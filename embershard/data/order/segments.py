@@ -15,9 +15,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from embershard.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from embershard.data.hashing import Ids
+    from embershard.data.order.order import ChunkTable, EpochOrder
 
 Kind = Literal["cold", "hot", "mixed"]
 
@@ -26,6 +30,35 @@ READ_AHEAD = 128
 #: Losses that fall in a row before R is doubled, and the most times that R is halved from 1. Both numbers are ours.
 FALLS, MOST_HALVINGS = 3, 6
 Ranges = tuple[tuple[int, int], ...]
+
+
+class KindOrder(Protocol):
+    """The order of one epoch with the hot samples first."""
+
+    def hot_among_first(self, count: int) -> int:
+        """Return how many of the first `count` samples of the order without kinds are hot."""
+
+    def locate(self, start: int, stop: int) -> list[tuple[int, Ids]]:
+        """Return the places of the samples at positions [start, stop): pairs of a chunk and rows of it, in order."""
+
+
+class KindChunks(Protocol):
+    """The hot samples of each of C chunks; `num_hot` is int64 [C]."""
+
+    num_hot: Ids
+
+    def packed(self, order: EpochOrder) -> KindOrder:
+        """Return the order of the same epoch with the hot samples first."""
+
+
+class SampleKinds(Protocol):
+    """Which training samples are hot; `digest` is of the data and the hot rows."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def in_chunks(self, chunks: ChunkTable) -> KindChunks:
+        """Return the hot samples of each chunk of the training data."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from embershard.errors import ConfigError, DataError
 from embershard.stages import is_stage
 
 if TYPE_CHECKING:
-    from embershard.data.order.hot_samples import HotSamples, PackedOrder
+    from embershard.data.order.segments import KindOrder, SampleKinds
 
 
 class SampleReader:
@@ -39,7 +39,7 @@ class SampleReader:
     4
     """
 
-    def __init__(self, source: Source, split: Split, config: DataConfig, hot: HotSamples | None = None) -> None:
+    def __init__(self, source: Source, split: Split, config: DataConfig, hot: SampleKinds | None = None) -> None:
         self._source, self._split, self._config = source, split, config
         self._hot = None if hot is None else hot.in_chunks(source.chunks(split))
         self._orders = RecentlyUsed(self._make_order, capacity=2)
@@ -66,7 +66,7 @@ class SampleReader:
         ranges = ((first, min(first + size, stop)) for first in range(start, stop, size))
         yield from in_threads(lambda each: self.read(0, [each]), ranges, max(1, self._config.num_workers))
 
-    def _make_order(self, epoch: int) -> EpochOrder | PackedOrder | GrowingSource:
+    def _make_order(self, epoch: int) -> EpochOrder | KindOrder | GrowingSource:
         if isinstance(self._source, GrowingSource) and self._split == "train":
             return self._source
         config, chunks = self._config, self._source.chunks(self._split)
@@ -161,7 +161,7 @@ class BatchStream:
         config: DataConfig,
         state: StreamState | None = None,
         pin_memory: bool = False,
-        hot: HotSamples | None = None,
+        hot: SampleKinds | None = None,
     ) -> None:
         self.schema: Schema = source.schema
         self._growing = source if isinstance(source, GrowingSource) and split == "train" else None
@@ -273,7 +273,7 @@ class BatchStream:
             return partial(self._reader.read, step)
         return self._pool.submit(self._reader.read, step).result
 
-    def _check(self, pin_memory: bool, hot: HotSamples | None) -> None:
+    def _check(self, pin_memory: bool, hot: SampleKinds | None) -> None:
         if self._batch_size < 1:
             raise ConfigError(f"batch_size = {self._batch_size}; needed at least 1 sample per rank")
         if not 0 <= self._rank < self._world_size:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from embershard.errors import SetupError, printable
-from embershard.reports.tracking.mlperf import MlperfTracker
+from embershard.lazy_names import named
 from embershard.reports.tracking.run import TrackedRun
 from embershard.training.config import TrackingConfig
 
@@ -220,7 +220,11 @@ _KINDS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]] = {
     "mlflow": (MlflowTracker, "mlflow", "mlflow-skinny>=2.20"),
     "trackio": (TrackioTracker, "trackio", "trackio>=0.20"),
     "prometheus": (PrometheusTracker, "prometheus_client", "prometheus-client>=0.20"),
-    "mlperf": (MlperfTracker, "mlperf_logging", "mlperf-logging>=4.1.68"),
+    "mlperf": (
+        lambda run: named("embershard.extras.mlperf:MlperfTracker")(run),
+        "mlperf_logging",
+        "mlperf-logging>=4.1.68",
+    ),
 }
 
 

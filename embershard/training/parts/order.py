@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from embershard.distributed import PublishConfig
+from embershard.lazy_names import named
 from embershard.training.config import RunConfig
 from embershard.training.parts.counts import StepMetrics
 from embershard.training.parts.evaluations import Evaluations
@@ -39,9 +40,7 @@ def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, 
 
         parts.append(Publishing(run))
     if config.data.follow:
-        from embershard.training.parts.following import FollowedFolder
-
-        parts.append(FollowedFolder(run))
+        parts.append(named("embershard.extras.following.part:FollowedFolder")(run))
     if config.data.is_in_time_order:
         from embershard.training.parts.windows import EvaluatedWindows
 
@@ -52,9 +51,7 @@ def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, 
 
         parts.append(BadRows(run))
     if config.sharding.hot_bytes is not None:
-        from embershard.training.parts.hot_cold import HotCold
-
-        parts.append(HotCold(run))
+        parts.append(named("embershard.extras.hot_cold.part:HotCold")(run))
     return parts
 
 

@@ -143,7 +143,7 @@ def test_ctrl_c_while_a_command_loads_its_libraries(monkeypatch, capsys):
     def load(_: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "import_module", load)
+    monkeypatch.setattr(cli, "named", load)
     assert cli.main(["train"]) == 130
     assert capsys.readouterr().err == "embershard: stopped.\n"
 

@@ -27,11 +27,11 @@ from embershard.distributed.checkpoint.load import load_group
 from embershard.distributed.publish import published, write
 from embershard.distributed.publish.published_ids import NO_ID
 from embershard.errors import CheckpointError, ConfigError
+from embershard.extras.server.prediction_server import Predictor
 from embershard.launch.arguments import NEWEST
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.serving import serving_model
-from embershard.serving.prediction_server import Predictor
 from embershard.serving.serving_replica import Replica
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config

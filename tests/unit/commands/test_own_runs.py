@@ -23,12 +23,12 @@ from embershard.data import open_source
 from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks, process_group
 from embershard.errors import CheckpointError, ConfigError
+from embershard.extras.hot_cold.part import find_hot_rows
 from embershard.serving import serving_model
 from embershard.settings.decoding import read_toml, tomllib
 from embershard.settings.files import load_config
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.parts.hot_cold import find_hot_rows
 from embershard.training.trainer import Trainer
 from tests.unit.commands.conftest import score_here, train_here
 from tests.unit.data.windows import hstu_overrides, make_windows

@@ -248,7 +248,7 @@ def test_the_example_of_the_page_trains(folder, capsys, project_dir):
 
 def serves(exported: Path, table: pa.Table, scores: dict[str, np.ndarray], names: list[str]) -> bool:
     """A server answers the scores of all labels; the logit of a predicted number is none."""
-    from embershard.serving.prediction_server import Predictor
+    from embershard.extras.server.prediction_server import Predictor
 
     predictor = Predictor(exported)
     answer = predictor.predict(table.select(list(FEATURES)).slice(0, 5).to_pylist())

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from embershard.data import BatchStream, DataConfig
 from embershard.data.block import Block
-from embershard.data.order.hot_samples import HotChunks, HotRowsFilter, HotSamples, PackedOrder
 from embershard.data.order.order import EpochOrder
 from embershard.data.order.segments import PackedState
 from embershard.errors import ConfigError, DataError
+from embershard.extras.hot_cold.hot_samples import HotChunks, HotRowsFilter, HotSamples, PackedOrder
 from tests.covering import examples
 
 

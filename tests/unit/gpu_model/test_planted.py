@@ -13,10 +13,12 @@ import torch
 
 from embershard.cache.rows.copies import RowCopies
 from embershard.data import Batch
+from embershard.extras.hot_cold import hot_tables
+from embershard.extras.hot_cold import mode as hot_cold
 from embershard.models import history, loss
 from embershard.pipeline.module_input import ModuleInput
 from embershard.sharding.torchrec import feature_keys
-from embershard.sharding.torchrec.modes import hot_cold, hot_tables, replicated_tables, rows_exchange
+from embershard.sharding.torchrec.modes import replicated_tables, rows_exchange
 from embershard.training.parts import loss_monitor
 from tests.covering import keep
 from tests.unit.gpu_model.cases import Case

@@ -36,6 +36,7 @@ from embershard.data.schema import Pooling, Task
 from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
+from embershard.extras.hot_cold.hot_tables import HotTables
 from embershard.frequency.config import ProfileConfig
 from embershard.models.config import WITH_HISTORY, PretrainedTable
 from embershard.pipeline import look_ahead
@@ -50,7 +51,6 @@ from embershard.sharding.plan import Plan
 from embershard.sharding.shards import Kernel
 from embershard.sharding.torchrec import accumulation, slots
 from embershard.sharding.torchrec.inspection import cached_embeddings
-from embershard.sharding.torchrec.modes.hot_tables import HotTables
 from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig
 from embershard.training.equivalence import _tensors_of

@@ -15,8 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, Schema, SparseFeature
 from embershard.errors import ConfigError, DataError
-from embershard.models import ModelConfig, build_model, hstu, hstu_config, model_tables
-from embershard.models.hstu import HSTU
+from embershard.extras import hstu
+from embershard.extras.hstu import HSTU
+from embershard.models import ModelConfig, build_model, hstu_config, model_tables
 from embershard.models.hstu_config import HstuConfig
 from tests.covering import examples, matrix
 

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import numpy as np
 
 from embershard.cache.config import CachePolicy, MapKind
+from embershard.extras.hot_cold.memory import HotRowsMemory
 from embershard.frequency import DataStatistics
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.request import Budget, PlanRequest, Workload
 from embershard.sharding.config import ExchangeChoice
-from embershard.sharding.hot_rows import HotRowsMemory
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from embershard.errors import ConfigError
-from embershard.reports.tracking.mlperf import MLPERF_LOG
+from embershard.extras.mlperf import MLPERF_LOG
 from embershard.reports.tracking.run import TrackedRun
 from embershard.reports.tracking.trackers import Trackers
 from embershard.settings.decoding import flat

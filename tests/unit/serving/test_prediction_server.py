@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from embershard.serving import prediction_server
-from embershard.serving.prediction_server import Limits, PredictionServer
+from embershard.extras.server import prediction_server
+from embershard.extras.server.prediction_server import Limits, PredictionServer
 
 BODY = b'{"rows": [1, 2]}'
 HEAD = b"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"

@@ -19,8 +19,8 @@ from embershard.distributed.publish.published import (
     OtherChainError,
     PublicationError,
 )
+from embershard.extras.server.prediction_server import Predictor
 from embershard.serving import serving_replica
-from embershard.serving.prediction_server import Predictor
 from embershard.serving.serving_replica import Replica
 from tests.unit.distributed import publications
 from tests.unit.distributed.publications import Run, chain

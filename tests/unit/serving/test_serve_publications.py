@@ -18,8 +18,8 @@ import pytest
 from embershard.distributed import PublishConfig, process_group
 from embershard.distributed.publish.published import published
 from embershard.errors import ConfigError
+from embershard.extras.server.prediction_server import Predictor
 from embershard.serving import serving_replica
-from embershard.serving.prediction_server import Predictor
 from embershard.serving.serving_replica import Replica
 from embershard.serving.write import export_base
 from embershard.training.trainer import Trainer

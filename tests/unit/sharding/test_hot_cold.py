@@ -12,9 +12,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard import CachedEmbeddingBagCollectionSharder
 from embershard.cache.key_map import HashedKeyMap
 from embershard.errors import ConfigError
-from embershard.sharding.torchrec.modes import hot_cold
-from embershard.sharding.torchrec.modes.hot_cold import HotIds
-from embershard.sharding.torchrec.modes.hot_tables import HotTable
+from embershard.extras.hot_cold import mode as hot_cold
+from embershard.extras.hot_cold.hot_tables import HotTable
+from embershard.extras.hot_cold.mode import HotIds
 
 CPU = torch.device("cpu")
 

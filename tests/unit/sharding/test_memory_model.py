@@ -154,7 +154,7 @@ def test_copies_of_hot_rows_and_the_map_of_their_ids():
 
 
 def test_a_hashed_map_of_hot_ids(monkeypatch):
-    monkeypatch.setattr("embershard.sharding.hot_rows.map_kind", lambda *_: "hashed")
+    monkeypatch.setattr("embershard.extras.hot_cold.memory.map_kind", lambda *_: "hashed")
     row_bytes = make_workload((100,)).model.tables[0].row_bytes()
     assert step("cached", 8, hot_bytes=10 * row_bytes)["hot_rows"] == 10 * row_bytes + 10 * 24
 

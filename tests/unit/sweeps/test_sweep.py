@@ -17,9 +17,10 @@ from pyarrow import csv
 
 from embershard.commands.sweep import command
 from embershard.errors import ConfigError, SetupError
+from embershard.extras.sweep_engines import on_ray
 from embershard.launch.arguments import examples
 from embershard.reports.sweep_tables import write_results
-from embershard.sweeps import on_ray, run
+from embershard.sweeps import run
 from embershard.sweeps.experiments import Experiment, Sweep
 from embershard.sweeps.outcomes import Outcome, find_outcome, make_outcome, read_outcomes, run_folder
 from embershard.sweeps.run import run_experiment

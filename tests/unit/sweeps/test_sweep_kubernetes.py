@@ -17,10 +17,11 @@ import pytest
 
 from embershard.commands.sweep import command
 from embershard.errors import ConfigError, SetupError
-from embershard.sweeps import clusters, on_kubernetes
+from embershard.extras.sweep_engines import on_kubernetes
+from embershard.extras.sweep_engines.on_kubernetes import manifests, train_job
+from embershard.sweeps import clusters
 from embershard.sweeps.clusters import job_name
 from embershard.sweeps.experiments import Experiment, Sweep
-from embershard.sweeps.on_kubernetes import manifests, train_job
 from embershard.sweeps.outcomes import Outcome, find_outcome, read_outcomes, run_folder
 from tests.unit.planning.runs import predicted_plan, result_of
 

@@ -14,7 +14,8 @@ import pytest
 
 from embershard.commands.sweep import command
 from embershard.errors import ConfigError, SetupError
-from embershard.sweeps import clusters, on_slurm
+from embershard.extras.sweep_engines import on_slurm
+from embershard.sweeps import clusters
 from embershard.sweeps.experiments import Experiment, Sweep
 from embershard.sweeps.outcomes import Outcome, keep_outcome, make_outcome
 

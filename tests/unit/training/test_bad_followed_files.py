@@ -13,14 +13,14 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.data.sources.followed import FollowedSource
 from embershard.data.sources.table.source import TableSource
 from embershard.distributed import CheckpointConfig, Ranks
 from embershard.errors import DataError
+from embershard.extras.following import part as following
+from embershard.extras.following.followed import FollowedSource
+from embershard.extras.following.part import FolderFollower
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.parts import following
-from embershard.training.parts.following import FolderFollower
 from embershard.training.trainer import Trainer
 from tests.faults import bad_files
 from tests.ranks.following import make_following, noting

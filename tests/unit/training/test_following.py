@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from embershard.cache import CacheConfig
-from embershard.data.sources.followed import FollowedSource
 from embershard.distributed import CheckpointConfig, Ranks
 from embershard.distributed.supervision import BEATS
 from embershard.errors import CheckpointError, ConfigError, DataError
+from embershard.extras.following.followed import FollowedSource
+from embershard.extras.following.part import FolderFollower, FollowedFolder
 from embershard.frequency.config import ProfileConfig
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.parts.following import FolderFollower, FollowedFolder
 from embershard.training.parts.publishing import Publishing
 from embershard.training.reports import Report, SaveReport, StopReport
 from embershard.training.trainer import Trainer
@@ -194,7 +194,7 @@ def test_another_journal_is_refused(ranks: Ranks, files: list[Path], tmp_path: P
 def test_nobody_waits_longer_than_was_asked(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "followed").mkdir()
     clock = [100.0]
-    monkeypatch.setattr("embershard.training.parts.following.time", SimpleNamespace(
+    monkeypatch.setattr("embershard.extras.following.part.time", SimpleNamespace(
         monotonic=lambda: clock[0], sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds)
     ))  # fmt: skip
     following = FolderFollower(make_config(tmp_path, idle_seconds=3.0).data, None, ranks)

@@ -16,6 +16,8 @@ from embershard.data.config import SyntheticConfig
 from embershard.data.order.segments import READ_AHEAD, PackedState
 from embershard.distributed import CheckpointConfig
 from embershard.errors import CheckpointError, ConfigError, DataError
+from embershard.extras.hot_cold import part as hot_cold
+from embershard.extras.hot_cold.part import FILE, HotCold, find_hot_set
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
 from embershard.models import table_name
@@ -26,9 +28,7 @@ from embershard.training.checkpoint.identity import ORDER, check_keys
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.fit.model_size import table_rows
-from embershard.training.parts import hot_cold
 from embershard.training.parts.counts import CacheReader
-from embershard.training.parts.hot_cold import FILE, HotCold, find_hot_set
 from embershard.training.reports import TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer

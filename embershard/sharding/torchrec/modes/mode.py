@@ -6,7 +6,6 @@ A mode is a class here and a row of `MODES`. Its module is imported when a shard
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -14,6 +13,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 
 from embershard.errors import ConfigError
 from embershard.frequency.statistics import Ints
+from embershard.lazy_names import named
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +114,8 @@ def _exchanges_rows(given: Arguments) -> bool:
 _HERE = "embershard.sharding.torchrec"
 #: Of each mode: which arguments ask for it, and its class. Groups are made in this order.
 MODES: Sequence[tuple[Callable[[Arguments], bool], str]] = (
-    (lambda given: given["mode"] == "data_parallel", f"{_HERE}.modes.data_parallel:DataParallelMode"),
-    (lambda given: given["hot_rows"] is not None, f"{_HERE}.modes.hot_cold:HotColdMode"),
+    (lambda given: given["mode"] == "data_parallel", "embershard.extras.data_parallel.mode:DataParallelMode"),
+    (lambda given: given["hot_rows"] is not None, "embershard.extras.hot_cold.mode:HotColdMode"),
     (_exchanges_rows, f"{_HERE}.modes.rows_exchange:RowsExchangeMode"),
     (lambda given: bool(given["ids"]), f"{_HERE}.ids.id_shardings:IdMode"),
 )
@@ -130,7 +130,7 @@ def modes_of(arguments: Arguments) -> tuple[ShardingMode, ...]:
     if arguments["mode"] not in get_args(SharderMode):
         needed = " or ".join(map(repr, get_args(SharderMode)))
         raise ConfigError(f"mode: got {arguments['mode']!r}, needed {needed}")
-    found = tuple(resolve_name(name)(arguments) for asks, name in MODES if asks(arguments))
+    found = tuple(named(name)(arguments) for asks, name in MODES if asks(arguments))
     for mode in found:
         mode.check_beside([other for other in found if other is not mode])
     return found

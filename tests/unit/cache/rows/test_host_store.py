@@ -23,8 +23,8 @@ from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.transfer import PlainTransfer
 from embershard.cache.tickets import Ticket
 from embershard.distributed import process_group
-from embershard.distributed.node_memory import NodeMemory
 from embershard.errors import CacheError, ConfigError
+from embershard.extras.data_parallel.node_memory import NodeMemory
 
 STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([8]), torch.float32)]
 FP32, FP16 = torch.float32, torch.float16

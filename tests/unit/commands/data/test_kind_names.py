@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embershard.commands.data.kinds import Facts, Judgement, judge, word_of
+from embershard.extras.judging.kinds import Facts, Judgement, judge, word_of
 
 DRAW = np.random.default_rng(0)
 ROWS = 2000

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from embershard.commands.data.kinds import Judgement, judge
-from embershard.commands.data.suggest import facts_of
 from embershard.data.sources.table.survey import survey
+from embershard.extras.judging.kinds import Judgement, judge
+from embershard.extras.judging.suggest import facts_of
 
 ROWS = 2000
 #: A table to a paragraph: its name; then columns as NAME KIND VALUES, where `|` is between kinds that are right, and

@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from embershard.commands.data.kinds import Judgement, judge
-from embershard.commands.data.suggest import facts_of, near_miss
 from embershard.data.sources.table.survey import ColumnSurvey, survey
+from embershard.extras.judging.kinds import Judgement, judge
+from embershard.extras.judging.suggest import facts_of, near_miss
 
 ROWS = 1500
 SEPARATORS = ["\x01", "\x02", "\x1d", "^", "|", ";", "\t", "::", "~", "#", ",", ">", "&", "/", ":", " "]

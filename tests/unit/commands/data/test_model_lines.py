@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from embershard.commands.data.inspect_files import model_lines
-from embershard.commands.data.kinds import Judgement
-from embershard.commands.data.suggest import Suggestion
+from embershard.extras.judging.inspect_files import model_lines
+from embershard.extras.judging.kinds import Judgement
+from embershard.extras.judging.suggest import Suggestion
 from embershard.settings.decoding import decode, tomllib
 from embershard.training.config import RunConfig
 

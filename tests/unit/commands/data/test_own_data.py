@@ -17,8 +17,6 @@ import pytest
 from pyarrow import csv
 
 from embershard.commands import cli
-from embershard.commands.data.kinds import judge
-from embershard.commands.data.suggest import facts_of, suggest_features, suggest_label
 from embershard.commands.train.command import rank_job
 from embershard.data import DataConfig, open_source, write_samples
 from embershard.data.hashing import mix64
@@ -28,6 +26,8 @@ from embershard.data.sources.table.counts import DistinctCount
 from embershard.data.sources.table.decode import scaled
 from embershard.data.sources.table.survey import survey
 from embershard.errors import CheckpointError, DataError
+from embershard.extras.judging.kinds import judge
+from embershard.extras.judging.suggest import facts_of, suggest_features, suggest_label
 from embershard.launch import rank
 from embershard.settings.files import load_config
 from embershard.training.checkpoint.identity import FEATURES, changes, identity_of, refusal

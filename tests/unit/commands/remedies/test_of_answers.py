@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from embershard.commands import export
-from embershard.serving.prediction_server import Limits, PredictionServer, Predictor
+from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
 from tests.unit.commands.conftest import Trained
 
 pytestmark = pytest.mark.slow  # a run is trained and exported

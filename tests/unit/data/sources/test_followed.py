@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from embershard.data import BatchStream, DataConfig, ParquetConfig, StreamState, open_source
 from embershard.data.config import TableConfig, TableFeature
 from embershard.data.sources.check import check_data
-from embershard.data.sources.followed import FollowedSource
 from embershard.data.sources.input_file import next_file
 from embershard.data.time_config import TimeConfig
 from embershard.errors import CheckpointError, ConfigError, DataError
+from embershard.extras.following.followed import FollowedSource
 from tests.covering import examples
 
 HOUR = 3600

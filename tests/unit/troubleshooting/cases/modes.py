@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 
 from embershard.cache.config import CacheConfig
-from embershard.distributed.node_memory import NodeMemory
 from embershard.errors import ConfigError
-from embershard.sharding.torchrec.modes.data_parallel import share_of
+from embershard.extras.data_parallel.mode import share_of
+from embershard.extras.data_parallel.node_memory import NodeMemory
 from tests.unit.troubleshooting.case import Case, Provoke, command, outcome_of
 
 TITLE = "Modes of training"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embershard.commands.data.command import parser
-from embershard.commands.data.inspect_files import Inspected
+from embershard.extras.judging.inspect_files import Inspected
 from tests.unit.commands.data.layouts.first import FIRST
 from tests.unit.commands.data.layouts.second import SECOND
 from tests.unit.commands.data.layouts.values import Values

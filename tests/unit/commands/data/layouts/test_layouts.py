@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embershard.commands.data import kinds
+from embershard.extras.judging import kinds
 from tests.unit.commands.data.layouts.judged import LAYOUTS, judged_layout
 
 SOME = ["H&M, transactions with articles", "santander products", "taxis of New York", "lending club", "netflix titles"]

@@ -30,9 +30,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.cache.config import CacheConfig
 from embershard.cache.guards import CopiesGuard
 from embershard.cache.rows.host_store import CELLS_PER_RANK, Meetings, NodeShare
-from embershard.distributed.node_memory import NodeMemory
 from embershard.distributed.ranks import Ranks
 from embershard.errors import ConfigError
+from embershard.extras.data_parallel.node_memory import NodeMemory
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import SEQUENCE_SHARDINGS, OwnShardingInfo
 from embershard.sharding.torchrec.modes.bags import DistinctIds

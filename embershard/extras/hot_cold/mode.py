@@ -24,11 +24,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, map_kind
 from embershard.errors import ConfigError, ShardingError
+from embershard.extras.hot_cold.hot_tables import HotTable, HotTables, OutputFeature
 from embershard.frequency.statistics import Ints
 from embershard.sharding.torchrec.compat import as_keyed_jagged
 from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
 from embershard.sharding.torchrec.modes.bags import check_weights
-from embershard.sharding.torchrec.modes.hot_tables import HotTable, HotTables, OutputFeature
 from embershard.sharding.torchrec.modes.mode import Arguments, ShardingInfos, ShardingMode
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedBags
 from embershard.sharding.torchrec.modules import (

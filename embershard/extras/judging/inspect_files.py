@@ -11,11 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
-from embershard.commands.data.choices import choices, label_choice
 from embershard.commands.data.columns import columns_of_files, survey_files
-from embershard.commands.data.kinds import Judgement, judge
-from embershard.commands.data.results import results_of
-from embershard.commands.data.suggest import (
+from embershard.data.block import BadRow
+from embershard.data.config import DATA_FILES, TableConfig, TableFeature
+from embershard.data.sources.folder import Listing
+from embershard.data.sources.table.counts import SECONDS_PER_DAY
+from embershard.data.sources.table.raw import is_text, is_time
+from embershard.data.sources.table.survey import ColumnSurvey
+from embershard.data.sources.table.text_forms import describe
+from embershard.data.sources.table.whole_columns import common_schema
+from embershard.data.text_form import TextForm
+from embershard.errors import ConfigError, DataError
+from embershard.extras.judging.choices import choices, label_choice
+from embershard.extras.judging.kinds import Judgement, judge
+from embershard.extras.judging.results import results_of
+from embershard.extras.judging.suggest import (
     LabelSuggestion,
     Suggestion,
     day_of,
@@ -28,16 +38,6 @@ from embershard.commands.data.suggest import (
     suggest_features,
     suggest_label,
 )
-from embershard.data.block import BadRow
-from embershard.data.config import DATA_FILES, TableConfig, TableFeature
-from embershard.data.sources.folder import Listing
-from embershard.data.sources.table.counts import SECONDS_PER_DAY
-from embershard.data.sources.table.raw import is_text, is_time
-from embershard.data.sources.table.survey import ColumnSurvey
-from embershard.data.sources.table.text_forms import describe
-from embershard.data.sources.table.whole_columns import common_schema
-from embershard.data.text_form import TextForm
-from embershard.errors import ConfigError, DataError
 from embershard.launch.arguments import check_new_output
 from embershard.launch.screen import make_table, plain_console, say, wide_console
 from embershard.settings.decoding import toml, toml_key

@@ -15,8 +15,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import types
 
-from embershard.commands.data.choices import ColumnChoice, LabelChoice
-from embershard.commands.data.kinds import Facts, Holds, Judgement, Parts, judge, near_lists, word_of, words
 from embershard.data.block import short
 from embershard.data.config import TIME_ROWS
 from embershard.data.sources.table.cells import TIME_FORMATS, read_cells, seconds_forms, time_form
@@ -25,6 +23,8 @@ from embershard.data.sources.table.decode import MOST_BYTES, MOST_SECONDS
 from embershard.data.sources.table.raw import is_list, is_text, is_time, typed_name
 from embershard.data.sources.table.survey import MOST_OTHERS, ColumnSurvey
 from embershard.errors import ConfigError
+from embershard.extras.judging.choices import ColumnChoice, LabelChoice
+from embershard.extras.judging.kinds import Facts, Holds, Judgement, Parts, judge, near_lists, word_of, words
 
 _LEAST_TOO_LARGE = 2.0**63  # no integer, for ids in floats
 _ROWS_PER_VALUE, _MANY_VALUES, _ROWS_PER_ONE_OF_MANY = 10, 1_000_000, 2

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from embershard.data import Source
-from embershard.data.order.hot_samples import Bits, HotRowsFilter, HotSamples
 from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, DataError
+from embershard.extras.hot_cold.hot_samples import Bits, HotRowsFilter, HotSamples
+from embershard.extras.hot_cold.mode import announce_hot_batches
 from embershard.frequency import FrequencyProfile, HotRows
 from embershard.run_result import HotColdTotals
-from embershard.sharding.torchrec.modes.hot_cold import announce_hot_batches
 from embershard.training.checkpoint.identity import ORDER, identity_of
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, table_rows, tables_of_run

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from embershard.commands.data.suggest import LabelSuggestion, holds
 from embershard.data.sources.table.cells import FLOATS, read_cells
 from embershard.data.sources.table.survey import ColumnSurvey
+from embershard.extras.judging.suggest import LabelSuggestion, holds
 
 _ZEROS = ["", "0", "0.0", "false", "False", "FALSE", "no", "No", "NO", "n", "N"]
 _LEAST_RESULTS, _BY_CHANCE, _VALUES_OF_CLICKS = 20, 1e-3, 2

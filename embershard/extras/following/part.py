@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from embershard.data.config import DataConfig
-from embershard.data.sources.followed import Examined, FollowedSource, Journal, JournalFile
 from embershard.data.sources.held_out import HeldOut
 from embershard.data.sources.input_file import Stamp, stamp_of
 from embershard.distributed import Ranks
 from embershard.errors import DataError
+from embershard.extras.following.followed import Examined, FollowedSource, Journal, JournalFile
 from embershard.run_result import FollowedFiles
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison

@@ -1,0 +1,1 @@
+"""A training that follows a folder in which files arrive."""

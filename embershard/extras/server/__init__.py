@@ -1,0 +1,1 @@
+"""`embershard serve`: an exported model over HTTP."""

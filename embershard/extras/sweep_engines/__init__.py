@@ -1,0 +1,1 @@
+"""Where a sweep runs beside this machine: Ray, Slurm, Kubernetes."""
