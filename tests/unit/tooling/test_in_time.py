@@ -7,8 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from tests import in_time
 
 pytestmark = pytest.mark.slow
 _FILES = [f"test_{letter}.py" for letter in "abcdef"]
@@ -40,6 +44,26 @@ def test_the_order_of_files_is_that_of_the_commit(suite: Path, project_dir: Path
     assert sorted(one) == sorted(other)
     for first, second in zip(one[::2], one[1::2], strict=True):
         assert (first.split("::")[0], first[-1], second[-1]) == (second.split("::")[0], "1", "2"), "a file stays whole"
+
+
+def test_what_a_change_reaches_comes_first(monkeypatch: pytest.MonkeyPatch, project_dir: Path) -> None:
+    """A file that changed, and one that imports what did; the others are in the order of before."""
+    tests = project_dir / "tests" / "unit"
+    files = [tests / name for name in ("test_units.py", "cache/test_planner.py", "models/test_hstu.py", "test_docs.py")]
+    items: list[Any] = [SimpleNamespace(path=file) for file in files]
+    for changed, first in (
+        ({"embershard.extras.hstu"}, ["test_hstu.py"]),
+        ({"tests.unit.test_units"}, ["test_units.py"]),
+        (set(), []),
+    ):
+        monkeypatch.setattr("tests.in_time.changed_modules", lambda _, changed=changed: frozenset(changed))
+        config: Any = SimpleNamespace(getoption=lambda name: {"order": "1f00"}.get(name))
+        in_time.pytest_collection_modifyitems(config, items)
+        assert [item.path.name for item in items][: len(first)] == first
+
+
+def test_no_change_behind_an_unknown_revision() -> None:
+    assert in_time.changed_modules("no such revision") == frozenset()
 
 
 def test_what_has_no_time_is_left_out_and_named(suite: Path, project_dir: Path) -> None:
