@@ -22,11 +22,13 @@ CONFIG ?= examples/quickstart.toml
 NPROC ?=
 ARGS ?=
 IN_TIME ?=
+#: What `make test` runs: no further cases of what another test guards, and of extras a smoke test each.
+PROMISES := not matrix and (not extra or smoke)
 CODE := embershard tests scripts benchmarks examples
 TORCHREC_1.9 := build/torchrec-1.9.2
 TORCHREC_TESTS := tests/unit/sharding tests/unit/pipeline tests/unit/planning tests/ranks/test_exactness.py
 
-.PHONY: help setup setup-tests train test test-all test-matrix test-fast test-torchrec-1.9 check rooms format browser bench doctor clean clean-venv
+.PHONY: help setup setup-tests train test test-all test-rest test-fast test-torchrec-1.9 check rooms format browser bench doctor clean clean-venv
 
 help: ## this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9.-]+):.*## /\1\t/' | expand -t 19
@@ -41,18 +43,18 @@ train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=.
 	@$(PYTHON) -m embershard train --config $(CONFIG) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 test: $(SETUP_TESTS) ## every promise once: 13 minutes on 2 cores (ARGS="-k cache" for a part)
-	@$(PYTHON) -m pytest -q -n 2 -m "not matrix" $(ARGS)
+	@$(PYTHON) -m pytest -q -n 2 -m "$(PROMISES)" $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
 
-test-all: $(SETUP_TESTS) ## all tests, those of whole matrices as well
+test-all: $(SETUP_TESTS) ## all tests: whole matrices, and all of the extras
 	@$(PYTHON) -m pytest -q -n 2 $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
 
-test-matrix: $(SETUP_TESTS) ## what test-all has, and test leaves out
-	@$(PYTHON) -m pytest -q -n 2 -m matrix $(IN_TIME) $(ARGS)
+test-rest: $(SETUP_TESTS) ## what test-all has, and test leaves out
+	@$(PYTHON) -m pytest -q -n 2 -m "not ($(PROMISES))" $(IN_TIME) $(ARGS)
 
 test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: a minute on 2 cores (ARGS="-k cache" for a part)
-	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow and not matrix" $(ARGS)
+	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow and not matrix and not extra" $(ARGS)
 
 $(TORCHREC_1.9): | $(SETUP_TESTS)
 	@$(PYTHON) -m pip install -q --no-deps --target $@ torchrec==$(@:build/torchrec-%=%)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Reserve the GPU for tests/gpu. All other tests use the CPU on every machine, and Triton's interpreter; a process
     chooses once. Without the matrix, properties are tried with fewer examples."""
-    if "not matrix" in config.option.markexpr:
+    if re.search(r"^not matrix|and not matrix", config.option.markexpr):
         settings.load_profile("without the matrix")
     places = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
     if not all(PROJECT / "tests" / "gpu" in (place, *place.parents) for place in places):

@@ -41,7 +41,7 @@ from tests.faults.random_runs import different_tensors
 from tests.faults.rank_kills import FILE_OPERATIONS, Pools
 from tests.ranks.planned import here
 
-pytestmark = pytest.mark.slow  # a training, and one of each copy
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
 STEPS, _NUM_COPIES, _OPERATIONS = 12, 6, 500  # about so many in a training
 _MEANING = Meaning(steps=STEPS, batch=20, eval_every=4, ema=0.9)

@@ -10,7 +10,7 @@ import pytest
 from tests.covering import matrix
 from tests.ranks import commands
 
-pytestmark = pytest.mark.slow  # processes that are killed
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
 
 def _following(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:

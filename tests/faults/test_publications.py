@@ -21,7 +21,7 @@ from tests.faults.rank_kills import Pools
 from tests.ranks import commands, resharding
 from tests.ranks.resharding import Layout
 
-pytestmark = pytest.mark.slow  # processes that are killed
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
 MODES = {
     "rows": Layout(exchange="rows", ratio=0.3, lookahead=4, policy="lookahead"),

@@ -12,7 +12,7 @@ from tests.faults import serving
 from tests.faults.injection import no_collections
 from tests.faults.serving import Follower
 
-pytestmark = pytest.mark.slow  # hundreds of publications, and a server in a process of its own
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
 
 def test_after_an_error_nothing_is_stale_without_a_word_and_nobody_is_dead(capsys: pytest.CaptureFixture[str]) -> None:

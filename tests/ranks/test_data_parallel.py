@@ -10,7 +10,7 @@ from tests.ranks.data_parallel import Case
 from tests.ranks.rounding import MANY
 from tests.ranks.workers import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.extra, pytest.mark.ranks]
 
 CASES = {
     "sgd": Case(optimizer="sgd"),
@@ -31,6 +31,7 @@ CASES = {
 COMBINED = {"sgd", "weighted", "row-wise adagrad", "adagrad", "evaluation in between"}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", keep(CASES.keys() - COMBINED, CASES))
 def test_weights_and_states_are_those_of_sharded_tables(two_ranks: RankPool, name: str) -> None:
     for (outcome,) in two_ranks.run(data_parallel.compare_all, [CASES[name]]):

@@ -18,7 +18,7 @@ from tests.ranks.workers import RankPool
 from tests.unit.test_docs import blocks
 from tests.unit.test_docs import commands as commands_in
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.extra, pytest.mark.ranks]
 
 
 def test_one_stream_on_one_rank_and_two_and_runs_go_on(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path) -> None:

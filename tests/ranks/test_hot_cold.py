@@ -13,7 +13,7 @@ from tests.ranks.rounding import MANY
 from tests.ranks.rows_exchange import Case
 from tests.ranks.workers import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.extra, pytest.mark.ranks]
 
 ONE = Case(hot=40, hot_every=3, ratio=0.2)
 CASES = {
@@ -44,6 +44,7 @@ VARIANTS = {
 COMBINED = {"dims", "mixed", "table-column-wise", "look-ahead", "whole tables", "profile"}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [*keep(DIAGONAL, CASES), *keep(VARIANTS.keys() - COMBINED, VARIANTS)])
 def test_weights_and_states_are_those_of_stock(two_ranks: RankPool, name: str) -> None:
     """And the copies are equal on both ranks."""

@@ -11,7 +11,7 @@ from tests.ranks.mode_moves import SAVED_AT
 from tests.ranks.test_resharding import tensors_that_differ
 from tests.ranks.workers import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.extra, pytest.mark.ranks]
 
 
 def test_from_mode_to_mode(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.ranks.rounding import loss_rounding
 from tests.ranks.workers import RankPool
 from tests.small_runs import small_run
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.extra, pytest.mark.ranks]
 
 GLOBAL_BATCH, SAVED_AT = 20, 13
 

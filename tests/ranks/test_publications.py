@@ -14,7 +14,7 @@ from tests.ranks import publications
 from tests.ranks.planned import mixed_plan
 from tests.ranks.workers import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.extra, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,7 @@ def copied(whole: tuple[Path, publications.Life], folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.smoke
 def test_replicas_have_the_trainer_s_weights(whole):
     _, life = whole
     assert (life.different, life.followed, life.problems) == ([], "delta_6", [])
@@ -41,6 +42,7 @@ def test_replicas_have_the_trainer_s_weights(whole):
     assert "base_2" in life.names
 
 
+@pytest.mark.smoke
 def test_rows_of_deltas_do_not_depend_on_the_look_ahead(whole, one_rank, tmp_path):
     """Rows are touched by updates: known, prepared or evaluated batches add none."""
     (life,) = one_rank.run(publications.live, tmp_path, 0, 12, None, None, "", "fp32", "lru")

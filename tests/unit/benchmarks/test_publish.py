@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import publish
 
+pytestmark = pytest.mark.extra
+
 
 @pytest.mark.slow
 @pytest.mark.matrix

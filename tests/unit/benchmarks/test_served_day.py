@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import served_day
 
+pytestmark = pytest.mark.extra
+
 CLICKS = "".join(f"{n % 2}\t{n}" + "\t" * 12 + "\t1a" * 25 + "\t\n" for n in range(50))
 
 

@@ -30,7 +30,7 @@ from embershard.training.config import RunConfig
 from tests.unit.commands.conftest import clicks, config_of_clicks, train_here
 from tests.unit.serving.test_export import WITHOUT
 
-pytestmark = pytest.mark.slow  # whole training runs
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

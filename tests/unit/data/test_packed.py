@@ -19,6 +19,8 @@ from embershard.errors import ConfigError, DataError
 from embershard.extras.hot_cold.hot_samples import HotChunks, HotRowsFilter, HotSamples, PackedOrder
 from tests.covering import examples
 
+pytestmark = pytest.mark.extra
+
 
 @pytest.fixture(scope="module")
 def kit(counting_source, numbers):

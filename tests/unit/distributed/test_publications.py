@@ -23,6 +23,8 @@ from embershard.errors import ConfigError
 from embershard.serving.serving_model import read_tensors
 from tests.unit.distributed.publications import TABLES, Run, chain
 
+pytestmark = pytest.mark.extra
+
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path):
     _, found = chain(tmp_path, 2)

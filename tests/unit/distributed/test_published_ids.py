@@ -9,6 +9,8 @@ import torch
 
 from embershard.distributed.publish.published_ids import NO_ID, ChangedRows, changed_ids
 
+pytestmark = pytest.mark.extra
+
 NUM_ROWS = 24
 
 

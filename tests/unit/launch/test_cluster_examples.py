@@ -14,6 +14,8 @@ from torch.distributed.run import get_args_parser
 
 from embershard.launch.arguments import add_run_arguments
 
+pytestmark = pytest.mark.extra
+
 
 def check_torchrun(words: list[str]) -> argparse.Namespace:
     """Parse a torchrun command, and the arguments of its program; return torchrun's."""

@@ -21,6 +21,8 @@ from embershard.models import ModelConfig, build_model, hstu_config, model_table
 from embershard.models.hstu_config import HstuConfig
 from tests.covering import examples, matrix
 
+pytestmark = pytest.mark.extra
+
 DIM, FEATURES, MOST = 4, 2, 9
 SCHEMA = Schema(
     ("age",),
@@ -118,6 +120,7 @@ def cases(draw: Any) -> tuple[HstuConfig, list[int], int, int, list[list[int]], 
     return settings, lengths, draw(st.integers(0, 2)), scored, rising, draw(st.integers(0, 99))
 
 
+@pytest.mark.smoke
 @given(cases())
 @examples(40)
 def test_forward_and_gradients_are_those_of_loops(case):

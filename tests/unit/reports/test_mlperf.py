@@ -19,6 +19,8 @@ from embershard.settings.decoding import flat
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig, TrackingConfig
 
+pytestmark = pytest.mark.extra
+
 DLRM_V4 = Path(__file__).parents[3] / "examples" / "dlrm_v4.toml"
 BATCH, EVERY, FIRST_EVAL, TRAIN_SAMPLES, EVAL_SAMPLES = 8192, 280, 7_000, 2_290_835_423, 2_058_204
 
@@ -105,6 +107,7 @@ def test_a_resumed_run_adds_to_its_log(tmp_path):
     assert blocks == [step * BATCH for step in (0, FIRST_EVAL, FIRST_EVAL + 80, FIRST_EVAL + EVERY)]
 
 
+@pytest.mark.smoke
 def test_the_log_is_of_one_benchmark_only():
     with pytest.raises(ConfigError, match=r'needed model\.arch = "hstu", got "dlrm"'):
         load_config(RunConfig, DLRM_V4.parent / "quickstart.toml", ['tracking.trackers=["mlperf"]'])

@@ -17,6 +17,8 @@ import pytest
 from embershard.extras.server import prediction_server
 from embershard.extras.server.prediction_server import Limits, PredictionServer
 
+pytestmark = pytest.mark.extra
+
 BODY = b'{"rows": [1, 2]}'
 HEAD = b"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
 

@@ -25,6 +25,8 @@ from embershard.serving.serving_replica import Replica
 from tests.unit.distributed import publications
 from tests.unit.distributed.publications import INPUTS, Run, chain
 
+pytestmark = pytest.mark.extra
+
 
 @pytest.fixture(scope="module")
 def program() -> bytes:
@@ -40,6 +42,7 @@ def serves(replica: Replica, run: Run) -> bool:
         return same and all(torch.equal(dense[name], weight) for name, weight in run.dense.items())
 
 
+@pytest.mark.smoke
 def test_it_takes_deltas_and_starts_again_where_it_was(program, tmp_path):
     run, found = chain(tmp_path, 1, program)
     replica = Replica(tmp_path)

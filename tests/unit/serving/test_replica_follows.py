@@ -26,6 +26,8 @@ from tests.unit.distributed import publications
 from tests.unit.distributed.publications import Run, chain
 from tests.unit.serving.test_replica import serves
 
+pytestmark = pytest.mark.extra
+
 
 @pytest.fixture(scope="module")
 def program() -> bytes:

@@ -27,7 +27,7 @@ from tests.faults.serving import dripping
 from tests.unit.commands.conftest import Trained
 from tests.unit.commands.test_score import scores
 
-pytestmark = pytest.mark.slow  # a whole training run
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 MOST_BYTES = 100_000
 ROW = {"age": 31.5, "user": 4711, "items": [3, 5]}
 
@@ -70,6 +70,7 @@ def predict(port: int, rows: Any) -> tuple[int, dict[str, Any]]:
     return ask(port, "POST", "/predict", json.dumps({"rows": rows}).encode())
 
 
+@pytest.mark.smoke
 def test_scores_are_those_of_predict_bit_for_bit(trained, port, tmp_path):
     expected = scores(trained, tmp_path / "s.parquet", "--data", str(trained.unlabelled))
     rows = pq.read_table(trained.unlabelled).to_pylist()

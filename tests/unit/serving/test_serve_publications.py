@@ -26,7 +26,7 @@ from embershard.training.trainer import Trainer
 from tests.unit.commands.conftest import clicks, config_of_clicks
 from tests.unit.serving.test_serve import ask, predict, served
 
-pytestmark = pytest.mark.slow  # a whole training run
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 SAMPLES = clicks(20, seed=1).drop_columns("click").to_pylist()
 
 

@@ -16,6 +16,8 @@ from embershard.extras.hot_cold import mode as hot_cold
 from embershard.extras.hot_cold.hot_tables import HotTable
 from embershard.extras.hot_cold.mode import HotIds
 
+pytestmark = pytest.mark.extra
+
 CPU = torch.device("cpu")
 
 

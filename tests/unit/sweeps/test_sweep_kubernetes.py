@@ -25,6 +25,8 @@ from embershard.sweeps.experiments import Experiment, Sweep
 from embershard.sweeps.outcomes import Outcome, find_outcome, read_outcomes, run_folder
 from tests.unit.planning.runs import predicted_plan, result_of
 
+pytestmark = pytest.mark.extra
+
 FILE = """
 config = "run.toml"
 time_limit_seconds = 90.5
@@ -53,6 +55,7 @@ def documents(text: str) -> list[dict[str, Any]]:
     return [json.loads(document) for document in text.split("---\n") if document]
 
 
+@pytest.mark.smoke
 def test_a_run_is_a_train_job(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(file), "--on", "kubernetes", "--dry-run"]) == 0
     one, four = documents(capsys.readouterr().out)
@@ -205,6 +208,7 @@ def run_all(sweep: Sweep, folder: Path, end: Callable[[Outcome], None] = lambda 
     return found
 
 
+@pytest.mark.smoke
 def test_jobs_become_outcomes(file: Path, use: Callable[[Cluster], Cluster]) -> None:
     sweep, folder = Sweep.read(file), Path("out").absolute()
     good, bad = sweep.experiments

@@ -19,6 +19,8 @@ from embershard.sweeps import clusters
 from embershard.sweeps.experiments import Experiment, Sweep
 from embershard.sweeps.outcomes import Outcome, keep_outcome, make_outcome
 
+pytestmark = pytest.mark.extra
+
 FILE = """
 config = "run.toml"
 time_limit_seconds = 90
@@ -102,6 +104,7 @@ def run_all(sweep: Sweep, folder: Path, end: Callable[[Outcome], None] = lambda 
     return found
 
 
+@pytest.mark.smoke
 def test_a_run_is_a_job(sweep: Sweep, use: Callable[[Slurm], Slurm], tmp_path: Path) -> None:
     slurm = use(Slurm(finished))
     found = run_all(sweep, tmp_path / "out")

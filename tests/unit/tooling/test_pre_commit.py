@@ -22,6 +22,6 @@ def test_the_hooks_are_make_targets_and_nothing_is_downloaded(project_dir: Path)
 def test_the_fast_tests_are_those_of_one_process_without_the_slow_ones(project_dir: Path):
     dry = ["make", "test-fast", "--dry-run", "PYTHON=python3"]
     command = subprocess.run(dry, cwd=project_dir, capture_output=True, text=True, check=True).stdout
-    assert 'tests/unit -m "not slow and not matrix"' in command
+    assert 'tests/unit -m "not slow and not matrix and not extra"' in command
     text = (project_dir / "tests" / "README.md").read_text(encoding="utf-8")
-    assert "| `make test-fast` | unit tests without marks `slow` and `matrix`" in text
+    assert "| `make test-fast` | unit tests without marks `slow`, `matrix` and `extra`" in text

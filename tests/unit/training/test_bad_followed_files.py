@@ -26,6 +26,8 @@ from tests.faults import bad_files
 from tests.ranks.following import make_following, noting
 from tests.ranks.time_order import GLOBAL_BATCH, HOUR, Trained
 
+pytestmark = pytest.mark.extra
+
 SIZE = GLOBAL_BATCH
 IN_CELLS = {
     "csv: a text among ids",

@@ -26,7 +26,7 @@ from embershard.training.trainer import Trainer
 from tests.ranks.following import arriving, make_following, noting
 from tests.ranks.time_order import GLOBAL_BATCH, Trained, write_clicks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 OF_FILE = 200 // GLOBAL_BATCH  # steps
 MOST_WAITS = 20_000
 
@@ -50,6 +50,7 @@ def trained(trainer: Trainer) -> list[list[float]]:
     return found.samples
 
 
+@pytest.mark.smoke
 def test_saves_and_publications_do_not_wait_for_a_batch(ranks: Ranks, files: list[Path], tmp_path: Path) -> None:
     """The second file comes only when the checkpoint of the first one's last step is there, and was published."""
     config, cuts, waits = make_config(tmp_path, idle_seconds=None), list[int](), list[int]()

@@ -35,7 +35,7 @@ from embershard.training.trainer import Trainer
 from tests.unit.training.checkpoint.test_identity import write_clicks
 from tests.unit.training.test_trainer import losses, make_config, run
 
-pytestmark = pytest.mark.slow  # whole training runs
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
 HOT_BYTES = 20_000
 
@@ -54,6 +54,7 @@ def stream_start(config: RunConfig) -> StreamState:
     return StreamState(seed=config.data.seed)
 
 
+@pytest.mark.smoke
 def test_hot_batches_look_up_hot_rows_only_and_cold_ones_others_too(ranks):
     config = hot_config()
     source = open_source(config.data)

@@ -22,6 +22,8 @@ from embershard.training.parts.publishing import ComparedTable
 from tests.faults import publications
 from tests.faults.publications import Life
 
+pytestmark = pytest.mark.extra
+
 
 @pytest.fixture(scope="module")
 def layers() -> bytes:

@@ -18,6 +18,8 @@ from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import table_rows
 
+pytestmark = pytest.mark.extra
+
 EXAMPLE = Path(__file__).parents[4] / "examples" / "dlrm_v4.toml"
 
 

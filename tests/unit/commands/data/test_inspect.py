@@ -15,6 +15,8 @@ from embershard.data import open_source
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
+pytestmark = pytest.mark.extra
+
 ROWS = 40
 
 

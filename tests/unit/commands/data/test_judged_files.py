@@ -20,6 +20,8 @@ from embershard.serving.serving_model import Model
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
+pytestmark = pytest.mark.extra
+
 ROWS = 240
 NUMBERS = range(ROWS)
 TIMES = np.datetime64("2024-01-01T00:30:00") + np.array([n * 7919 % 90_000 for n in NUMBERS]) * np.timedelta64(97, "s")

@@ -7,6 +7,8 @@ import pytest
 
 from embershard.extras.judging.kinds import Facts, Judgement, judge, word_of
 
+pytestmark = pytest.mark.extra
+
 DRAW = np.random.default_rng(0)
 ROWS = 2000
 COUNTS = DRAW.negative_binomial(0.8, 0.2, ROWS)

@@ -13,6 +13,8 @@ from embershard.data.sources.table.survey import survey
 from embershard.extras.judging.kinds import Judgement, judge
 from embershard.extras.judging.suggest import facts_of
 
+pytestmark = pytest.mark.extra
+
 ROWS = 2000
 #: A table to a paragraph: its name; then columns as NAME KIND VALUES, where `|` is between kinds that are right, and
 #: VALUES names a function of `Values`.

@@ -10,6 +10,8 @@ from embershard.data.sources.table.survey import ColumnSurvey, survey
 from embershard.extras.judging.kinds import Judgement, judge
 from embershard.extras.judging.suggest import facts_of, near_miss
 
+pytestmark = pytest.mark.extra
+
 ROWS = 1500
 SEPARATORS = ["\x01", "\x02", "\x1d", "^", "|", ";", "\t", "::", "~", "#", ",", ">", "&", "/", ":", " "]
 WORDS = ["rock", "jazz", "folk", "soul", "blues", "metal", "disco", "opera", "swing", "punk", "techno", "house"]

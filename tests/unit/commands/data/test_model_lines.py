@@ -10,6 +10,8 @@ from embershard.extras.judging.suggest import Suggestion
 from embershard.settings.decoding import decode, tomllib
 from embershard.training.config import RunConfig
 
+pytestmark = pytest.mark.extra
+
 USED = Judgement("category", "sure", "")
 
 

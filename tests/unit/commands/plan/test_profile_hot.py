@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from embershard.commands.profile.command import main
-from embershard.commands.profile.data_pass import ClickCounts, hot_sentences
 from embershard.data import CriteoConfig, DataConfig, open_source
 from embershard.data.order.stream import SampleReader
 from embershard.errors import ConfigError
+from embershard.extras.hot_cold.clicks import ClickCounts, hot_sentences
 from embershard.frequency import FrequencyProfile, HotRows
+
+pytestmark = pytest.mark.extra
 
 ROWS = HotRows({"user": np.arange(3), "item": np.arange(2)}, {"user": 3, "item": 9}, threshold=4, num_bytes=2_000_000)
 

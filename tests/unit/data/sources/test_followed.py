@@ -25,6 +25,8 @@ from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.extras.following.followed import FollowedSource
 from tests.covering import examples
 
+pytestmark = pytest.mark.extra
+
 HOUR = 3600
 FEATURES = {"number": TableFeature("dense"), "user": TableFeature("sparse", mapping="modulo", num_rows=9)}
 Rows = list[tuple[int, float]]  # number and hour

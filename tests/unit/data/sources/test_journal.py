@@ -10,6 +10,8 @@ import pytest
 from embershard.errors import DataError
 from embershard.extras.following.followed import Journal, JournalFile
 
+pytestmark = pytest.mark.extra
+
 FILE = JournalFile("part_0.csv", 120, 7, "5f", rows=9, windows=1, first_window=7, last_window=7)
 OTHER = replace(FILE, name="part_1.csv")
 

@@ -7,9 +7,12 @@ import pytest
 from embershard.extras.judging import kinds
 from tests.unit.commands.data.layouts.judged import LAYOUTS, judged_layout
 
+pytestmark = pytest.mark.extra
+
 SOME = ["H&M, transactions with articles", "santander products", "taxis of New York", "lending club", "netflix titles"]
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "seeds"), [(SOME, 1), pytest.param(list(LAYOUTS), 3, marks=pytest.mark.matrix)], ids=["some", "all"]
