@@ -54,7 +54,7 @@ WINDOWS = (0.5, 1.5, 3, 6, 12, 24)
 HOST_SHARES = (0.05, 0.1)
 DEVICE_SHARE = 0.02
 TARGET, TARGET_WINDOW = 1.3, 6
-READ_AHEAD, PREFETCH, MOST_OF_DEVICE = 8, 2, 128
+READ_AHEAD, PREFETCH = 8, 2
 _TURN_STEPS = 20
 ROWS_PER_PAGE = 4096 // 68  # of 16 columns, with the state of row-wise Adagrad
 _ROOT = Path(__file__).parents[1]
@@ -179,8 +179,8 @@ def measure(stream: Stream, host_share: float) -> Point:
 
 def replayed(stream: Stream, places: int, slots: int, lookahead: int, policy: CachePolicy) -> FileTraffic:
     """Replay a stream through both levels."""
-    levels = Levels(slots, places, ROWS_PER_PAGE, lookahead, READ_AHEAD)
-    settings = ReplaySettings(policy, min(lookahead, MOST_OF_DEVICE), PREFETCH)
+    levels = Levels(slots, places, ROWS_PER_PAGE, READ_AHEAD)
+    settings = ReplaySettings(policy, lookahead, PREFETCH)
     return replay_two_levels(stream, stream.rows_per_table, levels, settings)
 
 

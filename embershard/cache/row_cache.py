@@ -571,8 +571,8 @@ class RowCache:
         return self._map.num_slots
 
     @property
-    def chain_bytes(self) -> int:
-        """Memory of the links between known batches, in bytes."""
+    def known_bytes(self) -> int:
+        """Memory of what is known of batches beside each `KnownBatch.num_bytes`, where the cache plans, in bytes."""
         return 0 if self.next_use_index is None else self.next_use_index.chain_bytes
 
     @property

@@ -14,9 +14,7 @@ The step of batch i, with a full window; P is the prefetch depth, L the look-ahe
 * the caller's or the worker, whichever makes steps shorter (`WorkerTrial`).
 
 `LookAheadPipeline.step` runs them: `_advance` before the step, `_look_ahead` beside it, `_pay_debts` behind its
-backward. Knowing costs a few bytes per id; holding rows costs slots. That is why there are two depths. On a GPU with
-rows in a file there is a third: batches that are far are known to host memory in front of the file alone, and take no
-memory of the device until they come near (`Window`).
+backward. Knowing costs a few bytes per id; holding rows costs slots. That is why there are two depths.
 """
 
 from __future__ import annotations
@@ -43,12 +41,7 @@ from embershard.pipeline.left_steps import LeftSteps
 from embershard.pipeline.pipelined_forward import Features, ModelInputs
 from embershard.pipeline.staged_batch import IdExchange, StagedBatch, Streams, Window
 from embershard.pipeline.worker import CacheWorker, PrefetchDepth, WorkerTrial
-from embershard.sharding.memory_model import (
-    MAX_KNOWN_BYTES,
-    MAX_KNOWN_HOST_BYTES,
-    device_lookahead,
-    known_together,
-)
+from embershard.sharding.memory_model import MAX_KNOWN_BYTES, known_together
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.units import size
@@ -77,7 +70,6 @@ class LookAheadPipeline:
             as few as keep steps from waiting.
         features: gives each sharded module's input, by name, from a batch; None: the model is traced.
         max_known_bytes: memory for known batches; fewer are known, with a warning, where they would take more.
-        max_known_host_bytes: the same of host memory for batches of which a GPU has nothing (rows in a file).
         micro_batches: so many batches train together, each in a step of its own (`embershard.accumulating`). Tables of
             ids need the number: ids of all of them get rows together.
         worker: plan and copy rows in a thread beside the training, or not. Default: on a CPU the faster of the two, as
@@ -109,7 +101,6 @@ class LookAheadPipeline:
         *,
         features: Features | None = None,
         max_known_bytes: int = MAX_KNOWN_BYTES,
-        max_known_host_bytes: int = MAX_KNOWN_HOST_BYTES,
         micro_batches: int = 1,
         worker: bool | None = None,
     ) -> None:
@@ -121,7 +112,7 @@ class LookAheadPipeline:
             )
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._lookahead, self._prefetch, self._max_known_bytes = lookahead, prefetch, max_known_bytes
-        self._max_known_host_bytes, self._known_together = max_known_host_bytes, known_together(lookahead)
+        self._known_together = known_together(lookahead)
         self._inputs = ModelInputs(model, features)
         self._intake = Intake(self._device, self._inputs.check)
         self._streams = Streams(self._device)
@@ -138,8 +129,7 @@ class LookAheadPipeline:
         self._soon: Sequence[StagedBatch] = ()
         self._may_stop = self._depth.is_adaptive and not any(pool.host.is_shared for pool in self._pools)
         self._left = LeftSteps()
-        near = micro_batches * device_lookahead(-(-lookahead // micro_batches), bool(self._filed), self._device.type)
-        self._window = Window(micro_batches, max(near, prefetch) if near < lookahead else None, self.filed)
+        self._window = Window(micro_batches)
         self._depths = Depths()
         self._num_begun = 0  # steps
         self._num_resident = 0
@@ -215,12 +205,7 @@ class LookAheadPipeline:
         found = self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds, uses_worker)
         if not self._filed:
             return found
-        return replace(
-            found,
-            files=FileCounts.total(cache.filed.counts for cache in self._filed),
-            known_host_bytes=self._known_host_bytes,
-            max_known_host_bytes=self._depths.most_known_host_bytes,
-        )
+        return replace(found, files=FileCounts.total(cache.filed.counts for cache in self._filed))
 
     # -- the schedule
 
@@ -298,7 +283,7 @@ class LookAheadPipeline:
     def _know(self) -> None:
         """Tell the caches about new batches, once there are several or few others are known."""
         window = self._window
-        is_due = window.num_unknown >= self._known_together or window.num_near <= self._prefetch + 1
+        is_due = window.num_unknown >= self._known_together or window.num_known <= self._prefetch + 1
         if torch.is_grad_enabled() and (is_due or self._intake.is_over):
             window.know(self._intake.is_over)
 
@@ -393,37 +378,26 @@ class LookAheadPipeline:
         return is_in
 
     def _let_in(self, batch: Any, announced: Any) -> None:
-        given = self._inputs.forwards, self._streams, self._window.can_be_far
         with self._exchange:
-            self._window.add(StagedBatch(batch, announced, self._device, *given))
+            self._window.add(StagedBatch(batch, announced, self._device, self._inputs.forwards, self._streams))
 
     def _weigh(self) -> None:
-        """Decide if there is memory to know more batches, and to have more of them near."""
-        known_bytes, host_bytes, window = self._known_bytes, self._known_host_bytes, self._window
-        window.has_room = known_bytes < self._max_known_bytes
-        is_host_full = host_bytes >= self._max_known_host_bytes or any(cache.knows_most for cache in self._filed)
-        is_full = is_host_full or not (window.has_room or window.can_be_far)
+        """Decide if there is memory to know more batches."""
+        known_bytes, window = self._known_bytes, self._window
+        is_full = known_bytes >= self._max_known_bytes or any(cache.knows_most for cache in self._filed)
         self._is_full = is_full and len(window) > self._prefetch + 1
         self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
-        self._depths.most_known_host_bytes = max(self._depths.most_known_host_bytes, host_bytes)
         if self._is_full and not self._is_told_full and len(window) < self._lookahead:
             self._is_told_full = True
-            taken, name, most = known_bytes, "max_known_bytes", self._max_known_bytes
-            if is_host_full:
-                taken, name, most = host_bytes, "max_known_host_bytes", self._max_known_host_bytes
             _log.warning(
-                "%d of lookahead=%d batches are known ahead: they take %s, and %s is %s. Smaller batches, "
-                "more ranks or a larger %s let more be known; a smaller lookahead asks for no more",
-                *(len(window), self._lookahead, size(taken), name, size(most), name),
+                "%d of lookahead=%d batches are known ahead: they take %s, and max_known_bytes is %s. Smaller batches, "
+                "more ranks or a larger max_known_bytes let more be known; a smaller lookahead asks for no more",
+                *(len(window), self._lookahead, size(known_bytes), size(self._max_known_bytes)),
             )
 
     @property
     def _known_bytes(self) -> int:
-        return self._window.known_bytes + sum(pool.cache.chain_bytes for pool in self._pools)
-
-    @property
-    def _known_host_bytes(self) -> int:
-        return self._window.away_bytes + sum(cache.known_host_bytes for cache in self._filed)
+        return self._window.known_bytes + sum(pool.cache.known_bytes for pool in self._pools)
 
 
 def _end_ahead(pools: list[CachedTableBatchedEmbeddings], token: object) -> None:
@@ -448,8 +422,6 @@ class LookAheadStats:
             such a step.
         prefetch_depth: batches that the pipeline now holds where they fit; the same on all ranks.
         known_bytes, max_known_bytes: memory of the batches that are known and not trained, now and at most, in bytes.
-        known_host_bytes, max_known_host_bytes: host memory of those of which a GPU has nothing, and of what memory in
-            front of a file knows of all, now and at most, in bytes.
         stall_seconds: time that steps waited for rows.
         uses_worker: a thread beside the training plans now.
         files: what was read from files and written to them; None: no rows are in files.
@@ -466,8 +438,6 @@ class LookAheadStats:
     stall_seconds: float
     uses_worker: bool
     files: FileCounts | None = None
-    known_host_bytes: int = 0
-    max_known_host_bytes: int = 0
 
     def by_step(self, pieces: int) -> LookAheadStats:
         """Return the counts of a training whose steps have so many batches each."""
@@ -501,7 +471,6 @@ class Depths:
 
     steps: int = 0
     most_known_bytes: int = 0
-    most_known_host_bytes: int = 0
     stall_seconds: float = 0.0
     _known: _Depth = field(default_factory=_Depth)
     _resident: _Depth = field(default_factory=_Depth)

@@ -11,7 +11,6 @@ import torch
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.file.filed_cache import Announcement
 from embershard.cache.gpu.readback import Reads
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
@@ -24,9 +23,9 @@ from embershard.stages import is_stage
 class ModuleInput:
     """The input of one sharded module for one batch, from the all-to-all to the forward.
 
-    The constructor starts the all-to-all; then, in this order: :meth:`send`, :meth:`receive`, :meth:`announce` if at
-    all, :meth:`know`, :meth:`make_resident` until it returns True, :meth:`forward` if at all, :meth:`close`. The
-    constructor, `send`, `receive` and `forward` are collective.
+    The constructor starts the all-to-all; then, in this order: :meth:`send`, :meth:`receive`, :meth:`know`,
+    :meth:`make_resident` until it returns True, :meth:`forward` if at all, :meth:`close`. The constructor, `send`,
+    `receive` and `forward` are collective.
     """
 
     def __init__(self, module: ShardedModule, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -38,7 +37,6 @@ class ModuleInput:
         self._is_sent = False
         self._received: Any = None
         self._groups: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] | None = None
-        self._far: dict[CachedTableBatchedEmbeddings, Announcement] = {}
         self._known: dict[int, Known] = {}  # by pool
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
@@ -67,14 +65,6 @@ class ModuleInput:
         return self._groups
 
     @is_stage("know")
-    def announce(self) -> None:
-        """Tell host memory in front of files when the batch's rows are used, before `know` tells the caches. A second
-        call does nothing."""
-        for pool, features in self._pools:
-            if pool.filed is not None and pool not in self._far:
-                self._far[pool] = pool.announce(features)
-
-    @is_stage("know")
     def know(self, others: Sequence[ModuleInput] = ()) -> None:
         """Tell the caches when the batch's rows are used; and those of the module's `others`, which train together with
         it. What an interrupt cut off goes on."""
@@ -82,10 +72,8 @@ class ModuleInput:
         for number, (pool, _) in enumerate(self._pools):
             if any(number not in each._known for each in together):
                 features = [each._pools[number][1] for each in together]
-                known = pool.know_together(features, [each._far.get(pool) for each in together])
-                for each, own in zip(together, known, strict=True):
+                for each, own in zip(together, pool.know_together(features), strict=True):
                     each._known[number] = own
-                    each._far.pop(pool, None)
 
     def file(self) -> bool:
         """Let the batch's rows be in host memory soon, of tables in a file; False if they do not fit there yet."""
@@ -94,8 +82,6 @@ class ModuleInput:
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot the batch."""
-        for pool in pools:
-            self._far.pop(pool, None)
         for number in list(self._known):
             if self._pools[number][0] in pools:
                 del self._known[number]
@@ -109,10 +95,6 @@ class ModuleInput:
     def kept(self) -> Any:
         """What it keeps of the batch until the batch trains: the ids, and what the module notes of them."""
         return self._received, self._context
-
-    @kept.setter
-    def kept(self, kept: Any) -> None:
-        (self._received, self._context), self._groups = kept, None
 
     @property
     def known_uses_bytes(self) -> int:
@@ -181,9 +163,9 @@ class ModuleInput:
                 not ticket.released and not ticket.held
             ):  # a forward without a backward may hold it, too, and be kept for long
                 ticket.cancel()
-        if self._far or any(known is not None for known in self._known.values()):
+        if any(known is not None for known in self._known.values()):
             for number, (pool, features) in enumerate(self._pools):
-                pool.skip(features, self._known.get(number, self._far.get(pool)))
+                pool.skip(features, self._known.get(number))
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until `stream` is done with it."""

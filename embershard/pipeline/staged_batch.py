@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from embershard.cache.gpu.readback import ReadTogether
 from embershard.errors import CacheError, DataError
-from embershard.pipeline.batch_tensors import HostCopy, Moves, tensor_bytes, tensors_of
+from embershard.pipeline.batch_tensors import tensor_bytes, tensors_of
 from embershard.pipeline.left_steps import collectives_begun
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.pipelined_forward import PipelinedForward
@@ -28,8 +27,6 @@ class StagedBatch:
         StagedBatch(...)   arriving    copy it to the device and start its input all-to-all
         send               arriving    send its ids; the ranks know how many each sends
         receive            arrived     wait for the ids of this rank's tables
-        announce           far         tell host memory in front of files when its rows are used; tables in files only
-        put_away           far         move what it has on a GPU to host memory, until the next stage
         know               known       tell the caches when its rows are used: they evict accordingly
         file               filed       bring its rows from files to host memory, where tables are in files
         make_resident      resident    bring its rows into slots that no other resident batch uses; until it is True
@@ -43,7 +40,6 @@ class StagedBatch:
         batch: has `to(device, non_blocking)` and `record_stream(stream)`.
         announced: what the modules read of it, which is of tensors that may not be the batch's own.
         forwards: of the sharded modules that are pipelined.
-        goes_far: it may be put away.
     """
 
     def __init__(
@@ -53,20 +49,15 @@ class StagedBatch:
         device: torch.device,
         forwards: Sequence[PipelinedForward],
         streams: Streams,
-        goes_far: bool = False,
     ) -> None:
         self.batch = batch
         self._device, self._forwards, self._streams = device, forwards, streams
         self._versions = [(each, each._version) for each in tensors_of([batch, announced]) if not each.is_inference()]
-        self._moves = Moves()
-        with streams.copying(), self._moves if goes_far else nullcontext():
+        with streams.copying():
             self.on_device = batch.to(device, non_blocking=True)
-        if goes_far:
-            self._moves.end(self.on_device)
         with streams.distributing(self.on_device):
             self.inputs = {forward.name: forward.start(self.on_device) for forward in forwards}
         self._is_sent = False
-        self._away: HostCopy | None = None  # its copy and its inputs, which it does not have then
         self.step = 0  # batches with one number train together
 
     @property
@@ -77,9 +68,7 @@ class StagedBatch:
     @property
     def known_bytes(self) -> int:
         """Memory that it takes beside the batch as the iterator gave it, in bytes: its copy on a GPU, its inputs, which
-        may be views of that, and their known uses; nothing while it is away. Walks through all tensors: ask once."""
-        if self._away is not None:
-            return 0
+        may be views of that, and their known uses. Walks through all tensors: ask once."""
         parts, copy = list(self.inputs.values()), self.on_device if self._device.type == "cuda" else None
         return tensor_bytes([copy, *(part.kept for part in parts)]) + sum(part.known_uses_bytes for part in parts)
 
@@ -99,56 +88,8 @@ class StagedBatch:
             for part in self.inputs.values():
                 part.receive()
 
-    @property
-    def is_away(self) -> bool:
-        """True between `put_away` and `bring_back`, on a GPU."""
-        return self._away is not None
-
-    @property
-    def away_bytes(self) -> int:
-        """Host memory of what is away, in bytes."""
-        return 0 if self._away is None else self._away.num_bytes
-
-    def announce(self) -> None:
-        """Tell host memory in front of files when its rows are used. `know` follows when it comes near."""
-        self.bring_back()
-        with self._streams.preparing(self.inputs):
-            for part in self.inputs.values():
-                part.announce()
-
-    def put_away(self) -> None:
-        """Move what it has on a GPU to host memory, but for copies of what is there; nothing else is done with it until
-        `bring_back`."""
-        if self._device.type != "cuda" or self._away is not None or self.on_device is self.batch:
-            return
-        with self._streams.moving():
-            parts = {name: part.kept for name, part in self.inputs.items()}
-            self._away = HostCopy((self.on_device, parts), self._device, self._moves.take())
-        self.on_device = None
-        for part in self.inputs.values():
-            part.kept = None, None
-
-    def bring_back(self) -> None:
-        """Move it to the GPU again, if it is away.
-
-        Raises:
-            DataError: as `begin`.
-        """
-        if self._away is None:
-            return
-        self._check_unchanged()
-        with self._streams.moving():
-            on_device, parts = self._away.restore()
-        self._streams.distributing(on_device)  # this stream waits for it, and the caches' for this stream
-        for name, part in self.inputs.items():
-            part.kept = parts[name]
-        self._streams.preparing(self.inputs)
-        self.on_device, self._away = on_device, None
-
     def know(self, others: Sequence[StagedBatch] = ()) -> None:
         """Tell the caches when its rows are used, and those of others that train together with it."""
-        for staged in (self, *others):
-            staged.bring_back()
         with ExitStack() as stack:
             for staged in (self, *others):
                 stack.enter_context(self._streams.preparing(staged.inputs))
@@ -173,7 +114,6 @@ class StagedBatch:
 
     def begin_resident(self, critical_path: bool) -> ReadTogether[bool]:
         """Begin `make_resident`, up to where the host needs the plans' numbers; `end_resident` does the rest."""
-        self.bring_back()
         with self._streams.preparing():
             parts = [part.becoming_resident(critical_path) for part in self.inputs.values()]
             return ReadTogether([work for works in parts for work in works])
@@ -189,26 +129,20 @@ class StagedBatch:
         Raises:
             DataError: the batch's tensors were written to since the pipeline took it.
         """
-        self._check_unchanged()
-        self.bring_back()
-        self._streams.give(self.on_device, self.inputs)
-        for forward in self._forwards:
-            forward.install()
-            self.inputs[forward.name].expect(*forward.args.build_args_kwargs(self.on_device))
-        return self.on_device
-
-    def _check_unchanged(self) -> None:
         if any(tensor._version != version for tensor, version in self._versions):
             raise DataError(
                 "a batch was written to in place after the pipeline had taken it, which keeps it for up to "
                 "lookahead + 6 steps. Give each batch tensors of its own (batch.clone(), or no reuse of buffers in the "
                 "loader)"
             )
+        self._streams.give(self.on_device, self.inputs)
+        for forward in self._forwards:
+            forward.install()
+            self.inputs[forward.name].expect(*forward.args.build_args_kwargs(self.on_device))
+        return self.on_device
 
     def close(self) -> None:
         """End its life: nothing reads it any more."""
-        if self._away is not None:  # who ends it forgets all that are known
-            return
         with self._streams.preparing():
             for part in self.inputs.values():
                 part.close()
@@ -249,35 +183,24 @@ _WEIGH_EVERY = 8
 class Window:
     """Batches between the iterator and their step, oldest first.
 
-        [ first ... known to the caches | far: known to files' memory alone | not known yet ] <- arriving
+        [ first ... known to the caches | not known yet ] <- arriving
 
     A batch enters at the right with :meth:`add` and leaves at the left with :meth:`take_first`. An exception in between
     loses no batch: a batch leaves a place only when it has arrived in the next.
 
     Args:
         micro_batches: so many batches train together, and become known together.
-        near: most batches behind the first one that the caches know; others are far. None: all.
-        least_near: those that they know even where there is no room.
-
-    Attributes:
-        can_be_far: not all batches are near.
-        has_room: there is memory for more batches near.
     """
 
-    def __init__(self, micro_batches: int = 1, near: int | None = None, least_near: int = 0) -> None:
+    def __init__(self, micro_batches: int = 1) -> None:
         self._micro_batches, self._num_added = micro_batches, 0
-        self.can_be_far, self.has_room = near is not None, True
-        self._near = sys.maxsize if near is None else near
-        self._least_near = min(self._near, least_near)
-        self._far: deque[StagedBatch] = deque()
         self._batches: deque[StagedBatch] = deque()
         self._unknown: deque[StagedBatch] = deque()  # the newest of those
         self._arriving: deque[StagedBatch] = deque()
-        self._bytes: dict[StagedBatch, tuple[int, int]] = {}  # of its device, and away
+        self._bytes: dict[StagedBatch, int] = {}
         self._last_weighed, self._weighed_ids, self._num_counted = 0, 0, 0  # bytes and ids of a batch, and batches
         #: Memory of the batches and of their known uses, in bytes, as of when they became known; estimated.
         self.known_bytes = 0
-        self.away_bytes = 0  # in host memory, of those that are far
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -289,23 +212,13 @@ class Window:
 
     @property
     def num_unknown(self) -> int:
-        """Batches that are to become known: new ones, and far ones that came near."""
-        return len(self._unknown) + max(0, min(self._most_near, self.num_known) - self.num_near)
+        """Batches that are to become known."""
+        return len(self._unknown)
 
     @property
     def num_known(self) -> int:
-        """Batches that the caches know, or only files' memory."""
-        return len(self._batches) - len(self._unknown)
-
-    @property
-    def num_near(self) -> int:
         """Batches that the caches know."""
-        return self.num_known - len(self._far)
-
-    @property
-    def _most_near(self) -> int:
-        limited = self.can_be_far and not self.has_room
-        return 1 + (self._least_near if limited else self._near)
+        return len(self._batches) - len(self._unknown)
 
     @property
     def num_arriving(self) -> int:
@@ -318,10 +231,9 @@ class Window:
         return self._arriving[-1].batch if self._arriving else None
 
     def coming(self, first: int, count: int) -> list[StagedBatch]:
-        """Return up to `count` batches from place `first` on, to make them resident: none that is far; where several
-        train together, none whose step is not whole, as its ids would get rows without those of the others."""
-        are_known = self._far or self._micro_batches > 1
-        stop = min(first + count, self.num_near) if are_known else first + count
+        """Return up to `count` batches from place `first` on, to make them resident; where several train together, none
+        whose step is not whole, as its ids would get rows without those of the others."""
+        stop = min(first + count, self.num_known) if self._micro_batches > 1 else first + count
         return list(itertools.islice(self._batches, first, max(first, stop)))
 
     def add(self, staged: StagedBatch) -> None:
@@ -342,54 +254,33 @@ class Window:
         self._batches.append(self._arriving.popleft())
         self._unknown.append(staged)
         if not torch.is_grad_enabled():  # else it is about to become known, and larger
-            if len(self._batches) > self._most_near:
-                staged.put_away()
             self._weigh(staged)
 
     def know(self, is_over: bool = False) -> None:
-        """Tell the caches about every batch that they do not know yet and that is not far, once all of its step are
-        here or none comes; of far ones, tell files' memory."""
-        while self._far and self.num_near < self._most_near:
-            self._know(self._far)
+        """Tell the caches about every batch that they do not know yet, once all of its step are here or none comes."""
         while self._unknown:
             step = self._unknown[0].step
             is_whole = self._num_added - len(self._arriving) >= (step + 1) * self._micro_batches
             if not is_whole and (self._arriving or not is_over):
                 return
-            if not self._far and self.num_near < self._most_near:
-                self._know(self._unknown)
-                continue
-            for staged in _of_one_step(self._unknown):
-                staged.announce()
-                staged.put_away()
-                if not self._far or self._far[-1] is not staged:
-                    self._far.append(staged)
+            together = list(next(itertools.groupby(self._unknown, key=lambda staged: staged.step))[1])
+            together[0].know(together[1:])
+            for staged in together:
                 self._unknown.popleft()
                 self._weigh(staged)
-
-    def _know(self, waiting: deque[StagedBatch]) -> None:
-        """Tell the caches about those of `waiting` that train together with the first of them."""
-        first, *others = _of_one_step(waiting)
-        first.know(others)
-        for staged in (first, *others):
-            waiting.popleft()
-            self._weigh(staged)
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot all batches: they become known again, in their order."""
         for staged in self._batches:
             staged.forget(pools)
         self._unknown = deque(self._batches)
-        self._far.clear()
 
     def take_first(self) -> None:
         """Remove the batch of this step. If the caches do not know it, they need not: it is only evaluated."""
         staged = self._batches.popleft()
-        self._count(staged, 0, 0)
-        del self._bytes[staged]
-        for waiting in (self._far, self._unknown):
-            if waiting and waiting[0] is staged:
-                waiting.popleft()
+        self.known_bytes -= self._bytes.pop(staged, 0)
+        if self._unknown and self._unknown[0] is staged:
+            self._unknown.popleft()
 
     def put_back(self, staged: StagedBatch) -> None:
         """Make a batch whose step did not begin the first one again, if it is not any more."""
@@ -401,34 +292,20 @@ class Window:
         """Close and forget all batches: they will not train."""
         for staged in [*self._batches, *self._arriving]:
             staged.close()
-        for batches in (self._batches, self._far, self._unknown, self._arriving, self._bytes):
+        for batches in (self._batches, self._unknown, self._arriving, self._bytes):
             batches.clear()
         self._num_added = 0
-        self.known_bytes = self.away_bytes = 0
+        self.known_bytes = 0
 
     def _weigh(self, staged: StagedBatch) -> None:
         """Count a batch's memory. The tensors of one batch in eight are walked through, and of those with a number of
         ids that is not about that of the last one; the others are taken to be like it."""
-        if staged.is_away:
-            self._count(staged, 0, staged.away_bytes)
-            return
         num_ids = staged.num_ids
         if self._num_counted % _WEIGH_EVERY == 0 or 16 * abs(num_ids - self._weighed_ids) > self._weighed_ids:
             self._last_weighed, self._weighed_ids = staged.known_bytes, num_ids
         self._num_counted += 1
-        self._count(staged, self._last_weighed, 0)
-
-    def _count(self, staged: StagedBatch, known_bytes: int, away_bytes: int) -> None:
-        before = self._bytes.get(staged, (0, 0))
-        self.known_bytes += known_bytes - before[0]
-        self.away_bytes += away_bytes - before[1]
-        self._bytes[staged] = known_bytes, away_bytes
-
-
-def _of_one_step(batches: Iterable[StagedBatch]) -> list[StagedBatch]:
-    """Return the first one of some batches, and those behind it that train together with it."""
-    (_, first) = next(itertools.groupby(batches, key=lambda each: each.step))
-    return list(first)
+        self.known_bytes += self._last_weighed - self._bytes.get(staged, 0)
+        self._bytes[staged] = self._last_weighed
 
 
 _ON_A_CPU = nullcontext()
@@ -450,13 +327,6 @@ class Streams:
     def copying(self) -> Any:
         """Return a context for copying batches to the device."""
         return torch.cuda.stream(self._copy) if self._is_cuda else _ON_A_CPU
-
-    def moving(self) -> Any:
-        """Return a context for moving batches between the device and host memory, once their ids are exchanged."""
-        if not self._is_cuda:
-            return _ON_A_CPU
-        self._copy.wait_stream(self._distribute)
-        return torch.cuda.stream(self._copy)
 
     def distributing(self, on_device: Any = None) -> Any:
         """Return a context for exchanging ids; those of `on_device`, once it is copied."""

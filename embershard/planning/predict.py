@@ -47,7 +47,7 @@ def pool_reports(
         if grows and num_slots < needed:
             counted, num_slots = counted_reports(workload, shards, needed), needed
         return counted, num_slots, None if places is None else _counted_traffic(workload, shards, places, rows_per_page)
-    trace, window = workload.data.trace, max(shape.cache.lookahead, shape.file_lookahead)
+    trace = workload.data.trace
     assert trace is not None, "nothing to replay"
     pinned = pinned_tables([shard.rows for shard in shards], num_slots)
     found = replay_pool(
@@ -59,7 +59,7 @@ def pool_reports(
         pinned_tables=[shards[number].table.table for number in pinned],
         num_steps=replayed_steps,
         rank_batch_size=shape.batch_size if shards[0].exchange == "rows" else None,
-        levels=None if places is None else Levels(num_slots, places, rows_per_page, window),
+        levels=None if places is None else Levels(num_slots, places, rows_per_page),
     )
     # In a small image of a cache one batch may fit by chance, or not: only a complete trace shows whether it does.
     is_complete = trace.rate >= COMPLETE

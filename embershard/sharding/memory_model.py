@@ -34,21 +34,6 @@ _LENGTH_BYTES = _FLOAT_BYTES = 4
 #: model 128 batches of 65,536 samples with 26 ids take 4.9 GiB of a GPU that trains alone, and 7.5 GiB of each of two.
 MAX_KNOWN_BYTES = 2**33
 
-#: Default host memory for batches that only files' memory knows, on a rank with a GPU.
-MAX_KNOWN_HOST_BYTES = 2**35
-#: Most batches behind the one in training that a GPU knows, where rows are in a file. The slots hold the rows of far
-#: fewer batches; host memory, which holds those of many more, knows all.
-DEVICE_LOOKAHEAD = 128
-
-
-def device_lookahead(lookahead: int, has_files: bool, device: str) -> int:
-    """Return how many batches behind the one in training the caches of a rank know, with this look-ahead.
-
-    >>> device_lookahead(2000, has_files=True, device="cuda"), device_lookahead(2000, has_files=True, device="cpu")
-    (128, 2000)
-    """
-    return min(lookahead, DEVICE_LOOKAHEAD) if has_files and device == "cuda" else lookahead
-
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -290,16 +275,13 @@ def step_bytes(
     id among the distinct ones.
     """
     batch = shape.batch_size
-    of_batch = own_batch_bytes(model, shape, lookups_per_sample)
     vectors = 2.0 * sum(table.dim * table.num_features for table in model.tables) * batch * _FLOAT_BYTES
     for shard, arriving in zip(shards, lookups, strict=True):
         samples = batch if shard.kernel == "replicated" else batch * shape.world_size
         vectors += vector_bytes(shard, samples, arriving)
-        of_batch += known_batch_bytes(shard, shape, arriving)
-    known, waiting = known_batches(shape)
-    window = min(known * of_batch, max(MAX_KNOWN_BYTES, waiting * of_batch))
+    window = _window_bytes(_batch_bytes(model, shards, lookups, shape, lookups_per_sample), shape)
     if any(shard.exchange == "rows" for shard in shards):
-        window += known * lookups_per_sample * batch * ID_BYTES
+        window += known_batches(shape)[0] * lookups_per_sample * batch * ID_BYTES
     return {
         "dense": model.dense_parameter_bytes + model.dense_state_bytes,
         "activations": round(model.activation_bytes_per_sample * shape.micro_batch_size),
@@ -326,6 +308,8 @@ def known_batch_bytes(shard: PlacedShard, shape: RunShape, lookups: float) -> fl
     if is_own and shape.device == "cuda":  # views of the rank's own batch
         id_bytes = bags = 0
     use_bytes = _KNOWN_USE_BYTES[shape.device] if is_cached else 0
+    if is_cached and shape.file_host_bytes is not None and shape.device == "cpu":
+        use_bytes *= 2  # places know as much as slots
     return (id_bytes + use_bytes) * lookups + _LENGTH_BYTES * bags
 
 
@@ -338,26 +322,41 @@ def own_batch_bytes(model: ModelSize, shape: RunShape, lookups_per_sample: float
     return of_sample * shape.batch_size
 
 
-def known_host_bytes(shards: Sequence[PlacedShard], lookups: Sequence[float], shape: RunShape, lookahead: int) -> int:
-    """Return the host memory of a rank with a GPU and rows in a file for known batches, beside the batches as they are
-    read: what is on the device of near ones, of those that are far, but for the batch's copy, which is made again from
-    the batch; and, of all, what the places of rows know. On a CPU 0.
+def _batch_bytes(
+    model: ModelSize,
+    shards: Sequence[PlacedShard],
+    lookups: Sequence[float],
+    shape: RunShape,
+    lookups_per_sample: float,
+) -> float:
+    """Return the device memory of a rank for a known batch."""
+    pairs = zip(shards, lookups, strict=True)
+    of_shards = (known_batch_bytes(shard, shape, arriving) for shard, arriving in pairs)
+    return sum(of_shards, own_batch_bytes(model, shape, lookups_per_sample))
 
-    Args:
-        shards, lookups: of the rank, and ids that arrive at each of them in a step.
-        shape: whose look-ahead is the device's (`device_lookahead`).
-        lookahead: L of the run.
-    """
+
+def _window_bytes(of_batch: float, shape: RunShape) -> float:
+    """Return the device memory for all known batches, of so many bytes each."""
+    known, waiting = known_batches(shape)
+    return min(known * of_batch, max(MAX_KNOWN_BYTES, waiting * of_batch))
+
+
+def known_host_bytes(
+    model: ModelSize,
+    shards: Sequence[PlacedShard],
+    lookups: Sequence[float],
+    shape: RunShape,
+    lookups_per_sample: float,
+) -> int:
+    """Return the host memory of a rank with a GPU and rows in a file for known batches, beside the batches as they are
+    read: their ids, from which the places of rows learn them, and what these know. On a CPU 0: `step_bytes` has it.
+    Arguments as for that."""
     if shape.device != "cuda":
         return 0
-    pairs = list(zip(shards, lookups, strict=True))
-    num_ids = sum(arriving for shard, arriving in pairs if shard.kernel == "cached")
-    far = sum(known_batch_bytes(shard, shape, arriving) for shard, arriving in pairs)
-    far -= _KNOWN_USE_BYTES["cuda"] * num_ids
-    num_near, num_known = shape.cache.lookahead, lookahead + known_together(lookahead)
-    of_near = pinned_bytes(round(ID_BYTES * num_ids))  # in one buffer; far batches are in several, of any sizes
-    taken = max(0, lookahead - num_near) * far + num_near * of_near
-    return round(min(MAX_KNOWN_HOST_BYTES, taken + num_known * _KNOWN_USE_BYTES["cpu"] * num_ids))
+    of_batch = _batch_bytes(model, shards, lookups, shape, lookups_per_sample)
+    num_ids = sum(arriving for shard, arriving in zip(shards, lookups, strict=True) if shard.kernel == "cached")
+    on_host = pinned_bytes(round(ID_BYTES * num_ids)) + _KNOWN_USE_BYTES["cpu"] * num_ids
+    return round(_window_bytes(of_batch, shape) / max(1.0, of_batch) * on_host)
 
 
 def vector_bytes(shard: PlacedShard, num_samples: int, lookups: float) -> float:

@@ -51,7 +51,6 @@ class RunShape:
         reserve_bytes: device memory of a rank that is left free.
         activation_bytes: of a number that dense layers pass on.
         file_host_bytes: host memory of a rank for rows, in front of a file; None: all rows are in host memory.
-        file_lookahead: batches behind the one in training that this memory knows, where they are more than the device.
         cores_per_node: that a CPU's ranks share; None: every rank has its own.
     """
 
@@ -70,7 +69,6 @@ class RunShape:
     accumulate: int = 1
     activation_bytes: float = 4
     file_host_bytes: int | None = None
-    file_lookahead: int = 0
 
     @property
     def micro_batch_size(self) -> int:

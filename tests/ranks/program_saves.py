@@ -34,7 +34,6 @@ from embershard import (
 from embershard.cache.file.file_rows import FileRows
 from embershard.cache.totals import FileCounts
 from embershard.errors import CheckpointError
-from embershard.pipeline import look_ahead
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.checkpoint.host_rows import without_small_flushes
 from tests.faults.rank_kills import FILE_OPERATIONS, is_writing
@@ -135,10 +134,11 @@ class Program:
         return found
 
 
-def saved(case: Case, host: str, folder: str) -> Any:
+def saved(case: Case, host: str, folder: str, lookahead: int = 6) -> Any:
     """Losses and rows of a whole training, saved in its midst with batches ahead; the homes of rows then, evictions,
     and what was read from files."""
     program, homes = Program(case, host, folder), dict[str, int]()
+    program.lookahead = lookahead
 
     def save() -> None:
         if host == "file":
@@ -148,16 +148,6 @@ def saved(case: Case, host: str, folder: str) -> Any:
     losses = program.train(0, STEPS, HALF, save)
     evictions = sum(table.evictions for table in cache_stats(program.model))
     return losses, program.rows(), homes, evictions, file_counts(program.model)
-
-
-def saved_far(case: Case, host: str, folder: str) -> Any:
-    """As `saved`, with a deep window; where rows are in a file, of most of it only host memory knows."""
-
-    def near(lookahead: int, has_files: bool, device: str) -> int:
-        return 3 if has_files else lookahead
-
-    with mock.patch.object(look_ahead, "device_lookahead", near), mock.patch.object(Program, "lookahead", 24):
-        return saved(case, host, folder)
 
 
 def saved_at_once(case: Case, folder: str) -> dict[str, Tensor]:

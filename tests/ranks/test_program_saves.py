@@ -22,7 +22,6 @@ from tests.ranks.program_saves import (
     saved,
     saved_at_once,
     saved_by_torch,
-    saved_far,
     saved_unread,
 )
 from tests.ranks.workers import RankPool
@@ -63,18 +62,18 @@ def test_a_program_goes_on_with_every_bit(ranks: RankPool, tmp_path: Path, optim
             assert_same(found, (expected[0][HALF:], expected[1]))
 
 
-def test_batches_that_only_host_memory_knows_change_no_bit(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_deep_window_changes_no_bit(ranks: RankPool, tmp_path: Path) -> None:
     """Nor does a save with such batches ahead, from which a program goes on. Fewer rows are read."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "near").mkdir()
-    far, in_memory = (
-        ranks.run(saved_far, case_of(), host, str(tmp_path / folder))
+    deep, in_memory = (
+        ranks.run(saved, case_of(), host, str(tmp_path / folder), 24)
         for host, folder in (("file", "."), ("memory", "memory"))
     )
     few = ranks.run(saved, case_of(), "file", str(tmp_path / "near"))
     path = str(tmp_path / f"step_{HALF}")
     resumed = ranks.run(loaded, case_of(), "file", str(tmp_path), path)
-    for found, expected, of_few, (losses, rows, *_) in zip(far, in_memory, few, resumed, strict=True):
+    for found, expected, of_few, (losses, rows, *_) in zip(deep, in_memory, few, resumed, strict=True):
         assert_same(found, expected)
         assert_same((losses, rows), (expected[0][HALF:], expected[1]))
         assert found[3] > 300

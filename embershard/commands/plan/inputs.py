@@ -14,7 +14,6 @@ from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.models.config import WITH_TOWERS
 from embershard.planning.request import Budget, Workload
 from embershard.settings.files import load_config
-from embershard.sharding.memory_model import device_lookahead
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
@@ -66,7 +65,6 @@ def make_workload(
         accumulate=config.train.accumulate,
         activation_bytes=_ACTIVATION_BYTES.get(config.train.precision, 4),
         file_host_bytes=config.cache.host_bytes if config.cache.enabled else None,
-        file_lookahead=config.lookahead,
     )
     rows = {name: table.num_rows for name, table in data.tables.items()}
     return Workload(model_size(config, rows) if model is None else model, data, shape)
@@ -81,7 +79,7 @@ def replay_settings(
     data = config.data
     return ReplaySettings(
         policy=config.cache.policy_for(has_profile),
-        lookahead=device_lookahead(config.look_ahead.lookahead, config.cache.host == "file", device),
+        lookahead=config.look_ahead.lookahead,
         prefetch=config.look_ahead.prefetch if device == "cuda" else 1,
         profile_samples=counted if has_profile else 0,
         shuffle_window=data.chunk_rows * data.shuffle_window if data.shuffle else 0,

@@ -30,14 +30,12 @@ class Levels:
         num_slots: on the device.
         num_places: in host memory.
         rows_per_page: of the file; a page is read and written as a whole, a row at a time is kept.
-        lookahead: batches beyond the one in training that the places know; the device knows those of its settings.
         read_ahead: batches beyond the one in training that have their places.
     """
 
     num_slots: int
     num_places: int
     rows_per_page: int
-    lookahead: int
     read_ahead: int = READ_AHEAD
 
 
@@ -91,7 +89,7 @@ class FileTier:
         pages: the page of every row, int64 [R], ascending.
         rate: of all rows, the share that these R are: where a part of them stands for all, its pages are estimated.
 
-    >>> tier = FileTier(Levels(num_slots=1, num_places=1, rows_per_page=8, lookahead=1), np.zeros(4, np.int64))
+    >>> tier = FileTier(Levels(num_slots=1, num_places=1, rows_per_page=8), np.zeros(4, np.int64))
     >>> for row in (0, 1, 0):
     ...     keys = torch.tensor([row])
     ...     tier.lend(keys)

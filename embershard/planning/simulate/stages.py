@@ -72,7 +72,6 @@ class _Batch:
     lengths: Tensor
     of_places: KnownBatch | None = None
     of_device: KnownBatch | None = None
-    is_known: bool = False  # to the device, whose policy may need to know nothing
     ticket: Ticket | None = None
 
 
@@ -101,10 +100,9 @@ def run_stages(
         warnings.simplefilter("ignore", CacheGrowthWarning)
         for step in range(steps):
             at_step(step)
-            while next_step < min(steps, step + stages.window + 1):
+            while next_step < min(steps, step + settings.lookahead + 1):
                 stages.add(*get(next_step))
                 next_step += 1
-            stages.know()
             stages.prepare(known[0], critical_path=True)
             at_batch(step, known[0].keys)
             cache.freeze_pins()
@@ -123,21 +121,14 @@ class _Stages:
 
     def __init__(self, cache: RowCache, settings: ReplaySettings, tier: FileTier | None) -> None:
         self._cache, self._tier, self._by_next_use = cache, tier, settings.policy.by_next_use
-        self.window = settings.lookahead if tier is None else tier.levels.lookahead
-        self._lookahead = min(settings.lookahead, self.window)
-        self.prefetch = min(settings.prefetch, self._lookahead)
+        self.prefetch = min(settings.prefetch, settings.lookahead)
         self.known = deque[_Batch]()
 
     def add(self, keys: Tensor, lengths: Tensor) -> None:
-        """Take a batch into the window, and announce it to the places."""
+        """Take a batch into the window, and announce it to the device and to the places."""
         uses = keys if self._by_next_use else keys[:0]
-        self.known.append(_Batch(keys, lengths, None if self._tier is None else self._tier.know(uses)))
-
-    def know(self) -> None:
-        """Announce batches that came into the device's window to it."""
-        for batch in itertools.islice(self.known, self._lookahead + 1):
-            if not batch.is_known:
-                batch.of_device, batch.is_known = self._cache.know(batch.keys, batch.lengths), True
+        of_places = None if self._tier is None else self._tier.know(uses)
+        self.known.append(_Batch(keys, lengths, of_places, self._cache.know(keys, lengths)))
 
     def prepare(self, batch: _Batch, critical_path: bool) -> bool:
         """Bring a batch's rows to the device; False if they do not fit beside those of earlier ones."""

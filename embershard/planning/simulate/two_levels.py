@@ -28,7 +28,7 @@ def replay_two_levels(
 
     >>> import torch
     >>> few = [(torch.tensor([row]), torch.tensor([1])) for row in (0, 1, 2, 3, 0)]
-    >>> levels = Levels(num_slots=1, num_places=2, rows_per_page=8, lookahead=1, read_ahead=0)
+    >>> levels = Levels(num_slots=1, num_places=2, rows_per_page=8, read_ahead=0)
     >>> found = replay_two_levels(few, [4], levels, ReplaySettings(lookahead=1, prefetch=1))
     >>> found.rows_drawn, found.rows_read, found.rows_written
     (4.0, 1.0, 3.0)

@@ -19,7 +19,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.file.filed_cache import Announcement, FiledRowCache
+from embershard.cache.file.filed_cache import FiledRowCache
 from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.gpu.readback import Reads
 from embershard.cache.key_map import map_kind
@@ -197,32 +197,18 @@ class CachedTableBatchedEmbeddings(HostTables):
             assert ticket is not None
             self._prefetched.append((ticket, indices))
 
-    def announce(self, features: KeyedJaggedTensor) -> Announcement:
-        """Tell host memory in front of a file of a batch that becomes known later; see `FiledRowCache.announce`."""
-        assert isinstance(self.cache, FiledRowCache), "rows in memory"
-        return self.cache.announce(*self.feature_keys.of(PoolIds.of(features)))
+    def know(self, features: KeyedJaggedTensor) -> Known:
+        """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`."""
+        return self.know_together([features])[0]
 
-    def know(self, features: KeyedJaggedTensor, announced: Announcement | None = None) -> Known:
-        """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`. `announced` is
-        what `announce` returned for it, if it was called."""
-        if self.ids is not None:
-            return self.know_together([features])[0]
-        if self.cache.next_use_index is None:
-            return None
-        keys, lengths = self.feature_keys.of(PoolIds.of(features))
-        if announced is None:
-            return self.cache.know(keys, lengths)
-        assert isinstance(self.cache, FiledRowCache), "rows in memory"
-        return self.cache.know(keys, lengths, announced)
-
-    def know_together(
-        self, batches: Sequence[KeyedJaggedTensor], announced: Sequence[Announcement | None] = ()
-    ) -> list[Known]:
+    def know_together(self, batches: Sequence[KeyedJaggedTensor]) -> list[Known]:
         """Announce batches that train together: what `know` returns of each. Their ids get rows as those of one."""
-        if self.ids is None:
-            return [self.know(*each) for each in itertools.zip_longest(batches, announced)]
         found = [PoolIds.of(features) for features in batches]
-        return list(self.ids.know(*((ids.indices, self.feature_keys.lengths(ids)) for ids in found)))
+        if self.ids is not None:
+            return list(self.ids.know(*((ids.indices, self.feature_keys.lengths(ids)) for ids in found)))
+        if self.cache.next_use_index is None:
+            return [None] * len(found)
+        return [self.cache.know(*self.feature_keys.of(ids)) for ids in found]
 
     def file(self, features: KeyedJaggedTensor, known: Known) -> bool:
         """Let a known batch's rows, of tables in a file, be in host memory soon; False if they do not fit yet."""

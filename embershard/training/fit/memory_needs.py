@@ -13,7 +13,6 @@ from embershard.cache.rows.memory import pinned_bytes
 from embershard.data import schema_of
 from embershard.distributed import Ranks
 from embershard.sharding.memory_model import (
-    device_lookahead,
     known_host_bytes,
     planned_slots,
     pool_memory,
@@ -140,7 +139,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
         if shape.file_host_bytes is not None:
             host["rows_in_memory"] += memory.host["rows"]
-            host["known_batches"] += known_host_bytes(here, arriving, shape, _known(config))
+            host["known_batches"] += known_host_bytes(model, here, arriving, shape, per_sample)
         host["runtime"] += _RUNTIME_BYTES
     taken = zip(_predicted(config, ranks, plan) or device, device, strict=True)
     by_device = tuple(+(each | Counter({name: own[name] for name in _OF_PUBLISHING})) for each, own in taken)
@@ -169,13 +168,12 @@ def _predicted(config: RunConfig, ranks: RanksHere, plan: Plan | None) -> list[C
 def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
     depths, cache = config.look_ahead, config.cache if config.cache.enabled else CacheConfig()
     policy = cache.policy_for(config.cache.enabled and config.has_profile)  # a disabled one's is not asked for
-    known = device_lookahead(_known(config), cache.host == "file", ranks.device)
     return RunShape(
         ranks.world_size,
         ranks.ranks_per_node,
         config.train.rank_batch_size(ranks.world_size),
         ranks.device,
-        ReplaySettings(policy, known, depths.prefetch),
+        ReplaySettings(policy, _known(config), depths.prefetch),
         slot_map=config.cache.slot_map,
         mode_memory=config.sharding.mode_memory,
         accumulate=config.train.accumulate,

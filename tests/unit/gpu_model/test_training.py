@@ -28,14 +28,13 @@ from embershard.cache.rows import memory, transfer
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.transfer import StagedTransfer, _Buffer
 from embershard.cache.rows.uva_transfer import UvaTransfer
-from embershard.errors import CacheError, DataError
-from embershard.pipeline.batch_tensors import HostCopy, tensors_of
+from embershard.errors import CacheError
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.module_input import ModuleInput
-from embershard.pipeline.staged_batch import StagedBatch, Streams
+from embershard.pipeline.staged_batch import Streams
 from tests.covering import covering, keep, matrix
 from tests.unit.gpu_model import training
-from tests.unit.gpu_model.device import CUDA, Gpu, GpuTensor
+from tests.unit.gpu_model.device import GpuTensor
 from tests.unit.gpu_model.training import Setting, batches, expected, host_rows, initial_rows, modelled, train
 
 pytestmark = pytest.mark.slow
@@ -75,14 +74,13 @@ SETTINGS = {
 _FILED = Setting(rows=(200, 5, 100), steps=40, lookahead=16, filed=100, is_quick=True)
 #: Rows are in a file, and read from it.
 FILED = {
-    "all near": _FILED,
-    "far": dataclasses.replace(_FILED, near=4),
-    "far, their ids arrive late": dataclasses.replace(_FILED, near=4, is_quick=False),
-    "far, evaluations": dataclasses.replace(_FILED, near=4, evaluated=(4, 5, 9, *range(20, 28))),
-    "far, evaluations first": dataclasses.replace(_FILED, near=4, evaluated=tuple(range(12))),
-    "far, left early": dataclasses.replace(_FILED, near=4, left_after=20),
-    "far, a thread plans": dataclasses.replace(_FILED, near=4, worker="at the end"),
-    "all but one far": dataclasses.replace(_FILED, near=1, prefetch=1, abandoned=(3, 4, 11)),
+    "file": _FILED,
+    "file, ids arrive late": dataclasses.replace(_FILED, is_quick=False),
+    "file, evaluations": dataclasses.replace(_FILED, evaluated=(4, 5, 9, *range(20, 28))),
+    "file, evaluations first": dataclasses.replace(_FILED, evaluated=tuple(range(12))),
+    "file, left early": dataclasses.replace(_FILED, left_after=20),
+    "file, a thread plans": dataclasses.replace(_FILED, worker="at the end"),
+    "file, abandoned forwards": dataclasses.replace(_FILED, prefetch=1, abandoned=(3, 4, 11)),
 }
 SETTINGS |= FILED
 
@@ -112,7 +110,7 @@ _KEPT = {
     *("default", "a thread plans at once", "evaluations", "lru", "never locked", "plain steps, staged", "left early"),
     *("hashed map that grows", "pool that grows", "staged pool that grows", "abandoned forwards"),
     *("int8 rows, locked later", "int8 rows in a pool that grows", "fp16 rows, staged in many small buffers"),
-    *("all near", "far", "far, their ids arrive late", "far, evaluations first"),
+    *("file", "file, ids arrive late", "file, evaluations first"),
 }
 
 
@@ -165,13 +163,10 @@ def test_nothing_goes_wrong_when_copies_fail(copy: str, transfer: Any) -> None:
 @pytest.mark.parametrize("is_done", [False, True], ids=["before it", "behind it"])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [
-        *((FiledRowCache, "announce"), (FiledRows, "know"), (RowCache, "know")),
-        *((HostCopy, "__init__"), (HostCopy, "restore")),
-    ],
+    [(FiledRowCache, "know"), (FiledRows, "know"), (RowCache, "know")],
     ids=lambda each: getattr(each, "__name__", each),
 )
-def test_nothing_goes_wrong_when_a_batch_fails_to_go_far_or_near(owner: Any, name: str, is_done: bool) -> None:
+def test_nothing_goes_wrong_when_a_batch_fails_to_become_known(owner: Any, name: str, is_done: bool) -> None:
     original, calls = getattr(owner, name), itertools.count(1)
 
     def fails(self: Any, *given: Any) -> Any:
@@ -184,68 +179,8 @@ def test_nothing_goes_wrong_when_a_batch_fails_to_go_far_or_near(owner: Any, nam
         return found
 
     with mock.patch.object(owner, name, fails):
-        assert problems_of(dataclasses.replace(FILED["far"], steps=24)) == []
+        assert problems_of(dataclasses.replace(FILED["file"], steps=24)) == []
     assert next(calls) > 10
-
-
-@dataclasses.dataclass
-class _Changed:
-    """A batch whose `to` does something with the copies of its ids."""
-
-    ids: torch.Tensor
-    change: Callable[[torch.Tensor], Any]
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
-        return _Changed(self.change(self.ids.to(device, non_blocking=non_blocking)), self.change)
-
-    def record_stream(self, stream: Any) -> None:
-        for tensor in tensors_of(self.ids):
-            tensor.record_stream(stream)
-
-
-def test_a_far_batch_is_not_copied_back_to_the_host() -> None:
-    """What the device has of it are copies of tensors in host memory, or views of such copies."""
-    with Gpu() as gpu:
-        batch = _Changed(torch.arange(9).pin_memory(), lambda ids: [ids, ids[3:7]])
-        staged = StagedBatch(batch, None, CUDA, [], Streams(CUDA), True)
-        staged.put_away()
-        assert (staged.is_away, staged.away_bytes) == (True, 0)
-        assert not any(name == "copy to the host" for _, name in gpu.launches)
-        whole, part = staged.begin().ids
-        assert (whole.tolist(), part.tolist()) == (list(range(9)), [3, 4, 5, 6])
-        assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        assert gpu.problems == []
-
-
-def test_a_far_batch_that_was_written_to_does_not_come_back() -> None:
-    with Gpu():
-        batch = _Changed(torch.arange(9).pin_memory(), lambda ids: ids)
-        staged = StagedBatch(batch, None, CUDA, [], Streams(CUDA), True)
-        staged.put_away()
-        batch.ids.zero_()
-        with pytest.raises(DataError, match="written to in place"):
-            staged.know()
-
-
-@pytest.mark.parametrize("change", [lambda ids: ids * 2, lambda ids: ids.mul_(2)], ids=["made anew", "in place"])
-def test_what_a_batch_made_on_the_device_returns_as_it_was(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with Gpu() as gpu:
-        staged = StagedBatch(_Changed(torch.arange(5).pin_memory(), change), None, CUDA, [], Streams(CUDA), True)
-        staged.put_away()
-        assert staged.begin().ids.tolist() == [0, 2, 4, 6, 8]
-        assert gpu.problems == []
-
-
-def test_a_batch_that_is_away_when_its_rows_come_in() -> None:
-    """The plan reads the ids behind the copy that brings them back."""
-    begin = StagedBatch.begin_resident
-
-    def begin_away(self: StagedBatch, critical_path: bool) -> Any:
-        self.put_away()
-        return begin(self, critical_path)
-
-    with mock.patch.object(StagedBatch, "begin_resident", begin_away):
-        assert problems_of(Setting(num_slots=40)) == []
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -278,19 +213,6 @@ def _round_behind_the_end(self: RowCache, ticket: Any) -> None:
 @contextlib.contextmanager
 def _own_turn(self: StreamOrder) -> Any:
     yield
-
-
-def _move_at_once(self: Streams) -> Any:
-    return torch.cuda.stream(self._copy)
-
-
-def _bring_back_unnoticed(self: StagedBatch) -> None:
-    """As `bring_back`, but for the stream of the exchange, which does not wait."""
-    with mock.patch.object(self._streams, "distributing", _nothing):
-        _bring_back(self)
-
-
-_bring_back = StagedBatch.bring_back
 
 
 CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
@@ -359,24 +281,6 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         "is given away while",
         Setting(lookahead=12),
         "next_use.py",
-    ),
-    "a batch goes far before its ids are there": (
-        lambda: mock.patch.object(Streams, "moving", _move_at_once),
-        "copy to the host",
-        FILED["far, evaluations first"],
-        "reads what was written by",
-    ),
-    "a batch is read before it is back": (
-        lambda: mock.patch.object(StagedBatch, "bring_back", _bring_back_unnoticed),
-        "reads what was written by copy",
-        FILED["far"],
-        "feature_keys.py",
-    ),
-    "a batch that goes far is freed at once": (
-        _without(memory, "record_stream"),
-        "is given away while",
-        FILED["far"],
-        "module_input.py",
     ),
     "an evaluation does not wait for the inputs": (
         _without(Streams, "give"),
@@ -450,16 +354,16 @@ def _device_bytes() -> int:
 @dataclasses.dataclass
 class Taken:
     """By the batches ahead and what is known of them: device memory, as the model counts it and as the pipeline does,
-    and host memory by the pipeline."""
+    and host memory of what the places know."""
 
     device_bytes: int
     known_bytes: int
     known_host_bytes: int
 
 
-def taken_after_two_steps(lookahead: int, near: int | None = None) -> Taken:
+def taken_after_two_steps(lookahead: int) -> Taken:
     """With a full window in front of rows in a file."""
-    setting = Setting((3000, 52, 2000), 400, lookahead + 12, lookahead, filed=1000, near=near, left_after=1)
+    setting = Setting((3000, 52, 2000), 400, lookahead + 12, lookahead, filed=1000, left_after=1)
     loops, found, make = [], [], training._pipeline
 
     def make_pipeline(*given: Any) -> LookAheadPipeline:
@@ -467,8 +371,8 @@ def taken_after_two_steps(lookahead: int, near: int | None = None) -> Taken:
         return loops[-1]
 
     def measure(*_: Any) -> None:
-        stats = loops[0].stats()
-        found.append(Taken(_device_bytes() - before, stats.known_bytes, stats.known_host_bytes))
+        of_places = model.pool.cache.known_host_bytes
+        found.append(Taken(_device_bytes() - before, loops[0].stats().known_bytes, of_places))
 
     with modelled(setting) as (_, model, may_lock):
         before = _device_bytes()
@@ -478,62 +382,27 @@ def taken_after_two_steps(lookahead: int, near: int | None = None) -> Taken:
     return found[1]
 
 
-@pytest.mark.parametrize("lookahead", [256, matrix(2000)])
-def test_known_batches_of_rows_in_a_file_take_device_memory_up_to_a_window(lookahead: int) -> None:
-    """The copies of batches, their modules' inputs, and known uses with their links."""
-    few, many = taken_after_two_steps(128), taken_after_two_steps(lookahead)
-    assert many.device_bytes < 1.1 * few.device_bytes
+@pytest.mark.parametrize("lookahead", [96, matrix(2000)])
+def test_known_batches_of_rows_in_a_file_take_what_is_counted(lookahead: int) -> None:
+    """On the device the copies of batches, their modules' inputs, and known uses with their links; in host memory the
+    ids, and what the places know."""
+    few, many = taken_after_two_steps(32), taken_after_two_steps(lookahead)
+    assert many.device_bytes > 0.8 * lookahead / 32 * few.device_bytes
     assert many.known_bytes == pytest.approx(many.device_bytes, rel=0.05)
-    assert many.known_host_bytes > few.known_host_bytes + (lookahead - 131) * 36 * 8  # ids
+    assert many.known_host_bytes > few.known_host_bytes + (lookahead - 32) * 36 * 8  # ids
 
 
-def test_without_a_window_they_take_more() -> None:
-    """The negative control, in a smaller size."""
-    few, near, far = (taken_after_two_steps(*each) for each in ((32, 32), (96, 96), (96, 32)))
-    assert near.device_bytes > 2.5 * few.device_bytes
-    assert far.device_bytes < 1.1 * few.device_bytes
-
-
+@pytest.mark.parametrize("filed", [None, 100])
 @pytest.mark.parametrize(("most", "is_cut"), [(5_000, True), (10**6, False)])
-def test_a_window_that_memory_cuts_says_so_once(most: int, is_cut: bool, caplog: pytest.LogCaptureFixture) -> None:
-    setting = Setting(lookahead=10, steps=20)
+def test_a_window_that_memory_cuts_says_so_once(
+    most: int, is_cut: bool, filed: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting = Setting(lookahead=10, steps=20) if filed is None else dataclasses.replace(_FILED, lookahead=10, steps=20)
     pipeline = functools.partial(LookAheadPipeline, max_known_bytes=most)
     with mock.patch.object(training, "LookAheadPipeline", pipeline), modelled(setting) as (_, model, may_lock):
         train(setting, model, may_lock)
     told = [record.message for record in caplog.records if "of lookahead=10 batches are known" in record.message]
     assert len(told) == is_cut
-
-
-@pytest.mark.parametrize(
-    ("limits", "cut"),
-    [
-        ({"max_known_bytes": 5_000}, None),
-        ({"max_known_bytes": 5_000, "max_known_host_bytes": 20_000}, "max_known_host_bytes"),
-    ],
-)
-def test_the_limit_of_the_device_moves_batches_of_a_file_away(
-    limits: dict[str, int], cut: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those of host memory cut the window."""
-    setting = dataclasses.replace(FILED["all near"], lookahead=40, steps=48, near=30, left_after=3, prefetch=1)
-    pipeline, stats = functools.partial(LookAheadPipeline, **limits), []
-    make = training._pipeline
-
-    def make_pipeline(*given: Any) -> LookAheadPipeline:
-        stats.append(make(*given))
-        return stats[0]
-
-    with (
-        mock.patch.object(training, "LookAheadPipeline", pipeline),
-        mock.patch.object(training, "_pipeline", make_pipeline),
-        modelled(setting) as (_, model, may_lock),
-    ):
-        train(setting, model, may_lock)
-        found = stats[0].stats()
-    told = [record.message for record in caplog.records if "of lookahead=40 batches are known" in record.message]
-    assert [cut in message for message in told] == ([True] if cut else [])
-    assert (found.lookahead_min < 40) == (cut is not None)
-    assert found.max_known_bytes < 3 * 5_000
 
 
 def test_ids_are_received_a_step_after_they_were_sent() -> None:

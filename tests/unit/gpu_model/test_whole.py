@@ -37,12 +37,8 @@ from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
 from embershard.extras.hot_cold.hot_tables import HotTables
-from embershard.frequency.config import ProfileConfig
 from embershard.models.config import WITH_HISTORY, PretrainedTable
-from embershard.pipeline import look_ahead
-from embershard.pipeline.batch_tensors import HostCopy, tensors_of
 from embershard.pipeline.config import LookAheadConfig
-from embershard.pipeline.staged_batch import StagedBatch
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import RUN_CONFIG
 from embershard.sharding.config import ShardingConfig
@@ -364,51 +360,6 @@ def _turn_on(monkeypatch: pytest.MonkeyPatch, change: Callable[[RunConfig], RunC
 def test_what_is_turned_on_lives_on_the_device(samples, tmp_path, monkeypatch, name) -> None:
     _turn_on(monkeypatch, TURNED_ON[name])
     _lives_on_the_device(samples, tmp_path)
-
-
-#: With pooled tables, tables that exchange rows, and sequences: each has inputs of another class.
-_FAR = [
-    next(each for each in [*KEPT, *OTHERS] if each.mode == mode and is_one(each))
-    for mode, is_one in (
-        ("pooled", lambda case: case.num_ranks == 2),
-        ("rows", lambda case: case.num_ranks == 2),
-        ("pooled", lambda case: case.arch in WITH_HISTORY),
-    )
-]
-
-
-def _restore_halves(self: HostCopy) -> Any:
-    found = _restore(self)
-    for tensor in tensors_of(found):
-        if tensor.is_floating_point():
-            tensor.mul_(0.5)
-    return found
-
-
-_restore = HostCopy.restore
-
-
-@pytest.mark.parametrize("case", _FAR, ids=str)
-def test_batches_that_are_far_leave_the_device_and_return(case, samples, tmp_path, monkeypatch) -> None:
-    """Their inputs come back as they were: the life is that of batches that stay."""
-    monkeypatch.setitem(
-        globals(),
-        "config_of",
-        lambda *given: replace(
-            _in_a_file(_config_of(*given), str(tmp_path)),
-            look_ahead=LookAheadConfig(3, 1),
-            profile=ProfileConfig(),
-        ),
-    )
-    stay = life_on_model(case, samples, tmp_path / "stay")
-    monkeypatch.setattr(look_ahead, "device_lookahead", lambda *given: 1)
-    with mock.patch.object(StagedBatch, "bring_back", autospec=True, side_effect=StagedBatch.bring_back) as returns:
-        far = life_on_model(case, samples, tmp_path / "far")
-    assert (far.problems, far.life.different(stay.life)) == ([], [])
-    assert len(far.waiting_lines) <= most_waits(case), far.waits
-    assert returns.call_count > STEPS
-    monkeypatch.setattr(HostCopy, "restore", _restore_halves)  # the negative control
-    assert life_on_model(case, samples, tmp_path / "wrong").life.different(stay.life) != []
 
 
 def test_a_warm_start_lives_on_the_device(samples, tmp_path, monkeypatch) -> None:

@@ -38,7 +38,6 @@ from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.cache.tickets import Ticket
-from embershard.pipeline import look_ahead
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.pipelined_forward import PipelinedForward
 from embershard.pipeline.worker import CacheWorker
@@ -65,8 +64,7 @@ class Setting:
     the pipeline is detached, and nothing follows. ``buffer_bytes`` are those of staged copies. ``lazy``: host rows are
     made when they are first touched, two at a time. ``small``: their type in host memory, "int8" or "fp16".
     ``kernels``: Triton's interpreter runs the planning kernels, slowly; otherwise torch's operations do their work.
-    ``filed``: host rows are in a file, but for so many; ``near``: so many batches behind the first one are on the
-    device then; ``is_quick``: events are over when the host asks."""
+    ``filed``: host rows are in a file, but for so many; ``is_quick``: events are over when the host asks."""
 
     rows: tuple[int, ...] = (60, 5, 40)
     num_slots: int = 44
@@ -90,7 +88,6 @@ class Setting:
     lazy: bool = False
     small: Any = None
     filed: int | None = None
-    near: int | None = None
     is_quick: bool = False
 
     @property
@@ -572,9 +569,7 @@ def _pipeline(setting: Setting, model: Module) -> LookAheadPipeline:
         model.forward = forward  # type: ignore[method-assign]
         return [forward]
 
-    near = look_ahead.device_lookahead if setting.near is None else lambda *rest: setting.near
-    with mock.patch.object(look_ahead, "device_lookahead", near):
-        loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
+    loop = LookAheadPipeline(model, None, CUDA, setting.lookahead, setting.prefetch)  # type: ignore[arg-type]
     loop._inputs.forwards = forwards(None, None, loop._inputs.step, None)
     loop._inputs._handle = SimpleNamespace(remove=lambda: None)
     loop._worker = None if setting.worker is None else _Worker(setting.worker == "at once")  # type: ignore[assignment]

@@ -153,8 +153,6 @@ def test_a_batch_that_nobody_writes_to_trains(kind: Any) -> None:
 class Sized:
     """A staged batch of so many ids, each of which takes 20 bytes."""
 
-    is_away = False
-
     def __init__(self, num_ids: int) -> None:
         self.num_ids, self.known_bytes = num_ids, 20 * num_ids
 
@@ -177,36 +175,21 @@ def test_batches_of_changing_sizes_are_weighed_as_they_are(every: int) -> None:
 
 
 class Told:
-    """A staged batch that notes its stages; `fails` before one of them."""
+    """A staged batch that notes when it becomes known; `fails` before that, once."""
 
     num_ids = known_bytes = 10
 
     def __init__(self) -> None:
-        self.stages, self.fails, self.is_away, self.step = list[str](), "", False, 0
-
-    @property
-    def away_bytes(self) -> int:
-        return 7 if self.is_away else 0
-
-    def _note(self, stage: str) -> None:
-        if self.fails == stage:
-            self.fails = ""
-            raise KeyboardInterrupt
-        self.stages.append(stage)
+        self.times_known, self.fails, self.step = 0, False, 0
 
     def receive(self) -> None: ...
 
-    def announce(self) -> None:
-        self._note("announce")
-
-    def put_away(self) -> None:
-        self._note("put_away")
-        self.is_away = True
-
     def know(self, others: Sequence[Any] = ()) -> None:
         for each in (self, *others):
-            each._note("know")
-            each.is_away = False
+            if each.fails:
+                each.fails = False
+                raise KeyboardInterrupt
+            each.times_known += 1
 
     def forget(self, pools: Any) -> None: ...
 
@@ -219,64 +202,15 @@ def window_of(count: int, **sizes: int) -> tuple[Window, list[Any]]:
     return window, batches
 
 
-def test_batches_beyond_a_number_are_far_until_they_come_near() -> None:
-    window, batches = window_of(7, near=2)
-    window.know()
-    assert [each.stages for each in batches] == [["know"]] * 3 + [["announce", "put_away"]] * 4
-    assert (window.num_near, window.num_known, window.num_unknown) == (3, 7, 0)
-    assert (window.known_bytes, window.away_bytes) == (30, 28)
-    assert window.coming(1, 8) == batches[1:3]
-    for number in range(4):
-        assert window.coming(0, 1) == [batches[number]]
-        window.take_first()
-        assert window.num_unknown == 1
-        window.know()
-        assert batches[number + 3].stages == ["announce", "put_away", "know"]
-    assert (window.known_bytes, window.away_bytes) == (30, 0)
-    window.take_first()
-    assert (window.num_near, window.num_unknown) == (2, 0)
-
-
-def test_without_room_no_more_than_the_least_come_near() -> None:
-    window, batches = window_of(8, near=5, least_near=1)
-    window.has_room = False
-    window.know()
-    assert window.num_near == 2
-    window.has_room = True
-    window.know()
-    assert window.num_near == 6
-    window.has_room = False
-    window.take_first()
-    window.know()
-    assert window.num_near == 5
-    assert batches[6].stages == ["announce", "put_away"]
-
-
-@pytest.mark.parametrize("stage", ["announce", "put_away", "know"])
-def test_an_interrupted_stage_goes_on_in_order(stage: str) -> None:
-    window, batches = window_of(6, near=1)
-    batches[4 if stage != "know" else 1].fails = stage
+def test_an_interrupted_stage_goes_on_in_order() -> None:
+    window, batches = window_of(6)
+    batches[4].fails = True
     with pytest.raises(KeyboardInterrupt):
         window.know()
+    assert (window.num_known, window.num_unknown, window.known_bytes) == (4, 2, 40)
     window.know()
-    assert (window.num_near, window.num_known, window.num_unknown) == (2, 6, 0)
-    assert [each.stages[-1] for each in batches] == ["know"] * 2 + ["put_away"] * 4
-    batches[2].fails = "know"
-    window.take_first()
-    with pytest.raises(KeyboardInterrupt):
-        window.know()
-    window.know()
-    assert (window.num_near, window.num_known) == (2, 5)
-    assert batches[2].stages[-1] == "know"
-
-
-def test_batches_of_one_step_go_far_and_come_near_together() -> None:
-    window, batches = window_of(7, near=3, micro_batches=2)
-    window.know()
-    assert [each.stages for each in batches] == [["know"]] * 4 + [["announce", "put_away"]] * 2 + [[]]
-    window.take_first()
-    window.know(is_over=True)
-    assert [each.stages for each in batches[4:]] == [["announce", "put_away", "know"]] * 2 + [["announce", "put_away"]]
+    assert (window.num_known, window.num_unknown, window.known_bytes) == (6, 0, 60)
+    assert [each.times_known for each in batches] == [1] * 6
 
 
 def test_a_batch_is_not_made_resident_before_all_of_its_step_are_known() -> None:
@@ -288,19 +222,14 @@ def test_a_batch_is_not_made_resident_before_all_of_its_step_are_known() -> None
     assert window.coming(1, 8) == batches[1:]
 
 
-def test_what_was_forgotten_becomes_known_again_as_far_as_it_was() -> None:
-    window, batches = window_of(5, near=1)
+def test_what_was_forgotten_becomes_known_again() -> None:
+    window, batches = window_of(5)
     window.know()
     window.forget([])
-    assert (window.num_near, window.num_unknown) == (0, 5)
+    assert (window.num_known, window.num_unknown) == (0, 5)
+    window.take_first()  # it is only evaluated
     window.know()
-    assert [each.stages for each in batches] == [["know"] * 2] * 2 + [["announce", "put_away"] * 2] * 3
-    with torch.no_grad():  # a batch that is only evaluated is far no more
-        window.take_first()
-        window.take_first()
-        window.take_first()
-    window.know()
-    assert (window.num_near, window.num_known) == (2, 2)
+    assert [each.times_known for each in batches] == [1, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("was_taken", [False, True])

@@ -27,7 +27,7 @@ from tests.unit.planning.traces import skewed, trace_of
 LFU = ReplaySettings(CachePolicy("lfu"), lookahead=16, prefetch=1)
 LOOK_AHEAD = ReplaySettings(CachePolicy(), lookahead=16, prefetch=1)
 SHARDS = [RowRange("a", 0, 24_000), RowRange("b", 0, 3000)]
-LEVELS = Levels(num_slots=4000, num_places=9000, rows_per_page=16, lookahead=16)
+LEVELS = Levels(num_slots=4000, num_places=9000, rows_per_page=16)
 LOOKUPS = {"a": skewed(24_000, 80_000, power=2), "b": skewed(3000, 80_000, seed=2, power=3)}
 
 
@@ -88,7 +88,7 @@ def test_counts_alone_are_near_a_long_replay() -> None:
     """Once all rows were written, which the second half of many epochs shows; look-ahead knows more than counts."""
     workload, shards, places = one_pool(100_000)
     assert places == 100_000 // 68
-    ranges, sizes = [RowRange.of(shard) for shard in shards], Levels(300, places, 60, 16)
+    ranges, sizes = [RowRange.of(shard) for shard in shards], Levels(300, places, 60)
     replayed = replay_pool(workload.data.trace, ranges, 300, 64, LFU, num_steps=600, levels=sizes).late_files
     counted = pool_reports(workload, shards, 300, 0, places=places)[2]
     assert replayed is not None
@@ -99,19 +99,6 @@ def test_counts_alone_are_near_a_long_replay() -> None:
     assert pool_reports(workload, shards, 300, 0)[2] is None
     everything = pool_reports(workload, shards, 300, 0, places=10**6)[2]
     assert everything == FileTraffic(steps=1.0)
-
-
-def test_memory_in_front_of_a_file_may_know_more_than_the_device() -> None:
-    """As on a GPU, whose caches know 128 batches of a longer window."""
-    workload, shards, places = one_pool(60_000)
-    near = dataclasses.replace(workload.shape, cache=dataclasses.replace(LOOK_AHEAD, lookahead=2))
-    far = dataclasses.replace(near, file_lookahead=40)
-    reads = []
-    for shape in (near, far):
-        traffic = pool_reports(dataclasses.replace(workload, shape=shape), shards, 300, 90, places=places)[2]
-        assert traffic is not None
-        reads.append(traffic.rows_read)
-    assert reads[1] < 0.9 * reads[0]
 
 
 def test_host_memory_is_the_places_and_what_is_kept_of_all_rows() -> None:

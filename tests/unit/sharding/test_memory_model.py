@@ -243,6 +243,7 @@ def test_tables_that_exchange_rows_buffer_distinct_rows():
 
 def test_page_locked_memory_comes_in_powers_of_two():
     """Of a known batch in front of a file, on a GPU, the ids: 40 take 320 bytes, for which torch has 512."""
-    shape = dataclasses.replace(SETTINGS, device="cuda", cache=ReplaySettings(lookahead=4))
-    found = known_host_bytes([shard_of(size_of(100))], [40.0], shape, lookahead=4)
-    assert found == 4 * 512 + (4 + known_together(4)) * 12 * 40
+    of = make_workload((100,), world_size=1, batch_size=100, cache=ReplaySettings(lookahead=4))
+    shape = dataclasses.replace(of.shape, device="cuda")
+    found = known_host_bytes(of.model, [shard_of(of.model.tables[0])], [40.0], shape, 1.0)
+    assert found == (4 + 2 + known_together(4)) * (512 + 12 * 40)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embershard.cache.config import CachePolicy
 from embershard.cache.file.file_rows import FileRows, PageIo
-from embershard.cache.file.filed_cache import Announcement, FiledRowCache
+from embershard.cache.file.filed_cache import FiledRowCache
 from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.rows.host_store import HostStore
@@ -29,7 +29,6 @@ LOOKAHEAD, READ_AHEAD, PREFETCH = 12, 4, 2
 COUNTS = ("rows_read", "pages_read", "rows_written", "pages_written")
 
 Batch = tuple[Tensor, Tensor, KnownBatch | None]
-Far = tuple[Tensor, Tensor, Announcement]
 
 
 def skewed(num_batches: int, batch_size: int = 9) -> list[Tensor]:
@@ -55,21 +54,15 @@ def made(folder: Path, policy: CachePolicy, io: PageIo, places: int) -> tuple[Fi
     return filed, cache
 
 
-def trained(
-    batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo, places: int, near: int = LOOKAHEAD
-) -> FiledRows:
-    """Train the batches in the order of a run's stages; return the rows, whose file is closed. The slots know ``near``
-    batches ahead."""
+def trained(batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo, places: int) -> FiledRows:
+    """Train the batches in the order of a run's stages; return the rows, whose file is closed."""
     filed, cache = made(folder, policy, io, places)
-    unknown, window, far = iter(batches), deque[Batch](), deque[Far]()
+    unknown, window = iter(batches), deque[Batch]()
     tickets = deque[Ticket]()
     while True:
-        for keys in itertools.islice(unknown, LOOKAHEAD + 1 - len(window) - len(far)):
+        for keys in itertools.islice(unknown, LOOKAHEAD + 1 - len(window)):
             lengths = torch.tensor([keys.numel()])
-            far.append((keys, lengths, cache.announce(keys, lengths)))
-        while far and len(window) <= near:
-            keys, lengths, announced = far.popleft()
-            window.append((keys, lengths, cache.know(keys, lengths, announced)))
+            window.append((keys, lengths, cache.know(keys, lengths)))
         if not window:
             break
         if not tickets:
@@ -99,12 +92,10 @@ def prepared(cache: FiledRowCache, batch: Batch, critical_path: bool) -> Ticket 
     return cache.prepare(keys, lengths, critical_path, known, if_it_fits=not critical_path)
 
 
-def replayed(
-    batches: list[Tensor], policy: CachePolicy, places: int, rows_per_page: int, near: int = LOOKAHEAD
-) -> FileTraffic:
-    levels = Levels(SLOTS, places, rows_per_page, LOOKAHEAD, READ_AHEAD)
+def replayed(batches: list[Tensor], policy: CachePolicy, places: int, rows_per_page: int) -> FileTraffic:
+    levels = Levels(SLOTS, places, rows_per_page, READ_AHEAD)
     pairs = [(keys, torch.tensor([keys.numel()])) for keys in batches]
-    return replay_two_levels(pairs, [NUM_ROWS], levels, ReplaySettings(policy, near, PREFETCH))
+    return replay_two_levels(pairs, [NUM_ROWS], levels, ReplaySettings(policy, LOOKAHEAD, PREFETCH))
 
 
 @pytest.mark.parametrize("places", [PLACES, 64])
@@ -125,39 +116,25 @@ def test_a_training_moves_what_its_replay_says(
     assert found != {name: getattr(other, name) for name in COUNTS}
 
 
-@pytest.mark.parametrize("near", [READ_AHEAD, 8])
-def test_what_only_the_places_know_steers_them_as_the_replay_says(tmp_path: Path, near: int) -> None:
-    """And not as if they knew no more than the slots."""
-    batches = skewed(150)
-    rows = trained(batches, tmp_path, CachePolicy(), PageIo(), PLACES, near)
-    per_page = rows._file.rows_per_page
-    found = {name: getattr(rows.counts, name) for name in COUNTS}
-    assert found == {name: getattr(replayed(batches, CachePolicy(), PLACES, per_page, near), name) for name in COUNTS}
-    levels = Levels(SLOTS, PLACES, per_page, near, READ_AHEAD)
-    pairs = [(keys, torch.tensor([keys.numel()])) for keys in batches]
-    less = replay_two_levels(pairs, [NUM_ROWS], levels, ReplaySettings(CachePolicy(), near, PREFETCH))
-    assert less.rows_read > rows.counts.rows_read > 200
-
-
-def test_announced_batches_that_end_early_leave_nothing_behind(tmp_path: Path) -> None:
-    """They are skipped, forgotten, or become known: what the cache counts of them is what it has of them."""
+def test_known_batches_that_end_early_leave_nothing_behind(tmp_path: Path) -> None:
+    """They are skipped or forgotten: what the cache counts of them is what it has of them."""
     rows, cache = made(tmp_path, CachePolicy(), PageIo(), PLACES)
     batches = [(keys, torch.tensor([keys.numel()])) for keys in skewed(8)]
-    announced = [cache.announce(*batch) for batch in batches[:4]]
-    known = cache.know(*batches[0], announced[0])
-    assert known is not None
-    cache.skip(batches[0][0], known)
-    cache.skip(batches[1][0], announced[1])
-    cache.skip(batches[1][0], announced[1])  # a second call does nothing
-    of_two = announced[2].known, announced[3].known
-    assert cache.announced_bytes == sum(batch.num_bytes for batch in of_two if batch is not None)
+    links = cache.known_bytes
+    known = [cache.know(*batch) for batch in batches[:4]]
+    of_all = cache.known_bytes
+    for (keys, _), of_slots in zip(batches[:2], known[:2], strict=True):
+        assert of_slots is not None
+        cache.skip(keys, of_slots)
+        cache.skip(keys, of_slots)  # a second call does nothing
+    assert links < cache.known_bytes < of_all
     cache.forget()
-    cache.skip(batches[2][0], announced[2])
-    again = cache.know(*batches[3], announced[3])  # as one that was never announced
+    assert (cache.known_bytes, cache._of_places) == (links, {})
+    again = cache.know(*batches[3])
     assert again is not None
     ticket = prepared(cache, (*batches[3], again), True)
     assert ticket is not None
-    assert (cache.announced_bytes, cache._announced) == (0, {})
+    assert (cache.known_bytes, cache._of_places) == (links, {})
     rows._file.close()
 
 

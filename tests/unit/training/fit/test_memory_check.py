@@ -190,23 +190,36 @@ def test_publications_take_a_mark_per_cached_row_and_a_copy_of_others() -> None:
     assert "marks" not in uncached
 
 
-def test_a_deep_window_in_front_of_a_file_takes_host_memory_alone():
-    """A GPU knows 128 batches of it, whose ids are in host memory, too."""
+def test_a_deep_window_in_front_of_a_file_takes_what_its_batches_take():
+    """On a GPU device memory, and host memory for the ids and for what is known of them there."""
     filed = (*LAZY, "cache.host=file", "cache.host_dir=/rows", "cache.host_bytes=1000000000")
     gpu = dataclasses.replace(ON_CPU, device="cuda")
     few, many, in_memory = (
         needs_of(*settings, f"look_ahead.lookahead={lookahead}", ranks=gpu)
         for settings, lookahead in ((filed, 128), (filed, 1128), (LAZY, 1128))
     )
-    assert many.device == few.device
-    assert in_memory.device["input_buffers"] > 5 * few.device["input_buffers"]
-    batch, ids = config_of(*filed).train.rank_batch_size(2), 26
-    of_uses, of_ids = 12 * ids * 2 * batch, 4 * ids * 2 * batch + 2 * 4 * ids * 2 * batch  # each rank has all bags
-    more = many.host["known_batches"] - few.host["known_batches"]
-    assert more == pytest.approx(1000 * (of_uses + of_ids), rel=0.01), "nothing of the batch's own copy"
-    assert few.host["known_batches"] == pytest.approx(132 * of_uses + 128 * pinned_bytes(8 * ids * 2 * batch), rel=0.01)
+    assert many.device["input_buffers"] == in_memory.device["input_buffers"] > 5 * few.device["input_buffers"]
+    ids = 26 * 2 * config_of(*filed).train.rank_batch_size(2)  # of both ranks
+    on_host = 12 * ids + pinned_bytes(8 * ids)
+    assert few.host["known_batches"] == pytest.approx((128 + 6) * on_host, rel=0.01)
+    assert many.host["known_batches"] == pytest.approx((1128 + 6) * on_host, rel=0.01)
     assert many.host["read_ahead"] > 5 * few.host["read_ahead"]
-    assert needs_of(*filed, "look_ahead.lookahead=1128").host["known_batches"] == 0
+    on_cpu, of_memory = (needs_of(*settings, "look_ahead.lookahead=1128").host for settings in (filed, LAZY))
+    assert "known_batches" not in on_cpu
+    more = on_cpu["input_buffers"] - of_memory["input_buffers"]
+    assert more == pytest.approx((1128 + 6) * 12 * ids, rel=0.01)
+
+
+def test_the_window_that_fits_a_gpu_in_front_of_a_file_is_proposed():
+    """It takes the memory of the device: 5,000 batches do not fit beside the slots."""
+    filed = (*LAZY, "cache.host=file", "cache.host_dir=/rows", "cache.host_bytes=1000000000")
+    gpu = dataclasses.replace(ON_CPU, device="cuda")
+    taken = needs_of(*filed, "look_ahead.lookahead=800", ranks=gpu).device_bytes / GB
+    given: Any = {"machine": limits(1000.0, taken, 1000.0), "ranks": gpu}
+    deep = (*filed, "look_ahead.lookahead=5000")
+    [known] = [change for change in changes_in(refusal(*deep, **given)) if change[0].startswith("look_ahead.")]
+    assert 700 <= int(known[0].partition("=")[2]) <= 801
+    assert check(*deep, *known, **given) == ""
 
 
 def test_files_take_disk_in_place_of_memory():
