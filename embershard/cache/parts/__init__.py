@@ -1,0 +1,1 @@
+"""Parts of a pool: what hears of the stages of its batches."""
