@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from embershard.errors import ConfigError
+from embershard.settings.decoding import field_types
 
 #: Units of whole numbers that are times since 1970, and how many are a second.
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
@@ -31,7 +32,7 @@ def freeze_lists(owner: Any) -> None:
             object.__setattr__(owner, each.name, tuple(value))
 
 
-def check_fields(owner: object, section: str, **needs: tuple[bool, str]) -> None:
+def check_fields(owner: Any, section: str, **needs: tuple[bool, str]) -> None:
     """Raise where a field has no value of its `Literal`, or does not meet its need: (is it met, the words for it).
 
     Args:
@@ -40,8 +41,7 @@ def check_fields(owner: object, section: str, **needs: tuple[bool, str]) -> None
     Raises:
         ConfigError: with the setting, its value and what is needed.
     """
-    hints = get_type_hints(type(owner))
-    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    choices = {name: get_args(hint) for name, hint in field_types(type(owner)).items() if get_origin(hint) is Literal}
     among = {name: (getattr(owner, name) in values, f"one of {values}") for name, values in choices.items()}
     for name, (is_met, needed) in (among | needs).items():
         if not is_met:
