@@ -41,7 +41,9 @@ def check_fields(owner: Any, section: str, **needs: tuple[bool, str]) -> None:
     Raises:
         ConfigError: with the setting, its value and what is needed.
     """
-    choices = {name: get_args(hint) for name, hint in field_types(owner.__class__).items() if get_origin(hint) is Literal}
+    choices = {
+        name: get_args(hint) for name, hint in field_types(owner.__class__).items() if get_origin(hint) is Literal
+    }
     among = {name: (getattr(owner, name) in values, f"one of {values}") for name, values in choices.items()}
     for name, (is_met, needed) in (among | needs).items():
         if not is_met:
