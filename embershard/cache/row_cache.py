@@ -18,6 +18,7 @@ from embershard.cache.gpu.readback import Reads, planned, read_at_once, timed
 from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
 from embershard.cache.next_use import KnownBatch, OtherTables
 from embershard.cache.own_policy import OwnScores
+from embershard.cache.parts.part import PoolParts
 from embershard.cache.planner import CachePlan, PinWatch, Shortage, grown_slots
 from embershard.cache.planning_classes import planning_classes
 from embershard.cache.policies import SlotScores, make_scores, most_frequent
@@ -59,6 +60,7 @@ class RowCache:
         name: of the pool, for messages.
         state: rows, scores and next uses of the slots, for inspection.
         next_use_index: part of `state`; None if the policy does not look ahead.
+        parts: hear of the batches; set before the first one.
         touched: rows that updates trained; None: they are not tracked (`track_updates`).
 
     >>> host = HostStore([6], dim=2, dtype=torch.float32, states=[])
@@ -90,7 +92,7 @@ class RowCache:
         transfer: TransferKind | MakeTransfer = "plain",
         kind: MapKind = "array",
     ) -> None:
-        self.tables = list(tables)
+        self.tables, self.parts = list(tables), PoolParts()
         names = ", ".join(self.tables[:5]) + (", ..." if len(self.tables) > 5 else "")
         self.name = f"{owner + ', ' if owner else ''}tables {names}"
         self.host, self._device_payload = host, device_payload
@@ -141,6 +143,7 @@ class RowCache:
         self._warm_up()
         with self._guard.change("adding a known batch"):
             known = self.next_use_index.know(keys, feature_lengths)
+        self.parts.known(keys, feature_lengths, known)
         self.counters.seconds += time.perf_counter() - started
         return known
 
@@ -193,6 +196,7 @@ class RowCache:
     ) -> Reads[Ticket | None]:
         self._check()
         self._warm_up()
+        self.parts.coming(keys, known)
         other_slots = self.num_slots - self.state.num_pinned
         if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, other_slots):
             return None
@@ -202,7 +206,8 @@ class RowCache:
         plan = yield from self._plan(keys, if_it_fits, critical_path)
         if plan is None:
             return None
-        filled = self._execute(plan, known, feature_lengths, critical_path, training)
+        with self.parts.moving(plan, known, self._copies, self._map):
+            filled = self._execute(plan, known, feature_lengths, critical_path, training)
         has_keys = self.touched is not None or self.host.small is not None
         ticket = Ticket(plan.batch, plan.slots, filled=filled, keys=keys if has_keys else None)
         self._in_flight.add(ticket, None if known is None else known.num_rows)
@@ -287,10 +292,11 @@ class RowCache:
         if self.next_use_index is not None and not self._guard.is_broken:
             with self._guard.change("skipping a known batch"):
                 self.next_use_index.skip(known, keys)
+        self.parts.skipped(keys, known)
 
     def track_updates(self) -> None:
         """Note in `touched`, from now on, which rows are trained. Call it first before any batch is prepared."""
-        self.touched = TouchedKeys(self.num_rows, self._map.device)
+        self.touched = TouchedKeys(self.host.num_rows, self._map.device)
 
     def train_nothing(self) -> None:
         """Let the rows stay as they are: nobody updates slots, and none is ever dirty."""
@@ -315,6 +321,7 @@ class RowCache:
         if self.next_use_index is not None and not self._guard.is_broken:
             with self._guard.change("forgetting the known batches"):
                 self._planner.forget_known()
+        self.parts.forgotten()
 
     def _plan(self, keys: Tensor, if_it_fits: bool, critical_path: bool) -> Reads[CachePlan | None]:
         """Plan the next batch, and grow if it does not fit; None if it may fit after a release. On the critical path
@@ -357,6 +364,7 @@ class RowCache:
 
     @is_stage("warm-up")
     def _preload(self, every: Tensor) -> None:
+        self.parts.entering(every, None)
         for keys in [every] if self._map.device.type == "cpu" else every.split(BLOCK):
             keys = keys.to(self._map.device)
             slots = self._map.next_free(keys.numel())
@@ -561,19 +569,9 @@ class RowCache:
     # -- sizes and statistics
 
     @property
-    def num_rows(self) -> int:
-        """R, rows of the pool."""
-        return self.host.num_rows
-
-    @property
     def num_slots(self) -> int:
         """S, slots for rows; more after the cache grew."""
         return self._map.num_slots
-
-    @property
-    def known_bytes(self) -> int:
-        """Memory of what is known of batches beside each `KnownBatch.num_bytes`, where the cache plans, in bytes."""
-        return 0 if self.next_use_index is None else self.next_use_index.chain_bytes
 
     @property
     def transfer(self) -> Transfer:

@@ -5,7 +5,7 @@ The step of batch i, with a full window; P is the prefetch depth, L the look-ahe
     stage     batches          GPU stream         CPU thread    collective
     train     i                the caller's       the caller's  yes         forward, backward, update
     resident  i + 1 ... i + P  prepare            either *      no          copy missing rows into slots not in use
-    file      i + 1 ... i + F  -                  either *      no          read rows of tables in files (F is 8)
+    near      i + 1 ... i + N  -                  either *      no          bring rows nearer (N by the pools' parts)
     know      i + L            prepare            the caller's  no          tell the caches when rows are used next (+)
     receive   i + L            distribute         the caller's  yes         the ids, which were sent in the step before
     send      i + L + 1        distribute         the caller's  yes         ids, behind the step's backward
@@ -31,10 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from embershard.cache.file.filed_cache import FiledRowCache
-from embershard.cache.file.places import READ_AHEAD
 from embershard.cache.gpu.readback import ReadTogether
-from embershard.cache.totals import FileCounts
 from embershard.errors import ConfigError
 from embershard.pipeline.intake import Intake
 from embershard.pipeline.left_steps import LeftSteps
@@ -125,8 +122,8 @@ class LookAheadPipeline:
         self._worker = CacheWorker(self._device) if worker or is_tried else None
         self._depth = PrefetchDepth(prefetch, is_adaptive=self._worker is not None)
         # Caches that are the same on all ranks must make the same plans, whichever rank is late.
-        self._filed = [pool.cache for pool in self._pools if isinstance(pool.cache, FiledRowCache)]
-        self._soon: Sequence[StagedBatch] = ()
+        self._num_coming = max((pool.num_coming for pool in self._pools), default=0)
+        self._coming: Sequence[StagedBatch] = ()  # whose rows come nearer
         self._may_stop = self._depth.is_adaptive and not any(pool.host.is_shared for pool in self._pools)
         self._left = LeftSteps()
         self._window = Window(micro_batches)
@@ -139,8 +136,6 @@ class LookAheadPipeline:
         self._is_in_debt = False  # to the other ranks, by a step that was interrupted
         self._token = object()  # by which the caches know who announces batches to them
         weakref.finalize(self, _end_ahead, self._pools, self._token).atexit = False
-
-    filed = READ_AHEAD
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Train the next batch (forward, backward, update) and return the model's output.
@@ -202,10 +197,7 @@ class LookAheadPipeline:
         """Return what the pipeline did so far."""
         stall_seconds = self._depths.stall_seconds + sum(pool.cache.counters.stall_seconds for pool in self._pools)
         uses_worker = self._worker is not None if self._trial is None else self._trial.uses_worker
-        found = self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds, uses_worker)
-        if not self._filed:
-            return found
-        return replace(found, files=FileCounts.total(cache.filed.counts for cache in self._filed))
+        return self._depths.stats(self._depth.depth, self._known_bytes, stall_seconds, uses_worker)
 
     # -- the schedule
 
@@ -291,8 +283,8 @@ class LookAheadPipeline:
         """Hand out the inputs of the step's batch, the window's first."""
         staged = self._window.first
         staged.begin()
-        if self._filed and trains:
-            self._soon = self._window.coming(1, self.filed)
+        if self._num_coming and trains:
+            self._coming = self._window.coming(1, self._num_coming)
         if plans:
             self._plan_ahead(self._window.coming(1, self._depth.depth))
         self._inputs.backward.is_done = False
@@ -324,8 +316,8 @@ class LookAheadPipeline:
     def _look_ahead(self, coming: Sequence[StagedBatch], num_before: int = 0) -> None:
         """Make the next batches resident, in order, as many as fit, after `num_before` others."""
         self._num_resident = num_before
-        for staged in self._soon:
-            if not staged.file():
+        for staged in self._coming:
+            if not staged.bring_nearer():
                 break
         for staged in coming:
             if self._num_resident and self._may_stop and self._worker is not None and self._worker.is_awaited:
@@ -384,7 +376,7 @@ class LookAheadPipeline:
     def _weigh(self) -> None:
         """Decide if there is memory to know more batches."""
         known_bytes, window = self._known_bytes, self._window
-        is_full = known_bytes >= self._max_known_bytes or any(cache.knows_most for cache in self._filed)
+        is_full = known_bytes >= self._max_known_bytes or any(pool.knows_most for pool in self._pools)
         self._is_full = is_full and len(window) > self._prefetch + 1
         self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
         if self._is_full and not self._is_told_full and len(window) < self._lookahead:
@@ -397,7 +389,7 @@ class LookAheadPipeline:
 
     @property
     def _known_bytes(self) -> int:
-        return self._window.known_bytes + sum(pool.cache.known_bytes for pool in self._pools)
+        return self._window.known_bytes + sum(pool.known_bytes for pool in self._pools)
 
 
 def _end_ahead(pools: list[CachedTableBatchedEmbeddings], token: object) -> None:
@@ -424,7 +416,6 @@ class LookAheadStats:
         known_bytes, max_known_bytes: memory of the batches that are known and not trained, now and at most, in bytes.
         stall_seconds: time that steps waited for rows.
         uses_worker: a thread beside the training plans now.
-        files: what was read from files and written to them; None: no rows are in files.
     """
 
     steps: int
@@ -437,7 +428,6 @@ class LookAheadStats:
     max_known_bytes: int
     stall_seconds: float
     uses_worker: bool
-    files: FileCounts | None = None
 
     def by_step(self, pieces: int) -> LookAheadStats:
         """Return the counts of a training whose steps have so many batches each."""

@@ -75,10 +75,10 @@ class ModuleInput:
                 for each, own in zip(together, pool.know_together(features), strict=True):
                     each._known[number] = own
 
-    def file(self) -> bool:
-        """Let the batch's rows be in host memory soon, of tables in a file; False if they do not fit there yet."""
-        pools = [each for each in enumerate(self._pools) if each[1][0].filed is not None]
-        return all(pool.file(features, self._known.get(number)) for number, (pool, features) in pools)
+    def bring_nearer(self) -> bool:
+        """Bring the batch's rows nearer to the device, where they are far; False if they do not fit there yet."""
+        pools = [each for each in enumerate(self._pools) if each[1][0].num_coming]
+        return all(pool.bring_nearer(features, self._known.get(number)) for number, (pool, features) in pools)
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot the batch."""

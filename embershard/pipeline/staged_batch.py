@@ -28,7 +28,7 @@ class StagedBatch:
         send               arriving    send its ids; the ranks know how many each sends
         receive            arrived     wait for the ids of this rank's tables
         know               known       tell the caches when its rows are used: they evict accordingly
-        file               filed       bring its rows from files to host memory, where tables are in files
+        bring_nearer       near        bring its rows nearer to the device, for pools with a part that does so
         make_resident      resident    bring its rows into slots that no other resident batch uses; until it is True
         begin              training    hand its inputs to the model's forward
         close              released    release its slots, and take back what was announced and did not happen
@@ -96,9 +96,9 @@ class StagedBatch:
             for name, part in self.inputs.items():
                 part.know([staged.inputs[name] for staged in others])
 
-    def file(self) -> bool:
-        """Let its rows be in host memory soon, of tables in files; return False if they do not fit there yet."""
-        return all(part.file() for part in self.inputs.values())
+    def bring_nearer(self) -> bool:
+        """Bring its rows nearer to the device, where they are far; return False if they do not fit there yet."""
+        return all(part.bring_nearer() for part in self.inputs.values())
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot it: it is to become known again."""

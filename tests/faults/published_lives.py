@@ -164,7 +164,7 @@ def whole_state(model: Any) -> list[tuple[str, int, int, Tensor]]:
     dirty. The weights around the tables have the row -1."""
     found, cached = [], set()
     for pool in cached_embeddings(model):
-        rows = pool.cache.read(torch.arange(pool.cache.num_rows))
+        rows = pool.cache.read(torch.arange(pool.host.num_rows))
         if pool.copies is not None:
             hot: Any = pool.copies
             for shard in hot._shards:

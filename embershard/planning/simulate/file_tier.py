@@ -157,7 +157,7 @@ class FileTier:
 
 
 class RecordedMoves:
-    """A `Transfer` that lends places to the device, as `FiledRowCache` does, and moves nothing.
+    """A `Transfer` that lends places to the device, as `FilePart` does, and moves nothing.
 
     Args:
         tier: whose places.

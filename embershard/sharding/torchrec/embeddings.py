@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,12 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.file.filed_cache import FiledRowCache
+from embershard.cache.file.file_part import FiledTransfer, FilePart
 from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.gpu.readback import Reads
 from embershard.cache.key_map import map_kind
 from embershard.cache.next_use import pinned_tables
+from embershard.cache.parts.part import PoolParts
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.choose_transfer import transfer_kind
 from embershard.cache.rows.copies import read_to_host
@@ -159,8 +159,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         self._pinned_of_feature = self.slots.set_pinned_slots(pinned_of_table)
         pinned_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in pinned_of_table.items()]
         self._is_frozen = not spec.trains
-        transfer = {} if self.filed is not None else {"transfer": transfer_kind(spec.config, self._device)}
-        cache = (RowCache if self.filed is None else partial(FiledRowCache, self.filed))(
+        filed = self.filed
+        cache = RowCache(
             tables=[table.name for table in tables],
             host=self.host,
             device_payload=self.slots.resize,
@@ -172,9 +172,13 @@ class CachedTableBatchedEmbeddings(HostTables):
             overflow=spec.config.overflow,
             pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
             owner=f"rank {spec.rank}",
-            **transfer,
+            transfer=transfer_kind(spec.config, self._device)
+            if filed is None
+            else lambda slots, _: FiledTransfer(slots, filed),
             kind=map_kind(spec.config.slot_map, num_rows, self._device.type),
         )
+        if filed is not None:
+            cache.parts = PoolParts([FilePart(filed, cache.state.scores.of_rows, self._device.type == "cuda")])
         if self._is_frozen:
             cache.train_nothing()
         return cache
@@ -210,11 +214,26 @@ class CachedTableBatchedEmbeddings(HostTables):
             return [None] * len(found)
         return [self.cache.know(*self.feature_keys.of(ids)) for ids in found]
 
-    def file(self, features: KeyedJaggedTensor, known: Known) -> bool:
-        """Let a known batch's rows, of tables in a file, be in host memory soon; False if they do not fit yet."""
-        if not isinstance(self.cache, FiledRowCache):
-            return True
-        return self.cache.file(self.feature_keys.of(PoolIds.of(features))[0], known)
+    @property
+    def num_coming(self) -> int:
+        """Batches behind the one in training whose rows are brought nearer (`bring_nearer`)."""
+        return self.cache.parts.num_coming
+
+    def bring_nearer(self, features: KeyedJaggedTensor, known: Known) -> bool:
+        """Bring a known batch's rows nearer, some steps before they are made resident; False if they do not fit yet."""
+        return self.cache.parts.coming(self.feature_keys.of(PoolIds.of(features))[0], known)
+
+    @property
+    def known_bytes(self) -> int:
+        """Memory of what is known of batches, beside what `know` returns, in bytes."""
+        index = self.cache.next_use_index
+        return (0 if index is None else index.chain_bytes) + self.cache.parts.known_bytes
+
+    @property
+    def knows_most(self) -> bool:
+        """True if no further batch should become known."""
+        index = self.cache.next_use_index
+        return (index is not None and index.knows_most) or self.cache.parts.knows_most
 
     def prefetch_if_it_fits(self, features: KeyedJaggedTensor, known: Known, critical_path: bool) -> Ticket | None:
         """Make a batch resident; return the ticket to :meth:`hand` before its forward, None if it does not fit beside

@@ -19,7 +19,7 @@ from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.metrics.predictions import Predicted, PredictionWindow
 from embershard.pipeline import LookAheadStats
 from embershard.run_result import LookAheadTotals, SentTotals
-from embershard.sharding.torchrec import cache_stats, copied_rows, pools_by_module
+from embershard.sharding.torchrec import cache_stats, copied_rows, file_counts, pools_by_module
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part
@@ -97,13 +97,15 @@ class CacheReader:
         )
 
 
-def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> LookAheadTotals | None:
+def look_ahead_totals(
+    stats: LookAheadStats | None, ranks: Ranks, files: FileCounts | None = None
+) -> LookAheadTotals | None:
     """Return what look-ahead did: depths over all ranks, the most memory of a rank, the seconds of all ranks.
 
-    None without look-ahead. Collective.
+    None without look-ahead. `files`: what this rank read from files. Collective.
     """
-    found: list[LookAheadStats | None] = ranks.all_gather_objects(stats)
-    per_rank = [each for each in found if each is not None]
+    found: list[tuple[LookAheadStats | None, FileCounts | None]] = ranks.all_gather_objects((stats, files))
+    per_rank = [each for each, _ in found if each is not None]
     if not per_rank:
         return None
 
@@ -121,7 +123,7 @@ def look_ahead_totals(stats: LookAheadStats | None, ranks: Ranks) -> LookAheadTo
         max_known_bytes=over_ranks("max_known_bytes", max),
         stall_seconds=over_ranks("stall_seconds", sum),
         uses_worker=per_rank[0].uses_worker,
-        files=over_ranks("files", FileCounts.total),
+        files=FileCounts.total(of_rank) if (of_rank := [each for _, each in found if each is not None]) else None,
     )
 
 
@@ -210,9 +212,11 @@ class StepMetrics(Part):
 
     def totals(self) -> dict[str, Any]:
         run = self.run
+        has_files = run.config.cache.enabled and run.config.cache.host == "file"
+        files = file_counts(run.model) if has_files else None
         return {
             "cache": self.cache_reader.totals(None if run.plan else run.config.cache.slot_ratio),
-            "look_ahead": look_ahead_totals(run.upcoming.stats(), run.ranks),
+            "look_ahead": look_ahead_totals(run.upcoming.stats(), run.ranks, files),
             "sent_bytes": self.traffic_reader.totals(),
         }
 

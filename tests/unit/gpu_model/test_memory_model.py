@@ -111,7 +111,7 @@ def counted(case: Case) -> int:
         model.pool.forget_touched()  # with a mark for each row from now on
         model.pool.touch("t0", BehindRows(torch.arange(0, case.setting.rows[0], 7)))
         model.pool.take_touched()
-        return gpu.bytes.held - cache.num_rows
+        return gpu.bytes.held - cache.host.num_rows
 
 
 @pytest.mark.parametrize("name", keep({"look-ahead, array", "lru, wide rows"}, CASES))

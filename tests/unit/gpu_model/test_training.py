@@ -18,7 +18,7 @@ import torch
 
 from embershard.cache import key_map as key_entries
 from embershard.cache import next_use as next_use_index
-from embershard.cache.file.filed_cache import FiledRowCache
+from embershard.cache.file.file_part import FilePart
 from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.guards import StreamOrder
@@ -163,7 +163,7 @@ def test_nothing_goes_wrong_when_copies_fail(copy: str, transfer: Any) -> None:
 @pytest.mark.parametrize("is_done", [False, True], ids=["before it", "behind it"])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(FiledRowCache, "know"), (FiledRows, "know"), (RowCache, "know")],
+    [(FilePart, "known"), (FiledRows, "know"), (RowCache, "know")],
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_nothing_goes_wrong_when_a_batch_fails_to_become_known(owner: Any, name: str, is_done: bool) -> None:
@@ -371,7 +371,8 @@ def taken_after_two_steps(lookahead: int) -> Taken:
         return loops[-1]
 
     def measure(*_: Any) -> None:
-        of_places = model.pool.cache.known_host_bytes
+        (part,) = model.pool.cache.parts._parts
+        of_places = part.known_host_bytes
         found.append(Taken(_device_bytes() - before, loops[0].stats().known_bytes, of_places))
 
     with modelled(setting) as (_, model, may_lock):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embershard.cache import CacheConfig
 from embershard.cache.file import filed_rows, places
+from embershard.cache.file.file_part import FilePart
 from embershard.cache.file.file_rows import FileRows, FileWork, PageIo
 from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.next_use import KnownBatch
@@ -22,7 +23,6 @@ from embershard.data import open_source
 from embershard.distributed import CheckpointConfig, Manifest, Ranks, Supervision, complete_checkpoints
 from embershard.errors import CacheError, ConfigError
 from embershard.pipeline.config import LookAheadConfig
-from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
 from embershard.training.config import RunConfig, TrainConfig
@@ -105,7 +105,7 @@ def test_the_result_is_that_of_rows_in_memory(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, filed: int
 ) -> None:
     """Whatever part of the rows is in memory, however early they are read and however long that takes."""
-    monkeypatch.setattr(LookAheadPipeline, "filed", filed)
+    monkeypatch.setattr(FilePart, "num_coming", filed)
     use_io(monkeypatch, SlowIo)
     found = trained(make_config(tmp_path, share), ranks)
     counts = found["counts"]
@@ -280,11 +280,10 @@ def test_what_was_read_is_told(ranks: Ranks, tmp_path: Path) -> None:
     trainer = Trainer(make_config(tmp_path, 0.06), ranks)
     for _ in trainer.train():
         pass
-    stats = trainer.upcoming.stats()
+    files = trainer.of_parts(lambda part: part.totals())["look_ahead"].files
     trainer.close()
-    assert stats is not None
-    assert isinstance(stats.files, FileCounts)
-    assert 0 < stats.files.pages_read <= stats.files.rows_read
+    assert isinstance(files, FileCounts)
+    assert 0 < files.pages_read <= files.rows_read
 
 
 def test_rows_in_a_file_are_not_read_as_zeros(ranks: Ranks, tmp_path: Path) -> None:

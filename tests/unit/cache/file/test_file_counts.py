@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy
+from embershard.cache.file.file_part import FiledTransfer, FilePart
 from embershard.cache.file.file_rows import FileRows, PageIo
-from embershard.cache.file.filed_cache import FiledRowCache
 from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.next_use import KnownBatch
+from embershard.cache.parts.part import PoolParts
+from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.tickets import Ticket
@@ -37,12 +39,11 @@ def skewed(num_batches: int, batch_size: int = 9) -> list[Tensor]:
     return list(torch.from_numpy(drawn))
 
 
-def made(folder: Path, policy: CachePolicy, io: PageIo, places: int) -> tuple[FiledRows, FiledRowCache]:
-    """Rows in a file, and the cache over them."""
+def made(folder: Path, policy: CachePolicy, io: PageIo, places: int) -> tuple[FiledRows, FilePart, RowCache]:
+    """Rows in a file, and the cache over them with its part."""
     table = ShardWeights("clicks", 7, DIM, -0.5, 0.5)
     filed = FiledRows([NUM_ROWS], [table], [torch.empty(0, DIM)], places, str(folder), io=io)
-    cache = FiledRowCache(
-        filed,
+    cache = RowCache(
         tables=["clicks"],
         host=HostStore([NUM_ROWS], 1, torch.uint8, []),
         device_payload=lambda slots: [torch.zeros(slots + 1, DIM)],
@@ -50,13 +51,16 @@ def made(folder: Path, policy: CachePolicy, io: PageIo, places: int) -> tuple[Fi
         table_of_feature=[0],
         policy=policy,
         device=torch.device("cpu"),
+        transfer=lambda slots, _: FiledTransfer(slots, filed),
     )
-    return filed, cache
+    part = FilePart(filed, cache.state.scores.of_rows, is_on_gpu=False)
+    cache.parts = PoolParts([part])
+    return filed, part, cache
 
 
 def trained(batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo, places: int) -> FiledRows:
     """Train the batches in the order of a run's stages; return the rows, whose file is closed."""
-    filed, cache = made(folder, policy, io, places)
+    filed, part, cache = made(folder, policy, io, places)
     unknown, window = iter(batches), deque[Batch]()
     tickets = deque[Ticket]()
     while True:
@@ -71,7 +75,7 @@ def trained(batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo
             tickets.append(first)
         cache.freeze_pins()
         for keys, _, known in itertools.islice(window, 1, READ_AHEAD + 1):
-            if not cache.file(keys, known):
+            if not part.coming(keys, known):
                 break
         for batch in itertools.islice(window, len(tickets), PREFETCH + 1):
             ticket = prepared(cache, batch, False)
@@ -87,7 +91,7 @@ def trained(batches: list[Tensor], folder: Path, policy: CachePolicy, io: PageIo
     return filed
 
 
-def prepared(cache: FiledRowCache, batch: Batch, critical_path: bool) -> Ticket | None:
+def prepared(cache: RowCache, batch: Batch, critical_path: bool) -> Ticket | None:
     keys, lengths, known = batch
     return cache.prepare(keys, lengths, critical_path, known, if_it_fits=not critical_path)
 
@@ -118,23 +122,23 @@ def test_a_training_moves_what_its_replay_says(
 
 def test_known_batches_that_end_early_leave_nothing_behind(tmp_path: Path) -> None:
     """They are skipped or forgotten: what the cache counts of them is what it has of them."""
-    rows, cache = made(tmp_path, CachePolicy(), PageIo(), PLACES)
+    rows, part, cache = made(tmp_path, CachePolicy(), PageIo(), PLACES)
     batches = [(keys, torch.tensor([keys.numel()])) for keys in skewed(8)]
-    links = cache.known_bytes
+    links = part.known_bytes
     known = [cache.know(*batch) for batch in batches[:4]]
-    of_all = cache.known_bytes
+    of_all = part.known_bytes
     for (keys, _), of_slots in zip(batches[:2], known[:2], strict=True):
         assert of_slots is not None
         cache.skip(keys, of_slots)
         cache.skip(keys, of_slots)  # a second call does nothing
-    assert links < cache.known_bytes < of_all
+    assert links < part.known_bytes < of_all
     cache.forget()
-    assert (cache.known_bytes, cache._of_places) == (links, {})
+    assert (part.known_bytes, part._of_places) == (links, {})
     again = cache.know(*batches[3])
     assert again is not None
     ticket = prepared(cache, (*batches[3], again), True)
     assert ticket is not None
-    assert (cache.known_bytes, cache._of_places) == (links, {})
+    assert (part.known_bytes, part._of_places) == (links, {})
     rows._file.close()
 
 

@@ -1,23 +1,21 @@
-"""Device cache over rows of which some are in a file: a `RowCache` that also moves rows between file and memory."""
+"""Rows in a file as a part of a pool, which moves rows between file and host memory; and their transfer."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from embershard.cache.file.filed_rows import FiledRows
-from embershard.cache.gpu.readback import Reads
+from embershard.cache.file.places import READ_AHEAD
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.planner import CachePlan
-from embershard.cache.row_cache import RowCache
+from embershard.cache.parts.part import PoolPart
 from embershard.cache.rows.memory import pinned_bytes
 from embershard.cache.rows.transfer import PlainTransfer, StagedTransfer, Transfer
-from embershard.cache.tickets import Ticket
 
 
 @dataclass(eq=False)
@@ -40,54 +38,59 @@ class _OfPlaces:
         return of_ids + (0 if self.known is None else self.known.num_bytes)
 
 
-class FiledRowCache(RowCache):
-    """A `RowCache` over `FiledRows`. A batch that is known should be filed (`file`) some steps before it is prepared.
+class FilePart(PoolPart):
+    """The part of a pool whose rows are in a file: what its batches need is in host memory some steps before.
 
     On a GPU the ids of a batch are copied to host memory as it becomes known, and read from there steps later; a plan's
     rows are in host memory by the next plan, and their places are given back then.
 
     Args:
         filed: the rows.
-        arguments: those of `RowCache`, but for the transfer.
+        scores: float32 [R] of the rows by which the pool's policy ranks them, or None: they rank places, too.
+        is_on_gpu: the pool plans there.
     """
 
-    def __init__(self, filed: FiledRows, **arguments: Any) -> None:
-        self.filed = filed
+    num_coming = READ_AHEAD
+
+    def __init__(self, filed: FiledRows, scores: Callable[[], Tensor | None], is_on_gpu: bool) -> None:
+        self._filed, self._is_on_gpu = filed, is_on_gpu
         self._of_places: dict[KnownBatch, _OfPlaces] = {}  # by what the slots know them as
         self._untold = deque[_OfPlaces]()  # of which the places do not know yet
         self._of_places_bytes = 0
-        self._landing = torch.empty(0, dtype=torch.int64)  # rows that were evicted, and may not be in host memory yet
-        super().__init__(**arguments, transfer=lambda slots, _: FiledTransfer(slots, filed))
-        filed.places.rank_by(self._scores.of_rows)
+        none = torch.empty(0, dtype=torch.int64)
+        self._entering = self._landing = none  # for the last plan; and that left before it, maybe not in memory yet
+        self._lock = threading.RLock()
+        filed.places.rank_by(scores)
 
-    def know(self, keys: Tensor, feature_lengths: Tensor) -> KnownBatch | None:
-        """As every cache."""
+    def known(self, keys: Tensor, feature_lengths: Tensor, known: KnownBatch) -> None:
+        """Let the places know it, too."""
         with self._lock, torch.no_grad():
-            known = super().know(keys, feature_lengths)
-            if known is not None:
-                batch = _OfPlaces()
-                if keys.is_cpu:
-                    batch.known = self.filed.know(keys, feature_lengths)
-                else:
-                    self._send(batch, keys, feature_lengths)
-                self._of_places[known] = batch
-                self._of_places_bytes += batch.num_bytes
-                self._tell(None)
-            return known
+            batch = _OfPlaces()
+            if self._is_on_gpu:
+                self._send(batch, keys, feature_lengths)
+            else:
+                batch.known = self._filed.know(keys, feature_lengths)
+            self._of_places[known] = batch
+            self._of_places_bytes += batch.num_bytes
+            self._tell(None)
 
-    def file(self, keys: Tensor, known: KnownBatch | None) -> bool:
-        """Give the rows of a batch that is prepared some steps later places in memory, and begin to read those in the
-        file. A second call does nothing.
-
-        Args:
-            keys, known: as for `prepare`.
-
-        Returns:
-            False if they do not fit yet.
-        """
+    def coming(self, keys: Tensor, known: KnownBatch | None) -> bool:
+        """Give its rows places in memory, and begin to read those in the file."""
         with self._lock, torch.no_grad():
             batch = None if known is None else self._of_places.get(known)
-            return batch is None or self.filed.file(keys if batch.ids is None else batch.ids[0], self._told(batch))
+            return batch is None or self._filed.file(keys if batch.ids is None else batch.ids[0], self._told(batch))
+
+    def entering(self, keys: Tensor, known: KnownBatch | None) -> None:
+        """Wait until the rows are in memory, and lend their places to the device."""
+        batch, self._entering = self._removed(known), keys
+        self._filed.bring_in(keys, None if batch is None else batch.known)
+
+    def left(self, keys: Tensor) -> None:
+        """Take their places back; on a GPU with the next plan, but for rows that this one brings again."""
+        if self._is_on_gpu:
+            keys, self._landing = self._landing, keys
+            keys = keys[~torch.isin(keys, self._entering)]
+        self._filed.give_back(keys)
 
     def _send(self, batch: _OfPlaces, *ids: Tensor) -> None:
         """Begin to copy a batch's ids to host memory, from where the places learn them."""
@@ -106,7 +109,7 @@ class FiledRowCache(RowCache):
             if last is None and not batch.sent.query():
                 break
             batch.sent.synchronize()
-            batch.known = self.filed.know(*batch.ids)
+            batch.known = self._filed.know(*batch.ids)
             self._untold.popleft()
             self._of_places_bytes += batch.known.num_bytes
 
@@ -124,62 +127,34 @@ class FiledRowCache(RowCache):
             self._of_places_bytes -= batch.num_bytes
         return batch
 
+    def skipped(self, keys: Tensor, known: KnownBatch) -> None:
+        """Take its places back."""
+        with self._lock, torch.no_grad():
+            if (batch := self._removed(known)) is not None:
+                self._filed.skip(self._told(batch), keys if batch.ids is None else batch.ids[0])
+
+    def forgotten(self) -> None:
+        """Take all places back."""
+        with self._lock:
+            self._of_places.clear()
+            self._untold.clear()
+            self._of_places_bytes = 0
+            self._filed.forget()
+
     @property
     def known_bytes(self) -> int:
-        """As every cache; on a CPU with what the places know, which is in its memory, too."""
-        return super().known_bytes + (self.known_host_bytes if self._map.device.type == "cpu" else 0)
+        """On a CPU what the places know, which is in its memory, too."""
+        return 0 if self._is_on_gpu else self.known_host_bytes
 
     @property
     def known_host_bytes(self) -> int:
         """Host memory of what the places know of batches, in bytes."""
-        return self._of_places_bytes + self.filed.places.chain_bytes
+        return self._of_places_bytes + self._filed.places.chain_bytes
 
     @property
     def knows_most(self) -> bool:
         """True if the places know as many uses of rows as can be told apart for sure."""
-        return self.filed.places.knows_most
-
-    def preparing(self, keys: Tensor, lengths: Tensor, critical_path: bool, *rest: Any) -> Reads[Ticket | None]:
-        """As every cache."""
-        self.file(keys, rest[0] if rest else None)
-        return super().preparing(keys, lengths, critical_path, *rest)
-
-    def skip(self, keys: Tensor, known: KnownBatch) -> None:
-        """As every cache."""
-        with self._lock, torch.no_grad():
-            super().skip(keys, known)
-            if (batch := self._removed(known)) is not None:
-                self.filed.skip(self._told(batch), keys if batch.ids is None else batch.ids[0])
-
-    def forget(self) -> None:
-        """As every cache."""
-        with self._lock:
-            super().forget()
-            self._of_places.clear()
-            self._untold.clear()
-            self._of_places_bytes = 0
-            self.filed.forget()
-
-    def _preload(self, keys: Tensor) -> None:
-        self.filed.bring_in(keys.cpu(), None)
-        super()._preload(keys)
-
-    def _execute(self, plan: CachePlan, known: KnownBatch | None, *rest: Any) -> torch.cuda.Event | None:
-        batch = self._removed(known)
-        filled, moved, landed = plan.on_host.fill, plan.on_host.evicted, self._landing
-        self.filed.bring_in(filled, None if batch is None else batch.known)
-        try:
-            return super()._execute(plan, known, *rest)
-        except BaseException:
-            self._copies.finish()
-            either = torch.cat([plan.fill_keys, plan.evicted_keys])
-            moved = either[self._map.lookup(either) == 0].cpu()
-            raise
-        finally:
-            # A row that comes again right behind the plan that evicted it is lent again, not given back.
-            on_gpu = plan.fill_keys.is_cuda
-            self.filed.give_back(landed[~torch.isin(landed, filled)] if on_gpu else moved)
-            self._landing = moved if on_gpu else landed
+        return self._filed.places.knows_most
 
 
 class FiledTransfer:
