@@ -158,7 +158,7 @@ def train(model: DistributedModelParallel, case: Case, groups: list[Batches], fa
                     with pipeline.step(stream) as batch:
                         model(batch.features, batch.labels).backward()
                 _between(model, case.between, features, coefficients)
-            held.append(max((len(pool._held or ()) for pool in cached_embeddings(model)), default=0))
+            held.append(max((pool.updates.num_held for pool in cached_embeddings(model)), default=0))
     if pipeline is not None:
         pipeline.detach()
     assert not any(pool.cache._in_flight.tickets for pool in cached_embeddings(model)), "pins are left"

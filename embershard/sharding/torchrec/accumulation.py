@@ -379,9 +379,9 @@ class _HeldTables:
             )
         for pool in self._with_ids:
             assert pool.ids is not None
-            if pool.num_held not in (0, pool.ids.num_together):  # at the end of the data there may be fewer
+            if pool.updates.num_held not in (0, pool.ids.num_together):  # at the end of the data there may be fewer
                 raise CacheError(
-                    f"{pool.cache.name}: {pool.num_held} batches in one update, and the ids of "
+                    f"{pool.cache.name}: {pool.updates.num_held} batches in one update, and the ids of "
                     f"{pool.ids.num_together} got rows together. Make the pipeline with as many micro_batches as an "
                     "update has"
                 )
@@ -391,7 +391,7 @@ class _HeldTables:
             for guard in self._guards:
                 stack.enter_context(guard.change("training several batches at once"))
             for pool in self._pools:
-                stack.enter_context(pool.training_held())
+                stack.enter_context(pool.updates.training_held())
             for table in tables:
                 table.train()
             for hot in self._hot:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
 from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
 from embershard.sharding.torchrec.host_tables import HostTables
+from embershard.sharding.torchrec.row_updates import NoUpdates, RowUpdates
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row, take_spec
 
@@ -83,11 +83,8 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     ids: PoolIdMaps | None = None
     holder = ""
-    _is_frozen = False  # nothing trains
     _announcer: object = None
-    _held: list[Ticket] | None = None  # of lookups that train together
     micro_batches = 1  # a pipeline makes so many known together
-    _held_zeros = False  # some of them have ids whose embedding is zero
 
     def __init__(
         self,
@@ -127,6 +124,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             **spec.small_rows(tables),
         )
         self.cache = self._make_cache(spec, config)
+        self.updates = self._updates_alone = (RowUpdates if spec.trains else NoUpdates)(self.cache, self.slots)
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
         places = zip(tables, self.host.row_offsets, self.host.rows_per_table, strict=True)
         self._shards = [_Shard(t.name, first_row(t), first_column(t), key, num_rows) for t, key, num_rows in places]
@@ -158,7 +156,6 @@ class CachedTableBatchedEmbeddings(HostTables):
         pinned_of_table = {} if has_ids else pinned_tables(self.host.rows_per_table, num_slots)
         self._pinned_of_feature = self.slots.set_pinned_slots(pinned_of_table)
         pinned_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in pinned_of_table.items()]
-        self._is_frozen = not spec.trains
         filed = self.filed
         cache = RowCache(
             tables=[table.name for table in tables],
@@ -179,8 +176,6 @@ class CachedTableBatchedEmbeddings(HostTables):
         )
         if filed is not None:
             cache.parts = PoolParts([FilePart(filed, cache.state.scores.of_rows, self._device.type == "cuda")])
-        if self._is_frozen:
-            cache.train_nothing()
         return cache
 
     # -- before the step
@@ -350,42 +345,19 @@ class CachedTableBatchedEmbeddings(HostTables):
         ticket = self._next_ticket(ids)
         has_zeros = self.ids is not None and self.ids.begin(ticket)
         self.cache.wait(ticket)
-        with torch.set_grad_enabled(not self._is_frozen):
+        with torch.set_grad_enabled(self.updates.has_gradients):
             output = self.slots(ticket.slots, offsets.long(), **arguments)
         self.cache.read_by_forward(ticket)
-        if self._is_frozen:
-            self.cache.release(ticket)
-            anchor = torch.empty(0, device=output.device, requires_grad=True)
-            return _Frozen.apply(anchor, output)  # type: ignore[no-any-return]
-        if self._held is not None:
-            self.cache.hold(ticket)
-            self._held.append(ticket)
-            self._held_zeros = self._held_zeros or has_zeros
-            return output
-        _release_after_backward(self.cache, ticket, output, self.slots if has_zeros else None)
-        return output
+        return self.updates.follow(ticket, output, has_zeros)
 
     def hold(self) -> None:
-        """Keep the slots of all batches from now on: their rows train together, in `training_held`."""
-        self._held = []
-
-    @contextmanager
-    def training_held(self) -> Iterator[None]:
-        """Return a context in which the rows of the batches that were held train."""
-        with self.cache.training(self._held or []):
-            yield
-            if self._held_zeros:
-                self.slots.clear_zeros()
-
-    @property
-    def num_held(self) -> int:
-        """Batches that are held."""
-        return len(self._held or ())
+        """Let the rows of all forwards from now on train together, in `updates.training_held`."""
+        self.updates = self._updates_alone.hold()
 
     def end_holding(self) -> list[Ticket]:
-        """Return the tickets that were held, and hold none from now on."""
-        held, self._held, self._held_zeros = self._held or [], None, False
-        return held
+        """Return the tickets that were held; the rows of each forward train alone again."""
+        found, self.updates = self.updates.end_holding(), self._updates_alone
+        return found
 
     def _read(self, ids: PoolIds, offsets: Tensor, arguments: dict[str, Any]) -> Tensor:
         if self.ids is None:
@@ -548,46 +520,6 @@ class CachedTableBatchedEmbeddings(HostTables):
     def stats(self) -> list[TableStats]:
         """Return what the cache did, per table."""
         return self.cache.stats()
-
-
-class _Frozen(torch.autograd.Function):
-    """Rows that take no gradient. Their backward still runs: other ranks take part in its all-to-all."""
-
-    @staticmethod
-    def forward(_: Any, anchor: Tensor, output: Tensor) -> Tensor:  # type: ignore[override]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        return None, None
-
-
-def _release_after_backward(cache: RowCache, ticket: Ticket, output: Tensor, zeros: SlotTable | None) -> None:
-    """Release the batch once FBGEMM's backward, which also trains the rows, has run; before, clear slot 0 of `zeros`.
-
-    The hooks are on the autograd node: a hook on the tensor fires before the update. The node holds the ticket, so a
-    node that is freed without a backward frees the pins.
-    """
-    node = output.grad_fn
-    if node is None:
-        cache.release(ticket)
-        return
-
-    def begin(_: Any) -> None:
-        if ticket.released:
-            raise CacheError(
-                f"{cache.name}: a second backward through one forward: its rows may have left their slots. "
-                "Run the forward again"
-            )
-        cache.begin_update(ticket)
-
-    def end(*_: Any) -> None:
-        if zeros is not None:
-            zeros.clear_zeros()
-        cache.release(ticket)
-
-    node.register_prehook(begin)
-    node.register_hook(end)
 
 
 def _check_rows(config: GroupedEmbeddingConfig, rank: int) -> None:

@@ -41,7 +41,7 @@ from embershard.cache.tickets import Ticket
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.pipelined_forward import PipelinedForward
 from embershard.pipeline.worker import CacheWorker
-from embershard.sharding.torchrec import embeddings, modules
+from embershard.sharding.torchrec import embeddings, modules, row_updates
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.spec import SPEC_KEY, CacheSpec
@@ -287,7 +287,7 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
         stack.callback(end_locking)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         model = Module(_pool(setting, gpu, folder), setting.rows, setting.elsewhere)
-        stack.enter_context(mock.patch.object(embeddings, "_release_after_backward", model.keep))
+        stack.enter_context(mock.patch.object(row_updates, "release_after_backward", model.keep))
         yield gpu, model, may_lock
 
 
