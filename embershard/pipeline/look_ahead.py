@@ -376,15 +376,21 @@ class LookAheadPipeline:
     def _weigh(self) -> None:
         """Decide if there is memory to know more batches."""
         known_bytes, window = self._known_bytes, self._window
-        is_full = known_bytes >= self._max_known_bytes or any(pool.knows_most for pool in self._pools)
+        knows_most = any(pool.knows_most for pool in self._pools)
+        is_full = knows_most or known_bytes >= self._max_known_bytes
         self._is_full = is_full and len(window) > self._prefetch + 1
         self._depths.most_known_bytes = max(self._depths.most_known_bytes, known_bytes)
         if self._is_full and not self._is_told_full and len(window) < self._lookahead:
             self._is_told_full = True
+            why, larger = f"they take {size(known_bytes)}, and max_known_bytes is {size(self._max_known_bytes)}", ""
+            if knows_most:
+                why = "no more uses of rows can be told apart in one pool"
+            else:
+                larger = ", or a larger max_known_bytes,"
             _log.warning(
-                "%d of lookahead=%d batches are known ahead: they take %s, and max_known_bytes is %s. Smaller batches, "
-                "more ranks or a larger max_known_bytes let more be known; a smaller lookahead asks for no more",
-                *(len(window), self._lookahead, size(known_bytes), size(self._max_known_bytes)),
+                "%d of lookahead=%d batches are known ahead: %s. Smaller batches or more ranks%s let more be known; a "
+                "smaller lookahead asks for no more",
+                *(len(window), self._lookahead, why, larger),
             )
 
     @property

@@ -406,6 +406,15 @@ def test_a_window_that_memory_cuts_says_so_once(
     assert len(told) == is_cut
 
 
+def test_a_window_whose_uses_could_be_mixed_up_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    """Of rows in memory, too: about 36 uses a batch, half of 512 numbers."""
+    setting = Setting(lookahead=10, steps=20)
+    with mock.patch.object(next_use_index, "_WRAP", 512):
+        assert problems_of(setting) == []
+    (told,) = [record.message for record in caplog.records if "of lookahead=10 batches are known" in record.message]
+    assert "no more uses of rows can be told apart" in told
+
+
 def test_ids_are_received_a_step_after_they_were_sent() -> None:
     """They are sent behind the collectives of a backward pass: received at once, they would make the host wait for
     it."""
