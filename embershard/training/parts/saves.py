@@ -273,8 +273,12 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for the end; the save makes no pauses any more."""
+        """Wait for the end; the save makes no pauses any more, and has this thread's priority where the system allows
+        it: one of the lowest priority gets little of cores that others keep busy."""
         self._is_awaited.set()
+        if self._thread.native_id and not self.is_done:
+            with contextlib.suppress(OSError):  # it has just ended, or only the superuser may
+                os.setpriority(os.PRIO_PROCESS, self._thread.native_id, os.getpriority(os.PRIO_PROCESS, 0))
         self._thread.join()
 
     def result(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,17 @@ def test_a_save_does_not_pause_when_training_may_soon_wait_for_it(ranks, tmp_pat
         save = started_save(ranks, tmp_path)
         save._thread.join(600)
         assert save.is_done
+
+
+def test_a_save_that_training_waits_for_has_its_priority(ranks, tmp_path, monkeypatch):
+    """Where the system allows it: a thread of the lowest priority starves on cores that others keep busy."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(saves, "_PAUSE", 1e9)  # it ends when it is awaited
+    monkeypatch.setattr(saves.os, "setpriority", lambda _, thread, niceness: asked.append((thread, niceness)))
+    save = started_save(ranks, tmp_path)
+    save.wait()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert asked == [(save._thread.native_id, 19), (save._thread.native_id, own)]
 
 
 def started_save(ranks: Ranks, folder: Path) -> BackgroundSave:
