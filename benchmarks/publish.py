@@ -150,8 +150,8 @@ def apply(replica: Any) -> dict[str, Any]:
 
 def delay(options: argparse.Namespace, folder: Path, ranks: Any) -> dict[str, Any]:
     """Train while a replica follows; return how old updates were when they were served."""
+    from embershard.extras.publications.part import Publisher
     from embershard.serving.write import export_base
-    from embershard.training.parts.publishing import Publisher
     from embershard.training.trainer import Trainer
 
     config = _config(options, folder, options.delay_steps)

@@ -60,11 +60,7 @@ CAPABILITIES = {
         ),
         ("ids", "id_", "_id"),
     ),
-    "publications": Capability(
-        ("commands.publish", "distributed.publish", "training.parts.publish_disk", "training.parts.publishing"),
-        ("publish", "publication", "replica"),
-        carries=("serving",),
-    ),
+    "publications": Capability(("extras.publications",), ("publish", "publication", "replica")),
     "following": Capability(("extras.following",), ("follow", "journal", "idle", "arriv")),
     "time_order": Capability(
         ("data.order.time_windows", "training.parts.windows"), ("time", "window", "days"), carries=("following",)

@@ -14,8 +14,8 @@ from embershard.errors import ConfigError, EmbershardError, SetupError, did_you_
 from embershard.launch.arguments import as_called, examples, make_parser, note_program, program, shipped
 from embershard.lazy_names import named
 
-#: Name of each command; below `embershard.commands` its module (an extra's whole name), and, where it is not `main`,
-#: its function of the words behind the name, which returns the exit code; and its help.
+#: Name of each command; its module, below `embershard.commands` or an extra, and, where it is not `main`, its function
+#: of the words behind the name, which returns the exit code; and its help.
 _COMMANDS = (
     ("train", "train.command", "train a model"),
     ("settings", "cli:settings", "list all settings of a run, with their meanings"),
@@ -26,8 +26,8 @@ _COMMANDS = (
     ("predict", "score:predict", "score samples with a trained model, into a Parquet file"),
     ("eval", "score:evaluate", "measure a trained model on held-out or other samples"),
     ("export", "export", "write tables, a plain torch module and the mapping of ids, to serve without embershard"),
-    ("publish", "publish", "list and verify what a run publishes for replicas, or make a base of deltas"),
-    ("serve", "embershard.extras.server.command", "serve an exported model over HTTP: JSON in, scores out"),
+    ("publish", "extras.publications.command", "list and verify what a run publishes, or make a base of deltas"),
+    ("serve", "extras.server.command", "serve an exported model over HTTP: JSON in, scores out"),
     ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
     ("compare", "report.compare", "is one model better than another on the same samples, or is it chance?"),
@@ -105,8 +105,8 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if place is None:
         return _no_command
     module, _, function = place.partition(":")
-    whole = module if module.startswith("embershard.") else f"embershard.commands.{module}"
-    command = named(f"{whole}:{function or 'main'}")
+    room = "embershard" if module.startswith("extras.") else "embershard.commands"
+    command = named(f"{room}.{module}:{function or 'main'}")
     return lambda words: int(command(words[1:]))
 
 

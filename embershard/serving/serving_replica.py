@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embershard.distributed.changed_rows import NO_ID
 from embershard.distributed.publish.published import (
     DENSE,
     MANIFEST,
@@ -44,7 +45,6 @@ from embershard.distributed.publish.published import (
     read_publication,
     verify,
 )
-from embershard.distributed.publish.published_ids import NO_ID
 from embershard.serving.serving_model import IdPlaces, Model, load, set_weights, table_names, weights_of
 
 T = TypeVar("T")

@@ -22,9 +22,9 @@ from embershard.data import DataConfig, Target, open_source
 from embershard.data.block import Block
 from embershard.data.order.stream import SampleReader
 from embershard.data.sources.kinds import schema_of, serving_inputs
-from embershard.distributed import process_group, tensors_file
+from embershard.distributed import changed_rows, process_group, tensors_file
 from embershard.distributed.checkpoint.load import saved_rows
-from embershard.distributed.publish import published, published_ids
+from embershard.distributed.publish import published
 from embershard.distributed.publish.published import IDS
 from embershard.distributed.tensors_file import safetensors, safetensors_header
 from embershard.errors import naming_file
@@ -95,7 +95,7 @@ def export_base(config: RunConfig, checkpoint: Path, dtype: TableDtype, folder: 
     with torch.random.fork_rng():
         _write(request, TrainedRun(config, checkpoint, SavedRun.read(checkpoint)), folder)
     _ship(published, folder / "published.py")
-    _ship(published_ids, folder / "published_ids.py")
+    _ship(changed_rows, folder / "changed_rows.py")
     _ship(tensors_file, folder / "tensors_file.py")
     _ship(serving_replica, folder / "replica.py")
 
@@ -105,7 +105,7 @@ _SHIPPED = {
     serving_values.__name__: "model_values",
     serving_model.__name__: "model",
     published.__name__: "published",
-    published_ids.__name__: "published_ids",
+    changed_rows.__name__: "changed_rows",
     tensors_file.__name__: "tensors_file",
 }
 

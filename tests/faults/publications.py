@@ -35,16 +35,15 @@ from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, ResolvedIds, mixed
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed import PublishConfig
-from embershard.distributed.publish import write
+from embershard.distributed.changed_rows import NO_ID, BehindRows, ChangedRows, TouchedRows
 from embershard.distributed.publish.published import PublicationError, tensors_in
-from embershard.distributed.publish.published_ids import NO_ID, ChangedRows
 from embershard.distributed.tensors_file import safetensors
+from embershard.extras.publications import part as publisher_module
+from embershard.extras.publications.part import Publisher
 from embershard.serving.serving_model import table_names, weights_of
 from embershard.serving.serving_replica import Replica
 from embershard.serving.write import SavedIds
 from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
-from embershard.training.parts import publishing as publisher_module
-from embershard.training.parts.publishing import Publisher
 from embershard.whole_file import whole_file
 from tests.faults.children import in_child
 from tests.unit.distributed.publications import ABOUT, INPUTS, TABLES, OneRank, program
@@ -85,13 +84,13 @@ class _Pool:
     def forget_touched(self) -> None:
         self.cache.touched = TouchedKeys(len(self.rows), torch.device("cpu"))
 
-    def touch(self, table: str, behind: write.BehindRows) -> None:
+    def touch(self, table: str, behind: BehindRows) -> None:
         if table == self.table:
             self.cache.touched.add(behind.keys)
 
-    def take_touched(self) -> list[write.TouchedRows]:
+    def take_touched(self) -> list[TouchedRows]:
         keys = self.cache.touched.take()
-        return [write.TouchedRows(self.table, 0, keys, self.rows[keys])]
+        return [TouchedRows(self.table, 0, keys, self.rows[keys])]
 
     def train(self, random: torch.Generator) -> None:
         keys = torch.randint(len(self.rows), (3,), generator=random)
@@ -122,13 +121,13 @@ class _IdPool(_Pool):
         super().forget_touched()
         self._maps.note_changes()
 
-    def touch(self, table: str, behind: write.BehindRows) -> None:
+    def touch(self, table: str, behind: BehindRows) -> None:
         super().touch(table, behind)
         self._maps.touch(table, 0, behind.id_rows, behind.ids)
 
-    def take_touched(self) -> list[write.TouchedRows]:
+    def take_touched(self) -> list[TouchedRows]:
         keys, (changed,) = self._maps.take_changes(self.cache.touched.take())
-        return [write.TouchedRows(self.table, 0, keys, self.rows[keys], changed)]
+        return [TouchedRows(self.table, 0, keys, self.rows[keys], changed)]
 
     def train(self, random: torch.Generator) -> None:
         while len(self._ahead) < 3:

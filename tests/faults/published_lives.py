@@ -22,15 +22,15 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.checkpoint.folder import checkpoint_at
-from embershard.distributed.publish import write
 from embershard.distributed.publish.published import Publication
 from embershard.distributed.tensors_file import safetensors
+from embershard.extras.publications import write
+from embershard.extras.publications.part import Publisher
 from embershard.serving import write as export_module
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, without_flushes
 from embershard.training.checkpoint.identity import ORDER
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.parts.publishing import Publisher
 from embershard.training.trainer import Trainer
 from tests.faults.rank_kills import KILLS
 from tests.ranks import resharding

@@ -36,8 +36,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
-from embershard.distributed.publish import compact, published, published_ids
+from embershard.distributed import changed_rows
+from embershard.distributed.publish import published
 from embershard.distributed.publish.published import DamagedError
+from embershard.extras.publications import compact
 from embershard.extras.server import prediction_server
 from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
 from embershard.serving import serving_model, serving_replica, serving_values
@@ -48,7 +50,7 @@ from tests.unit.distributed.publications import program
 
 States = dict[int, dict[str, Tensor]]
 ERRORS: tuple[type[Exception], ...] = (OSError, MemoryError, RuntimeError, DamagedError)
-_OF_REPLICA = frozenset(str(module.__file__) for module in (serving_replica, published, published_ids, serving_model))
+_OF_REPLICA = frozenset(str(module.__file__) for module in (serving_replica, published, changed_rows, serving_model))
 _OF_REQUEST = frozenset(str(module.__file__) for module in (prediction_server, serving_model, serving_values))
 _ROWS = [{"user": 3, "item": 5}, {"user": None, "item": 17}]
 _MOST_SECONDS = 60.0

@@ -20,8 +20,9 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.rows import sizes
 from embershard.cache.tickets import Ticket
 from embershard.distributed import CheckpointConfig, PublishConfig
-from embershard.distributed.publish import write
+from embershard.distributed.changed_rows import TouchedRows
 from embershard.distributed.publish.published import published, read_files, read_publication
+from embershard.extras.publications import write
 from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.serving.serving_model import table_names, weights_of
@@ -179,7 +180,7 @@ def with_fault(what: str) -> Iterator[None]:
     elif what == "dirtiness":
         take = CachedTableBatchedEmbeddings.take_touched
 
-        def of_dirty(self: CachedTableBatchedEmbeddings) -> list[write.TouchedRows]:
+        def of_dirty(self: CachedTableBatchedEmbeddings) -> list[TouchedRows]:
             cache = self.cache
             used = cache._map.used_slots()
             cache.touched.take()

@@ -17,13 +17,13 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.frozen_rows import FrozenRows
 from embershard.cache.rows.host_store import HostStore
 from embershard.distributed import CheckpointConfig, Manifest, PublishConfig, complete_checkpoints
+from embershard.extras.publications.part import Publisher
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings
 from embershard.training.checkpoint import save_chain, table_shards
 from embershard.training.checkpoint.identity import ORDER
 from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.config import RunConfig
-from embershard.training.parts.publishing import Publisher
 from embershard.training.reports import SaveReport, TrainReport
 from embershard.training.trainer import Trainer
 from tests.ranks import planned, resharding, test_trained_ids

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from embershard.distributed.publish.compact import make_base
+from embershard.extras.publications.compact import make_base
 from tests.covering import matrix
 from tests.ranks import publications
 from tests.ranks.planned import mixed_plan

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embershard.distributed.publish.published_ids import ChangedRows, changed_ids
+from embershard.distributed.changed_rows import ChangedRows, changed_ids
 from embershard.distributed.tensors_file import TYPES
 
 FORMAT = 2  # 1, where no table has ids

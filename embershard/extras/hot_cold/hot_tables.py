@@ -25,7 +25,7 @@ from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_fea
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedBags, ReplicatedRows
 
 if TYPE_CHECKING:
-    from embershard.distributed.publish.write import TouchedRows
+    from embershard.distributed.changed_rows import TouchedRows
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class HotTables:
         Raises:
             CacheError: a backward did not end on this rank.
         """
-        from embershard.distributed.publish.write import TouchedRows
+        from embershard.distributed.changed_rows import TouchedRows
 
         found = []
         for shard in self._shards:

@@ -40,7 +40,7 @@ from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row, take_spec
 
 if TYPE_CHECKING:
-    from embershard.distributed.publish.write import BehindRows, TouchedRows
+    from embershard.distributed.changed_rows import BehindRows, TouchedRows
     from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 
 #: What a pool knows of a batch before it is resident: `KnownBatch`, or `KnownIds` of tables that take any id; or None.
@@ -470,7 +470,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         Raises:
             CacheError: rows of which other ranks have copies, and a backward that did not end on this rank.
         """
-        from embershard.distributed.publish.write import TouchedRows
+        from embershard.distributed.changed_rows import TouchedRows
 
         assert self.cache.touched is not None, "updates are not tracked"
         if self.copies_guard is not None:

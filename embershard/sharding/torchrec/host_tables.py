@@ -18,7 +18,7 @@ from embershard.cache.rows.host_store import HostStore
 from embershard.sharding.torchrec.slots import SlotTable
 
 if TYPE_CHECKING:
-    from embershard.distributed.publish.write import TouchedRows
+    from embershard.distributed.changed_rows import TouchedRows
 
 
 class CopiesOfRows(Protocol):

@@ -36,9 +36,7 @@ def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, 
 
         parts.append(IdTables(run))
     if config.publish.folder is not None:
-        from embershard.training.parts.publishing import Publishing
-
-        parts.append(Publishing(run))
+        parts.append(named("embershard.extras.publications.part:Publishing")(run))
     if config.data.follow:
         parts.append(named("embershard.extras.following.part:FollowedFolder")(run))
     if config.data.is_in_time_order:

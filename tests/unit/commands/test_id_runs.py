@@ -17,16 +17,18 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
-from embershard.commands import cli, export, publish
+from embershard.commands import cli, export
 from embershard.commands.data import command as data_command
 from embershard.commands.data import start_ids
 from embershard.data import DataConfig
 from embershard.data.config import TableConfig, TableFeature
 from embershard.distributed import CheckpointConfig, PublishConfig, complete_checkpoints
+from embershard.distributed.changed_rows import NO_ID
 from embershard.distributed.checkpoint.load import load_group
-from embershard.distributed.publish import published, write
-from embershard.distributed.publish.published_ids import NO_ID
+from embershard.distributed.publish import published
 from embershard.errors import CheckpointError, ConfigError
+from embershard.extras.publications import command as publish
+from embershard.extras.publications import write
 from embershard.extras.server.prediction_server import Predictor
 from embershard.launch.arguments import NEWEST
 from embershard.models import ModelConfig

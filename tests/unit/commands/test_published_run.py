@@ -17,10 +17,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.commands import cli, publish
+from embershard.commands import cli
 from embershard.distributed import PublishConfig, Supervision
-from embershard.distributed.publish import write
 from embershard.errors import CheckpointError, ConfigError, FailedPublicationError
+from embershard.extras.publications import command as publish
+from embershard.extras.publications import write
 from embershard.launch.arguments import NEWEST
 from embershard.models import ModelConfig
 from embershard.run_result import PublishedState, RunResult

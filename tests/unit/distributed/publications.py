@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from embershard.distributed.publish import write
+from embershard.distributed.changed_rows import TouchedRows
 from embershard.distributed.publish.published import Publication, file_entries
 from embershard.distributed.ranks import Ranks
 from embershard.distributed.tensors_file import safetensors
+from embershard.extras.publications import write
 
 TABLES = {"t_user": (20, 4), "t_item": (30, 4)}
 INPUTS = {
@@ -101,7 +102,7 @@ class Run:
         write.finish(partial, self.folder / base.name, base)
         return base
 
-    def train(self) -> list[write.TouchedRows]:
+    def train(self) -> list[TouchedRows]:
         """Change some rows, and all dense weights; return the rows."""
         touched = []
         for name, rows in self.tables.items():
@@ -109,12 +110,12 @@ class Run:
             rows[keys] += torch.randn(5, 4, generator=self._random)
             half = rows[keys]
             # As two ranks would have them that share the columns.
-            touched += [write.TouchedRows(name, 0, keys, half[:, :2].clone())]
-            touched += [write.TouchedRows(name, 2, keys, half[:, 2:].clone())]
+            touched += [TouchedRows(name, 0, keys, half[:, :2].clone())]
+            touched += [TouchedRows(name, 2, keys, half[:, 2:].clone())]
         self.dense = {name: weight + 1 for name, weight in self.dense.items()}
         return touched
 
-    def delta(self, have: Publication, touched: list[write.TouchedRows] | None = None) -> Publication:
+    def delta(self, have: Publication, touched: list[TouchedRows] | None = None) -> Publication:
         """Train, and write the delta that follows `have`."""
         seq = have.seq + 1
         delta = write.next_delta(have, self.life, f"{self.life}.{seq}", seq * 10)

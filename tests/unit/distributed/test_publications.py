@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embershard.distributed import PublishConfig
-from embershard.distributed.publish import compact, write
+from embershard.distributed.changed_rows import TouchedRows
 from embershard.distributed.publish.published import (
     DamagedError,
     PublicationError,
@@ -20,6 +20,7 @@ from embershard.distributed.publish.published import (
 )
 from embershard.distributed.tensors_file import safetensors
 from embershard.errors import ConfigError
+from embershard.extras.publications import compact, write
 from embershard.serving.serving_model import read_tensors
 from tests.unit.distributed.publications import TABLES, Run, chain
 
@@ -37,7 +38,7 @@ def test_bytes_of_a_delta(tmp_path):
     """Rows cost their bytes, keys 8 each, and a header."""
     run = Run(tmp_path)
     keys = torch.arange(20)
-    touched = [write.TouchedRows("t_user", 0, keys, run.tables["t_user"])]
+    touched = [TouchedRows("t_user", 0, keys, run.tables["t_user"])]
     delta = run.delta(run.base(), touched)
     assert delta.files["rows_0.safetensors"][0] == 20 * 4 * 4 + 20 * 8 + 192
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from embershard.distributed.publish.published_ids import NO_ID, ChangedRows, changed_ids
+from embershard.distributed.changed_rows import NO_ID, ChangedRows, changed_ids
 
 pytestmark = pytest.mark.extra
 

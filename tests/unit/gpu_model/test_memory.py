@@ -17,7 +17,7 @@ from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.policies import make_scores
 from embershard.cache.rows import copies, touched, transfer
 from embershard.cache.slot_state import SlotState
-from embershard.distributed.publish.write import BehindRows
+from embershard.distributed.changed_rows import BehindRows
 from tests.covering import matrix
 from tests.unit.gpu_model.device import CUDA, Gpu
 from tests.unit.gpu_model.training import DIM, Setting, modelled, train

@@ -19,7 +19,7 @@ from embershard.cache.gpu import victim_queue
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
 from embershard.cache.rows import copies, touched
 from embershard.cache.slot_map import SlotMap
-from embershard.distributed.publish.write import BehindRows
+from embershard.distributed.changed_rows import BehindRows
 from embershard.sharding.memory_model import (
     known_batch_bytes,
     known_batches,

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from embershard.distributed.publish import compact, write
 from embershard.distributed.publish.published import (
     AlreadyAppliedError,
     DamagedError,
@@ -20,6 +19,7 @@ from embershard.distributed.publish.published import (
     PublicationError,
     StaleLifeError,
 )
+from embershard.extras.publications import compact, write
 from embershard.serving.serving_model import table_names, weights_of
 from embershard.serving.serving_replica import Replica
 from tests.unit.distributed import publications

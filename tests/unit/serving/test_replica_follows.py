@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from embershard.distributed.publish import compact, write
 from embershard.distributed.publish.published import (
     DamagedError,
     GoneError,
@@ -19,6 +18,7 @@ from embershard.distributed.publish.published import (
     OtherChainError,
     PublicationError,
 )
+from embershard.extras.publications import compact, write
 from embershard.extras.server.prediction_server import Predictor
 from embershard.serving import serving_replica
 from embershard.serving.serving_replica import Replica

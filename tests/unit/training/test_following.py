@@ -17,10 +17,10 @@ from embershard.distributed.supervision import BEATS
 from embershard.errors import CheckpointError, ConfigError, DataError
 from embershard.extras.following.followed import FollowedSource
 from embershard.extras.following.part import FolderFollower, FollowedFolder
+from embershard.extras.publications.part import Publishing
 from embershard.frequency.config import ProfileConfig
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.parts.publishing import Publishing
 from embershard.training.reports import Report, SaveReport, StopReport
 from embershard.training.trainer import Trainer
 from tests.ranks.following import arriving, make_following, noting

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from embershard.distributed import PublishConfig
-from embershard.distributed.publish import write
+from embershard.distributed.changed_rows import BehindRows
 from embershard.distributed.publish.published import published, read_publication
 from embershard.errors import ConfigError
+from embershard.extras.publications import part as publisher_module
+from embershard.extras.publications import write
+from embershard.extras.publications.part import ComparedTable
 from embershard.serving.serving_replica import Replica
-from embershard.training.parts import publishing as publisher_module
-from embershard.training.parts.publishing import ComparedTable
 from tests.faults import publications
 from tests.faults.publications import Life
 
@@ -176,8 +177,8 @@ def test_a_table_outside_of_caches_has_the_rows_that_changed():
     (found,) = table.take_touched()
     assert (found.keys.tolist(), found.first_column) == ([11, 13], 4)  # by their bits
     assert table.take_touched()[0].keys.tolist() == []
-    table.touch("t", write.BehindRows(torch.tensor([9, 10, 15, 16])))
-    table.touch("other", write.BehindRows(torch.tensor([12])))
+    table.touch("t", BehindRows(torch.tensor([9, 10, 15, 16])))
+    table.touch("other", BehindRows(torch.tensor([12])))
     assert table.take_touched()[0].keys.tolist() == [10, 15]
     rows += 1
     table.forget_touched()

@@ -27,7 +27,7 @@ from embershard.errors import CacheError
 from embershard.sharding.torchrec.spec import RAW_IDS_KEY, CacheSpec, first_row
 
 if TYPE_CHECKING:
-    from embershard.distributed.publish.published_ids import ChangedRows
+    from embershard.distributed.changed_rows import ChangedRows
 
 
 @dataclass(eq=False)
@@ -304,7 +304,7 @@ class PoolIdMaps:
         Args:
             keys: int64 [N] of the pool, ascending.
         """
-        from embershard.distributed.publish.published_ids import ChangedRows
+        from embershard.distributed.changed_rows import ChangedRows
 
         found, changes = list[np.ndarray](), list[ChangedRows]()
         with self._lock:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from embershard.commands import cli
-from embershard.distributed.publish import write
+from embershard.extras.publications import write
 from tests.covering import matrix
 from tests.unit.commands.remedies.table import FILES, Remedy, cases, check, said_by
 

@@ -11,13 +11,13 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.distributed import CheckpointConfig, PublishConfig, Ranks
 from embershard.errors import ConfigError
+from embershard.extras.publications import disk as publish_disk
+from embershard.extras.publications.disk import bytes_of_bases, check_disk_for_bases
+from embershard.extras.publications.part import Publishing
 from embershard.training.fit import machine_limits
 from embershard.training.fit.machine_limits import check_disk_for_run, disk_of
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
 from embershard.training.fit.model_size import model_size, table_rows
-from embershard.training.parts import publish_disk
-from embershard.training.parts.publish_disk import bytes_of_bases, check_disk_for_bases
-from embershard.training.parts.publishing import Publishing
 from tests.unit.distributed.publications import OneRank
 from tests.unit.training.test_trainer import make_config
 

@@ -4,7 +4,7 @@ import errno
 from typing import Any
 from unittest import mock
 
-from embershard.distributed.publish import write
+from embershard.extras.publications import write
 from tests.unit.troubleshooting.case import Case, Outcome, rank
 
 TITLE = "Training"

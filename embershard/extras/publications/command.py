@@ -121,8 +121,8 @@ def _ids_behind(path: Path, found: Publication, have: Publication | None, ids: _
 
 
 def _base(folder: Path) -> int:
-    from embershard.distributed.publish.compact import make_base
     from embershard.distributed.publish.published import PublicationError
+    from embershard.extras.publications.compact import make_base
 
     _paths(folder)
     try:

@@ -1,4 +1,5 @@
-"""Ids of a table's rows, as exports and publications have them. Needs numpy and torch, nothing else.
+"""Which rows of a table changed, and which changed hands between ids; the ids of a table's rows, as exports and
+publications have them. Needs torch, nothing else.
 
 A base has `ids`, ascending, and `rows`, that of each, in tables/NAME.ids.safetensors. A delta has the rows that changed
 hands since the publication before: `changed`, and of each the id that left it, `old`, and the one that has it, `new`.
@@ -7,7 +8,7 @@ hands since the publication before: `changed`, and of each the id that left it, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -57,6 +58,45 @@ class ChangedRows:
         if not torch.isin(given, keys).all():
             return f"row {int(given[~torch.isin(given, keys)][0])} is given to an id without its new weights"
         return ""
+
+
+@dataclass(frozen=True, eq=False)
+class TouchedRows:
+    """Rows of a table, or of some of its columns, that were trained since the last publication.
+
+    Attributes:
+        keys: int64 [n], row numbers in the whole table, ascending.
+        rows: [n, columns], their weights.
+        changed: of a table of ids, the rows that changed hands.
+    """
+
+    table: str
+    first_column: int
+    keys: Tensor
+    rows: Tensor
+    changed: ChangedRows | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BehindRows:
+    """Rows of a table in which replicas may differ from a run.
+
+    Attributes:
+        keys: int64 [n], those whose weights may differ.
+        id_rows: int64 [k], those that changed hands; none of a table of row numbers.
+        ids: int64 [k], the ids that have them in replicas.
+    """
+
+    keys: Tensor
+    id_rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    @classmethod
+    def of(cls, found: TouchedRows) -> BehindRows:
+        """Return those of a delta that replicas do not get."""
+        if found.changed is None:
+            return cls(found.keys)
+        return cls(found.keys, found.changed.rows, found.changed.old)
 
 
 def changed_ids(ids: Tensor, rows: Tensor, changes: Sequence[ChangedRows]) -> tuple[Tensor, Tensor]:

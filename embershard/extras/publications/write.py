@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embershard.distributed.changed_rows import BehindRows, TouchedRows
 from embershard.distributed.publish.published import (
     DENSE,
     MANIFEST,
@@ -28,7 +29,6 @@ from embershard.distributed.publish.published import (
     read_files,
     read_publication,
 )
-from embershard.distributed.publish.published_ids import ChangedRows
 from embershard.distributed.ranks import Ranks
 from embershard.distributed.tensors_file import safetensors
 from embershard.whole_file import sync_folder
@@ -39,45 +39,6 @@ _NO_STATE = (
     "{}: the state of the checkpoint is in no publication: it could not be written, as on a full disk, or was removed"
 )
 Files = dict[str, tuple[int, str]]
-
-
-@dataclass(frozen=True, eq=False)
-class TouchedRows:
-    """Rows of a table, or of some of its columns, that were trained since the last publication.
-
-    Attributes:
-        keys: int64 [n], row numbers in the whole table, ascending.
-        rows: [n, columns], their weights.
-        changed: of a table of ids, the rows that changed hands.
-    """
-
-    table: str
-    first_column: int
-    keys: Tensor
-    rows: Tensor
-    changed: ChangedRows | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class BehindRows:
-    """Rows of a table in which replicas may differ from a run.
-
-    Attributes:
-        keys: int64 [n], those whose weights may differ.
-        id_rows: int64 [k], those that changed hands; none of a table of row numbers.
-        ids: int64 [k], the ids that have them in replicas.
-    """
-
-    keys: Tensor
-    id_rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-
-    @classmethod
-    def of(cls, found: TouchedRows) -> BehindRows:
-        """Return those of a delta that replicas do not get."""
-        if found.changed is None:
-            return cls(found.keys)
-        return cls(found.keys, found.changed.rows, found.changed.old)
 
 
 def next_delta(have: Publication, life: int, token: str, step: int) -> Publication:

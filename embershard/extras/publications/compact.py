@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from embershard.distributed.changed_rows import NO_ID
 from embershard.distributed.publish.published import (
     DENSE,
     IDS,
@@ -25,9 +26,8 @@ from embershard.distributed.publish.published import (
     read_publication,
     verify,
 )
-from embershard.distributed.publish.published_ids import NO_ID
-from embershard.distributed.publish.write import PARTIAL, finish, sync_files
 from embershard.distributed.tensors_file import safetensors
+from embershard.extras.publications.write import PARTIAL, finish, sync_files
 
 _TYPES = {"fp32": np.float32, "fp16": np.float16}
 

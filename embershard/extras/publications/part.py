@@ -18,9 +18,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.distributed import PublishConfig, Ranks
+from embershard.distributed.changed_rows import BehindRows, TouchedRows
 from embershard.distributed.checkpoint.folder import complete_checkpoints
 from embershard.distributed.checkpoint.load import read_scalars
-from embershard.distributed.publish import compact, write
 from embershard.distributed.publish.published import (
     FORMAT,
     IDS,
@@ -32,6 +32,8 @@ from embershard.distributed.publish.published import (
 )
 from embershard.distributed.ranks import keep_to_one_core
 from embershard.errors import CheckpointError, ConfigError, FailedPublicationError, os_problem
+from embershard.extras.publications import compact, write
+from embershard.extras.publications.disk import bytes_of_bases, check_disk_for_bases
 from embershard.models import ModelTable
 from embershard.run_result import PublishedState
 from embershard.sharding.torchrec import cached_embeddings, without_flushes
@@ -40,7 +42,6 @@ from embershard.training.checkpoint.saved_run import SavedRun, SettingsCompariso
 from embershard.training.fit.machine_limits import disk_of
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.parts.part import Export, Part
-from embershard.training.parts.publish_disk import bytes_of_bases, check_disk_for_bases
 from embershard.training.reports import PublicationReport, Report
 from embershard.whole_file import whole_file
 
@@ -51,10 +52,10 @@ class RowSource(Protocol):
     def forget_touched(self) -> None:
         """Count no row as trained."""
 
-    def touch(self, table: str, behind: write.BehindRows) -> None:
+    def touch(self, table: str, behind: BehindRows) -> None:
         """Count rows of a table as trained, and as had by these ids until now; those of other ranks are ignored."""
 
-    def take_touched(self) -> list[write.TouchedRows]:
+    def take_touched(self) -> list[TouchedRows]:
         """Return the rows that were trained since the last call, as they are now."""
 
 
@@ -88,14 +89,14 @@ class ComparedTable:
         self._before = [rows.to("cpu", copy=True) for *_, rows in self._shards]
         self._marks = [torch.zeros(len(rows), dtype=torch.bool) for rows in self._before]
 
-    def touch(self, table: str, behind: write.BehindRows) -> None:
+    def touch(self, table: str, behind: BehindRows) -> None:
         """Count rows, numbered in the whole table, as changed, if the table is this; others are ignored."""
         rows = behind.keys
         for (first, _, _), marks in zip(self._shards, self._marks, strict=True):
             own = rows[(rows >= first) & (rows < first + len(marks))] - first
             marks[own if table == self.name else own[:0]] = True
 
-    def take_touched(self) -> list[write.TouchedRows]:
+    def take_touched(self) -> list[TouchedRows]:
         """Return the rows that changed since the last call, as they are now."""
         found = []
         for (first, column, rows), before, marks in zip(self._shards, self._before, self._marks, strict=True):
@@ -103,7 +104,7 @@ class ComparedTable:
             keys = ((now.view(torch.uint8) != before.view(torch.uint8)).any(1) | marks).nonzero().flatten()
             before[keys] = new = now[keys]
             marks.zero_()
-            found.append(write.TouchedRows(self.name, column, keys + first, new))
+            found.append(TouchedRows(self.name, column, keys + first, new))
         return found
 
 
@@ -125,7 +126,7 @@ class _Beginning:
     run_id: str
     name: str
     have: Publication | None = None
-    touched: dict[str, write.BehindRows] = field(default_factory=dict)
+    touched: dict[str, BehindRows] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -141,7 +142,7 @@ class _Writing:
     """
 
     delta: Publication
-    touched: list[list[write.TouchedRows]]
+    touched: list[list[TouchedRows]]
     since: float
     stall_seconds: float = 0.0
     thread: threading.Thread | None = None
@@ -433,7 +434,7 @@ class Publisher:
         elif isinstance(failure, OSError):
             for source, touched in zip(self._sources, writing.touched, strict=True):
                 for found in touched:
-                    source.touch(found.table, write.BehindRows.of(found))
+                    source.touch(found.table, BehindRows.of(found))
             self._cut_step, self._since = None, writing.since
             report = replace(
                 report, name="", delay_seconds=0.0, problem=f"{delta.name} could not be written: {os_problem(failure)}"
