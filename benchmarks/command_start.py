@@ -3,8 +3,8 @@
 Each command runs in a process of its own, `--rounds` times in turn; the figure is the least CPU time of user and
 system, which other programs on the machine disturb less than the time on the clock. Commands that read a run or a file
 get a small one, made first. Targets: 0.5 s for help, the version and wrong usage, 1 s for what needs no torch (1.5 s
-for report), 3 s for --dry-run and a plan. A plan for one rank takes torch and Numba, and no TorchRec. One for several
-ranks is searched by TorchRec's planner: it cannot take less than `import torchrec`, which is measured beside it.
+for report), 3 s for --dry-run and a plan, which take torch and Numba, and no TorchRec: `import torchrec` is measured
+beside them.
 """
 
 from __future__ import annotations

@@ -27,10 +27,11 @@ from typing import Any
 
 from benchmarks.common import machine, make_parser, report
 from benchmarks.plan_accuracy import Run, profiled
-from embershard.planning.budget import fixed_bytes, least_need, split_slots
+from embershard.planning.budget import least_need
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import best_candidate, complete, sized
 from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.slots import fixed_bytes, split_slots
 from embershard.sharding import memory_model
 from embershard.sharding.plan import Plan, PoolPlacement, TablePlacement
 from embershard.sharding.sizes import by_pool, place_shards

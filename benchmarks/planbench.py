@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.common import machine
+from benchmarks.torchrec_plans import by_torchrec
 from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning import make_plan
-from embershard.planning.budget import least_need, least_need_without_caches, placed
+from embershard.planning.budget import least_need, placed
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.cost_arrays import cost_arrays
-from embershard.planning.request import Budget, PlanRequest, Workload
-from embershard.planning.shard_costs import cached
+from embershard.planning.request import Budget, PlanRequest, Workload, cached
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import ModelSize, TableSize
@@ -68,11 +68,9 @@ def task(seed: int) -> tuple[str, PlanRequest]:
 
 
 def _by_torchrec(request: PlanRequest) -> Placements:
-    """Return what plans were made of before the local search: the placements of TorchRec's planner with our costs, and
-    those that need the least memory."""
-    need, whole = least_need(request), least_need_without_caches(request)
-    needs = [need.tables] if whole is None else [need.tables, whole.tables]
-    return [*needs, tuple(table.without_cache for table in need.tables), *make_plan.by_torchrec(request, need)]
+    """Return the placements of TorchRec's planner with our costs, and those that need little memory."""
+    tables = least_need(request).tables
+    return [tables, tuple(table.without_cache for table in tables), *by_torchrec(request)]
 
 
 Placements = Sequence[tuple[TablePlacement, ...]]

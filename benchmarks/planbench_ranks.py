@@ -36,6 +36,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.common import machine, make_parser, median_ms, median_ratio, report, settings_of
 from benchmarks.planbench import KINDS, RIVALS
+from benchmarks.torchrec_plans import by_torchrec
 from embershard.commands.plan.inputs import make_workload
 from embershard.commands.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.frequency import DataStatistics
@@ -133,7 +134,7 @@ def plans(request: PlanRequest) -> dict[str, tuple[Candidate, Plan]]:
     rivals = {name: _fastest(request, rival(request)) for name, rival in RIVALS.items()}
     known = {name: found for name, found in rivals.items() if found is not None}
     order = sorted(known, key=lambda name: known[name].step_seconds)
-    torchrec = _fastest(request, make_plan.by_torchrec(request, least_need(request)))
+    torchrec = _fastest(request, by_torchrec(request))
     found: dict[str, Candidate | None] = {OURS: make_plan.best_candidate(request), TORCHREC: torchrec}
     found.update({name: known[name] for name in [*order[:1], *order[-1:]]})
     kept: dict[str, Candidate] = {}

@@ -1,36 +1,33 @@
-"""Whether a model fits a budget: its least memory, the slots that the rest allows, or the message where it does not."""
+"""Whether a model fits a budget: the least memory that it needs, or the message that says what would fit."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.cache.statistics import apportion
 from embershard.errors import ConfigError, ShardingError
-from embershard.planning.cost.rates import Rates
+from embershard.planning.cost_arrays import cost_arrays
 from embershard.planning.exchange import exchange_of, with_exchange
-from embershard.planning.predict import counted_reports
-from embershard.planning.request import Budget, PlanRequest, Workload, column_block
-from embershard.planning.shard_costs import ROOM, ShardCosts, cached
+from embershard.planning.local_search import local_search
+from embershard.planning.request import Budget, PlanRequest, cached, column_block
+from embershard.planning.slots import fixed_bytes, least_slots
 from embershard.sharding import memory_model
-from embershard.sharding.memory_model import PoolMemory
-from embershard.sharding.pins import TablePin
 from embershard.sharding.sharding_types import SHARDING_TYPES
-from embershard.sharding.shards import PoolKey, PoolPlacement, TablePlacement, largest_pool_problem, no_rows_problem
-from embershard.sharding.sizes import PlacedShard, TableSize, by_pool, by_rank, names_in_pool, place_shards
+from embershard.sharding.shards import TablePlacement, largest_pool_problem, no_rows_problem
+from embershard.sharding.sizes import PlacedShard, TableSize, by_pool, by_rank, place_shards
 from embershard.units import size
 
+_ROUNDS = 240  # of the search for the least memory
 _MOST_RANKS = 1024
 _MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message
 _MOST_BALANCED = 400  # of which whole tables are placed for it: under a second
 _MOST_SCANNED = 12  # numbers of ranks that are tried one after the other
 _MOST_SEARCHED = 3  # of them, for which whole tables are placed
-_STAYING = 0.1
 
 
 @dataclass(frozen=True)
@@ -180,30 +177,11 @@ def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
 
 
 def least_needs(request: PlanRequest) -> list[LeastNeed]:
-    """Return the least need with caches, and where tables may be whole on the devices, those without them and with
-    some."""
-    need = least_need(request)
-    others = (least_need_without_caches(request), least_need_of_some_caches(request, need))
-    return [need, *(other for other in others if other is not None)]
-
-
-def least_need_without_caches(request: PlanRequest) -> LeastNeed | None:
-    """Find the placement that needs the least device memory with all rows on the devices: less than `least_need` where
-    a batch looks up most rows, as a cache adds its maps to them. None where the budget is one of caches, or FBGEMM
-    could train no such placement."""
-    if not request.may_mix or not request.sharded:
-        return None
-    shape = request.workload.shape
-    found: list[Sequence[TablePlacement] | None] = [_alike(request)]
-    if shape.world_size > 1:
-        found = [_least_memory(request, resident=True), *_by_rows(request)]
-        if all("table_wise" in types for types in request.allowed.values()):  # with one way, vectors have one buffer
-            whole = replace(request, only={table: ["table_wise"] for table in request.allowed})
-            found.append(_least_memory(whole, resident=True))
-    tried = [without_caches(request, placed(request, each)) for each in found if each is not None]
-    ranks_per_node = min(shape.ranks_per_node, shape.world_size)
-    needs = [need_of(request, tables) for tables in tried if not no_rows_problem(tables, ranks_per_node)]
-    return min(needs, key=lambda need: need.asked(request.budget), default=None)
+    """Return the least need with caches, and where tables may be whole on the devices, the least with any of both: as
+    where a batch looks up most rows, a cache adds its maps to them."""
+    needs = [least_need(request)]
+    found = _least_memory(request, resident=True) if request.may_mix and request.sharded else None
+    return needs if found is None else [*needs, need_of(request, placed(request, found))]
 
 
 def least_need_of_some_caches(request: PlanRequest, need: LeastNeed) -> LeastNeed | None:
@@ -266,28 +244,18 @@ def _by_rows(request: PlanRequest) -> list[Sequence[TablePlacement]]:
 
 def _least_memory(
     request: PlanRequest, *, any_rows: bool = False, resident: bool = False
-) -> list[TablePlacement] | None:
-    """Return the placement of TorchRec's planner, or None.
+) -> Sequence[TablePlacement] | None:
+    """Return the placement whose fullest rank needs the least, as far as a short search finds it; None where a cache
+    could not number its rows.
 
     Args:
-        any_rows: allow caches that cannot number their rows.
-        resident: for tables without caches.
+        any_rows: allow such caches.
+        resident: tables may be whole on the devices.
     """
-    from embershard.planning.search import place  # loads TorchRec
-
-    shape = request.workload.shape
-    return place(
-        request.sharded,
-        ShardCosts(request.workload, Rates(), num_slots=1, resident=resident),
-        world_size=shape.world_size,
-        ranks_per_node=min(shape.ranks_per_node, shape.world_size),
-        device_bytes=None,
-        host_bytes=None,
-        allowed=request.allowed,
-        sort_by="device_bytes",
-        by_memory=True,
-        limit_rows=not (any_rows or resident),
-    )
+    of_a_batch = Budget(device_bytes=1) if request.budget.cache_bytes is None else Budget(cache_bytes=1)
+    costs = cost_arrays(replace(request, budget=of_a_batch), resident=resident, cached=True).by_memory
+    costs = replace(costs, host_limit=None, most_pool_rows=None if any_rows else costs.most_pool_rows)
+    return next((each.tables for each in local_search(costs, _ROUNDS)), None)
 
 
 def placed(request: PlanRequest, placements: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
@@ -348,7 +316,7 @@ def _other_changes(request: PlanRequest, device: int | None = None, host: int | 
             break
         other = _for_ranks(request, num_ranks)
         if other is not None and _may_fit(other):
-            if _fits(other.budget, itertools.chain(_needs_by_rows(other), _balanced_needs(other))):
+            if _fits(other.budget, itertools.chain(_needs_by_rows(other), least_needs(other))):
                 return f"; or --ranks {num_ranks}"
             searched += 1
         low = num_ranks
@@ -359,10 +327,7 @@ def _other_changes(request: PlanRequest, device: int | None = None, host: int | 
             continue
         own = other.budget
         if device is not None or _may_fit(other):
-            try:
-                needs = list(_needs_by_rows(other)) or _needs_of_whole_tables(other)
-            except ShardingError:  # TorchRec has no names for so many devices of one node
-                return ""
+            needs = list(_needs_by_rows(other)) or _needs_of_whole_tables(other)
             if _fits(own, needs):
                 break
             fixed = needs[0].fullest(own).fixed_bytes
@@ -437,17 +402,7 @@ def _needs_of_whole_tables(request: PlanRequest) -> list[LeastNeed]:
     """Return the least needs; without a search where none fits, and tables may be whole."""
     if all("table_wise" in types for types in request.allowed.values()) and not _may_fit(request):
         return [_need_in_turn(request, request.workload.shape.world_size)]
-    return list(_balanced_needs(request))
-
-
-def _balanced_needs(request: PlanRequest) -> Iterator[LeastNeed]:
-    """Yield the least needs, as `least_needs` does; without caches only where the devices can hold all rows."""
-    need = least_need(request)
-    yield need
-    if (mixed := least_need_of_some_caches(request, need)) is not None:
-        yield mixed
-    if may_be_resident(request) and (whole := least_need_without_caches(request)) is not None:
-        yield whole
+    return least_needs(request)
 
 
 def _fits(budget: Budget, needs: Iterable[LeastNeed]) -> bool:
@@ -477,123 +432,3 @@ def device_memory(budget: Budget, needs: Sequence[int]) -> str:
     if not budget.less_bytes:
         return f"--device-memory {max(needs)}"
     return f"--device-memory {','.join(str(max(pair)) for pair in zip(needs, budget.by_rank, strict=True))}"
-
-
-def pinned_slots(shards: Sequence[PlacedShard], pins: Mapping[str, TablePin]) -> int | None:
-    """Return the slots that are decided of the cache of these shards; None: the planner decides."""
-    of_shards = [pins[shard.table.table] for shard in shards if shard.table.table in pins]
-    given = [pin.slots for pin in of_shards if pin.slots is not None]
-    return memory_model.slots_for(sum(shard.rows for shard in shards), max(given)) if given else None
-
-
-def least_slots(workload: Workload, shards: Sequence[PlacedShard], pins: Mapping[str, TablePin] | None = None) -> int:
-    """Return the slots without which a batch may not fit: the most distinct rows of a batch where the trace has them,
-    else the expected ones and a tenth more. Tables that stay take up to a tenth of the slots (`pinned_tables`). Of a
-    cache whose slots are decided (`pins`), those."""
-    if (decided := pinned_slots(shards, pins or {})) is not None:
-        return decided
-    rows = sum(shard.rows for shard in shards)
-    unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
-    return memory_model.slots_for(rows, math.ceil(needed_slots(unique_ids, workload.most_unique_ids(shards))))
-
-
-def needed_slots(unique_ids: float, most_unique_ids: float = 0.0) -> float:
-    """Return the slots without which a batch may not fit, from its expected distinct rows and the most of a batch."""
-    return max(unique_ids * ROOM, most_unique_ids) / (1.0 - _STAYING)
-
-
-def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
-    """Return the device memory of a rank for all but its caches."""
-    return sum(workload.memory(shards, slots={}).device.values())
-
-
-def split_slots(
-    workload: Workload, shards: Sequence[PlacedShard], budget: Budget, pins: Mapping[str, TablePin] | None = None
-) -> list[PoolPlacement] | None:
-    """Return the pools of all ranks with as many slots as the budget allows, or as are decided (`pins`); None where it
-    is too small for a rank, or a pool has more rows than a cache can number."""
-    found: list[PoolPlacement] = []
-    for rank, here in enumerate(by_rank(shards, workload.shape.world_size)):
-        members_of = by_pool(here)
-        slots = _rank_slots(workload, here, members_of, budget.alone(rank), pins or {})
-        if slots is None:
-            return None
-        for key, members in members_of.items():
-            found.append(PoolPlacement(rank, names_in_pool(members), key.sharding, key.columns, slots[key]))
-    return found
-
-
-_Members = Mapping[PoolKey, Sequence[PlacedShard]]
-
-
-def _rank_slots(
-    workload: Workload,
-    here: Sequence[PlacedShard],
-    members_of: _Members,
-    budget: Budget,
-    pins: Mapping[str, TablePin],
-) -> dict[PoolKey, int] | None:
-    memories = {key: memory_model.pool_memory(shards, workload.shape) for key, shards in members_of.items()}
-    if any(memory.rows > MOST_POOL_ROWS for memory in memories.values()):
-        return None
-    is_resident = any(shard.kernel == "device" for shard in here)  # only a budget for everything covers such tables
-    if budget.ratio is not None:
-        slots = {
-            key: pinned_slots(members_of[key], pins) or memory_model.slots_for(memory.rows, budget.ratio * memory.rows)
-            for key, memory in memories.items()
-        }
-        needed = fixed_bytes(workload, here) + sum(memories[key].device_bytes(count) for key, count in slots.items())
-        fits = budget.device_bytes is None or needed <= budget.device_bytes
-        return slots if fits and not is_resident else None
-    if budget.cache_bytes is not None:
-        return None if is_resident else _divided(workload, members_of, memories, budget.cache_bytes, pins)
-    assert budget.device_bytes is not None
-    return _divided(workload, members_of, memories, budget.device_bytes - fixed_bytes(workload, here), pins)
-
-
-def _divided(
-    workload: Workload,
-    members_of: _Members,
-    memories: Mapping[PoolKey, PoolMemory],
-    left: int,
-    pins: Mapping[str, TablePin],
-) -> dict[PoolKey, int] | None:
-    """Give each pool the need of one batch, and divide the rest as the rows would in one cache for all pools: so rows
-    compete by frequency across pools, too."""
-    least = {key: least_slots(workload, members, pins) for key, members in members_of.items()}
-    left -= sum(memories[key].device_bytes(count) for key, count in least.items())
-    if left < 0:
-        return None
-    weights = dict.fromkeys(members_of, 1.0)
-    if len(members_of) > 1:
-        mean_bytes = sum(memory.slot_bytes for memory in memories.values()) / len(memories)
-        everything = [shard for members in members_of.values() for shard in members]
-        reports = iter(counted_reports(workload, everything, max(1, int(left / mean_bytes))))
-        for key, members in members_of.items():
-            weights[key] = memories[key].slot_bytes * sum(next(reports).held_rows for _ in members)
-    places = memory_model.pool_places([shard for members in members_of.values() for shard in members], workload.shape)
-    most = {key: rows if (rows := memories[key].rows) <= (own := places.get(key, rows)) else own // 2 for key in least}
-    room = {
-        key: 0 if pinned_slots(members_of[key], pins) else max(0, most[key] - count) for key, count in least.items()
-    }
-    extra = _fill(left, weights, room, {key: memory.slot_bytes for key, memory in memories.items()})
-    return {key: count + extra[key] for key, count in least.items()}
-
-
-def _fill(
-    left: int, weights: Mapping[PoolKey, float], room: Mapping[PoolKey, int], slot_bytes: Mapping[PoolKey, int]
-) -> dict[PoolKey, int]:
-    """Return slots in proportion to `weights`, at most `room`; the rest of a full pool goes to the others."""
-    extra = dict.fromkeys(weights, 0)
-    open_pools = set(weights)
-    while open_pools:
-        total = sum(weights[key] for key in open_pools)
-        share = {key: left * weights[key] / total if total else left / len(open_pools) for key in open_pools}
-        full = {key for key in open_pools if share[key] >= room[key] * slot_bytes[key]}
-        for key in sorted(full):
-            extra[key] = room[key]
-            left -= room[key] * slot_bytes[key]
-        if not full:
-            return extra | {key: int(share[key] // slot_bytes[key]) for key in open_pools}
-        open_pools -= full
-    return extra

@@ -16,8 +16,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.cache.config import LEAST_SLOTS
-from embershard.planning.budget import needed_slots
+from embershard.cache.config import LEAST_SLOTS, MOST_POOL_ROWS
 from embershard.planning.cost import work
 from embershard.planning.exchange import exchange_of
 from embershard.planning.predict import (
@@ -32,6 +31,7 @@ from embershard.planning.request import LEAST_COLUMNS, PlanRequest, Workload
 from embershard.planning.search_loops import FORMULA, Machine
 from embershard.planning.simulate.pool_report import ShardReport
 from embershard.planning.simulate.step_replay import Pipeline, num_buckets, stage_seconds
+from embershard.planning.slots import needed_slots
 from embershard.sharding import memory_model
 from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding
 from embershard.sharding.shards import COLUMN_MULTIPLE, Exchange, Kernel, TablePlacement
@@ -61,8 +61,7 @@ _BEST_LEVELS, _MOST_LEVELS = 6, 2000  # of one table, and of all
 
 def _by_column(values: Floats) -> Floats:
     """Return the values with their last axis first, as `numpy.moveaxis`, which takes as long as the arithmetic."""
-    last = values.ndim - 1
-    return values.transpose((last, *range(last)))
+    return values.transpose((values.ndim - 1, *range(values.ndim - 1)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +136,7 @@ class CostArrays:
         host_limit: bytes of a node.
         formula: of the seconds of a step.
         ranks: of the tables, where they are decided.
+        most_pool_rows: rows that a cache can number; None: those of all tables are fewer.
     """
 
     tables: tuple[TableSize, ...]
@@ -151,6 +151,7 @@ class CostArrays:
     formula: StepFormula
     less_bytes: Floats
     ranks: tuple[tuple[int, ...] | None, ...] = ()
+    most_pool_rows: int | None = None
 
     @cached_property
     def floor_seconds(self) -> float:
@@ -402,6 +403,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
         formula=_formula(request, stages, base.update_bytes),
         less_bytes=np.array([0.0 if slots_only else float(request.budget.less(r)) for r in range(shape.world_size)]),
         ranks=tuple(None if (pin := request.pins.get(table.table)) is None else pin.ranks for table in sized),
+        most_pool_rows=MOST_POOL_ROWS if sum(table.rows for table in sized) > MOST_POOL_ROWS else None,
     )
 
 
@@ -589,9 +591,7 @@ class _Options:
         if self._at_best:  # a batch has fewer of the rows of a block that is looked up unevenly
             needed = 0.0 if np.ptp(shares - parts) else needed_slots(report.unique_ids)
         if in_slots:
-            found[:, :3] = np.stack(
-                [np.zeros(len(parts)), np.zeros(len(parts)), parts * min(whole.rows, held)], axis=-1
-            )
+            found[:, :2], found[:, 2] = 0.0, parts * min(whole.rows, held)
             return found
         if budget.ratio is not None:
             needed = held = budget.ratio * whole.rows

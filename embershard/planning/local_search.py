@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from embershard.planning.cost_arrays import STAGES, CostArrays, Option
 from embershard.planning.search_loops import FULLEST_SECONDS, PENALTY, SPREAD, prices
 from embershard.sharding.sharding_types import SHARDING_TYPES
-from embershard.sharding.shards import TablePlacement
+from embershard.sharding.shards import PoolKey, TablePlacement, rows_by_pool
 
 Floats = NDArray[np.float64]
 
@@ -205,6 +205,7 @@ class _SearchState:
         self._memory = costs.rank_memory
         self._host = np.zeros(ranks)
         self._groups: Counter[str] = Counter()
+        self._pools: Counter[PoolKey] = Counter()  # their rows, where these are limited
         self._choices: dict[int, Choice] = {}
         self._node_of = np.arange(ranks) // costs.ranks_per_node
         self._limit = math.inf if costs.device_limit is None else max(1.0, costs.device_limit)
@@ -278,6 +279,7 @@ class _SearchState:
         choice = self._choices.pop(table)
         option = self._costs.options[table][choice.option]
         self._add(option, choice.ranks, -1.0)
+        self._pools.subtract(self._pool_rows(table, choice))
         self._groups[option.group] -= 1
         if not self._groups[option.group]:
             del self._groups[option.group]
@@ -287,6 +289,7 @@ class _SearchState:
         """Put a table to a place."""
         option = self._costs.options[table][choice.option]
         self._add(option, choice.ranks, 1.0)
+        self._pools.update(self._pool_rows(table, choice))
         self._groups[option.group] += 1
         self._choices[table] = choice
 
@@ -298,13 +301,26 @@ class _SearchState:
         if option.row_id_seconds:
             self._totals[:, STAGES.index("lookup")] += sign * option.row_id_seconds
 
+    def _pool_rows(self, table: int, choice: Choice) -> dict[PoolKey, int]:
+        """Return the rows that a table adds to caches at a place; none where all rows are few."""
+        if self._costs.most_pool_rows is None:
+            return {}
+        placed = self._costs.placement(table, choice.option, choice.ranks)
+        pools = rows_by_pool([placed], self._costs.ranks_per_node)
+        return {key: sum(rows.values()) for key, rows in pools.items()}
+
+    def _has_room(self, table: int, choice: Choice) -> bool:
+        """Return whether caches can number their rows with a table at a place, too."""
+        rows = self._pool_rows(table, choice)
+        return not rows or max(self._pools[key] + own for key, own in rows.items()) <= (self._costs.most_pool_rows or 0)
+
     def insert(self, table: int, types: Container[str] | None = None, rng: np.random.Generator | None = None) -> None:
         """Put a table to where the step becomes shortest, with one of these sharding types; with `rng`, some options
         are overlooked by chance."""
         if self._costs.ranks and self._costs.ranks[table] is not None:
             self._insert_on(table, self._costs.ranks[table] or ())
             return
-        best, found, paid = math.inf, Choice(0, ()), self._groups.keys() | self._paid
+        best, found, paid = math.inf, None, self._groups.keys() | self._paid
         ways = self._ways[table]
         if types is not None:
             ways = [part for way in ways if (part := way.of(types))]
@@ -313,13 +329,15 @@ class _SearchState:
             values, ranks = self._prices(way, groups)
             if rng is not None:
                 values[rng.random(len(values)) < _OVERLOOKED] = math.inf
-            place = int(values.argmin())
-            if values[place] < best:
-                best, found = float(values[place]), Choice(way.numbers[place], tuple(ranks[place].tolist()))
+            while (value := float(values[place := int(values.argmin())])) < best:
+                choice = Choice(way.numbers[place], tuple(ranks[place].tolist()))
+                if self._has_room(table, choice):
+                    best, found = value, choice
+                found, values[place] = found or choice, math.inf
         if best == math.inf and rng is not None:
             self.insert(table)
         else:
-            self.put(table, found)
+            self.put(table, found or Choice(0, ()))
 
     def _prices(self, way: _Way, groups: Floats) -> tuple[Floats, NDArray[np.int64]]:
         """Return the value with each of the options, [O], and the best ranks for its shards, [O, N]."""
@@ -355,6 +373,8 @@ class _SearchState:
             excess = excess + self._over_limit(memory).sum(axis=-1) / self._limit
         if self._host_limit < math.inf:
             excess = excess + np.maximum(0.0, self._of_nodes(host) - self._host_limit).sum(axis=-1) / self._host_limit
+        if (most := self._costs.most_pool_rows) is not None:
+            excess = excess + sum(max(0, rows - most) for rows in self._pools.values()) / most
         return np.asarray(excess)
 
     def _over_limit(self, memory: Floats) -> Floats:

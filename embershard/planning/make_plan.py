@@ -8,12 +8,11 @@ prediction      quick for every candidate, from counts; of the best one by repla
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.budget import (
@@ -24,15 +23,14 @@ from embershard.planning.budget import (
     may_be_resident,
     need_of,
     placed,
-    split_slots,
     without_caches,
 )
 from embershard.planning.cost_arrays import CostArrays, cost_arrays
 from embershard.planning.exchange import exchange_notes, with_exchange
 from embershard.planning.local_search import Placed, local_search
 from embershard.planning.predict import predict
-from embershard.planning.request import PlanRequest
-from embershard.planning.shard_costs import ShardCosts, cached
+from embershard.planning.request import PlanRequest, cached
+from embershard.planning.slots import split_slots
 from embershard.sharding.memory_model import planned_slots, pool_places
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction
 from embershard.sharding.shards import TablePlacement, no_rows_problem
@@ -42,7 +40,6 @@ from embershard.units import size
 if TYPE_CHECKING:
     from embershard.planning.bound import Bound
 
-_ORDERS: tuple[Literal["seconds", "device_bytes"], ...] = ("seconds", "device_bytes")
 #: Shares of the memory that the local search may fill, tried in turn.
 _ROOMS = (1.0, 0.97, 0.93, 0.87, 0.8)
 #: So far above what the search tells, a step is as it was told.
@@ -58,7 +55,6 @@ _AS_FAST = 1e-9
 #: So close to the bound a plan is good enough; else the search goes on from it.
 _CLOSE = 0.005
 _FAR = 0.01  # from it: a tighter bound is looked for
-_MOST_FOR_TORCHREC = 2500  # tables times ranks: about 20 seconds of the processor
 _MOST_BEGINNINGS = 2  # of the fastest placements of all
 _MOST_SIMPLE = 1  # simple placements, of which the search goes on, too
 _MOST_SHRUNK = 3  # searches for a need that is a byte less, before a refusal
@@ -110,7 +106,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
     if not found or not -_AS_FAST <= gap <= _CLOSE:  # a bound above a plan is none
         if not found:
             needs = least_needs(request)
-            found += all_sized(request, [*(need.tables for need in needs), *by_torchrec(request, needs[0])])
+            found += all_sized(request, [need.tables for need in needs])
         if found:
             found += search.again(found)
     if found:
@@ -130,17 +126,20 @@ def best_candidate(request: PlanRequest) -> Candidate:
 
 
 def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
-    """Return the least of these needs (with caches, without them, with some), or a lesser one that searches find: for
-    the least memory first, then as for a plan, with a byte less than the least so far, until that finds none."""
+    """Return the least of these needs (with caches, and of both kinds), or a lesser one that searches find: for the
+    least memory first, anew and from these, then as for a plan, with a byte less than the least so far, until that
+    finds none."""
     need = min(needs, key=lambda each: each.asked(request.budget))
     if request.budget.rank_bytes is None or request.workload.shape.world_size == 1 or not request.sharded:
         return need
     request = replace(request, effort=_REFUSAL_EFFORT * request.effort)
     least = replace(request, budget=request.budget.of_rank(need.asked(request.budget)))
     costs = cost_arrays(least, resident=request.may_mix, cached=True)
-    by_memory = local_search(costs.by_memory, _iterations(request, costs))[:_MOST_FOUND]
+    begin, rounds = [each.tables for each in needs], _iterations(request, costs)
+    searches = (local_search(costs.by_memory, rounds), local_search(costs.by_memory, rounds, begin=begin, seed=1))
+    by_memory = [each for own in searches for each in own[:_MOST_FOUND]]
     found = [need_of(request, placed(request, each.tables)) for each in by_memory]
-    need = min([need, *(n for n in found if not n.excess_rows)], key=lambda each: each.asked(request.budget))
+    need = min([need, *found], key=lambda each: each.asked(request.budget))
     for _ in range(_MOST_SHRUNK):
         less = replace(request, budget=request.budget.of_rank(need.asked(request.budget) - 1))
         fitting = PlanSearch(less).first()
@@ -375,59 +374,6 @@ def _worth_sizing(placements: Sequence[Placed]) -> list[Placed]:
 
 def _iterations(request: PlanRequest, costs: CostArrays) -> int:
     return round(request.effort * min(_ITERATIONS, _ITERATIONS_PER_TABLE * len(costs.tables)))
-
-
-def by_torchrec(request: PlanRequest, need: LeastNeed) -> list[tuple[TablePlacement, ...]]:
-    """Return the placements of TorchRec's planner with these costs, for two orders of the tables, with caches and
-    without. Every sharding type has collectives of its own, which no table's cost shows: so one type for all is tried,
-    too. None for so many tables and ranks that it would take minutes."""
-    shape, budget = request.workload.shape, request.budget
-    if not _is_for_torchrec(request):
-        return []
-    from embershard.planning.search import place  # loads TorchRec
-
-    least = sized(replace(request, budget=replace(budget, host_bytes=None)), need.tables)
-    num_slots = sum(pool.slots for pool in least.pools) if least is not None else 1
-    model, local = request.workload.model, min(shape.ranks_per_node, shape.world_size)
-    dense = model.dense_parameter_bytes + model.dense_state_bytes
-    taken = dense + round(model.activation_bytes_per_sample * shape.micro_batch_size) + shape.reserve_bytes
-    kept = min(taken, *(rank.fixed_bytes for rank in need.ranks))  # of a rank, whatever the placement
-    kinds, found = {False: need.excess_rows or need.fits_device(budget), True: may_be_resident(request)}, []
-    for resident in (kind for kind, is_tried in kinds.items() if is_tried):
-        costs = ShardCosts(request.workload, request.rates, num_slots, resident=resident)
-        for order, allowed in itertools.product(_ORDERS, _choices(request)):
-            placements = place(
-                request.sharded,
-                costs,
-                world_size=shape.world_size,
-                ranks_per_node=local,
-                device_bytes=None if budget.device_bytes is None else budget.device_bytes - kept,
-                host_bytes=None if request.node_bytes is None else request.node_bytes // local,
-                less_bytes=budget.less_bytes,
-                allowed=allowed,
-                sort_by=order,
-                limit_rows=not resident,
-            )
-            if placements is not None:
-                tables = placed(request, placements)
-                found.append(without_caches(request, tables) if resident else tables)
-    return found
-
-
-def _is_for_torchrec(request: PlanRequest) -> bool:
-    world_size = request.workload.shape.world_size
-    return world_size > 1 and 0 < len(request.sharded) * world_size <= _MOST_FOR_TORCHREC
-
-
-def _choices(request: PlanRequest) -> list[dict[str, list[str]]]:
-    """Return the sharding types that may be used, and one for all tables, where that is allowed."""
-    allowed = request.allowed
-    one_type: list[dict[str, list[str]]] = [
-        {table: [only] for table in allowed}
-        for only in ("table_wise", "row_wise")
-        if all(only in types for types in allowed.values())
-    ]
-    return [allowed, *(choice for choice in one_type if choice != allowed)]
 
 
 def _plain(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:

@@ -21,8 +21,7 @@ from embershard.planning.cost_arrays import CostArrays, Option, cost_arrays
 from embershard.planning.local_search import local_search
 from embershard.planning.make_plan import Candidate, best_candidate, complete, sized
 from embershard.planning.predict import resident_report, shard_work
-from embershard.planning.request import PlanRequest, column_block
-from embershard.planning.shard_costs import cached
+from embershard.planning.request import PlanRequest, cached, column_block
 from embershard.sharding.plan import Plan
 from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType
 from embershard.sharding.shards import TablePlacement
@@ -152,6 +151,7 @@ def on_first_ranks(costs: CostArrays, num_nodes: int) -> CostArrays:
     over_all = tuple(range(costs.world_size))
     ranks = tuple(tuple(range(num_ranks)) if each == over_all else each for each in costs.ranks)
     options = tuple(tuple(kept(each) for each in own if has_room(each)) for own in costs.options)
+    costs = replace(costs, most_pool_rows=None)  # on all ranks, caches have fewer rows
     return replace(costs, options=options, world_size=num_ranks, ranks=ranks, less_bytes=costs.less_bytes[:num_ranks])
 
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from embershard.planning.simulate.pool_report import RowRange
 from embershard.sharding.memory_model import RankMemory, rank_memory
 from embershard.sharding.pins import TablePin
 from embershard.sharding.run_shape import RunShape
-from embershard.sharding.sharding_types import SHARDING_TYPES, sharding_type
+from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, sharding_type
 from embershard.sharding.shards import Kernel, PoolKey, TablePlacement
 from embershard.sharding.sizes import ModelSize, PlacedShard, TableSize
 
@@ -191,6 +191,14 @@ def column_block(dim: int, world_size: int) -> int:
     """
     least = max(LEAST_COLUMNS, dim // world_size)
     return next((size for size in range(least + -least % 4, dim, 4) if dim % size == 0), dim)
+
+
+def cached(table: TableSize, sharding: str, ranks: Sequence[int]) -> TablePlacement:
+    """Return the placement of a cached table; `ranks` are its shards' in TorchRec's order."""
+    kind = cast(Sharding, sharding)
+    return TablePlacement(
+        table.table, table.rows, table.dim, table.dtype, kind, "cached", tuple(ranks), group=table.group
+    )
 
 
 @dataclass(frozen=True)

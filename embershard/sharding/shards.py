@@ -170,11 +170,12 @@ def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
 def pools_of(tables: Iterable[TablePlacement], ranks_per_node: int) -> list[Pool]:
     """Return the pools that TorchRec makes of the cached tables, by rank: one for the cached shards of a rank with the
     same sharding type, number of columns, dtype, exchange and group."""
-    found = _rows_by_pool(tables, ranks_per_node)
+    found = rows_by_pool(tables, ranks_per_node)
     return [Pool(*key[:4], tables=tuple(sorted(rows)), rows=sum(rows.values())) for key, rows in sorted(found.items())]
 
 
-def _rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict[PoolKey, dict[str, int]]:
+def rows_by_pool(tables: Iterable[TablePlacement], ranks_per_node: int) -> dict[PoolKey, dict[str, int]]:
+    """Return the rows of each table in each cache."""
     found: dict[PoolKey, dict[str, int]] = {}
     for table in tables:
         for shard in shards_of(table, ranks_per_node) if table.kernel == "cached" else ():
@@ -200,7 +201,7 @@ def rows_problem(rank: int, sharding: str, rows: Mapping[str, int]) -> str:
 
 def largest_pool_problem(tables: Sequence[TablePlacement], ranks_per_node: int) -> str:
     """Return the problem of the pool with most rows; empty when every cache can number its rows."""
-    found = _rows_by_pool(tables, ranks_per_node)
+    found = rows_by_pool(tables, ranks_per_node)
     largest = max(sorted(found), key=lambda pool: sum(found[pool].values()), default=None)
     return "" if largest is None else rows_problem(largest[0], largest[1], found[largest])
 

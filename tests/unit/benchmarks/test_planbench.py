@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from benchmarks.planbench import KINDS, draw, summary, task
+from benchmarks.torchrec_plans import by_torchrec
+from embershard.planning.make_plan import all_sized
+from embershard.planning.request import Budget
+from tests.unit.planning.requests import make_request
 
 
 def test_a_seed_is_a_task():
@@ -29,3 +37,13 @@ def test_a_rival_without_a_plan_is_told_and_not_compared(tmp_path):
     assert rival["longer_than_embershard_percent"]["median"] == 50.0
     draw(found, tmp_path / "gaps.png")
     assert (tmp_path / "gaps.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_torchrecs_planner_places_all_tables_where_they_fit():
+    request = make_request(Budget(device_bytes=8_000_000), rows=(9000, 3000, 900, 40))
+    found = by_torchrec(request)
+    assert all([table.table for table in tables] == ["t0", "t1", "t2", "t3"] for tables in found)
+    assert [{table.kernel for table in tables} for tables in found] == 6 * [{"cached"}] + 6 * [{"device"}]
+    assert len(all_sized(request, found)) == len(set(found))
+    assert not by_torchrec(replace(request, budget=Budget(device_bytes=1)))

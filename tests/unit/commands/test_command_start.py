@@ -20,7 +20,6 @@ from embershard.commands.plan.view import table_called
 from embershard.errors import ConfigError
 from embershard.launch import arguments
 from embershard.launch.arguments import add_config_word, add_settings, make_parser
-from tests.covering import matrix
 
 COMMANDS = [name for name, _, _ in cli._COMMANDS]
 SUBCOMMANDS = [
@@ -76,18 +75,19 @@ def test_the_probe_sees_torch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, matrix(2)])
-def test_a_plan_that_is_close_to_the_best_needs_no_torchrec(num_ranks, tmp_path):
-    """Its planner is asked only where the local search finds nothing that fits."""
+def test_a_plan_and_a_refusal_need_no_torchrec(tmp_path):
+    """`import torchrec` takes longer than a plan of a few tables."""
     pq.write_table(pa.table({"label": [0, 1] * 50, "user": list(range(100)), "x": [0.5] * 100}), tmp_path / "d.parquet")
     settings = 'data.kind = "parquet"\ndata.path = "d.parquet"\ndata.parquet.sparse = ["user"]\n'
     (tmp_path / "run.toml").write_text(settings + 'data.parquet.num_rows = [100]\ndata.parquet.dense = ["x"]\n')
     profile = [sys.executable, "-m", "embershard", "profile", "run.toml", "-o", "profile.npz"]
     subprocess.run(profile, cwd=tmp_path, capture_output=True, check=True)
-    words = f"plan run.toml --profile profile.npz --set train.batch_size=10 --ranks {num_ranks}".split()
-    code = f"import sys; from embershard.commands.cli import main; print(main({words}), 'torchrec' in sys.modules)"
+    words = ["plan", "run.toml", "--profile", "profile.npz", "--set", "train.batch_size=10", "--ranks", "2"]
+    refused = [*words, "--device-memory", "1"]
+    found = f"print(main({words}), main({refused}), 'torchrec' in sys.modules)"
+    code = f"import sys; from embershard.commands.cli import main; {found}"
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.stdout.splitlines()[-1:] == ["0 False"], ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1:] == ["0 2 False"], ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -15,11 +15,13 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import DataStatistics
 from embershard.planning import budget as budget_module
 from embershard.planning import make_plan as make_plan_module
-from embershard.planning import search as search_module
-from embershard.planning.budget import least_need, least_need_of_some_caches, least_need_without_caches
+from embershard.planning.budget import least_need, least_needs
+from embershard.planning.cost_arrays import cost_arrays
+from embershard.planning.local_search import local_search
 from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
+from embershard.sharding.shards import largest_pool_problem
 from embershard.units import size
 from tests.covering import keep
 from tests.unit.planning.requests import data_of, make_request, make_workload, random_rows
@@ -51,9 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def least_device_bytes(request: PlanRequest) -> int:
     """With caches, without them, or with some."""
-    need = least_need(request)
-    needs = [need, least_need_without_caches(request), least_need_of_some_caches(request, need)]
-    return min(need.asked(request.budget) for need in needs if need is not None)
+    return min(need.asked(request.budget) for need in least_needs(request))
 
 
 def with_device(request: PlanRequest, device_bytes: int) -> PlanRequest:
@@ -95,7 +95,7 @@ def test_a_plan_without_caches_fits_in_what_it_takes():
     taken = plan.prediction.most_device_bytes
     assert taken < least_need(request).asked(request.budget)
     assert make_plan(with_device(request, taken)).tables == plan.tables
-    whole = least_need_without_caches(request)
+    _, whole = least_needs(request)
     need = whole.asked(request.budget)
     with pytest.raises(ShardingError, match=r"\(all its rows\); all but these tables takes") as refused:
         whole.check_device(with_device(request, need - 1))
@@ -313,11 +313,21 @@ def test_the_number_of_ranks_whose_caches_can_number_the_rows_is_named(huge, wor
 
 
 def test_where_some_table_cannot_be_cut_no_number_of_ranks_is_named(monkeypatch):
-    """However many are tried: TorchRec does not even take 256 of one node."""
+    """However many are tried."""
     monkeypatch.setattr("embershard.planning.budget._MOST_RANKS", 256)
     said = refusal(of_rows((1000, 23 * 10**8), 2, only={"t0": ["row_wise"], "t1": ["table_wise"]}))
     assert "would have 2300000000 rows, of 't1' (2300000000)" in said
     assert said.endswith("(hash their ids into fewer); or allow row_wise sharding for them")
+
+
+def test_the_search_places_no_more_rows_than_caches_can_number():
+    """Of four tables on two ranks, each of which has room for one, two are cut by rows."""
+    request = of_rows((15 * 10**8,) * 4, 2)
+    costs = cost_arrays(request, resident=False, cached=True)
+    found, without = (local_search(replace(costs, most_pool_rows=most), 5) for most in (costs.most_pool_rows, None))
+    assert found
+    assert not any(largest_pool_problem(each.tables, 2) for each in found)
+    assert any(largest_pool_problem(each.tables, 2) for each in without), "the control"
 
 
 def test_the_fastest_plan_is_looked_for_among_those_whose_caches_can_number_their_rows():
@@ -374,13 +384,13 @@ def test_least_need_is_the_same_every_time_and_no_less_than_any_plan():
 
 def test_a_refusal_takes_few_searches(monkeypatch):
     """For what was asked for and as for a plan with a byte less until that finds none, each without caches and with
-    them; and for the least memory."""
+    them; and for the least memory, twice."""
     searches: list[int] = []
     search = make_plan_module.local_search
     monkeypatch.setattr(make_plan_module, "local_search", lambda *a, **k: (searches.append(1), search(*a, **k))[1])
     request = make_request(rows=random_rows(3, 6), dims=(16, 64, 128) * 2, world_size=2)
     said = refusal(with_device(request, least_device_bytes(request) // 2))
-    assert 0 < len(searches) <= 3 + 2 * make_plan_module._MOST_SHRUNK
+    assert 0 < len(searches) <= 4 + 2 * make_plan_module._MOST_SHRUNK
     make_plan(with_device(request, bytes_in(r"--device-memory (\d+)", said)))
 
 
@@ -396,9 +406,9 @@ def test_what_fits_is_never_ruled_out_without_a_search(name):
 def test_other_numbers_of_ranks_are_searched_only_where_their_memory_could_do(monkeypatch):
     """Twelve numbers are ruled out by arithmetic. The control: where none is, three are searched, to say the same."""
     searched: list[int] = []
-    place = search_module.place
-    counted = lambda *a, **k: (searched.append(k["world_size"]), place(*a, **k))[1]  # noqa: E731
-    monkeypatch.setattr(search_module, "place", counted)
+    place = budget_module._least_memory
+    counted = lambda each, **k: (searched.append(each.workload.shape.world_size), place(each, **k))[1]  # noqa: E731
+    monkeypatch.setattr(budget_module, "_least_memory", counted)
     request = make_request(rows=random_rows(3, 6), dims=(16, 64, 128) * 2, world_size=2)
     request = with_device(request, round(0.9 * least_device_bytes(request)))
     said = refusal(request)

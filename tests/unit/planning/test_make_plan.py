@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
-from embershard.planning.budget import least_need, least_need_without_caches
+from embershard.planning.budget import least_needs
 from embershard.planning.cost.rates import Rates
 from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
@@ -111,7 +111,7 @@ def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_
         batch_size=16,
         dtype=dtype,
     )
-    needs = [least_need(request), least_need_without_caches(request)]
+    needs = least_needs(request)
     try:
         plan, refusal = make_plan(request), ""
     except ShardingError as error:
@@ -119,7 +119,7 @@ def test_any_model_is_planned_or_refused(tables, ranks, device_bytes, replicate_
     if refusal:
         found = re.search(r"does not fit.* Smallest change that fits: --device-memory (\d+)", refusal)
         assert found is not None, refusal
-        least = min(need.asked(request.budget) for need in needs if need is not None)
+        least = min(need.asked(request.budget) for need in needs)
         assert device_bytes < int(found[1]) <= least
         request = dataclasses.replace(request, budget=Budget(device_bytes=int(found[1])))
         plan = make_plan(request)
@@ -181,7 +181,7 @@ def test_of_placements_that_are_as_fast_the_one_with_more_room_is_taken(monkeypa
     assert {table.kernel for table in chosen.tables} == {"device"}
     used = [rank.total_device_bytes for rank in chosen.quick.ranks]
     assert max(used) < 1.2 * min(used), used
-    whole = least_need_without_caches(request)
+    whole = least_needs(request)[1]
     assert chosen.quick.most_device_bytes <= sized(request, whole.tables).quick.most_device_bytes
     timed = without_host(make_request(Budget(device_bytes=10_000_000), rows=(20_000,) * 5, world_size=2))
     fastest = best_candidate(timed)

@@ -12,7 +12,7 @@ from embershard.planning import cost_arrays as module
 from embershard.planning.cost_arrays import CostArrays, Option, cost_arrays
 from embershard.planning.local_search import Placed
 from embershard.planning.make_plan import PlanSearch, _worth_sizing
-from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest, column_block
 from embershard.sharding.shards import TablePlacement
 from tests.unit.planning.requests import make_request
 
@@ -130,3 +130,13 @@ def test_costs_are_worked_out_once(monkeypatch):
     search.tighter(search.bound(), 1.0)
     assert calls
     assert len({tuple(sorted(each.items())) for each in calls}) == len(calls)
+
+
+@pytest.mark.parametrize("dim", [32, 36, 64, 80, 96, 100, 128, 160, 200, 256, 1024])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_columns_are_cut_as_a_plan_can_say(dim, world_size):
+    """All shards alike and not narrow."""
+    block = column_block(dim, world_size)
+    assert dim % block == 0
+    assert block % 4 == 0
+    assert block >= min(dim, LEAST_COLUMNS)

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.planning.budget import least_need
-from embershard.planning.make_plan import PlanSearch, best_candidate, by_torchrec, make_plan, sized
+from embershard.planning.make_plan import PlanSearch, best_candidate, make_plan
 from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan
 from embershard.sharding.plan_diff import diff_lines
@@ -66,12 +65,6 @@ def test_limits_that_are_all_alike_change_nothing():
     plain = make_plan(replace(request_for(), budget=Budget(device_bytes=8_000_000)))
     assert (alike.tables, alike.pools) == (plain.tables, plain.pools)
     assert diff_lines(plain, replace(alike, memory_bytes_by_rank=())) == []
-
-
-def test_torchrecs_planner_has_the_ranks_memory():
-    request = request_for((30_000_000, 2_000_000, 2_000_000, 2_000_000))
-    found = [sized(request, tables) for tables in by_torchrec(request, least_need(request))]
-    assert any(each is not None for each in found)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from embershard.planning.budget import placed
 from embershard.planning.cost_arrays import cost_arrays
 from embershard.planning.local_search import local_search
 from embershard.planning.make_plan import all_sized, best_candidate
-from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.shard_costs import cached
+from embershard.planning.request import Budget, PlanRequest, cached
 from embershard.sharding.shards import TablePlacement
 from tests.covering import keep
 from tests.unit.planning.requests import make_request, random_rows, tight_task

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache.config import LEAST_SLOTS, CachePolicy
-from embershard.planning.budget import fixed_bytes, least_slots, split_slots
 from embershard.planning.request import Budget, Workload
+from embershard.planning.slots import fixed_bytes, least_slots, split_slots
 from embershard.sharding.memory_model import pool_memory
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.run_shape import ReplaySettings

@@ -25,9 +25,7 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
     Proposer,
-    ShardEstimator,
     ShardingOption,
-    StorageReservation,
 )
 from torchrec.distributed.types import CacheAlgorithm, CacheParams, CacheStatistics, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
@@ -121,7 +119,7 @@ def _plan(
     problem: Exception | None = None
     # Tables that are sharded in different ways share no cache, and a cache numbers only so many rows.
     for tried in [fewer] if fewer == constraints else [fewer, constraints]:
-        planner = make_planner(topology, tried, partitioner, len(tables), batch_size, _MOST_PLACED_SHARDS)
+        planner = _planner(topology, tried, partitioner, len(tables), batch_size)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # TorchRec's advice about its own storage estimate
@@ -138,29 +136,20 @@ def _plan(
     raise ShardingError(f"no sharding plan for {what}: {why}") from problem
 
 
-def make_planner(
+def _planner(
     topology: Topology,
     constraints: dict[str, ParameterConstraints],
     partitioner: Partitioner,
     num_tables: int,
     batch_size: int,
-    most_placed_shards: int,
-    estimator: ShardEstimator | None = None,
-    storage_reservation: StorageReservation | None = None,
 ) -> EmbeddingShardingPlanner:
-    """Set up TorchRec's planner: deterministic, and bounded without a clock.
-
-    Args:
-        most_placed_shards: by each of its proposers, over all proposals.
-        estimator, storage_reservation: in place of TorchRec's costs, and of the memory that it keeps free.
-    """
-    limit = max(8, most_placed_shards // (num_tables * topology.world_size))
+    """Set up TorchRec's planner: deterministic, and bounded without a clock."""
+    limit = max(8, _MOST_PLACED_SHARDS // (num_tables * topology.world_size))
     greedy = [_AtMost(GreedyProposer(use_depth=depth), limit) for depth in (True, False)]
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints, estimator=estimator),
-        storage_reservation=storage_reservation,
+        enumerator=OrderedEnumerator(topology, batch_size=batch_size, constraints=constraints),
         proposer=[UniformProposer(), *greedy, GridSearchProposer(max_proposals=_MOST_GRID_PROPOSALS)],
         partitioner=partitioner,
         constraints=constraints,
@@ -328,14 +317,13 @@ class PoolRowsPartitioner(GreedyPerfPartitioner):
     Args:
         pool_of: key of the cache that a table's shards share on a rank, besides sharding type and columns; None for a
             table without a cache.
-        sort_by: order in which tables are placed.
 
     Attributes:
         refused: reason for the refused proposal that came nearest; empty if none was refused.
     """
 
-    def __init__(self, pool_of: Callable[[ShardingOption], Hashable | None], sort_by: SortBy = SortBy.STORAGE) -> None:
-        super().__init__(sort_by=sort_by)
+    def __init__(self, pool_of: Callable[[ShardingOption], Hashable | None]) -> None:
+        super().__init__(sort_by=SortBy.STORAGE)
         self._pool_of = pool_of
         self.refused = ""
         self._least_rows: int | None = None  # in the largest pool of a refused proposal

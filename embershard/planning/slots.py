@@ -1,0 +1,139 @@
+"""The slots of caches: what a batch needs at least, and the rest of a rank's budget, divided among its pools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from embershard.cache.config import MOST_POOL_ROWS
+from embershard.planning.predict import counted_reports
+from embershard.planning.request import Budget, Workload
+from embershard.sharding import memory_model
+from embershard.sharding.memory_model import PoolMemory
+from embershard.sharding.pins import TablePin
+from embershard.sharding.shards import PoolKey, PoolPlacement
+from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, names_in_pool
+
+#: Slots per distinct row of the mean batch: batches differ, and the one with the most distinct rows must fit, too.
+_ROOM = 1.1
+_STAYING = 0.1
+
+
+def pinned_slots(shards: Sequence[PlacedShard], pins: Mapping[str, TablePin]) -> int | None:
+    """Return the slots that are decided of the cache of these shards; None: the planner decides."""
+    of_shards = [pins[shard.table.table] for shard in shards if shard.table.table in pins]
+    given = [pin.slots for pin in of_shards if pin.slots is not None]
+    return memory_model.slots_for(sum(shard.rows for shard in shards), max(given)) if given else None
+
+
+def least_slots(workload: Workload, shards: Sequence[PlacedShard], pins: Mapping[str, TablePin] | None = None) -> int:
+    """Return the slots without which a batch may not fit: the most distinct rows of a batch where the trace has them,
+    else the expected ones and a tenth more. Tables that stay take up to a tenth of the slots (`pinned_tables`). Of a
+    cache whose slots are decided (`pins`), those."""
+    if (decided := pinned_slots(shards, pins or {})) is not None:
+        return decided
+    rows = sum(shard.rows for shard in shards)
+    unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
+    return memory_model.slots_for(rows, math.ceil(needed_slots(unique_ids, workload.most_unique_ids(shards))))
+
+
+def needed_slots(unique_ids: float, most_unique_ids: float = 0.0) -> float:
+    """Return the slots without which a batch may not fit, from its expected distinct rows and the most of a batch."""
+    return max(unique_ids * _ROOM, most_unique_ids) / (1.0 - _STAYING)
+
+
+def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
+    """Return the device memory of a rank for all but its caches."""
+    return sum(workload.memory(shards, slots={}).device.values())
+
+
+def split_slots(
+    workload: Workload, shards: Sequence[PlacedShard], budget: Budget, pins: Mapping[str, TablePin] | None = None
+) -> list[PoolPlacement] | None:
+    """Return the pools of all ranks with as many slots as the budget allows, or as are decided (`pins`); None where it
+    is too small for a rank, or a pool has more rows than a cache can number."""
+    found: list[PoolPlacement] = []
+    for rank, here in enumerate(by_rank(shards, workload.shape.world_size)):
+        members_of = by_pool(here)
+        slots = _rank_slots(workload, here, members_of, budget.alone(rank), pins or {})
+        if slots is None:
+            return None
+        for key, members in members_of.items():
+            found.append(PoolPlacement(rank, names_in_pool(members), key.sharding, key.columns, slots[key]))
+    return found
+
+
+_Members = Mapping[PoolKey, Sequence[PlacedShard]]
+
+
+def _rank_slots(
+    workload: Workload,
+    here: Sequence[PlacedShard],
+    members_of: _Members,
+    budget: Budget,
+    pins: Mapping[str, TablePin],
+) -> dict[PoolKey, int] | None:
+    memories = {key: memory_model.pool_memory(shards, workload.shape) for key, shards in members_of.items()}
+    if any(memory.rows > MOST_POOL_ROWS for memory in memories.values()):
+        return None
+    is_resident = any(shard.kernel == "device" for shard in here)  # only a budget for everything covers such tables
+    if budget.ratio is not None:
+        slots = {
+            key: pinned_slots(members_of[key], pins) or memory_model.slots_for(memory.rows, budget.ratio * memory.rows)
+            for key, memory in memories.items()
+        }
+        needed = fixed_bytes(workload, here) + sum(memories[key].device_bytes(count) for key, count in slots.items())
+        fits = budget.device_bytes is None or needed <= budget.device_bytes
+        return slots if fits and not is_resident else None
+    if budget.cache_bytes is not None:
+        return None if is_resident else _divided(workload, members_of, memories, budget.cache_bytes, pins)
+    assert budget.device_bytes is not None
+    return _divided(workload, members_of, memories, budget.device_bytes - fixed_bytes(workload, here), pins)
+
+
+def _divided(
+    workload: Workload,
+    members_of: _Members,
+    memories: Mapping[PoolKey, PoolMemory],
+    left: int,
+    pins: Mapping[str, TablePin],
+) -> dict[PoolKey, int] | None:
+    """Give each pool the need of one batch, and divide the rest as the rows would in one cache for all pools: so rows
+    compete by frequency across pools, too."""
+    least = {key: least_slots(workload, members, pins) for key, members in members_of.items()}
+    left -= sum(memories[key].device_bytes(count) for key, count in least.items())
+    if left < 0:
+        return None
+    weights = dict.fromkeys(members_of, 1.0)
+    if len(members_of) > 1:
+        mean_bytes = sum(memory.slot_bytes for memory in memories.values()) / len(memories)
+        everything = [shard for members in members_of.values() for shard in members]
+        reports = iter(counted_reports(workload, everything, max(1, int(left / mean_bytes))))
+        for key, members in members_of.items():
+            weights[key] = memories[key].slot_bytes * sum(next(reports).held_rows for _ in members)
+    places = memory_model.pool_places([shard for members in members_of.values() for shard in members], workload.shape)
+    most = {key: rows if (rows := memories[key].rows) <= (own := places.get(key, rows)) else own // 2 for key in least}
+    room = {
+        key: 0 if pinned_slots(members_of[key], pins) else max(0, most[key] - count) for key, count in least.items()
+    }
+    extra = _fill(left, weights, room, {key: memory.slot_bytes for key, memory in memories.items()})
+    return {key: count + extra[key] for key, count in least.items()}
+
+
+def _fill(
+    left: int, weights: Mapping[PoolKey, float], room: Mapping[PoolKey, int], slot_bytes: Mapping[PoolKey, int]
+) -> dict[PoolKey, int]:
+    """Return slots in proportion to `weights`, at most `room`; the rest of a full pool goes to the others."""
+    extra = dict.fromkeys(weights, 0)
+    open_pools = set(weights)
+    while open_pools:
+        total = sum(weights[key] for key in open_pools)
+        share = {key: left * weights[key] / total if total else left / len(open_pools) for key in open_pools}
+        full = {key for key in open_pools if share[key] >= room[key] * slot_bytes[key]}
+        for key in sorted(full):
+            extra[key] = room[key]
+            left -= room[key] * slot_bytes[key]
+        if not full:
+            return extra | {key: int(share[key] // slot_bytes[key]) for key in open_pools}
+        open_pools -= full
+    return extra
