@@ -6,12 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from embershard.cache.file.filed_rows import FiledRows
-from embershard.cache.file.places import READ_AHEAD
+from embershard.cache.file.places import READ_AHEAD, RowPlaces
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.parts.part import PoolPart
 from embershard.cache.rows.memory import pinned_bytes
@@ -25,17 +26,37 @@ class _OfPlaces:
     Attributes:
         ids: on a GPU, keys and number of ids per feature in host memory, once `sent` is over; else None.
         known: what the places know the batch as; None until then.
+        is_filed: its rows have places.
     """
 
     ids: list[Tensor] | None = None
     sent: torch.cuda.Event | None = None
     known: KnownBatch | None = None
+    is_filed: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Host memory, in bytes."""
         of_ids = sum(pinned_bytes(each.nbytes) for each in self.ids or ())
         return of_ids + (0 if self.known is None else self.known.num_bytes)
+
+
+class PlacedRows(Protocol):
+    """What a part needs of rows in a file; see `FiledRows`."""
+
+    places: RowPlaces
+
+    def know(self, keys: Tensor, feature_lengths: Tensor) -> KnownBatch: ...
+
+    def file(self, keys: Tensor, known: KnownBatch) -> bool: ...
+
+    def bring_in(self, keys: Tensor, known: KnownBatch | None) -> None: ...
+
+    def give_back(self, keys: Tensor) -> None: ...
+
+    def skip(self, known: KnownBatch, keys: Tensor) -> None: ...
+
+    def forget(self) -> None: ...
 
 
 class FilePart(PoolPart):
@@ -52,7 +73,7 @@ class FilePart(PoolPart):
 
     num_coming = READ_AHEAD
 
-    def __init__(self, filed: FiledRows, scores: Callable[[], Tensor | None], is_on_gpu: bool) -> None:
+    def __init__(self, filed: PlacedRows, scores: Callable[[], Tensor | None], is_on_gpu: bool) -> None:
         self._filed, self._is_on_gpu = filed, is_on_gpu
         self._of_places: dict[KnownBatch, _OfPlaces] = {}  # by what the slots know them as
         self._untold = deque[_OfPlaces]()  # of which the places do not know yet
@@ -76,9 +97,12 @@ class FilePart(PoolPart):
 
     def coming(self, keys: Tensor, known: KnownBatch | None) -> bool:
         """Give its rows places in memory, and begin to read those in the file."""
+        batch = None if known is None else self._of_places.get(known)
+        if batch is None or batch.is_filed:
+            return True
         with self._lock, torch.no_grad():
-            batch = None if known is None else self._of_places.get(known)
-            return batch is None or self._filed.file(keys if batch.ids is None else batch.ids[0], self._told(batch))
+            batch.is_filed = self._filed.file(keys if batch.ids is None else batch.ids[0], self._told(batch))
+        return batch.is_filed
 
     def entering(self, keys: Tensor, known: KnownBatch | None) -> None:
         """Wait until the rows are in memory, and lend their places to the device."""

@@ -8,11 +8,9 @@ that were ever written.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -82,17 +80,18 @@ class FileTraffic:
 
 
 class FileTier:
-    """Places for rows in host memory, and the rows that are in the file.
+    """Places for rows in host memory, and which rows are in the file: to a `FilePart` as `FiledRows`, without the rows.
 
     Args:
         levels: sizes.
         pages: the page of every row, int64 [R], ascending.
         rate: of all rows, the share that these R are: where a part of them stands for all, its pages are estimated.
 
+    >>> import torch
     >>> tier = FileTier(Levels(num_slots=1, num_places=1, rows_per_page=8), np.zeros(4, np.int64))
     >>> for row in (0, 1, 0):
     ...     keys = torch.tensor([row])
-    ...     tier.lend(keys)
+    ...     tier.bring_in(keys, None)
     ...     tier.give_back(keys)
     >>> tier.traffic.rows_drawn, tier.traffic.rows_read, tier.traffic.rows_written
     (2.0, 1.0, 2.0)
@@ -100,7 +99,7 @@ class FileTier:
 
     def __init__(self, levels: Levels, pages: _Numbers, rate: float = 1.0) -> None:
         self.levels = levels
-        self._places = RowPlaces(pages.size, max(1, round(levels.num_places * rate)))
+        self.places = RowPlaces(pages.size, max(1, round(levels.num_places * rate)))
         self._file = _FileCounter(pages, levels.rows_per_page, rate)
 
     @property
@@ -108,78 +107,54 @@ class FileTier:
         """What was counted so far."""
         return FileTraffic(**self._file.counts)
 
-    def rank_by(self, of_rows: Callable[[], Tensor | None]) -> None:
-        """As `RowPlaces.rank_by`."""
-        self._places.rank_by(of_rows)
+    def know(self, keys: Tensor, feature_lengths: Tensor) -> KnownBatch:
+        """As `FiledRows.know`."""
+        return self.places.know(keys, feature_lengths)
 
-    def know(self, keys: Tensor) -> KnownBatch:
-        """Announce a batch that will claim places after all those known."""
-        return self._places.know(keys)
-
-    def claim(self, keys: Tensor, known: KnownBatch) -> bool:
-        """Give the rows of the oldest known batch places; False if they do not fit. A second call does nothing."""
-        if self._places.has_claim(known):
+    def file(self, keys: Tensor, known: KnownBatch) -> bool:
+        """As `FiledRows.file`."""
+        if self.places.has_claim(known):
             return True
-        claim = self._places.claim(keys, known)
+        claim = self.places.claim(keys, known)
         if claim is not None:
             self._file.add(claim)
         return claim is not None
 
-    def release(self, known: KnownBatch) -> None:
-        """End a batch's claim: its rows are on the device."""
-        self._places.release(known)
-
-    def lend(self, keys: Tensor) -> None:
-        """Bring rows `keys` (int64 [M], distinct) to the device.
+    def bring_in(self, keys: Tensor, known: KnownBatch | None) -> None:
+        """As `FiledRows.bring_in`.
 
         Raises:
-            ValueError: they and those that are there need more places than there are.
+            ValueError: the rows and those on the device need more places than there are.
         """
-        if self._places.lend(keys):
+        if known is not None:
+            self.places.release(known)
+        if self.places.lend(keys):
             return
-        claim = self._places.claim_now(keys)  # not claimed, or given away
+        claim = self.places.claim_now(keys)  # not claimed, or given away
         if claim is None:
             raise ValueError(
                 f"{keys.numel()} rows of a batch and those on the device need more than "
-                f"{self._places.num_places} places in host memory; give it more, or train smaller batches"
+                f"{self.places.num_places} places in host memory; give it more, or train smaller batches"
             )
         self._file.add(claim)
-        self._places.lend(keys)
+        self.places.lend(keys)
 
     def give_back(self, keys: Tensor) -> None:
-        """Take rows `keys` (int64 [M], distinct) from the device."""
-        self._places.give_back(keys)
+        """As `FiledRows.give_back`."""
+        self.places.give_back(keys)
+
+    def skip(self, known: KnownBatch, keys: Tensor) -> None:
+        """As `FiledRows.skip`."""
+        self.places.skip(known, keys)
+
+    def forget(self) -> None:
+        """As `FiledRows.forget`."""
+        self.places.forget()
 
     def count_step(self, is_crowded: bool) -> None:
         """Count a step, and whether the batches of its read-ahead did not all get places."""
         self._file.counts["steps"] += 1
         self._file.counts["crowded_steps"] += is_crowded
-
-
-class RecordedMoves:
-    """A `Transfer` that lends places to the device, as `FilePart` does, and moves nothing.
-
-    Args:
-        tier: whose places.
-    """
-
-    key_device = torch.device("cpu")
-
-    def __init__(self, tier: FileTier) -> None:
-        self._tier, self._evicted = tier, torch.empty(0, dtype=torch.int64)
-
-    def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        self._evicted = keys
-
-    def fill(self, keys: Tensor, slots: Tensor) -> None:
-        self._tier.lend(keys)
-        self._tier.give_back(self._evicted)
-
-    def finish(self) -> None:
-        pass
-
-    def discard(self) -> int:
-        return 0
 
 
 def expected_pages(rows: float, num_pages: float) -> float:

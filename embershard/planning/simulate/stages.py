@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embershard.cache.file.file_part import FilePart
 from embershard.cache.next_use import KnownBatch
+from embershard.cache.parts.part import PoolParts
 from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.host_store import HostStore
-from embershard.cache.rows.transfer import MakeTransfer
 from embershard.cache.tickets import Ticket
 from embershard.frequency.counts import RowCounts
-from embershard.planning.simulate.file_tier import FileTier, RecordedMoves
+from embershard.planning.simulate.file_tier import FileTier
 from embershard.sharding.run_shape import ReplaySettings
 
 
@@ -45,7 +46,6 @@ def bare_cache(
     host = HostStore(rows, 1, torch.uint8, [])
     pinned = [number for number in np.argsort(rows, kind="stable") if number < len(are_pinned) and are_pinned[number]]
     pinned_keys = [torch.arange(rows[number]) + host.row_offsets[number] for number in pinned]
-    recorded: MakeTransfer | None = None if tier is None else lambda *_: RecordedMoves(tier)
     cache = RowCache(
         tables=tables,
         host=host,
@@ -57,10 +57,9 @@ def bare_cache(
         row_counts=row_counts,
         pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
         owner="replay",
-        transfer=recorded or "plain",
     )
     if tier is not None:
-        tier.rank_by(cache.state.scores.of_rows)
+        cache.parts = PoolParts([FilePart(tier, cache.state.scores.of_rows, is_on_gpu=False)])
     return cache
 
 
@@ -70,8 +69,7 @@ class _Batch:
 
     keys: Tensor
     lengths: Tensor
-    of_places: KnownBatch | None = None
-    of_device: KnownBatch | None = None
+    known: KnownBatch | None = None
     ticket: Ticket | None = None
 
 
@@ -120,31 +118,24 @@ class _Stages:
     """The batches from the one in training on, and what happens to them."""
 
     def __init__(self, cache: RowCache, settings: ReplaySettings, tier: FileTier | None) -> None:
-        self._cache, self._tier, self._by_next_use = cache, tier, settings.policy.by_next_use
+        self._cache, self._tier = cache, tier
         self.prefetch = min(settings.prefetch, settings.lookahead)
         self.known = deque[_Batch]()
 
     def add(self, keys: Tensor, lengths: Tensor) -> None:
-        """Take a batch into the window, and announce it to the device and to the places."""
-        uses = keys if self._by_next_use else keys[:0]
-        of_places = None if self._tier is None else self._tier.know(uses)
-        self.known.append(_Batch(keys, lengths, of_places, self._cache.know(keys, lengths)))
+        """Take a batch into the window, and announce it."""
+        self.known.append(_Batch(keys, lengths, self._cache.know(keys, lengths)))
 
     def prepare(self, batch: _Batch, critical_path: bool) -> bool:
         """Bring a batch's rows to the device; False if they do not fit beside those of earlier ones."""
         if batch.ticket is None:
-            self._claim(batch)
-            known_as, if_it_fits = batch.of_device, not critical_path
-            batch.ticket = self._cache.prepare(batch.keys, batch.lengths, critical_path, known_as, if_it_fits)
-            if self._tier is not None and batch.of_places is not None and batch.ticket is not None:
-                self._tier.release(batch.of_places)
+            known, if_it_fits = batch.known, not critical_path
+            batch.ticket = self._cache.prepare(batch.keys, batch.lengths, critical_path, known, if_it_fits)
         return batch.ticket is not None
 
     def claim_ahead(self) -> None:
         """Give the batches of the read-ahead their places, in their order, as far as there is room."""
         if self._tier is not None:
             ahead = itertools.islice(self.known, 1, self._tier.levels.read_ahead + 1)
-            self._tier.count_step(is_crowded=not all(self._claim(batch) for batch in ahead if batch.ticket is None))
-
-    def _claim(self, batch: _Batch) -> bool:
-        return self._tier is None or batch.of_places is None or self._tier.claim(batch.keys, batch.of_places)
+            coming = (self._cache.parts.coming(each.keys, each.known) for each in ahead if each.ticket is None)
+            self._tier.count_step(is_crowded=not all(coming))
