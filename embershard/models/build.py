@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 
+from embershard.lazy_names import named
 from embershard.models.config import (
     DCN_LOW_RANK_DIM,
     DCN_NUM_LAYERS,
@@ -17,13 +18,18 @@ from embershard.models.config import (
     ModelConfig,
 )
 from embershard.models.dropout import add_dropout
-from embershard.models.factorization import build_factorized
-from embershard.models.history import build_with_history
 from embershard.models.loss import WithLoss
-from embershard.models.own_model import build_own
 from embershard.models.schema import SchemaLike
 from embershard.models.table_modules import bags_of
 from embershard.models.tables import built_in_tables
+
+#: What builds one's own model, a DLRM or towers over one, and the architectures that are none: a function as
+#: `build_dlrm`, imported when it is asked for.
+_OWN, _DLRM = "embershard.models.own_model:build_own", "embershard.models.build:build_dlrm"
+_BUILDERS = {
+    **dict.fromkeys(WITH_HISTORY, "embershard.models.history:build_with_history"),
+    **dict.fromkeys(FACTORIZED, "embershard.models.factorization:build_factorized"),
+}
 
 
 def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
@@ -48,13 +54,9 @@ def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -
     >>> [table.name for table in model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()]
     ['t_C1']
     """
-    if config.build is not None:
-        return build_own(config, schema, device)
-    if config.arch in WITH_HISTORY:
-        return build_with_history(config, schema, device)
-    if config.arch in FACTORIZED:
-        return build_factorized(config, schema, device)
-    return build_dlrm(config, schema, device)
+    place = _OWN if config.build is not None else _BUILDERS.get(config.arch, _DLRM)
+    model: nn.Module = named(place)(config, schema, device)
+    return model
 
 
 def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) -> WithLoss:

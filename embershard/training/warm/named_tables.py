@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from embershard.errors import ConfigError
+from embershard.models.table_modules import tables_in
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import named_tables, tables_of_run
+from embershard.training.fit.model_size import named_tables
 
 
 def freeze_tables(model: nn.Module, config: RunConfig) -> None:
@@ -20,7 +21,7 @@ def freeze_tables(model: nn.Module, config: RunConfig) -> None:
     """
     if not config.model.frozen:
         return
-    tables = tables_of_run(config)
+    tables = list(tables_in(model))
     names = named_tables("model.frozen", config.model.frozen, tables)
     problems = {
         "cache.enabled = false": not config.cache.enabled,
