@@ -304,7 +304,7 @@ def sums(options: argparse.Namespace) -> dict[str, Any]:
                     next(runs[name])
                 seconds = (time.perf_counter() - began[0]) / _TURN_STEPS, (time.process_time() - began[1]) / _TURN_STEPS
                 found[name].append(seconds)
-        files = [asdict(pool.filed.counts) for pool in cached_embeddings(trainers["with"].model)]
+        files = [asdict(pool.host.counts) for pool in cached_embeddings(trainers["with"].model)]
         for trainer in trainers.values():
             trainer.close()
     medians = {name: [statistics.median(each) for each in zip(*turns, strict=True)] for name, turns in found.items()}

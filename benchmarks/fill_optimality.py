@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import machine, make_parser, report, settings_of
-from embershard.cache import HostStore, RowCache, Ticket
+from embershard.cache import MemoryRows, RowCache, Ticket
 from embershard.cache.config import CachePolicy, Scoring
+from embershard.cache.homes.shape import PoolShape
 from embershard.data import BatchStream, CriteoConfig, DataConfig, SyntheticConfig, open_source
 from embershard.frequency import FrequencyProfile
 from embershard.models import model_tables
@@ -264,7 +265,7 @@ class Run:
 
     def __init__(self, stream: Stream, num_slots: int, scoring: Scoring, look_ahead: bool = False) -> None:
         self._stream = stream
-        self._host = HostStore(stream.rows_per_table, _DIM, torch.float32, [])
+        self._host = MemoryRows(PoolShape(stream.rows_per_table, _DIM))
         counts = None
         if scoring == "frequency":
             batches = ({"pool": batch} for batch in stream.batches)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import machine, make_parser, report, settings_of
-from embershard.cache import HostStore
+from embershard.cache import MemoryRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.transfer import PlainTransfer
@@ -66,7 +67,7 @@ def main() -> None:
 
 def writes(options: argparse.Namespace, fills_all: bool) -> Times:
     """Write random rows to new ones, whose weights nobody has written."""
-    store = HostStore([options.rows], _DIM, torch.float32, _STATES, fills_all=fills_all)
+    store = MemoryRows(PoolShape([options.rows], _DIM, torch.float32, _STATES), fills_all=fills_all)
     values = torch.randn(options.written, _DIM)
 
     def write(_: int) -> None:
@@ -78,7 +79,7 @@ def writes(options: argparse.Namespace, fills_all: bool) -> Times:
 def warm_up(options: argparse.Namespace, later: bool) -> Times:
     """Fill slots with many rows that nobody used, then write some of them back in each step."""
     initial = [ShardWeights("t", 0, _DIM, -0.01, 0.01)]
-    store = HostStore([options.rows], _DIM, torch.float32, _STATES, initial=initial)
+    store = MemoryRows(PoolShape([options.rows], _DIM, torch.float32, _STATES, initial=initial))
     keys = (options.rows ** torch.rand(4 * options.warm, dtype=torch.float64)).long() % options.rows
     keys = keys.unique()[: options.warm]
     slots = 1 + torch.arange(keys.numel())

@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 
 from benchmarks.common import machine, make_parser, report, settings_of
-from embershard.cache import HostStore
-from embershard.cache.rows import frozen_rows, memory
+from embershard.cache.homes import memory
+from embershard.cache.homes.mapped import MappedRows
+from embershard.cache.homes.shape import PoolShape
 from tests.limited_memory import limited_memory
 
 _DIM = 16
@@ -51,8 +52,8 @@ def passes(options: argparse.Namespace, is_advised: bool) -> dict[str, float]:
     with contextlib.ExitStack() as stack:
         if not is_advised:
             stack.enter_context(mock.patch.object(memory, "expect_random_reads"))
-            stack.enter_context(mock.patch.object(frozen_rows, "fetch_soon"))
-        store = HostStore([options.rows], _DIM, torch.float32, [], "mmap", options.folder)
+            stack.enter_context(mock.patch.object(memory, "fetch_soon"))
+        store = MappedRows(PoolShape([options.rows], _DIM), options.folder)
         started = time.perf_counter()
         for part in store.weights.split(1 << 18):
             part.uniform_(-1, 1)

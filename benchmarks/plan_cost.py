@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import generated_stream, machine, make_parser, median_ms, report, settings_of
-from embershard.cache import HostStore, RowCache
+from embershard.cache import MemoryRows, RowCache
 from embershard.cache.config import CachePolicy
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.next_use import pinned_tables
 from embershard.data import BatchStream
 
@@ -68,7 +69,7 @@ def measure(options: argparse.Namespace, batch_size: int) -> dict[str, Any]:
 
 def make_cache(rows: list[int], options: argparse.Namespace) -> RowCache:
     """Make a cache of one pool with tables of `rows` rows."""
-    host = HostStore(rows, options.dim, torch.float32, [("momentum", torch.Size([]), torch.float32)])
+    host = MemoryRows(PoolShape(rows, options.dim, torch.float32, [("momentum", torch.Size([]), torch.float32)]))
     num_slots = int(host.num_rows * options.ratio)
     pinned = [torch.arange(count) + host.row_offsets[t] for t, (_, count) in pinned_tables(rows, num_slots).items()]
     return RowCache(

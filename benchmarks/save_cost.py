@@ -70,7 +70,7 @@ def beside(trainer: Any) -> dict[str, Any]:
     from embershard.sharding.torchrec import cached_embeddings
     from embershard.training.reports import SaveReport
 
-    tier = [rows for pool in cached_embeddings(trainer.model) for rows in pool.host.payload]
+    tier = [rows for pool in cached_embeddings(trainer.model) for rows in pool.host.parts]
     before, tier_before = _resident_bytes("VmRSS"), sum(map(_resident_part, tier))
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     reports, busy, growth = [], set[int](), [(0, 0, 0)]

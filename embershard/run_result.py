@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embershard.cache.totals import FileCounts, RankCaches, RunCaches
+from embershard.cache.file.file_counts import FileCounts
+from embershard.cache.totals import RankCaches, RunCaches
 from embershard.distributed.checkpoint.best import BestEvaluation
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError

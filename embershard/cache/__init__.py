@@ -8,12 +8,13 @@ from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from embershard.cache.config import CacheConfig
+    from embershard.cache.homes.memory import MemoryRows
+    from embershard.cache.homes.shape import PoolShape
     from embershard.cache.ids.births import Births
     from embershard.cache.next_use import KnownBatch, NextUseIndex
     from embershard.cache.planner import CacheGrowthWarning, CachePlan, CachePlanner
     from embershard.cache.policies import SlotScores, make_scores
     from embershard.cache.row_cache import RowCache
-    from embershard.cache.rows.host_store import HostStore
     from embershard.cache.slot_map import SlotMap
     from embershard.cache.slot_state import SlotState
     from embershard.cache.statistics import TableStats
@@ -27,9 +28,10 @@ __all__ = [
     "CacheGrowthWarning",
     "CachePlan",
     "CachePlanner",
-    "HostStore",
     "KnownBatch",
+    "MemoryRows",
     "NextUseIndex",
+    "PoolShape",
     "RowCache",
     "SlotMap",
     "SlotScores",

@@ -232,6 +232,11 @@ class CacheConfig:
         """The small types of rows in host memory; none: all rows are as in the slots."""
         return sorted({self.host_dtype, *self.host_dtypes.values()} - {"fp32"})
 
+    @property
+    def rounds_rows(self) -> bool:
+        """True if rows are rounded to a small type: what they learn is not what they learn as fp32."""
+        return bool(self.small_types)
+
     def small_type_of(self, table: str) -> Literal["fp16", "int8"] | None:
         """Return the small type of a table's rows in host memory; None: they are as in the slots.
 
@@ -250,7 +255,7 @@ class CacheConfig:
         """Share of an int8 table's rows that stay full."""
         return DEFAULT_FULL_ROWS if self.full_rows is None else self.full_rows
 
-    def check_full_rows(self, has_profile: bool) -> None:
+    def check_profile(self, has_profile: bool) -> None:
         """Raise `ConfigError` where full rows are asked for, and no profile can choose them."""
         if "int8" in self.small_types and self.full_share and not has_profile:
             raise ConfigError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
 from embershard.cache.gpu.readback import Reads, planned, read_at_once, timed
 from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
+from embershard.cache.homes.home import Home
 from embershard.cache.next_use import KnownBatch, OtherTables
 from embershard.cache.own_policy import OwnScores
 from embershard.cache.parts.part import PoolParts
@@ -24,7 +25,6 @@ from embershard.cache.planning_classes import planning_classes
 from embershard.cache.policies import SlotScores, make_scores, most_frequent
 from embershard.cache.rows.choose_transfer import transfer_maker
 from embershard.cache.rows.copies import RowCopies
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.slot_map import BLOCK
@@ -63,7 +63,8 @@ class RowCache:
         parts: hear of the batches; set before the first one.
         touched: rows that updates trained; None: they are not tracked (`track_updates`).
 
-    >>> host = HostStore([6], dim=2, dtype=torch.float32, states=[])
+    >>> from embershard.cache import MemoryRows, PoolShape
+    >>> host = MemoryRows(PoolShape([6], dim=2))
     >>> def slots(count):
     ...     return [torch.zeros(count + 1, 2)]
     >>> cache = RowCache(["users"], host, slots, 3, [0], CachePolicy("lru"), torch.device("cpu"))
@@ -79,7 +80,7 @@ class RowCache:
     def __init__(
         self,
         tables: Sequence[str],
-        host: HostStore,
+        host: Home,
         device_payload: Callable[[int], list[Tensor]],
         num_slots: int,
         table_of_feature: Sequence[int],
@@ -208,7 +209,7 @@ class RowCache:
             return None
         with self.parts.moving(plan, known, self._copies, self._map):
             filled = self._execute(plan, known, feature_lengths, critical_path, training)
-        has_keys = self.touched is not None or self.host.small is not None
+        has_keys = self.touched is not None or self.host.rounds
         ticket = Ticket(plan.batch, plan.slots, filled=filled, keys=keys if has_keys else None)
         self._in_flight.add(ticket, None if known is None else known.num_rows)
         return ticket

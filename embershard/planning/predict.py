@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from embershard.cache.file.file_counts import FILE_COUNTS
 from embershard.cache.file.places import leaving_together
+from embershard.cache.file.sizes import page_bytes_for
 from embershard.cache.next_use import pinned_tables
-from embershard.cache.rows.sizes import page_bytes_for
 from embershard.cache.statistics import CacheReport
-from embershard.cache.totals import FILE_COUNTS
 from embershard.planning.cost import work
 from embershard.planning.cost.dense import dense_work
 from embershard.planning.cost.rates import Rates, StepWork, step_parts

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy, MapKind
+from embershard.cache.file.sizes import FILE_BUFFER_BYTES, PLACE_BYTES, filed_row_bytes
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, map_kind
 from embershard.cache.rows.memory import pinned_bytes
-from embershard.cache.rows.sizes import FILE_BUFFER_BYTES, MARK_BYTES, PLACE_BYTES, filed_row_bytes
 from embershard.sharding.run_shape import RunShape
 from embershard.sharding.shards import PoolKey, PoolPlacement
 from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool, names_in_pool
@@ -181,7 +181,7 @@ def pool_memory(shards: Sequence[PlacedShard], shape: RunShape) -> PoolMemory:
     """Return the memory of the pool that these shards share; they have the same row payload."""
     rows = sum(shard.rows for shard in shards)
     kind = map_kind(shape.slot_map, rows, shape.device)
-    mark_bytes = 0 if shards[0].table.host_dtype is None else MARK_BYTES
+    mark_bytes = shards[0].table.mark_bytes
     return cache_memory(rows, shards[0].row_bytes + mark_bytes, shape.cache.policy, kind, shape.device)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from embershard.cache.rows.sizes import SmallType, small_row_bytes
+from embershard.cache.homes.small_sizes import MARK_BYTES, SmallType, small_row_bytes
 from embershard.sharding.sharding_types import Sharding
 from embershard.sharding.shards import Exchange, Kernel, PoolKey, TablePlacement, shards_of
 
@@ -65,6 +65,11 @@ class TableSize:
         if self.host_dtype is None:
             return self.weight_bytes(columns)
         return small_row_bytes(self.host_dtype, self.dim if columns is None else columns)
+
+    @property
+    def mark_bytes(self) -> int:
+        """Bytes of a slot beside its row, of a cached table."""
+        return 0 if self.host_dtype is None else MARK_BYTES
 
     def full_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that the full ones of so many rows take in host memory besides."""

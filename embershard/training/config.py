@@ -265,7 +265,7 @@ class RunConfig:
         """Raise where rows of a small type in host memory meet settings that know only those of the slots."""
         if not self.cache.small_types:
             return
-        self.cache.check_full_rows(self.has_profile)
+        self.cache.check_profile(self.has_profile)
         needs = {"model.table_dtype": "slots are rounded to it", "train.init": "the seed also rounds"}
         self._check_rows_away("cache.host_dtype", needs)
 

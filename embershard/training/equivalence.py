@@ -22,7 +22,7 @@ from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.planner.placement import built_pools, placements_of
 from embershard.training.build import find_profile
-from embershard.training.checkpoint.host_rows import without_small_flushes
+from embershard.training.checkpoint.host_rows import taking_references
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import refuse_ids
 from embershard.training.fit.model_size import table_groups, tables_of_run
@@ -211,7 +211,7 @@ class _Runs:
             self._stock = None  # frees its memory
             stock = Trainer(self._placed(config, cached, tables), self._ranks)
             rounding = None
-            if self._config.cache.small_types:
+            if self._config.cache.rounds_rows:
                 profile = find_profile(self._config, stock.source)
                 rounding = TableRounding(self._config, profile, stock.model.state_dict(), self._ranks)
             losses = list(_train(stock, steps, rounding))
@@ -289,12 +289,10 @@ def _train(trainer: Trainer, steps: int, rounding: TableRounding | None = None) 
 def _tensors_of(trainer: Trainer) -> _Tensors:
     """Return this rank's part of all weights and optimizer states. Trained rows are written back before."""
     model = trainer.model
-    away = [pool for pool in cached_embeddings(model) if not pool.host.is_memory]
-    with without_small_flushes(model):
+    pools = list(cached_embeddings(model))
+    with taking_references(model):
         found = _found_in(trainer)
-    for pool in away:
-        pool.write_back()
-    return found if not away else {name: (first, _contents(part, away)) for name, (first, part) in found.items()}
+    return {name: (first, _contents(part, pools)) for name, (first, part) in found.items()}
 
 
 def _contents(part: Tensor, pools: Sequence[CachedTableBatchedEmbeddings]) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from embershard.cache.rows.full_rows import full_rows_of
+from embershard.cache.homes.full_rows import full_rows_of
+from embershard.cache.homes.small_rows import SmallRows
 from embershard.cache.rows.initial_weights import ShardWeights
-from embershard.cache.rows.small_rows import SmallRows
 from embershard.data import Batch
 from embershard.distributed import Ranks
 from embershard.frequency import FrequencyProfile

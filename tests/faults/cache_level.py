@@ -267,7 +267,7 @@ class Player:
         self.known = deque((None, keys) for _, keys in self.known)
 
     def _write(self, keys: tuple[int, ...], value: float, in_place: bool) -> None:
-        for tensor in (*self.pool.host.payload, *self.pool.rows):
+        for tensor in (*self.pool.host.parts, *self.pool.rows):
             (tensor if in_place else tensor.data)[list(keys)] = value
 
     def _load(self, keys: tuple[int, ...], value: float) -> None:
@@ -287,7 +287,7 @@ class Player:
         self.cache._copies.finish()
         self._write(keys, value, in_place=True)
         assert self._says_what_is_lost(), "trained rows were lost, and nobody said so"
-        for truth, host in zip(self.pool.rows, self.pool.host.payload, strict=True):
+        for truth, host in zip(self.pool.rows, self.pool.host.parts, strict=True):
             truth.copy_(host)
 
     def _says_what_is_lost(self) -> bool:
@@ -324,7 +324,7 @@ class Player:
             return "keys and slots do not belong together"
         if int((self.pool.map.slot_of_key > 0).sum()) != slots.numel():
             return "a key has a slot that another one has"
-        for held, host, truth in zip(self.pool.slots, self.pool.host.payload, self.pool.rows, strict=True):
+        for held, host, truth in zip(self.pool.slots, self.pool.host.parts, self.pool.rows, strict=True):
             if not torch.equal(host, truth):
                 rows = (host != truth).reshape(host.shape[0], -1).any(1).nonzero().flatten().tolist()
                 return f"rows differ in the host tier: {rows}"

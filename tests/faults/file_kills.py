@@ -52,7 +52,7 @@ def live(config: RunConfig, checkpoints: Path, counts: Path) -> None:
     resume_run(trainer)
     for _ in trainer.train():
         pass
-    found = [pool.filed.counts for pool in cached_embeddings(trainer.model) if pool.filed is not None]
+    found = [pool.host.counts for pool in cached_embeddings(trainer.model)]
     trainer.close()
     counts.write_text(f"{sum(each.rows_read for each in found)} {sum(each.rows_written for each in found)}")
 

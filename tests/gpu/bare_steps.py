@@ -77,8 +77,8 @@ def rounding(place: Place) -> None:
     many programs claim each."""
     import torch
 
+    from embershard.cache.homes.small_rows import SmallRows
     from embershard.cache.rows.initial_weights import ShardWeights
-    from embershard.cache.rows.small_rows import SmallRows
 
     rows, uses, turns = (2000, 1_700_000, 150) if place.num_gpus else (64, 200, 1)
     places = torch.arange(1, rows + 1)

@@ -112,7 +112,7 @@ def _snapshot(model: DistributedModelParallel, is_ours: bool) -> dict[str, Tenso
     for pool in cached_embeddings(model):
         pool.cache.write_back()
         every = torch.arange(pool.host.num_rows)
-        states = pool.host.payload[1:] if pool.filed is None else pool.filed.select(every)[1:]
+        states = pool.host.select(every)[1:]
         for shard in pool._shards:
             own = slice(shard.first_key, shard.first_key + shard.num_rows)
             for number, part in enumerate((pool.cache.read(every), *states)):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embershard import LookAheadPipeline, flush
-from embershard.cache.rows.host_store import Meetings
+from embershard.cache.homes.shared import Meetings
 from embershard.errors import CacheError, EmbershardError
 from embershard.extras.data_parallel import mode as data_parallel
 from embershard.extras.data_parallel import node_memory
@@ -145,10 +145,10 @@ def memory_of_tables(case: Case) -> tuple[int, int, int]:
     model = parity.build(case, True)
     pools = list(cached_embeddings(model))
     for pool in pools:
-        for part in pool.host.payload:
+        for part in pool.host.parts:
             part.sum()
     rss, pss = _shared_memory()
-    needed = sum(part.nbytes for pool in pools for part in pool.host.payload)
+    needed = sum(part.nbytes for pool in pools for part in pool.host.parts)
     return needed, rss - rss_before, pss - pss_before
 
 

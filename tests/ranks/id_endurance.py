@@ -20,10 +20,10 @@ from unittest import mock
 import psutil
 import torch
 
+from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.host_store import HostStore
 from embershard.errors import CacheError
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
@@ -113,7 +113,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "begin": (PoolIdMaps, "begin"),
     "know": (RowCache, "know"),
     "prepare": (RowCache, "prepare"),
-    "births": (HostStore, "begin_anew"),
+    "births": (MemoryRows, "begin_anew"),
     "begin_anew": (RowCache, "begin_anew"),
 }
 

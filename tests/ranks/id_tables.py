@@ -30,10 +30,10 @@ from embershard import (
     id_counts,
     plan_sharding,
 )
+from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.ids.births import Births
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.sharding.torchrec import (
@@ -389,15 +389,15 @@ def fault(name: str) -> Iterator[None]:
     """A planted fault, in force while the cached model trains."""
     with contextlib.ExitStack() as stack:
         if name == "states kept":
-            begin_anew = HostStore.begin_anew
+            begin_anew = MemoryRows.begin_anew
 
-            def keep_states(self: HostStore, keys: Tensor, ids: Tensor) -> None:
+            def keep_states(self: MemoryRows, keys: Tensor, ids: Tensor) -> None:
                 kept = {state: rows.clone() for state, rows in self.states.items()}
                 begin_anew(self, keys, ids)
                 for state, rows in kept.items():
                     self.states[state].data.copy_(rows)
 
-            stack.enter_context(mock.patch.object(HostStore, "begin_anew", keep_states))
+            stack.enter_context(mock.patch.object(MemoryRows, "begin_anew", keep_states))
         elif name == "weights by row":
             by_id = LazyRows.begin_anew
             stack.enter_context(

@@ -31,11 +31,12 @@ from embershard import (
     plan_sharding,
     save_program,
 )
+from embershard.cache.file.file_counts import FileCounts
 from embershard.cache.file.file_rows import FileRows
-from embershard.cache.totals import FileCounts
+from embershard.cache.file.filed_rows import FiledRows
 from embershard.errors import CheckpointError
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.training.checkpoint.host_rows import without_small_flushes
+from embershard.training.checkpoint.host_rows import taking_references
 from tests.faults.rank_kills import FILE_OPERATIONS, is_writing
 from tests.ranks.look_ahead import Batch, Case, Model
 from tests.ranks.parity import OPTIMIZERS, _constraints, batches, snapshot
@@ -97,10 +98,10 @@ class Program:
         """Rows on the device, only in memory, only in the file, and nowhere yet."""
         found = dict.fromkeys(("device", "memory", "file", "unmade"), 0)
         for pool in cached_embeddings(self.model):
-            assert pool.filed is not None
+            assert isinstance(pool.host, FiledRows)
             keys = torch.arange(pool.host.num_rows)
-            cached, placed = pool.cache._map.lookup(keys) > 0, pool.filed.places.of(keys) > 0
-            written = pool.filed._file.is_written(keys)
+            cached, placed = pool.cache._map.lookup(keys) > 0, pool.host.places.of(keys) > 0
+            written = pool.host._file.is_written(keys)
             parts = (cached, placed & ~cached, written & ~placed & ~cached, ~(written | placed | cached))
             for name, part in zip(found, parts, strict=True):
                 found[name] += int(part.sum())
@@ -108,12 +109,12 @@ class Program:
 
     def rows(self) -> dict[str, Tensor]:
         """All weights and states of this rank's rows and layers, wherever they are."""
-        if all(pool.host.is_memory for pool in cached_embeddings(self.model)):
+        if all(pool.host.views.are_rows for pool in cached_embeddings(self.model)):
             return snapshot(self.model)
         for pool in cached_embeddings(self.model):
             pool.write_back()
         found = {}
-        with without_small_flushes(self.model):
+        with taking_references(self.model):
             groups = {"weight": self.model.state_dict()}
             groups["state"] = {
                 f"{table}.{name}": value
@@ -164,7 +165,7 @@ def counted(case: Case, host: str, folder: str) -> Any:
     before = file_counts(program.model)
     program.train(0, HALF)
     own = file_counts(program.model)
-    return before, own, FileCounts.total(pool.filed.counts for pool in cached_embeddings(program.model) if pool.filed)
+    return before, own, FileCounts.total(pool.host.counts for pool in cached_embeddings(program.model))
 
 
 def saved_by_torch(case: Case, folder: str) -> Any:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.cache import CacheConfig
+from embershard.cache.homes import small_sizes as sizes
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows import sizes
 from embershard.cache.tickets import Ticket
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.changed_rows import TouchedRows
@@ -31,7 +31,7 @@ from embershard.serving.write import export_base
 from embershard.sharding.torchrec import cache_stats, cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedRows
-from embershard.training.checkpoint.host_rows import without_small_flushes
+from embershard.training.checkpoint.host_rows import taking_references
 from embershard.training.config import RunConfig
 from embershard.training.equivalence import _contents
 from embershard.training.reports import PublicationReport
@@ -124,9 +124,9 @@ def live(
         follower.update()
         for pool in cached_embeddings(trainer.model):
             pool.write_back()
-        with without_small_flushes(trainer.model):
+        with taking_references(trainer.model):
             state = trainer.model.state_dict()
-        away = [pool for pool in cached_embeddings(trainer.model) if not pool.host.is_memory]
+        away = [pool for pool in cached_embeddings(trainer.model) if not pool.host.views.are_rows]
         different = [f"{name} ({who.have.name})" for who in (follower, Replica(folder / "published"))
                      for name in differences(state, who, away)]  # fmt: skip
         evictions = sum(stats.evictions for stats in cache_stats(trainer.model))
@@ -192,8 +192,7 @@ def with_fault(what: str) -> Iterator[None]:
     elif what == "host rows":
 
         def of_host(self: RowCache, keys: Tensor) -> Tensor:
-            small = self.host.small
-            return read(self, keys) if small is None else small.read(keys)
+            return self.host.read(keys) if self.host.rounds else read(self, keys)
 
         read = RowCache.read
         with mock.patch.object(RowCache, "read", of_host):

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 
 from embershard.cache import CacheConfig
+from embershard.cache.homes.frozen_rows import FrozenRows
+from embershard.cache.homes.home import Home
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.frozen_rows import FrozenRows
-from embershard.cache.rows.host_store import HostStore
 from embershard.distributed import CheckpointConfig, Manifest, PublishConfig, complete_checkpoints
 from embershard.extras.publications.part import Publisher
 from embershard.pipeline.config import LookAheadConfig
@@ -161,13 +161,13 @@ def _cleared_by_a_publication() -> Iterator[None]:
 @contextmanager
 def _write_backs_unnoticed() -> Iterator[None]:
     """Rows that evictions write back are not marked; a save's own write-backs are."""
-    note, write_back = HostStore.note_written, RowCache.write_back
+    note, write_back = Home.note_written, RowCache.write_back
 
     def noting(cache: RowCache) -> None:
-        with mock.patch.object(HostStore, "note_written", note):
+        with mock.patch.object(Home, "note_written", note):
             write_back(cache)
 
-    unnoticed = mock.patch.object(HostStore, "note_written", return_value=None)
+    unnoticed = mock.patch.object(Home, "note_written", return_value=None)
     with unnoticed, mock.patch.object(RowCache, "write_back", noting):
         yield
 

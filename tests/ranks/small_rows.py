@@ -17,9 +17,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import cache_stats
-from embershard.cache.rows import sizes
+from embershard.cache.homes import small_sizes as sizes
+from embershard.cache.homes.small_rows import SmallRows
 from embershard.cache.rows.copies import RowCopies
-from embershard.cache.rows.small_rows import SmallRows
 from embershard.sharding.torchrec import cached_embeddings, spec, without_flushes
 from tests.ranks import parity
 from tests.ranks.parity import Case, LinearModel

@@ -242,7 +242,7 @@ def convert_the_model(case: Case) -> dict[str, bool]:
     model = build(case, cached=True)
     model.module.to(torch.float64)
     pools = list(cached_embeddings(model))
-    memory = {rows.untyped_storage().data_ptr() for pool in pools for rows in pool.host.table_weights()}
+    memory = {rows.untyped_storage().data_ptr() for pool in pools for rows in pool.host.views.table_weights()}
     rows = {n: p for n, p in model.module.named_parameters() if ".t" in n}
     return {
         "dense": all(p.dtype == torch.float64 for n, p in model.module.named_parameters() if n not in rows),

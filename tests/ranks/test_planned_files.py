@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from embershard.cache.totals import FILE_COUNTS
+from embershard.cache.file.file_counts import FILE_COUNTS
 from embershard.commands import cli
 from embershard.sharding.plan import Plan
 from tests.ranks import commands

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.file.places import READ_AHEAD, RowPlaces
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.parts.part import PoolPart
 from embershard.cache.rows.memory import pinned_bytes
-from embershard.cache.rows.transfer import PlainTransfer, StagedTransfer, Transfer
 
 
 @dataclass(eq=False)
@@ -179,29 +177,3 @@ class FilePart(PoolPart):
     def knows_most(self) -> bool:
         """True if the places know as many uses of rows as can be told apart for sure."""
         return self._filed.places.knows_most
-
-
-class FiledTransfer:
-    """Transfer between slots and the places of rows in host memory. The methods are those of `Transfer`.
-
-    Args:
-        slots: payload tensors by slot, [S + 1, ...] each.
-        filed: the rows; those that move are lent.
-    """
-
-    def __init__(self, slots: Sequence[Tensor], filed: FiledRows) -> None:
-        kind = StagedTransfer if slots[0].is_cuda else PlainTransfer
-        self._inner: Transfer = kind(slots, filed.parts)
-        self._filed, self.key_device = filed, self._inner.key_device
-
-    def fill(self, keys: Tensor, slots: Tensor) -> None:
-        self._inner.fill(self._filed.places_of(keys), slots)
-
-    def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        self._inner.write_back(slots, self._filed.places_of(keys))
-
-    def finish(self) -> None:
-        self._inner.finish()
-
-    def discard(self) -> int:
-        return self._inner.discard()

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache import loops
+from embershard.cache.file.sizes import page_bytes_for
 from embershard.cache.file.working_files import check_room, open_working_file, without_page_cache
 from embershard.cache.rows.memory import INTEGERS
-from embershard.cache.rows.sizes import page_bytes_for
 from embershard.errors import CacheError
 
 _CHUNK_BYTES = 1 << 20  # that a thread moves in one go

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,28 +19,28 @@ import torch
 from torch import Tensor
 
 from embershard.cache import loops
+from embershard.cache.config import TransferKind
+from embershard.cache.file.file_counts import FileCounts
 from embershard.cache.file.file_rows import FileRows, FileWork, PageIo
 from embershard.cache.file.places import Claim, RowPlaces
+from embershard.cache.homes.home import Home, no_memory
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.rows import memory
 from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array
-from embershard.cache.rows.memory import widest_views
-from embershard.cache.rows.transfer import RowTable
-from embershard.cache.totals import FileCounts
+from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, StagedTransfer, Transfer, row_copier
 from embershard.errors import CacheOverflowError, ConfigError
 
 
-class FiledRows:
-    """Rows of a pool, R in all, of which H are in memory. A save may read beside everything else.
+class FiledRows(Home):
+    """Rows in a file, R in all, of which H are in memory. A save may read beside everything else.
 
     A batch becomes known (`know`), its rows get places (`file`, which begins to read those in the file), and they are
     lent to the device (`bring_in`) until the device evicts them (`give_back`). Keys number the pool's rows: int64, in
     host memory.
 
     Args:
-        rows_per_table: rows of each table's shard.
-        initial: initial weights of each table.
-        like: a tensor [?, ...] for each part of a row: weights, then states.
+        shape: of the pool, with initial weights.
         num_places: H.
         folder: for the file.
         io: reads and writes pages; None: as fast as can be.
@@ -49,7 +49,7 @@ class FiledRows:
         parts: the rows in memory, [H + 1, ...] for each part. Place 0 is nobody's.
 
     >>> tables = [ShardWeights("clicks", 7, 4, -0.5, 0.5)]
-    >>> rows = FiledRows([1000], tables, [torch.empty(0, 4)], num_places=20, folder=".")
+    >>> rows = FiledRows(PoolShape([1000], 4, initial=tables), num_places=20, folder=".")
     >>> rows.bring_in(torch.tensor([500, 3]), None)
     >>> rows.parts[0][rows.places_of(torch.tensor([3]))] = 1.0  # as the device writes a row back
     >>> rows.give_back(torch.tensor([500, 3]))
@@ -61,29 +61,21 @@ class FiledRows:
     ([[1.0, 1.0, 1.0, 1.0]], True)
     """
 
-    def __init__(
-        self,
-        rows_per_table: Sequence[int],
-        initial: Sequence[ShardWeights],
-        like: Sequence[Tensor],
-        num_places: int,
-        folder: str,
-        io: PageIo | None = None,
-    ) -> None:
-        dim, self._num_rows = like[0].shape[1], sum(rows_per_table)
+    def __init__(self, shape: PoolShape, num_places: int, folder: str, io: PageIo | None = None) -> None:
+        dim, initial = shape.dim, shape.initial
+        assert initial is not None, "rows in a file are made from a counter"
         if dim % 4 or any(shard.first_column % 4 for shard in initial):
             raise ConfigError(
                 f'cache.host: got "file" for tables with {dim} columns on a rank, needed a multiple of 4. Change '
                 'model.embedding_dim, cut fewer columns, or set cache.host = "memory"'
             )
-        self._initial = PoolWeights(rows_per_table, initial, dim)
-        self.places = RowPlaces(self._num_rows, num_places)
+        super().__init__(shape, [None] * len(shape.parts))
+        self._initial = PoolWeights(shape.rows_per_table, initial, dim)
+        self.places = RowPlaces(self.num_rows, num_places)
         count = self.places.num_places + 1
-        self.parts = [
-            memory.zeros(count * math.prod(part.shape[1:]), part.dtype).view(count, *part.shape[1:]) for part in like
-        ]
-        names = partial(_names_of, rows_per_table, initial)
-        self._file = FileRows(folder, self._num_rows, like, io=io, name_rows=names)
+        self.parts = [memory.zeros(count * math.prod(size), dtype).view(count, *size) for size, dtype in shape.parts]
+        names = partial(_names_of, shape.rows_per_table, initial)
+        self._file = FileRows(folder, self.num_rows, shape.empty(0), io=io, name_rows=names)
         self._works: dict[KnownBatch, FileWork] = {}  # of claims
         self._reading: list[FileWork] = []  # what nobody has waited for, of any batch
         self._lock = threading.RLock()
@@ -175,13 +167,13 @@ class FiledRows:
 
     # -- the rows, wherever they are
 
-    def read(self, keys: Tensor) -> Tensor:
-        """Return the weights of rows `keys` (int64 [M]): [M, D]. No row moves."""
+    def read(self, keys: Tensor, pinned: bool = False) -> Tensor:
+        """As every home; not page-locked. No row moves."""
         return self.select(keys)[0]
 
     def select(self, keys: Tensor) -> list[Tensor]:
-        """Return the parts of rows `keys` (int64 [M]): [M, ...] each. No row moves."""
-        distinct, inverse = keys.unique(return_inverse=True)
+        """As every home. No row moves."""
+        distinct, inverse = keys.cpu().unique(return_inverse=True)
         found = [part.new_zeros(distinct.numel(), *part.shape[1:]) for part in self.parts]
         here, of_here = self._of_memory(distinct)
         is_away = torch.ones(distinct.numel(), dtype=torch.bool)
@@ -195,8 +187,7 @@ class FiledRows:
         return [part[inverse] for part in found]
 
     def read_block(self, first: int, stop: int, out: Sequence[Tensor]) -> None:
-        """Write the parts of rows [first, stop) to the first rows of `out` ([B, ...] each). From any thread; a row that
-        changes meanwhile may be as before or after."""
+        """As every home."""
         keys = torch.arange(first, stop)
         here, of_here = self._of_memory(keys)
         unmade = keys[~self._file.is_written(keys)]
@@ -208,21 +199,31 @@ class FiledRows:
             part[here] = rows
 
     def put_block(self, first: int, rows: Sequence[Tensor]) -> None:
-        """Write the parts of rows [first, first + n): [n, ...] each. Slots on the device are fetched again after it."""
+        """As every home. Slots on the device are fetched again after it."""
         with self._lock:
             self._wait_all()
+            rows = [part.to(dtype).contiguous() for part, (_, dtype) in zip(rows, self.shape.parts, strict=True)]
             self._file.write_block(first, rows)
             places = self.places.of(torch.arange(first, first + rows[0].shape[0]))
             here = places.nonzero().flatten()
             for part, values in zip(self.parts, rows, strict=True):
                 part.data[places[here]] = values[here]
 
-    def copy_lent(self, keys: Tensor, out: Sequence[Tensor], to: Tensor) -> None:
-        """Copy the parts of lent rows `keys` to rows `to` (both int64 [M]) of `out`."""
-        places = self.places_of(keys)
-        for own, other in zip(self.parts, out, strict=True):
-            of, into = widest_views(own.data, other)
-            RowTable(into).copy(to, RowTable(of), places)
+    def copier(self, out: Sequence[Tensor]) -> Callable[[Tensor, Tensor], None]:
+        """As every home; the rows are lent."""
+        copy = row_copier(self.parts, out)
+        return lambda keys, to: copy(self.places_of(keys), to)
+
+    def transfer(self, kind: TransferKind) -> MakeTransfer:
+        """As every home, between slots and the places of rows in memory."""
+        return lambda slots, _: FiledTransfer(slots, self)
+
+    def check_views(self) -> None:
+        raise no_memory(
+            'in a file (cache.host = "file")',
+            "Save and load them with embershard.save_program and embershard.load_program, instead of state dicts; "
+            "checkpoints of embershard train have them, too",
+        )
 
     @property
     def counts(self) -> FileCounts:
@@ -291,3 +292,29 @@ def _names_of(rows_per_table: Sequence[int], shards: Sequence[ShardWeights], fir
             found.append(f"{numbers} of table {shard.table!r}")
         start += num_rows
     return ", ".join(found)
+
+
+class FiledTransfer:
+    """Transfer between slots and the places of rows in host memory. The methods are those of `Transfer`.
+
+    Args:
+        slots: payload tensors by slot, [S + 1, ...] each.
+        filed: the rows; those that move are lent.
+    """
+
+    def __init__(self, slots: Sequence[Tensor], filed: FiledRows) -> None:
+        kind = StagedTransfer if slots[0].is_cuda else PlainTransfer
+        self._inner: Transfer = kind(slots, filed.parts)
+        self._filed, self.key_device = filed, self._inner.key_device
+
+    def fill(self, keys: Tensor, slots: Tensor) -> None:
+        self._inner.fill(self._filed.places_of(keys), slots)
+
+    def write_back(self, slots: Tensor, keys: Tensor) -> None:
+        self._inner.write_back(slots, self._filed.places_of(keys))
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def discard(self) -> int:
+        return self._inner.discard()

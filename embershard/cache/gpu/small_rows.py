@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache.gpu.launch import kernel, launch
+from embershard.cache.homes.small_sizes import SmallType
 from embershard.cache.rows.memory import on_device, record_stream
-from embershard.cache.rows.sizes import SmallType
 from embershard.errors import CacheError
 
 _BLOCK_NUMBERS = 2048

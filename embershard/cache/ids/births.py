@@ -6,7 +6,7 @@ most P batches are prepared ahead. The cache relies on Q >= P, and on uses of th
 
 * no batch in flight uses the row: those are t and later, and t >= n - P >= s. So its slot may be emptied;
 * nobody asks for what the row held. States of steps t >= s do not have the old id, so no evaluation, checkpoint or
-  publication needs it; a save that began earlier keeps its own copy (`HostStore.before_write`);
+  publication needs it; a save that began earlier keeps its own copy (`Home.before_write`);
 * taking back all batches after t brings back ids that were evicted after t only. Their rows are given away from
   t + 1 + Q on, and no such batch was prepared. So nothing has to be undone in the cache: a row that began anew for a
   batch that is cancelled, forgotten or fails holds what no id has, until it is given away again.
@@ -37,9 +37,10 @@ class Births:
     >>> import torch
     >>> from embershard.cache.config import CachePolicy
     >>> from embershard.cache.row_cache import RowCache
-    >>> from embershard.cache.rows.host_store import HostStore
+    >>> from embershard.cache.homes.memory import MemoryRows
+    >>> from embershard.cache.homes.shape import PoolShape
     >>> from embershard.cache.rows.initial_weights import ShardWeights
-    >>> host = HostStore([6], 4, torch.float32, [], initial=[ShardWeights("users", 7, 4, -0.5, 0.5)])
+    >>> host = MemoryRows(PoolShape([6], 4, initial=[ShardWeights("users", 7, 4, -0.5, 0.5)]))
     >>> def slots(count):
     ...     return [torch.zeros(count + 1, 4)]
     >>> cache = RowCache(["users"], host, slots, 3, [0], CachePolicy("lru"), torch.device("cpu"))

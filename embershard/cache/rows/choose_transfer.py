@@ -12,16 +12,10 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import CacheConfig, TransferKind
-from embershard.cache.rows.host_store import HostStore
+from embershard.cache.homes.home import Home
+from embershard.cache.homes.quantised import check_transfer
 from embershard.cache.rows.page_lock import PageLock, lock_for
-from embershard.cache.rows.transfer import (
-    MakeTransfer,
-    PlainTransfer,
-    ScoresTransfer,
-    SmallTransfer,
-    StagedTransfer,
-    Transfer,
-)
+from embershard.cache.rows.transfer import MakeTransfer, ScoresTransfer, Transfer
 from embershard.errors import ConfigError
 
 
@@ -32,8 +26,8 @@ def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
         ConfigError: the device or the installation cannot run the configured transfer.
     """
     on_cuda = device.type == "cuda"
-    if config.small_types:
-        _check_small_rows(config, on_cuda)
+    if config.rounds_rows:
+        check_transfer(config, on_cuda)
     if config.transfer is None:
         if not on_cuda:
             return "plain"
@@ -49,36 +43,16 @@ def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
     return config.transfer
 
 
-def _check_small_rows(config: CacheConfig, on_cuda: bool) -> None:
-    """Raise `ConfigError` where nothing narrows and widens the rows of `cache.host_dtype`."""
-    got = f"cache.host_dtype asks for {' and '.join(config.small_types)}"
-    if on_cuda and find_spec("triton") is None:
-        raise ConfigError(f'{got}, whose kernels need triton, and it is not installed; install it, or set "fp32"')
-    if on_cuda and config.transfer == "plain":
-        raise ConfigError(f'{got}, and cache.transfer="plain" moves fp32 on a GPU; leave it out, or set "staged"')
-    if not on_cuda and config.transfer not in (None, "plain") and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError(f'{got}, and cache.transfer="{config.transfer}" moves them by kernels of a GPU; leave it out')
-
-
-def transfer_maker(kind: TransferKind | MakeTransfer, device: torch.device, host: HostStore) -> MakeTransfer:
+def transfer_maker(kind: TransferKind | MakeTransfer, device: torch.device, host: Home) -> MakeTransfer:
     """Return the maker of transfers of this kind; the pool calls it with its first slots and whenever it grows."""
     if not isinstance(kind, str):
         return kind
-    small = host.small
-    if kind == "plain":
-        return PlainTransfer if small is None else functools.partial(SmallTransfer, small=small)
-    staged = functools.partial(StagedTransfer, small=small)
-    if kind == "staged":
-        return staged
-    assert kind == "triton_uva", f"no transfer {kind!r}"
-    from embershard.cache.rows.uva_transfer import UvaTransfer  # triton is not installed everywhere
-
-    by_kernel = functools.partial(UvaTransfer, small=small)
-    if device.type != "cuda":
-        return by_kernel
+    if kind != "triton_uva" or device.type != "cuda":
+        return host.transfer(kind)
+    staged, by_kernel = host.transfer("staged"), host.transfer(kind)
     # A GPU cannot ask for rows to be made, so all are made by the time their memory is locked.
-    lock = functools.cache(lambda: lock_for(device, host.addressed, before=host.make_memory))
-    return lambda slots, payload: WhenLocked(slots, payload, lock, staged, by_kernel)
+    lock = functools.cache(lambda: lock_for(device, host.parts, before=host.make_memory))
+    return lambda slots, rows: WhenLocked(slots, rows, lock, staged, by_kernel)
 
 
 def scores_transfer_maker(kind: TransferKind | MakeTransfer, device: torch.device, row_scores: Tensor) -> MakeTransfer:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from embershard.cache.homes.home import Home
 from embershard.cache.planner import CachePlan
-from embershard.cache.rows.host_store import HostStore
-from embershard.cache.rows.sizes import MARK_BYTES
-from embershard.cache.rows.transfer import MakeTransfer, PlainTransfer, Transfer
+from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.tickets import Ticket
 
 #: Rows that are made while somebody waits, in a few milliseconds.
@@ -43,7 +42,7 @@ class RowCopies:
         transfer: moves rows between the attached tensors.
     """
 
-    def __init__(self, device: torch.device, host: HostStore, make_transfer: MakeTransfer) -> None:
+    def __init__(self, device: torch.device, host: Home, make_transfer: MakeTransfer) -> None:
         self._device, self._host = device, host
         self._make_transfer = make_transfer
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -53,7 +52,7 @@ class RowCopies:
     def attach(self, payload: list[Tensor]) -> None:
         """Copy between these slots and the host rows from now on. All earlier copies must be done."""
         self._payload = payload
-        self.transfer: Transfer = self._make_transfer(payload, self._host.payload)
+        self.transfer: Transfer = self._make_transfer(payload, self._host.parts)
 
     def write_back_evicted(self, plan: CachePlan, training: torch.cuda.Event | None = None) -> None:
         """Write the plan's dirty victims back. Their slots keep the rows until `fill_missed`.
@@ -105,9 +104,8 @@ class RowCopies:
 
     @property
     def slot_bytes(self) -> int:
-        """Memory of the slots, and of a mark for each where rows are small, in bytes."""
-        marks = 0 if self._host.small is None else MARK_BYTES * self._payload[0].shape[0]
-        return sum(tensor.nbytes for tensor in self._payload) + marks
+        """Memory of the slots with their marks, in bytes."""
+        return sum(tensor.nbytes for tensor in self._payload) + self._host.mark_bytes * self._payload[0].shape[0]
 
     def round(self, ticket: Ticket) -> None:
         """Round the rows that a batch's update trained to what the host tier can hold. Twice is as good as once.
@@ -115,9 +113,9 @@ class RowCopies:
         Raises:
             CacheError: a weight is NaN, infinite or too large.
         """
-        if self._host.small is not None:
-            assert ticket.keys is not None, "small rows are rounded by their keys"
-            self._host.small.round(self._payload[0], ticket.pool_slots, ticket.keys)
+        if self._host.rounds:
+            assert ticket.keys is not None, "rows are rounded by their keys"
+            self._host.round(self._payload[0], ticket.pool_slots, ticket.keys)
 
     @property
     def newest_training(self) -> torch.cuda.Event | None:
@@ -155,10 +153,7 @@ class RowCopies:
         if self._device.type != "cpu" or self._host.is_made or keys.numel() <= _MOST_MADE_AT_ONCE:
             self.fill(keys, slots)
             return
-        weights, *states = self._payload
-        self._host.read_ahead(keys, weights, slots)
-        for of_slots, of_host in zip(states, self._host.payload[1:], strict=True):
-            PlainTransfer([of_slots], [of_host]).fill(keys, slots)
+        self._host.read_ahead(keys, self._payload, slots)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
         """Copy `slots` to host rows `keys`; the CPU sees them afterwards."""

@@ -111,6 +111,16 @@ def pinned_bytes(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return a view of the bytes of a tensor in host memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def copy_block(rows: Tensor, first: int, stop: int, out: Tensor) -> None:
+    """Copy rows [first, stop) to the first rows of `out`, bit by bit."""
+    np.copyto(bytes_of(out[: stop - first]), bytes_of(rows[first:stop]))
+
+
 def record_stream(*tensors: Tensor) -> None:
     """Keep the memory of tensors that are about to be dropped until the work queued on the current stream is done.
     Otherwise the stream that a GPU tensor was allocated on could reuse its memory at once."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from embershard.cache import loops
 from embershard.cache.rows.memory import INTEGERS, widest_views
-from embershard.cache.rows.small_rows import SmallRows
 
 
 class Transfer(Protocol):
@@ -81,29 +80,6 @@ class PlainTransfer:
         return 0
 
 
-class SmallTransfer(PlainTransfer):
-    """Transfer of small rows, between host memory and slots in host memory: weights are narrowed and widened in the
-    pass of the copy, states as `PlainTransfer` copies them.
-
-    Args:
-        device: payload tensors by slot, [S + 1, ...] each.
-        host: payload tensors by key, [R, ...] each, in the same order; the first has no contents.
-        small: the weights.
-    """
-
-    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], small: SmallRows) -> None:
-        super().__init__(device[1:], host[1:])
-        self._slots, self._small, self.key_device = device[0].data, small, host[0].device
-
-    def fill(self, keys: Tensor, slots: Tensor) -> None:
-        self._small.read(keys, self._slots, slots)
-        super().fill(keys, slots)
-
-    def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        self._small.write(keys, self._slots, slots)
-        super().write_back(slots, keys)
-
-
 class ScoresTransfer:
     """Transfer of one score per row, through the CPU. Every copy is done when its call returns.
 
@@ -154,6 +130,22 @@ class RowTable:
             put_rows(self._tensor, rows, values.to(self._tensor.device))
 
 
+def row_copier(rows: Sequence[Tensor], out: Sequence[Tensor]) -> Callable[[Tensor, Tensor], None]:
+    """Return what copies rows of tensors to rows of others, called with the rows' numbers there and here, int64
+    [M] each: `Home.copier` says more."""
+    tables = [
+        (RowTable(to), RowTable(of))
+        for pair in zip(out, rows, strict=True)
+        for to, of in [widest_views(*(each.data for each in pair))]
+    ]
+
+    def copy(keys: Tensor, places: Tensor) -> None:
+        for to, of in tables:
+            to.copy(places, of, keys)
+
+    return copy
+
+
 def put_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
     """Do `table[rows] = values`: rows int64 [M], values [M, ...]."""
     if table.dim() == 1:  # several times as fast as the assignment
@@ -163,17 +155,20 @@ def put_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 #: A copy of this size reaches the link's bandwidth; several buffers let gathering and copying overlap.
-_BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 8 << 20
 #: Copies wait for training. A plan without a free buffer takes another one, behind the first ones, up to half a
 #: gigabyte in all; only then it waits for a copy.
 _FIRST_BUFFERS, _MOST_BUFFERS = 4, 64
 
 
-class _Buffer:
-    """Room for C rows of every payload tensor, with the event of the last copy from or to it."""
+class Buffer:
+    """Room for C rows, with the event of the last copy from or to it.
 
-    def __init__(self, like: Sequence[Tensor], num_rows: int, pinned: bool, small: SmallRows | None) -> None:
-        self.small = [] if small is None else small.new_buffer(num_rows, pinned)
+    Args:
+        like: a tensor [?, ...] for each part of a row.
+    """
+
+    def __init__(self, like: Sequence[Tensor], num_rows: int, pinned: bool) -> None:
         self.parts = [torch.empty((num_rows, *t.shape[1:]), dtype=t.dtype, pin_memory=pinned) for t in like]
         self._copied: torch.cuda.Event | None = None
 
@@ -203,47 +198,36 @@ class StagedTransfer:
 
     Args:
         device: payload tensors by slot, [S + 1, ...] each.
-        host: payload tensors by key, [R, ...] each, in the same order.
+        host: payload tensors by key, [R, ...] each, in the same order; a subclass gives only the last ones.
         buffer_bytes: size of each buffer of the ring.
-        small: the weights, where they are small: kernels narrow them into the buffers, and widen them out of these. The
-            first tensor of `host` has no contents then.
+        coded: what a buffer has of the rows before these, which the subclass moves in its own way.
     """
 
     def __init__(
         self,
         device: Sequence[Tensor],
         host: Sequence[Tensor],
-        buffer_bytes: int = _BUFFER_BYTES,
-        small: SmallRows | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+        coded: Sequence[Tensor] = (),
     ) -> None:
-        pairs = list(zip(device, host, strict=True))[0 if small is None else 1 :]
-        self._pairs = [widest_views(d.data, h.data) for d, h in pairs]
+        self._pairs = [
+            widest_views(d.data, h.data) for d, h in zip(device[len(device) - len(host) :], host, strict=True)
+        ]
         self._device = device[0].device
         self.key_device = torch.device("cpu")
-        row_bytes = sum(h.element_size() * h[:1].numel() for _, h in self._pairs)
-        self._small, self._weights = small, device[0]
-        if small is not None:
-            row_bytes += sum(part[:1].nbytes for part in small.tensors)
-        self._rows = max(1, buffer_bytes // max(1, row_bytes))
-        self._buffers: deque[_Buffer] = deque()
+        self._in_buffers = [*coded, *(host for _, host in self._pairs)]
+        self._rows = max(1, buffer_bytes // max(1, sum(part[:1].nbytes for part in self._in_buffers)))
+        self._buffers: deque[Buffer] = deque()
         if self._device.type == "cuda":  # page-locking takes milliseconds: not in a step
             self._buffers.extend(self._new_buffer() for _ in range(_FIRST_BUFFERS))
-        self._landing: deque[tuple[_Buffer, Tensor]] = deque()  # buffers filled by copies, and their host rows
-        if small is not None:
-            self._small_slots = small.slots_on(self._device)
-            self._small_slots.attach(self._weights)
+        self._landing: deque[tuple[Buffer, Tensor]] = deque()  # buffers filled by copies, and their host rows
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
         for some, to in zip(keys.split(self._rows), slots.split(self._rows), strict=True):
             if not some.numel():
                 continue
             buffer = self._take()
-            if self._small is not None:
-                self._small.gather(some, buffer.small)
-                self._small_slots.widen(self._weights, to, buffer.small)
-            for (device, host), part in zip(self._pairs, buffer.parts, strict=True):
-                rows = torch.index_select(host, 0, some, out=part[: some.numel()])
-                put_rows(device, to, rows.to(self._device, non_blocking=True))
+            self._send(buffer.parts, some, to)
             buffer.copying(self._device)
             self._buffers.append(buffer)
 
@@ -253,22 +237,12 @@ class StagedTransfer:
             if not some.numel():
                 continue
             buffer = self._take()
-            if self._small is not None:
-                self._small.expect(to, buffer.small)
-                self._small_slots.narrow(buffer.small, self._weights, some)
-            for (device, _), part in zip(self._pairs, buffer.parts, strict=True):
-                part[: some.numel()].copy_(device.index_select(0, some), non_blocking=True)
+            self._receive(buffer.parts, some, to)
             buffer.copying(self._device)
             self._landing.append((buffer, to))
 
     def finish(self) -> None:
         self._land()
-        if self._small is not None:
-            # Whoever drops this transfer finishes it first: torch gives page-locked memory away behind copies of its
-            # own, and knows nothing of kernels that read it.
-            for buffer in self._buffers:
-                buffer.wait()
-            self._small_slots.check()
 
     def discard(self) -> int:
         num_rows = 0
@@ -278,11 +252,26 @@ class StagedTransfer:
             self._buffers.append(buffer)
         return num_rows
 
-    def _new_buffer(self) -> _Buffer:
-        hosts, pinned = [host for _, host in self._pairs], self._device.type == "cuda"
-        return _Buffer(hosts, self._rows, pinned, self._small)
+    def _send(self, parts: Sequence[Tensor], keys: Tensor, slots: Tensor) -> None:
+        """Copy host rows to a buffer, and queue their copy from there."""
+        for (device, host), part in zip(self._pairs, parts, strict=True):
+            rows = torch.index_select(host, 0, keys, out=part[: keys.numel()])
+            put_rows(device, slots, rows.to(self._device, non_blocking=True))
 
-    def _take(self) -> _Buffer:
+    def _receive(self, parts: Sequence[Tensor], slots: Tensor, keys: Tensor) -> None:
+        """Queue the copy of slots to a buffer, from where they land in host rows."""
+        for (device, _), part in zip(self._pairs, parts, strict=True):
+            part[: slots.numel()].copy_(device.index_select(0, slots), non_blocking=True)
+
+    def _put(self, parts: Sequence[Tensor], keys: Tensor) -> None:
+        """Copy a buffer to host rows."""
+        for (_, host), part in zip(self._pairs, parts, strict=True):
+            put_rows(host, keys, part[: keys.numel()])
+
+    def _new_buffer(self) -> Buffer:
+        return Buffer(self._in_buffers, self._rows, pinned=self._device.type == "cuda")
+
+    def _take(self) -> Buffer:
         """Take a buffer that no copy reads or writes any more."""
         has_free = bool(self._buffers) and self._buffers[0].is_free
         if not has_free and len(self._buffers) + len(self._landing) < _MOST_BUFFERS:
@@ -300,9 +289,6 @@ class StagedTransfer:
     def _land_one(self) -> None:
         buffer, keys = self._landing[0]  # removed once it has landed: after an interrupt it lands again
         buffer.wait()
-        if self._small is not None:
-            self._small.scatter(keys, buffer.small)
-        for (_, host), part in zip(self._pairs, buffer.parts, strict=True):
-            put_rows(host, keys, part[: keys.numel()])
+        self._put(buffer.parts, keys)
         self._landing.popleft()  # before the next line: a buffer in both could be refilled before it lands
         self._buffers.append(buffer)

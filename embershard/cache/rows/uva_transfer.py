@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embershard.cache.rows.small_rows import SmallRows
-
 
 class UvaTransfer:
     """Transfer by one kernel launch per direction, for weights and optimizer states. Neither row numbers nor rows pass
@@ -24,30 +22,21 @@ class UvaTransfer:
     Args:
         device: payload tensors by slot, [S + 1, ...] each.
         host: payload tensors by key, [R, ...] each, in the same order; on a GPU in page-locked memory.
-        small: the weights, where they are small: they are narrowed and widened by a launch of their own. The first
-            tensor of `host` has no contents then.
+            A subclass gives only the last ones.
 
     Copies run on the current stream in the order of the calls: a slot is read before it is filled again, and a row is
     written before it is read again.
     """
 
-    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], small: SmallRows | None = None) -> None:
-        first_copied = 0 if small is None else 1
-        self._kernel = RowKernel(device[first_copied:], host[first_copied:])
+    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor]) -> None:
+        self._kernel = RowKernel(device[len(device) - len(host) :], host)
         self._device = self.key_device = device[0].device
-        self._weights, self._small = device[0], None if small is None else small.slots_on(self._device)
-        if self._small is not None:
-            self._small.attach(self._weights)
         self._written: torch.cuda.Event | None = None
 
     def fill(self, keys: Tensor, slots: Tensor) -> None:
-        if self._small is not None:
-            self._small.widen(self._weights, slots, keys)
         self._kernel.to_tables(slots, keys)
 
     def write_back(self, slots: Tensor, keys: Tensor) -> None:
-        if self._small is not None:
-            self._small.narrow(keys, self._weights, slots)
         self._kernel.to_others(keys, slots)
         if self._device.type == "cuda" and keys.numel():
             self._written = torch.cuda.current_stream(self._device).record_event()
@@ -60,8 +49,6 @@ class UvaTransfer:
         if self._written is not None:
             self._written.synchronize()
             self._written = None
-        if self._small is not None:
-            self._small.check()
 
 
 #: Words that a program copies at once; with 8 bytes each, enough to hide the latency of PCIe.

@@ -17,7 +17,8 @@ from embershard.settings.files import load_config
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import dense_part_over_bags, host_type, model_size, table_rows
+from embershard.training.fit.host_types import host_type
+from embershard.training.fit.model_size import dense_part_over_bags, model_size, table_rows
 
 #: Of a number that dense layers pass on, by `train.precision`; 4 of the others.
 _ACTIVATION_BYTES = {"bf16": 2, "fp64": 8}

@@ -27,15 +27,11 @@ from embershard.planning.what_if.uncertainty import uncertainty
 from embershard.settings.files import load_config
 from embershard.sharding.sizes import ModelSize
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import no_small_rows_note
+from embershard.training.fit.host_types import host_type_notes
 
 _MOST_RANKS = 4096
 #: Settings without effect beside `--plan`, which gives them.
 _OF_PLANNING = ("cache.ratio", "cache.device_bytes", "sharding.exchange", "sharding.plan")
-_SMALL_ROWS_NOTE = (
-    "cache.host_dtype: host memory, and bytes between it and the device, are those of small rows. The time to round "
-    "them is not in the prediction: it was never measured on a GPU."
-)
 _DISK_NOTE = (
     'cache.host = "file": the pages of a step are predicted, and the time to move them is not: how fast is the disk? '
     "embershard doctor measures it; give it as disk_pages_per_second in the topology's file."
@@ -117,8 +113,7 @@ class _Setup:
             topology.precision_note(config.train.precision),
             _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None,
             _DISK_NOTE if in_file else None,
-            _SMALL_ROWS_NOTE if config.cache.small_types and topology.device == "cuda" else None,
-            no_small_rows_note(model.tables),
+            *host_type_notes(config.cache, model.tables, predicts_gpu=topology.device == "cuda"),
         )
         return [note for note in notes if note is not None]
 

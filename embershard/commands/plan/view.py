@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from embershard.cache.totals import FILE_COUNTS
+from embershard.cache.file.file_counts import FILE_COUNTS
 from embershard.errors import ConfigError, naming_file
 from embershard.launch.screen import make_table, say
 from embershard.planning.cost.rates import StepWork

@@ -32,7 +32,8 @@ from embershard.stages import TRACES
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
-from embershard.training.fit.model_size import no_small_rows_note, table_rows, table_sizes, tables_of_run
+from embershard.training.fit.host_types import as_in_slots, host_type_notes
+from embershard.training.fit.model_size import table_rows, table_sizes, tables_of_run
 from embershard.training.parts.step_trace import StepTrace
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
@@ -239,10 +240,8 @@ def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:
         return "without copies of hot rows (another order of the samples)", change
     if mode == "data_parallel":
         return "with sharded tables (losses differ by rounding)", "--set sharding.mode=sharded"
-    if config.cache.small_types:  # which have no effect without a cache
-        own = "".join(f" --set cache.host_dtypes.{table}=fp32" for table in config.cache.host_dtypes)
-        own += "" if config.cache.full_rows is None else " --set cache.full_rows=none"
-        return "with host rows of fp32 (losses differ by rounding)", f"--set cache.host_dtype=fp32{own}"
+    if config.cache.rounds_rows:  # which has no effect without a cache
+        return "with host rows of fp32 (losses differ by rounding)", as_in_slots(config.cache)
     other = "with all rows on the device" if is_cached else "with a cache"
     change = f"--set cache.enabled={str(not is_cached).lower()}"
     return f"{other} (same losses; compare speed and memory)", change
@@ -280,8 +279,7 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path, same_run: str) 
     steps = "" if trainer.total_steps is None else f"{trainer.total_steps:,} "
     notes = [] if trainer.plan is None else _plan_notes(trainer.plan, config, ranks)
     notes += [note for part in trainer.parts for note in part.notes()]
-    if note := no_small_rows_note(table_sizes(config, table_rows(config))):
-        notes.append(note)
+    notes += host_type_notes(config.cache, table_sizes(config, table_rows(config)))
     if trainer.memory_warning:
         notes.append(trainer.memory_warning)
     if config.cache.enabled and (trainer.steps or config.cache.policy_for(config.has_profile).warmup):

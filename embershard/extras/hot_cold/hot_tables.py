@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.rows.host_store import HostStore
+from embershard.cache.homes.home import Home
 from embershard.cache.rows.touched import TouchedKeys, rows_that_differ
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CacheError
@@ -66,7 +66,7 @@ class HotShard(NamedTuple):
         start: the copies are start to start + K.
     """
 
-    host: HostStore
+    host: Home
     keys: Tensor
     table: str
     column: int
@@ -198,7 +198,7 @@ class HotTables:
 
     # -- the host tier
 
-    def add_shard(self, host: HostStore, table: str, rows: tuple[int, int], column: int, first_key: int) -> None:
+    def add_shard(self, host: Home, table: str, rows: tuple[int, int], column: int, first_key: int) -> None:
         """Note a shard of this rank: its rows from `rows[0]`, `rows[1]` of them, its first column, its first key."""
         hot = self.tables[table].hot
         low, high = torch.searchsorted(hot, torch.tensor([rows[0], sum(rows)])).tolist()
@@ -208,7 +208,7 @@ class HotTables:
         self._shards.append(HotShard(host, numbers - rows[0] + first_key, table, column, numbers, group.rows, start))
 
     @torch.no_grad()
-    def write_to(self, host: HostStore) -> None:
+    def write_to(self, host: Home) -> None:
         """Write the rows of this rank's shards in a host tier.
 
         Nothing is written over contents that were loaded into it since :meth:`load`.
@@ -224,11 +224,11 @@ class HotTables:
         for shard in self._shards:
             if shard.host is host:
                 own = [copies[shard.start : shard.start + len(shard.keys)].cpu() for copies in shard.rows.payload]
-                pairs = zip(own, host.payload, strict=True)
+                pairs = zip(own, host.parts, strict=True)
                 changed = torch.cat([rows_that_differ(new, rows.detach()[shard.keys].cpu()) for new, rows in pairs])
                 changed = changed.unique()
                 host.before_write(shard.keys[changed])
-                for new, rows in zip(own, host.payload, strict=True):
+                for new, rows in zip(own, host.parts, strict=True):
                     rows.data[shard.keys[changed]] = new[changed].to(rows.device)
 
     def forget_touched(self) -> None:
@@ -236,7 +236,7 @@ class HotTables:
         for group in self._groups:
             group.rows.track_updates()
 
-    def touch(self, host: HostStore, table: str, rows: Tensor) -> Tensor:
+    def touch(self, host: Home, table: str, rows: Tensor) -> Tensor:
         """Count those of the rows (int64 [K], numbered in the whole table) that are hot as trained, if they are in this
         host tier; return the others."""
         for shard in self._shards:
@@ -245,7 +245,7 @@ class HotTables:
                 self._touched(shard).add(places.to(shard.rows.payload[0].device))
         return rows[~torch.isin(rows, self.tables[table].hot)] if table in self.tables else rows
 
-    def take_touched(self, host: HostStore) -> list[TouchedRows]:
+    def take_touched(self, host: Home) -> list[TouchedRows]:
         """Return the hot rows of this host tier that were trained since the last call, as they are now.
 
         Raises:
@@ -261,7 +261,7 @@ class HotTables:
                 numbers, keys = shard.numbers[places.cpu()], shard.keys[places.cpu()]
                 if self._is_behind:  # no batch has taken the rows since they were loaded
                     host.make(keys)
-                    rows = host.weights.detach()[keys]
+                    rows = host.parts[0].detach()[keys]
                 else:
                     rows = shard.rows.payload[0][shard.start + places].cpu()
                 found.append(TouchedRows(shard.table, shard.column, numbers, rows))
@@ -342,7 +342,7 @@ class HotTables:
             for part, copies in enumerate(group.rows.payload):
                 taken = copies.zero_() if places is None else copies.new_zeros(len(places), *copies.shape[1:])
                 for shard, start, keys in shards:
-                    taken[start : start + len(keys)] = shard.host.payload[part].data[keys].to(copies.device)
+                    taken[start : start + len(keys)] = shard.host.parts[part].data[keys].to(copies.device)
                 # One rank has a row, the others zeros. Sums of bytes keep every bit; of numbers, not a zero's sign.
                 dist.all_reduce(taken.view(torch.uint8), group=self._process_group)
                 if places is not None:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from embershard.cache.file.file_part import FilePart
+from embershard.cache.homes.memory import MemoryRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.parts.part import PoolParts
 from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.tickets import Ticket
 from embershard.frequency.counts import RowCounts
 from embershard.planning.simulate.file_tier import FileTier
@@ -43,7 +44,7 @@ def bare_cache(
         are_pinned: for each table, whether its rows are resident for ever; none by default.
         tier: the places of rows in host memory, in front of a file; None: all rows are in host memory.
     """
-    host = HostStore(rows, 1, torch.uint8, [])
+    host = MemoryRows(PoolShape(rows, 1, torch.uint8))
     pinned = [number for number in np.argsort(rows, kind="stable") if number < len(are_pinned) and are_pinned[number]]
     pinned_keys = [torch.arange(rows[number]) + host.row_offsets[number] for number in pinned]
     cache = RowCache(

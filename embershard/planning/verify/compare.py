@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
-from embershard.cache.totals import FILE_COUNTS, CacheTotals
+from embershard.cache.file.file_counts import FILE_COUNTS
+from embershard.cache.totals import CacheTotals
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import StepWork
 from embershard.run_result import RunResult

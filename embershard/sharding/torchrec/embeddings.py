@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,21 +12,20 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.file.file_part import FiledTransfer, FilePart
-from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.gpu.readback import Reads
+from embershard.cache.homes.choose import HomeRequest, choose_home, parts_of
+from embershard.cache.homes.home import Home
+from embershard.cache.homes.shape import PoolShape
+from embershard.cache.homes.shared import NodeShare
 from embershard.cache.key_map import map_kind
 from embershard.cache.next_use import pinned_tables
-from embershard.cache.parts.part import PoolParts
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.choose_transfer import transfer_kind
 from embershard.cache.rows.copies import read_to_host
-from embershard.cache.rows.host_store import HostStore
-from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.slot_state import CacheContents
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
@@ -108,21 +106,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         precision = data_type_to_sparse_type(config.data_type)
         self.slots = SlotTable(dim, self._table_of_feature, self._device, pooling_mode, precision, fused_params)
         initial = None if spec.counter_init is None else [spec.counter_init.of_shard(table) for table in shards]
-        self.filed = self._file_rows(spec, config, initial) if spec.config.host == "file" else None
-        self.host = HostStore(
-            [table.local_rows for table in tables],
-            dim,
-            data_type_to_dtype(config.data_type),
-            self.slots.state_specs(),
-            spec.config.host,
-            spec.config.host_dir,
-            whole_pages=self._device.type == "cuda",
-            fills_all=spec.counter_init is None,
-            initial=initial,
-            share=share,
-            away=self.filed,
-            **spec.small_rows(tables),
-        )
+        rows, dtype = [table.local_rows for table in tables], data_type_to_dtype(config.data_type)
+        self.host = self._make_host(spec, tables, PoolShape(rows, dim, dtype, self.slots.state_specs(), initial), share)
         self.cache = self._make_cache(spec, config)
         self.updates = self._updates_alone = (RowUpdates if spec.trains else NoUpdates)(self.cache, self.slots)
         self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
@@ -135,19 +120,15 @@ class CachedTableBatchedEmbeddings(HostTables):
 
             self.ids = PoolIdMaps.of_tables(spec, tables, self.host.row_offsets, self._table_of_feature, self.cache)
 
-    def _file_rows(
-        self, spec: CacheSpec, config: GroupedEmbeddingConfig, initial: Sequence[ShardWeights] | None
-    ) -> FiledRows:
-        assert initial is not None, "rows in a file are made from a counter"
-        assert spec.config.host_dir is not None, "the settings were checked"
-        tables = config.embedding_tables
-        dtype, dim = data_type_to_dtype(config.data_type), tables[0].local_cols
-        like = [torch.empty(0, dim, dtype=dtype)]
-        like += [torch.empty(0, *shape, dtype=of_state) for _, shape, of_state in self.slots.state_specs()]
-        row_bytes = sum(math.prod(part.shape[1:]) * part.itemsize for part in like)
-        num_slots = spec.num_slots(tables, row_bytes)
-        num_places = spec.num_places(tables, row_bytes, num_slots)
-        return FiledRows([table.local_rows for table in tables], initial, like, num_places, spec.config.host_dir)
+    def _make_host(
+        self, spec: CacheSpec, tables: Sequence[ShardedEmbeddingTable], shape: PoolShape, share: NodeShare | None
+    ) -> Home:
+        request = HomeRequest(shape, spec.config.host, spec.config.host_dir, self._device.type == "cuda", share)
+        request = replace(request, **spec.home_arguments(tables))
+        if spec.config.host_bytes is not None:
+            num_slots = spec.num_slots(tables, shape.row_bytes)
+            request = replace(request, num_places=spec.num_places(tables, shape.row_bytes, num_slots))
+        return choose_home(request)
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows
@@ -156,7 +137,6 @@ class CachedTableBatchedEmbeddings(HostTables):
         pinned_of_table = {} if has_ids else pinned_tables(self.host.rows_per_table, num_slots)
         self._pinned_of_feature = self.slots.set_pinned_slots(pinned_of_table)
         pinned_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in pinned_of_table.items()]
-        filed = self.filed
         cache = RowCache(
             tables=[table.name for table in tables],
             host=self.host,
@@ -169,13 +149,10 @@ class CachedTableBatchedEmbeddings(HostTables):
             overflow=spec.config.overflow,
             pinned_keys=torch.cat(pinned_keys) if pinned_keys else None,
             owner=f"rank {spec.rank}",
-            transfer=transfer_kind(spec.config, self._device)
-            if filed is None
-            else lambda slots, _: FiledTransfer(slots, filed),
+            transfer=transfer_kind(spec.config, self._device),
             kind=map_kind(spec.config.slot_map, num_rows, self._device.type),
         )
-        if filed is not None:
-            cache.parts = PoolParts([FilePart(filed, cache.state.scores.of_rows, self._device.type == "cuda")])
+        cache.parts = parts_of(self.host, cache.state.scores.of_rows, self._device.type == "cuda")
         return cache
 
     # -- before the step
@@ -390,8 +367,8 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     # -- the host tier
 
-    def put_small_rows(self, table: str, read: Callable[[int, int], Iterable[tuple[Tensor, Tensor]]]) -> None:
-        """Write weights of a table to its small rows here, rounded.
+    def put_rows(self, table: str, read: Callable[[int, int], Iterable[tuple[Tensor, Tensor]]]) -> None:
+        """Write weights of a table to its rows here, in a home that rounds.
 
         Args:
             table: its name.
@@ -401,27 +378,24 @@ class CachedTableBatchedEmbeddings(HostTables):
         Raises:
             CacheError: a weight is NaN, infinite or too large.
         """
-        assert self.host.small is not None, "other rows are loaded by load_state_dict"
         for shard in self._shards_of(table):
             for rows, weights in read(shard.first_row, shard.first_row + shard.num_rows):
                 columns = weights[:, shard.column : shard.column + self.host.dim]
-                self.host.small.put(rows - shard.first_row + shard.first_key, columns)
+                self.host.put(rows - shard.first_row + shard.first_key, columns)
         self.host_rows_changed(table)
 
     @property
-    def full_rows(self) -> dict[str, Tensor]:
-        """The rows that are not rounded (int64, ascending, numbered in the whole table), by table; of an int8 pool."""
-        if self.host.small is None or self.host.small.small_type != "int8":
-            return {}
-        return {shard.table: shard.rows_of(self.host.small.full_keys) for shard in self._shards}
+    def marked_rows(self) -> dict[str, Tensor]:
+        """Rows that the home marks (`Home.marked_keys`), by table: int64, ascending, numbered in the whole table."""
+        keys = self.host.marked_keys
+        return {} if keys is None else {shard.table: shard.rows_of(keys) for shard in self._shards}
 
-    def keep_full(self, rows: Mapping[str, Tensor]) -> None:
-        """Let these rows be the full ones, as `full_rows` of all ranks names them; before any row is trained or loaded.
-        Tables that are not named have none."""
-        if self.host.small is not None and self.host.small.small_type == "int8":
-            none = torch.empty(0, dtype=torch.int64)
-            found = [shard.keys_of(rows.get(shard.table, none)).unique() for shard in self._shards]
-            self.host.small.keep_full(torch.cat([none, *found]))
+    def mark(self, rows: Mapping[str, Tensor]) -> None:
+        """Let these rows be the marked ones, as `marked_rows` of all ranks names them; before any row is trained or
+        loaded. Tables that are not named have none."""
+        none = torch.empty(0, dtype=torch.int64)
+        found = [shard.keys_of(rows.get(shard.table, none)).unique() for shard in self._shards]
+        self.host.mark(torch.cat([none, *found]))
 
     def host_rows_changed(self, table: str, rows: Tensor | None = None) -> None:
         """Fetch cached rows of `table` again, whose host rows somebody wrote to.
@@ -498,7 +472,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         """Return the weights of `keys` (int64 [N]) as they are now: [N, D]; all in host memory."""
         if self._device.type == "cpu":
             return self.cache.read(keys)
-        dim, dtype = self.host.dim, self.host.weights.dtype
+        dim, dtype = self.host.dim, self.host.shape.dtype
         return read_to_host(lambda some: self.cache.read(some.to(self._device)), keys, dim, dtype)
 
     def contents(self) -> Iterator[tuple[str, CacheContents]]:

@@ -12,9 +12,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor, nn
 
 from embershard.cache.guards import CopiesGuard
+from embershard.cache.homes.frozen_rows import FrozenRows
+from embershard.cache.homes.home import Home
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.frozen_rows import FrozenRows
-from embershard.cache.rows.host_store import HostStore
 from embershard.sharding.torchrec.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 class CopiesOfRows(Protocol):
     """Rows that a mode trains outside of the cache."""
 
-    def write_to(self, host: HostStore) -> None:
+    def write_to(self, host: Home) -> None:
         """Write what the copies of rows of this host tier learned."""
 
     def forget_touched(self) -> None:
         """Track updates of the copies from now on."""
 
-    def touch(self, host: HostStore, table: str, rows: Tensor) -> Tensor:
+    def touch(self, host: Home, table: str, rows: Tensor) -> Tensor:
         """Count those of the rows (int64 [K], numbered in the whole table) that have copies as trained, if they are in
         this host tier; return the rows without copies."""
 
-    def take_touched(self, host: HostStore) -> list[TouchedRows]:
+    def take_touched(self, host: Home) -> list[TouchedRows]:
         """Return the copies of rows of this host tier that were trained since the last call, as they are now."""
 
 
@@ -55,12 +55,13 @@ class HostTables(nn.Module):
         copies_guard: of slots that are equal on all ranks; None: they are not.
     """
 
-    host: HostStore
+    host: Home
     slots: SlotTable
     cache: RowCache
 
     prefetch_pipeline = True
     _is_flushed = True
+    _takes_references = False
     copies: CopiesOfRows | None = None
     copies_guard: CopiesGuard | None = None
 
@@ -72,7 +73,7 @@ class HostTables(nn.Module):
     @property
     def weights_host(self) -> Tensor:
         """Weights of all tables, flat."""
-        return self.host.flat_weights
+        return self.host.views.flat_weights
 
     @property
     def weights_physical_offsets(self) -> list[int]:
@@ -92,18 +93,19 @@ class HostTables(nn.Module):
 
     def split_embedding_weights(self) -> list[Tensor]:
         """Return the weights per table: views [rows, D]."""
-        return self.host.table_weights()
+        return self.host.views.table_weights()
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
         """Return the optimizer states per table; empty, as FBGEMM's, for an optimizer without states."""
-        return self.host.table_states() if self.host.states else []
+        return self.host.views.table_states() if self.host.shape.states else []
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         """Return the named states per table: per-row states from the host tier, `iter` from the slots' TBE."""
         named = self.slots.tbe.get_optimizer_state()
         if not named:
             return []
-        per_row = [dict(zip(self.host.states, states, strict=True)) for states in self.host.table_states()]
+        names = self.host.views.names[1:]
+        per_row = [dict(zip(names, states, strict=True)) for states in self.host.views.table_states()]
         return [{name: rows.get(name, scalar) for name, scalar in named[0].items()} for rows in per_row]
 
     def get_learning_rate(self) -> float:
@@ -126,10 +128,12 @@ class HostTables(nn.Module):
         """Write trained rows back to the host tier, and make the initial weights of rows that have none yet.
 
         Raises:
-            CacheError: the rows are small: TorchRec, which calls it before it reads memory, would read zeros.
+            CacheError: the rows are not in the memory that TorchRec, which calls it first, is about to read.
         """
         if self._is_flushed:
             self.write_back()
+            if not self._takes_references:
+                self.host.check_views()
             self.cache.flush()
 
     def write_back(self) -> None:
@@ -161,9 +165,18 @@ class HostTables(nn.Module):
         finally:
             self._is_flushed = True
 
+    @contextmanager
+    def taking_references(self) -> Iterator[None]:
+        """Return a context in which rows that are elsewhere are not read as memory: :meth:`flush` does not raise."""
+        self._takes_references = True
+        try:
+            yield
+        finally:
+            self._takes_references = False
+
     def reset_cache_states(self) -> None:
         """Write trained rows back, and fetch the cached ones again. Collective where ranks share the rows: they wait
         until all of them have written."""
-        self.cache.flush() if self.host.is_memory else self.cache.write_back()
+        self.cache.flush()
         self.host.meet(self.cache.name)
         self.cache.host_rows_changed()

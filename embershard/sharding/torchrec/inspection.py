@@ -14,9 +14,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.rows.frozen_rows import FrozenRows
+from embershard.cache.file.file_counts import FileCounts
+from embershard.cache.homes.frozen_rows import FrozenRows
 from embershard.cache.statistics import TableStats
-from embershard.cache.totals import FileCounts
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.compat import lookups_of, unwrapped, with_int32_ids
 from embershard.sharding.torchrec.counter_init import CounterInit
@@ -208,7 +208,7 @@ def file_counts(model: nn.Module) -> FileCounts:
     >>> file_counts(model).rows_read  # a sharded model, whose rows are in memory
     0
     """
-    return FileCounts.total(pool.filed.counts for pool in cached_embeddings(model) if pool.filed is not None)
+    return FileCounts.total(pool.host.counts for pool in cached_embeddings(model))
 
 
 def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor | None = None) -> None:

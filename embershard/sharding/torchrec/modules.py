@@ -39,8 +39,8 @@ from embershard.sharding.torchrec.lookups import (
 )
 from embershard.sharding.torchrec.modes.mode import ShardingInfos
 from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, HOST_DTYPE_KEY, SPEC_KEY, has_spec
-from embershard.sharding.torchrec.table_arguments import check_row_types, check_small_types, check_table_arguments
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
+from embershard.sharding.torchrec.table_arguments import check_host_types, check_row_types, check_table_arguments
 
 if TYPE_CHECKING:
     from embershard.sharding.torchrec.ids.id_states import IdStates
@@ -56,16 +56,15 @@ def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
     every = [info for group in infos.values() for info in group]
     cached = [info for info in every if info.param_sharding.compute_kernel == CACHED_KERNEL]
     configs = [info.embedding_config for info in cached]
-    check_row_types({config.name: data_type_to_dtype(config.data_type) for config in configs})
+    types = {config.name: data_type_to_dtype(config.data_type) for config in configs}
+    check_row_types(types)
+    check_host_types(types, spec.config)
     check_table_arguments({info.embedding_config.name: info.fused_params or {} for info in cached})
-    small = {c.name: data_type_to_dtype(c.data_type) for c in configs if spec.config.small_type_of(c.name)}
-    check_small_types(small)
     frozen = replace(spec, trains=False)
     for info in cached:
         own = spec if info.param.requires_grad else frozen
-        info.fused_params = {**(info.fused_params or {}), SPEC_KEY: own, "prefetch_pipeline": True}
-        if spec.config.host_dtypes:
-            info.fused_params[HOST_DTYPE_KEY] = str(spec.config.small_type_of(info.embedding_config.name))
+        given = info.fused_params or {}
+        info.fused_params = {**given, **own.of_table(info.embedding_config.name), "prefetch_pipeline": True}
     return infos
 
 
@@ -96,6 +95,7 @@ class _CachedTable(nn.Module):
     def weight(self) -> nn.Parameter:
         """The rows of this rank. Trained rows are up to date after `embershard.flush`."""
         for pool in self.pools:
+            pool.host.check_views()
             pool.host.make_all()
         return self._parameters["weight"]  # type: ignore[return-value]
 

@@ -88,11 +88,11 @@ class _Cached:
         if plan is not None:
             check_no_size(self._cache)
         self._cache.policy_for(profile is not None)  # raises here rather than in the middle of sharding
-        self._cache.check_full_rows(profile is not None)
+        self._cache.check_profile(profile is not None)
         self._ids = dict(ids or {})
         given = {"profile": profile, "plan": plan, "init_seed": init_seed, "ids": self._ids}
         self._modes = modes_of({**given, "exchange": "pooled", "mode": "sharded", "hot_rows": None, **asked})
-        refusing = [str(mode) for mode in self._modes if not mode.takes_small_rows]
+        refusing = [str(mode) for mode in self._modes if not mode.uses_caches_alone]
         check_rows_away(self._cache, has_seed=init_seed is not None, modes=refusing)
 
     @property

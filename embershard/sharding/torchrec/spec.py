@@ -18,9 +18,9 @@ from torchrec.distributed.embedding_types import (
 from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache.config import CacheConfig, CachePolicy
+from embershard.cache.homes.full_rows import full_rows_of
 from embershard.cache.ids.config import IdTable
 from embershard.cache.key_map import map_kind
-from embershard.cache.rows.full_rows import full_rows_of
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
@@ -127,8 +127,13 @@ class CacheSpec:
         )
         return RowCounts.of_shards(zip(shards, (t.local_rows for t in tables), strict=True))
 
-    def small_rows(self, tables: Sequence[ShardedEmbeddingTable]) -> dict[str, Any]:
-        """Return what `HostStore` needs to keep a group's rows in a small type; nothing for fp32.
+    def of_table(self, table: str) -> dict[str, Any]:
+        """Return what a table's `fused_params` have of it, by which TorchRec groups tables."""
+        own_type = {HOST_DTYPE_KEY: str(self.config.small_type_of(table))} if self.config.host_dtypes else {}
+        return {SPEC_KEY: self, **own_type}
+
+    def home_arguments(self, tables: Sequence[ShardedEmbeddingTable]) -> dict[str, Any]:
+        """Return what a `HomeRequest` has of a group's type of rows; nothing for fp32.
 
         Full rows are chosen in the whole table, so that no rank or plan matters.
         """

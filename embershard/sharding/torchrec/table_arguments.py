@@ -155,17 +155,18 @@ def check_row_types(type_of_table: Mapping[str, torch.dtype]) -> None:
             )
 
 
-def check_small_types(type_of_table: Mapping[str, torch.dtype]) -> None:
+def check_host_types(type_of_table: Mapping[str, torch.dtype], cache: CacheConfig) -> None:
     """Refuse tables with small rows in host memory whose slots are not float32.
 
-    >>> check_small_types({"clicks": torch.float16})
+    >>> check_host_types({"clicks": torch.float16}, CacheConfig(host_dtype="fp16"))
     Traceback (most recent call last):
     embershard.errors.ConfigError: tables ['clicks']: got rows of float16 and cache.host_dtype...
 
     Raises:
         ConfigError: naming the tables.
     """
-    if other := sorted(table for table, its_type in type_of_table.items() if its_type != torch.float32):
+    small = {table: its_type for table, its_type in type_of_table.items() if cache.small_type_of(table)}
+    if other := sorted(table for table, its_type in small.items() if its_type != torch.float32):
         raise ConfigError(
             f"tables {other}: got rows of float16 and cache.host_dtype, which rounds float32 slots: one of the two. "
             'For half the host memory take cache.host_dtype = "fp16" and tables of float32, which also trains the same '

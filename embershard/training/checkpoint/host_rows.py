@@ -14,27 +14,27 @@ from embershard.sharding.torchrec import pools_by_module
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
 #: Name of a run's full rows among a checkpoint's groups of tensors; of each table and rank.
-FULL_ROWS = "full_rows"
+MARKED_ROWS = "full_rows"
 
 
-def saved_full_rows(model: nn.Module, rank: int) -> dict[str, Tensor]:
+def saved_marks(model: nn.Module, rank: int) -> dict[str, Tensor]:
     """Return the rows of this rank's pools that are not rounded, named by module, table and rank.
 
-    >>> saved_full_rows(model, rank=0)  # a sharded model, whose rows are float32
+    >>> saved_marks(model, rank=0)  # a sharded model, whose rows are float32
     {}
     """
     found: dict[str, list[Tensor]] = {}
     for path, pool in pools_by_module(model):
-        for table, rows in pool.full_rows.items():
+        for table, rows in pool.marked_rows.items():
             found.setdefault(f"{path}.{table}.{rank}", []).append(rows)
     joined = {place: torch.cat(rows).unique() for place, rows in found.items()}
     return {place: rows for place, rows in joined.items() if rows.numel()}
 
 
-def restore_full_rows(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Let the rows that `saved_full_rows` returned on any ranks be those that are not rounded. Call it first.
+def restore_marks(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Let the rows that `saved_marks` returned on any ranks be those that are not rounded. Call it first.
 
-    >>> restore_full_rows(model, {})  # a sharded model
+    >>> restore_marks(model, {})  # a sharded model
     """
     tables: dict[str, list[Tensor]] = {}
     for place, rows in saved.items():
@@ -42,10 +42,10 @@ def restore_full_rows(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     for path, pool in pools_by_module(model):
         prefix = f"{path}."
         own = {place.removeprefix(prefix): rows for place, rows in tables.items() if place.startswith(prefix)}
-        pool.keep_full({table: torch.cat(rows) for table, rows in own.items()})
+        pool.mark({table: torch.cat(rows) for table, rows in own.items()})
 
 
-class SmallTable(RowWriter):
+class RoundedTable(RowWriter):
     """A table with small rows on this rank. Weights that are written are rounded; optimizer states are none of it.
 
     Attributes:
@@ -63,20 +63,20 @@ class SmallTable(RowWriter):
             CacheError: a row holds NaN, infinity or too large a number.
         """
         for pool in self.pools:
-            pool.put_small_rows(self.table, read)
+            pool.put_rows(self.table, read)
 
 
 def tensors_to_fill(model: nn.Module, tensors: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the tensors of a checkpoint of a model that has not trained, by group, with a `SmallTable` in place of
+    """Return the tensors of a checkpoint of a model that has not trained, by group, with a `RoundedTable` in place of
     weights that are small rows in host memory.
 
     >>> found = tensors_to_fill(model, lambda: {"model": model.state_dict()})  # a sharded model
     >>> sorted(found["model"])
     ['over.bias', 'over.weight', 'tables.embedding_bags.clicks.weight']
     """
-    with without_small_flushes(model):
+    with taking_references(model):
         found = tensors()
-    return {**found, "model": {**found["model"], **small_tables(model)}}
+    return {**found, "model": {**found["model"], **rounded_tables(model)}}
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -84,46 +84,45 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
     >>> load_weights(model, model.state_dict())  # a sharded model
     """
-    with without_small_flushes(model):  # TorchRec flushes first, and there is nothing to read
-        is_whole = all(pool.host.is_memory for _, pool in pools_by_module(model))
-        model.load_state_dict(without_small_rows(model, weights), strict=is_whole)
+    with taking_references(model):  # TorchRec flushes first, and there is nothing to read
+        is_whole = all(pool.host.views.are_rows for _, pool in pools_by_module(model))
+        model.load_state_dict(without_rounded_rows(model, weights), strict=is_whole)
 
 
 @contextmanager
-def without_small_flushes(model: nn.Module) -> Iterator[None]:
+def taking_references(model: nn.Module) -> Iterator[None]:
     """Return a context in which nobody reads small rows, or rows in files, as memory: to flush them does nothing,
     rather than to raise.
 
-    >>> with without_small_flushes(model):  # a sharded model
+    >>> with taking_references(model):  # a sharded model
     ...     tensors = model.state_dict()
     """
     with ExitStack() as stack:
         for _, pool in pools_by_module(model):
-            if not pool.host.is_memory:
-                stack.enter_context(pool.without_flushes())
+            stack.enter_context(pool.taking_references())
         yield
 
 
-def without_small_rows(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+def without_rounded_rows(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict without the weights that are small rows in host memory.
 
-    >>> sorted(without_small_rows(model, {"tables.embedding_bags.clicks.weight": 0}))  # a model of float32 rows
+    >>> sorted(without_rounded_rows(model, {"tables.embedding_bags.clicks.weight": 0}))  # a model of float32 rows
     ['tables.embedding_bags.clicks.weight']
     """
-    small = small_tables(model)
+    small = rounded_tables(model)
     return {name: value for name, value in weights.items() if name not in small}
 
 
-def small_tables(model: nn.Module) -> dict[str, SmallTable]:
+def rounded_tables(model: nn.Module) -> dict[str, RoundedTable]:
     """Return the tables with small rows on this rank, by the name of their weights.
 
-    >>> small_tables(model)  # a sharded model, whose rows are float32
+    >>> rounded_tables(model)  # a sharded model, whose rows are float32
     {}
     """
-    found: dict[str, SmallTable] = {}
+    found: dict[str, RoundedTable] = {}
     for path, pool in pools_by_module(model):
-        if pool.host.small is not None:
+        if pool.host.rounds:
             for table in dict.fromkeys(pool.cache.tables):
                 name = f"{path}.{pool.holder}.{table}.weight".lstrip(".")
-                found.setdefault(name, SmallTable(table)).pools.append(pool)
+                found.setdefault(name, RoundedTable(table)).pools.append(pool)
     return found

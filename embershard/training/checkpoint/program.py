@@ -34,7 +34,7 @@ from embershard.distributed.checkpoint.manifest import METADATA
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
 from embershard.sharding.torchrec import cached_embeddings, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates
-from embershard.training.checkpoint.host_rows import load_weights, without_small_flushes
+from embershard.training.checkpoint.host_rows import load_weights, taking_references
 from embershard.training.checkpoint.rows_of_files import (
     check_all_parts,
     load_rows_of_files,
@@ -75,7 +75,7 @@ def save_program(
     >>> save_program("saved_program", 1, model, model.fused_optimizer).name  # a sharded model
     'step_1'
     """
-    _refuse_small(model)
+    _refuse_rounded(model)
     ranks, rows = _ranks(model), freeze(model)
     with ExitStack() as closing:
         for frozen in rows:
@@ -119,12 +119,12 @@ def load_program(
     >>> load_program("loaded_program", model, model.fused_optimizer)["step"]
     1
     """
-    _refuse_small(model)
+    _refuse_rounded(model)
     ranks = _ranks(model)
     path = _newest_sound(Path(folder), step, ranks, allow_unverified)
     for pool in cached_embeddings(model):
         pool.write_back()  # trained rows would be lost unseen, and count as such
-    with without_small_flushes(model), without_known_warnings():
+    with taking_references(model), without_known_warnings():
         tensors = {_MODEL: model.state_dict(), _OPTIMIZER: optimizer.state_dict()}
     check_all_parts(model, tensors)
     saved, others = saved_tensors(path), {k: v for k, v in tensors[_OPTIMIZER].items() if k != "state"}
@@ -179,11 +179,11 @@ def _set_aside(folder: Path, step: int) -> None:
         warnings.warn(f"{folder}: checkpoints from step {step} on are renamed to {', '.join(names)}.", stacklevel=5)
 
 
-def _refuse_small(model: DistributedModelParallel) -> None:
-    small = {table for pool in cached_embeddings(model) if pool.host.small is not None for table in pool.cache.tables}
-    if small:
+def _refuse_rounded(model: DistributedModelParallel) -> None:
+    rounded = {table for pool in cached_embeddings(model) if pool.host.rounds for table in pool.cache.tables}
+    if rounded:
         raise ConfigError(
-            f'cache.host_dtype: got small rows for tables {sorted(small)}, needed "fp32" where a program saves and '
+            f'cache.host_dtype: got small rows for tables {sorted(rounded)}, needed "fp32" where a program saves and '
             "loads its rows. embershard train saves small rows"
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from embershard.cache.rows.host_store import HostStore
+from embershard.cache.homes.home import Home
 from embershard.distributed.checkpoint.load import BoxReader, without_known_warnings
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec import cached_embeddings
@@ -81,9 +81,9 @@ def check_all_parts(model: nn.Module, groups: Mapping[str, Any]) -> None:
     hosts = _hosts(model)
     with without_known_warnings():
         found = {place[:2] for _, value in _named("", groups) for place, *_ in _places(value, hosts)}
-    pools = [pool for pool in cached_embeddings(model) if pool.host.away is not None]
+    pools = [pool for pool in cached_embeddings(model) if pool.host.views.are_addresses]
     for number, pool in enumerate(pools):
-        if left := [name for part, name in enumerate(["weights", *pool.host.states]) if (number, part) not in found]:
+        if left := [name for part, name in enumerate(pool.host.views.names) if (number, part) not in found]:
             raise ConfigError(
                 f"tables {sorted(set(pool.cache.tables))}: got an optimizer without {', '.join(left)} of their rows, "
                 "which are in a file. Give one with the tables' states: CombinedOptimizer([model.fused_optimizer, "
@@ -118,9 +118,9 @@ def load_rows_of_files(model: nn.Module, checkpoint: Path, groups: Mapping[str, 
         step = max(1, _BLOCK_BYTES // hosts[pool].slot_row_bytes)
         for start in range(0, num_rows, step):
             rows = [of_parts[part].read(start, min(start + step, num_rows)) for part in sorted(of_parts)]
-            hosts[pool].put_away(first + start, rows)
+            hosts[pool].put_block(first + start, rows)
     for embeddings in cached_embeddings(model):
-        if embeddings.host.away is not None:
+        if embeddings.host.views.are_addresses:
             for table in dict.fromkeys(embeddings.cache.tables):
                 embeddings.host_rows_changed(table)
 
@@ -129,11 +129,11 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, Mapping) and not value
 
 
-def _hosts(model: nn.Module) -> list[HostStore]:
-    return [pool.host for pool in cached_embeddings(model) if pool.host.away is not None]
+def _hosts(model: nn.Module) -> list[Home]:
+    return [pool.host for pool in cached_embeddings(model) if pool.host.views.are_addresses]
 
 
-def _places(value: Any, hosts: Sequence[HostStore]) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], Tensor]]:
+def _places(value: Any, hosts: Sequence[Home]) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], Tensor]]:
     """Yield of each local part of a tensor whose rows are in a file: number of the host, number of the payload tensor
     and first row there; its offsets in the whole; and itself."""
     if isinstance(value, ShardedTensor):
@@ -142,7 +142,7 @@ def _places(value: Any, hosts: Sequence[HostStore]) -> Iterator[tuple[tuple[int,
         parts = [((0,) * value.dim(), value.detach())] if isinstance(value, Tensor) and value.dim() else []
     for offsets, local in parts:
         for number, host in enumerate(hosts):
-            if (place := host.place_of(local)) is not None:
+            if (place := host.views.place_of(local)) is not None:
                 yield (number, *place), offsets, local
 
 

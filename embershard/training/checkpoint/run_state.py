@@ -31,13 +31,13 @@ from embershard.distributed.checkpoint.save import NewLink
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates, restore_contents, saved_contents
 from embershard.training.checkpoint.host_rows import (
-    FULL_ROWS,
+    MARKED_ROWS,
     load_weights,
-    restore_full_rows,
-    saved_full_rows,
-    small_tables,
-    without_small_flushes,
-    without_small_rows,
+    restore_marks,
+    rounded_tables,
+    saved_marks,
+    taking_references,
+    without_rounded_rows,
 )
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
 from embershard.training.checkpoint.rows_of_files import load_rows_of_files, without_rows_of_files
@@ -174,8 +174,8 @@ class RunState:
                 on_error.callback(rows.close)
             with without_flushes(self.model):  # rows are written back already, and made while they are written
                 tensors = without_empty({**self.tensors(), **tensors_of_parts})
-            if full := saved_full_rows(self.model, self._ranks.rank):
-                tensors[FULL_ROWS] = full
+            if full := saved_marks(self.model, self._ranks.rank):
+                tensors[MARKED_ROWS] = full
             if contents := saved_contents(self.model, self._ranks.rank):
                 tensors[_CACHE] = contents
             if chain is not None:
@@ -203,23 +203,23 @@ class RunState:
         dense_optimizer = self._optimizers.dense
         dense_optimizer.init_state()  # its tensors must exist to be loaded into
         dense_optimizer.zero_grad()
-        with without_small_flushes(self.model):
+        with taking_references(self.model):
             tensors = self.tensors()
         there = saved_tensors(checkpoint)
-        groups = {group: empty_group(there, group) for group in (FULL_ROWS, _CACHE)}
+        groups = {group: empty_group(there, group) for group in (MARKED_ROWS, _CACHE)}
         with without_known_warnings():
             num_rows = {name: value.size(0) for name, value in tensors[MODEL].items() if value.dim()}
             in_memory = without_rows_of_files(self.model, tensors)
             states = RowStates(in_memory[STATES], saved_sizes(there, STATES), num_rows)
-            in_memory[MODEL] = without_small_rows(self.model, in_memory[MODEL])
+            in_memory[MODEL] = without_rounded_rows(self.model, in_memory[MODEL])
             load_tensors(checkpoint, without_empty({**in_memory, STATES: states.to_load, **groups}))
             states.spread()
         changed = {change.key for change in comparison.changes}
         if not changed & {"cache.host_dtype", "cache.host_dtypes", "cache.full_rows"}:
-            restore_full_rows(self.model, groups[FULL_ROWS])
+            restore_marks(self.model, groups[MARKED_ROWS])
         load_rows_of_files(self.model, checkpoint, {name: tensors[name] for name in (MODEL, STATES)})
         load_weights(self.model, in_memory[MODEL])
-        for name, rows in small_tables(self.model).items():
+        for name, rows in rounded_tables(self.model).items():
             fill(rows, CheckpointSaved(checkpoint), f"{MODEL}.{name}")
         self.model.fused_optimizer.load_state_dict({"state": tensors[STATES]})
         dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from embershard.cache.rows.host_store import HostStore
+from embershard.cache.homes.home import Home
 from embershard.cache.rows.touched import rows_that_differ
 from embershard.distributed import Ranks
 from embershard.distributed.checkpoint.load import without_known_warnings
@@ -249,14 +249,12 @@ class SaveChain:
         return [copy[rows] if number is None and copy is not None else of_pool[number or 0] for number, copy in copies]
 
 
-def _place_of(shard: TableShard, hosts: Sequence[HostStore]) -> _Place:
+def _place_of(shard: TableShard, hosts: Sequence[Home]) -> _Place:
     pool, first, numbers = None, 0, list[int | None]()
     for tensor in shard.tensors:
         found = None
         for number, host in enumerate(hosts):
-            for part, rows in enumerate(host.payload):
-                offset = tensor.data_ptr() - rows.data_ptr()
-                if tensor.numel() and tensor.device == rows.device and 0 <= offset < rows.nbytes:
-                    pool, first, found = number, offset // rows[:1].nbytes, part
+            if (place := host.views.place_of(tensor)) is not None:
+                pool, (found, first) = number, place
         numbers.append(found)
     return _Place(pool, first, tuple(numbers))

@@ -156,7 +156,7 @@ class MemoryChanges:
     def _smaller_rows(self) -> Iterator[str]:
         """Yield settings by which rows take fewer bytes, where these fit."""
         config = self._config
-        if config.model.table_dtype != "fp32" or config.cache.small_types:
+        if config.model.table_dtype != "fp32" or config.cache.rounds_rows:
             return
         for part, name, value in (
             ("cache", "host_dtype", "int8"), ("cache", "host_dtype", "fp16"), ("model", "table_dtype", "fp16")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from embershard.cache.config import CacheConfig
-from embershard.cache.rows.sizes import SMALL_TABLE_ROWS, num_full_rows
 from embershard.data import schema_of
 from embershard.errors import ConfigError
 from embershard.models import ModelTable, model_tables, num_parameters
@@ -14,6 +11,7 @@ from embershard.models.dense_size import DenseSize
 from embershard.sharding.shards import groups_of
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
+from embershard.training.fit.host_types import host_type
 from embershard.training.fit.id_rules import id_rules
 
 _FLOAT_BYTES = 4
@@ -137,33 +135,6 @@ def table_sizes(config: RunConfig, rows: Mapping[str, int]) -> tuple[TableSize, 
             **host_type(config.cache, name, count),
         )
         for name, count in rows.items()
-    )
-
-
-def host_type(cache: CacheConfig, table: str, rows: int) -> dict[str, Any]:
-    """Return what a `TableSize` has of rows that are small in host memory.
-
-    >>> host_type(CacheConfig(host_dtype="int8"), "t_clicks", 1_000_000)
-    {'host_dtype': 'int8', 'full_share': 0.01}
-    """
-    return {
-        "host_dtype": cache.small_type_of(table) if cache.enabled else None,
-        "full_share": num_full_rows(rows, cache.full_share) / max(1, rows),
-    }
-
-
-def no_small_rows_note(tables: Iterable[TableSize]) -> str | None:
-    """Return what to say where tables are int8 in host memory and none of their rows is; else None.
-
-    >>> no_small_rows_note([TableSize("t_C1", rows=15, dim=16, host_dtype="int8", full_share=1.0)])
-    'cache.host_dtype = "int8" rounds no row and takes more memory than "fp32": no int8 table has more than 4,096 ...'
-    """
-    int8 = [table for table in tables if table.host_dtype == "int8"]
-    if not int8 or any(table.full_share < 1 for table in int8):
-        return None
-    return (
-        f'cache.host_dtype = "int8" rounds no row and takes more memory than "fp32": no int8 table has more than '
-        f'{SMALL_TABLE_ROWS:,} rows, and such tables stay full. Set "fp32", or cache.full_rows = 0 to round all rows.'
     )
 
 

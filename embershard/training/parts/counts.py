@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from embershard.cache.file.file_counts import FileCounts
 from embershard.cache.statistics import CacheReport, TableStats
-from embershard.cache.totals import CacheTotals, FileCounts, PoolSize, RankCaches, RunCaches
+from embershard.cache.totals import CacheTotals, PoolSize, RankCaches, RunCaches
 from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes

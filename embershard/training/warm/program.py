@@ -17,7 +17,7 @@ from embershard.cache.ids.config import IdTable
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.inspection import cached_embeddings
-from embershard.training.checkpoint.host_rows import without_small_flushes
+from embershard.training.checkpoint.host_rows import taking_references
 from embershard.training.warm.request import IN_PROGRAM, Step, WarmStart
 from embershard.training.warm.shapes import MODEL, shape_of
 from embershard.training.warm.source import TrainedModel, open_model
@@ -72,14 +72,14 @@ def load_from(
         init_states(dense_optimizer)
     _refuse_files(model)
     tensors = partial(_tensors, model, dense_optimizer)
-    with without_small_flushes(model):  # only sizes are read
+    with taking_references(model):  # only sizes are read
         plan = _planned(start, trained, tensors(), _id_rules(model), has_dense=dense_optimizer is not None)
     fill_model(plan, model, dense_optimizer, tensors)
     return plan
 
 
 def _refuse_files(model: DistributedModelParallel) -> None:
-    if any(pool.filed is not None for pool in cached_embeddings(model)):
+    if any(pool.host.views.are_addresses for pool in cached_embeddings(model)):
         raise ConfigError(
             'cache.host: got "file", needed "memory" or "mmap" for a model that is filled from a trained one. Fill it '
             'with cache.host = "mmap", save it by save_program, and load that by load_program where rows are in a file'

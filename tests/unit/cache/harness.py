@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embershard.cache import CacheGrowthWarning, HostStore, KnownBatch, RowCache, Ticket
+from embershard.cache import CacheGrowthWarning, KnownBatch, MemoryRows, RowCache, Ticket
 from embershard.cache.config import CachePolicy, MapKind, Policy, TransferKind
+from embershard.cache.homes.mapped import MappedRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.rows import lazy_rows
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.transfer import MakeTransfer
@@ -122,7 +124,7 @@ class Pool:
         }
 
     def _device_payload(self, num_slots: int) -> list[Tensor]:
-        new = [torch.full((num_slots + 1, *t.shape[1:]), float("nan")) for t in self.host.payload]
+        new = [torch.full((num_slots + 1, *t.shape[1:]), float("nan")) for t in self.host.parts]
         for grown, old in zip(new, self.slots, strict=False):
             grown[: old.shape[0]] = old
         self.slots = new
@@ -436,7 +438,7 @@ class Pool:
 
     def load(self, keys: Sequence[int], value: float, in_place: bool = True) -> None:
         """Somebody writes to host rows. Flush first; the next use of the cache notices if torch counts the write."""
-        for tensor in (*self.host.payload, *self.rows):
+        for tensor in (*self.host.parts, *self.rows):
             (tensor if in_place else tensor.data)[list(keys)] = value
         if in_place:
             self.cache.read(torch.empty(0, dtype=torch.int64))
@@ -542,7 +544,7 @@ class Pool:
         assert not self.host.weights[~made].any(), "a row that nobody asked for was written"
         in_host = made.clone()
         in_host[list(self.trained)] = False
-        for held, host, truth in zip(self.slots, self.host.payload, self.rows, strict=True):
+        for held, host, truth in zip(self.slots, self.host.parts, self.rows, strict=True):
             assert torch.equal(held[slots[cached]], truth[cached]), "a cached row is wrong in its slot"
             assert torch.equal(host[in_host], truth[in_host]), "a row in the host tier is wrong"
 
@@ -588,31 +590,36 @@ class Pool:
         self.flush()
         self.check()
         assert not self.trained
-        for host, truth in zip(self.host.payload, self.rows, strict=True):
+        for host, truth in zip(self.host.parts, self.rows, strict=True):
             assert torch.equal(host, truth)
 
 
-def _random_host(rows_per_table: Sequence[int], place: tuple[str, str | None]) -> tuple[HostStore, list[Tensor]]:
+def _random_host(rows_per_table: Sequence[int], place: tuple[str, str | None]) -> tuple[MemoryRows, list[Tensor]]:
     """A host tier of random rows, and a copy of them."""
-    host = HostStore(rows_per_table, DIM, torch.float32, STATES, *place)
+    host = _host(PoolShape(rows_per_table, DIM, torch.float32, STATES), place)
     generator = torch.Generator().manual_seed(3)
-    for tensor in host.payload:
+    for tensor in host.parts:
         tensor.copy_(torch.rand(tensor.shape, generator=generator))
-    return host, [tensor.clone() for tensor in host.payload]
+    return host, [tensor.clone() for tensor in host.parts]
 
 
-def _lazy_host(rows_per_table: Sequence[int], place: tuple[str, str | None]) -> tuple[HostStore, list[Tensor]]:
+def _lazy_host(rows_per_table: Sequence[int], place: tuple[str, str | None]) -> tuple[MemoryRows, list[Tensor]]:
     """A host tier that makes rows two at a time, and all of its rows."""
     tables = [ShardWeights(f"t{t}", 5, DIM, 0.5, 1.0) for t in range(len(rows_per_table))]
     with mock.patch.object(lazy_rows, "BLOCK_BYTES", 2 * 4 * DIM):
-        host = HostStore(rows_per_table, DIM, torch.float32, STATES, *place, initial=tables)
-    rows = [torch.zeros(tensor.shape) for tensor in host.payload]
+        host = _host(PoolShape(rows_per_table, DIM, torch.float32, STATES, tables), place)
+    rows = [torch.zeros(tensor.shape) for tensor in host.parts]
     for table, weights in zip(tables, rows[0].split(list(rows_per_table)), strict=True):
         table.write(weights)
     return host, rows
 
 
-def made_rows(host: HostStore) -> Tensor:
+def _host(shape: PoolShape, place: tuple[str, str | None]) -> MemoryRows:
+    kind, folder = place
+    return MemoryRows(shape) if kind == "memory" else MappedRows(shape, str(folder))
+
+
+def made_rows(host: MemoryRows) -> Tensor:
     """Which rows have their initial weights: bool [R]."""
     if host._lazy is None:
         return torch.ones(host.num_rows, dtype=torch.bool)

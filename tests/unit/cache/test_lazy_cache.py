@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache.config import Policy
+from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.rows import copies
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.errors import CacheError
@@ -97,10 +97,10 @@ def test_long_histories_in_memory_and_in_files(tmp_path):
 
 @pytest.mark.parametrize("path", ["prepare", "warmup", "pinned", "read"])
 def test_a_path_that_forgets_to_make_its_rows_is_noticed(path):
-    """Negative control: with `HostStore.make` gone, each way of reading rows gets zeros, and the harness says so."""
+    """Negative control: with `MemoryRows.make` gone, each way of reading rows gets zeros, and the harness says so."""
     profile = [(7 * k) % 23 for k in range(NUM_ROWS)] if path == "warmup" else None
     pinned_table = 1 if path == "pinned" else None
-    with mock.patch.object(HostStore, "make"):
+    with mock.patch.object(MemoryRows, "make"):
         pool = Pool(num_slots=8, lazy=True, profile=profile, warmup=path == "warmup", pinned_table=pinned_table)
         with pytest.raises(AssertionError):
             run(pool, [("read" if path == "read" else "prepare", (3,))])
@@ -122,8 +122,8 @@ def test_writes_to_weights_before_all_rows_are_made_are_refused():
     """Rows made later would overwrite them."""
     for write in (
         lambda pool: pool.host.weights[5].fill_(1.0),
-        lambda pool: pool.host.table_weights()[0][5].fill_(1.0),
-        lambda pool: pool.host.flat_weights.zero_(),
+        lambda pool: pool.host.views.table_weights()[0][5].fill_(1.0),
+        lambda pool: pool.host.views.flat_weights.zero_(),
     ):
         pool = Pool(num_slots=4, policy="lru", lazy=True)
         pool.cache.prepare(*pool.split_by_feature([7]))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from embershard.cache import MemoryRows, PoolShape
 from embershard.cache.config import CachePolicy
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.parts.part import PoolPart, PoolParts
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import PlainTransfer
 
 Heard = tuple[str, list[int]]
@@ -63,7 +63,7 @@ class FailingTransfer(PlainTransfer):
 
 
 def made(num_slots: int = 3) -> tuple[RowCache, Listener]:
-    host = HostStore([9], dim=2, dtype=torch.float32, states=[])
+    host = MemoryRows(PoolShape([9], dim=2))
     cache = RowCache(
         tables=["users"],
         host=host,

@@ -15,8 +15,8 @@ from embershard.cache import (
     CacheGrowthWarning,
     CachePlan,
     CachePlanner,
-    HostStore,
     KnownBatch,
+    MemoryRows,
     NextUseIndex,
     RowCache,
     SlotMap,
@@ -27,6 +27,7 @@ from embershard.cache import (
 from embershard.cache import planning_classes as classes
 from embershard.cache.config import CachePolicy, Policy, Scoring
 from embershard.cache.eviction import VictimQueue
+from embershard.cache.homes.shape import PoolShape
 from embershard.errors import SetupError
 from embershard.frequency.counts import RowCounts
 from tests.unit.cache.harness import Pool
@@ -194,7 +195,7 @@ def test_two_caches_side_by_side_never_differ():
 
 
 def make_cache(num_slots: int, scoring: Scoring = "lru") -> RowCache:
-    host = HostStore([20], dim=2, dtype=torch.float32, states=[])
+    host = MemoryRows(PoolShape([20], 2))
 
     def slots(count: int) -> list[torch.Tensor]:
         return [torch.zeros(count + 1, 2)]

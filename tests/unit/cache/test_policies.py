@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.cache import HostStore, RowCache, make_scores
+from embershard.cache import MemoryRows, RowCache, make_scores
 from embershard.cache import policies as scores_module
 from embershard.cache.config import CachePolicy, Policy, Scoring
+from embershard.cache.homes.shape import PoolShape
 from embershard.frequency.counts import RowCounts
 from tests.covering import examples
 from tests.unit.cache.harness import Pool
@@ -289,7 +290,7 @@ def test_counts_are_kept_until_the_warm_up_only(policy):
     """They take 16 bytes for every row that occurs."""
     counts = RowCounts.of_dense(torch.arange(30))
     kept = weakref.ref(counts)
-    host, slots = HostStore([30], 2, torch.float32, []), [torch.zeros(5, 2)]
+    host, slots = MemoryRows(PoolShape([30], 2)), [torch.zeros(5, 2)]
     cache = RowCache(
         ["t"], host, lambda _: slots, 4, [0], CachePolicy(policy, False, warmup=True), CPU, row_counts=counts
     )

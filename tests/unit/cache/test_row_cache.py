@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from embershard.cache import CacheGrowthWarning
 from embershard.cache.config import CachePolicy, Policy
+from embershard.cache.homes.memory import MemoryRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.cache.tickets import InFlight
@@ -457,7 +458,7 @@ def test_new_contents_of_the_host_tier_are_noticed(tensor):
     pool = Pool(num_slots=8)
     pool.step([1, 2])
     pool.flush()
-    pool.host.payload[tensor][1] = 5.0
+    pool.host.parts[tensor][1] = 5.0
     pool.rows[tensor][1] = 5.0
     pool.step([])
     pool.check_rows()
@@ -587,7 +588,7 @@ def test_a_copy_that_fails_loses_no_row(direction, error, monkeypatch):
         with pytest.raises(error):
             pool.cache.prepare(torch.tensor([5, 6]), torch.tensor([1, 1, 0, 0]))
     pool.cache.flush()
-    for host, truth in zip(pool.host.payload, pool.rows, strict=True):
+    for host, truth in zip(pool.host.parts, pool.rows, strict=True):
         assert torch.equal(host, truth)
 
 
@@ -628,10 +629,10 @@ def test_an_exception_behind_the_planning_never_leaves_rows_that_nobody_copied(e
         patch.setattr(pool.cache.next_use_index, "arrive", fail)
         with pytest.raises(error):
             pool.cache.prepare(*pool.split_by_feature(keys), known=known)
-    before = [tensor.clone() for tensor in pool.host.payload]
+    before = [tensor.clone() for tensor in pool.host.parts]
     with pytest.raises(CacheError, match=f"filling the rows of batch 2 did not end .{error.__name__}"):
         pool.cache.flush()
-    assert all(torch.equal(a, b) for a, b in zip(before, pool.host.payload, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, pool.host.parts, strict=True))
 
 
 # -- shapes of batches and pools ---------------------------------------------------------
@@ -657,7 +658,7 @@ def test_a_mapped_file_gives_the_same_rows_as_memory(tmp_path):
     pools = [Pool(num_slots=12), Pool(num_slots=12, mmap_dir=tmp_path)]
     for pool in pools:
         run(pool, random_operations(seed=3, steps=80))
-    for a, b in zip(pools[0].host.payload, pools[1].host.payload, strict=True):
+    for a, b in zip(pools[0].host.parts, pools[1].host.parts, strict=True):
         assert torch.equal(a, b)
     assert pools[0].observed() == pools[1].observed()
 
@@ -744,7 +745,7 @@ def test_a_read_sees_rows_that_are_on_their_way():
 
 def test_updates_alone_touch_rows():
     """Not what is prepared, read, evicted or cancelled."""
-    host = HostStore([9], dim=2, dtype=torch.float32, states=[])
+    host = MemoryRows(PoolShape([9], 2))
     cache = RowCache(
         ["t"], host, lambda count: [torch.zeros(count + 1, 2)], 4, [0], CachePolicy("lru"), torch.device("cpu")
     )

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embershard.cache import HostStore, RowCache
+from embershard.cache import MemoryRows, RowCache
 from embershard.cache.config import CachePolicy
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.slot_state import CacheContents
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def test_the_best_rows_come_last():
 
 
 def make_cache(policy: str, num_slots: int, decay: float | None = None, pinned: Tensor | None = None) -> RowCache:
-    host = HostStore([50], dim=2, dtype=torch.float32, states=[])
+    host = MemoryRows(PoolShape([50], 2))
 
     def slots(count: int) -> list[Tensor]:
         return [torch.zeros(count + 1, 2)]

@@ -150,6 +150,6 @@ def test_a_step_finds_its_staging_buffers_made() -> None:
     """Where copies are done when the host asks: page-locking a buffer takes milliseconds."""
     setting = Setting(steps=6, transfer="staged", is_quick=True)
     with modelled(setting) as (gpu, model, may_lock):
-        with mock.patch.object(transfer, "_Buffer", side_effect=AssertionError("a buffer was made in a step")):
+        with mock.patch.object(transfer, "Buffer", side_effect=AssertionError("a buffer was made in a step")):
             train(setting, model, may_lock)
         assert gpu.problems == []

@@ -26,7 +26,7 @@ from embershard.cache.planner import CacheGrowthWarning
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows import memory, transfer
 from embershard.cache.rows.copies import RowCopies
-from embershard.cache.rows.transfer import StagedTransfer, _Buffer
+from embershard.cache.rows.transfer import Buffer, StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError
 from embershard.pipeline.look_ahead import LookAheadPipeline
@@ -102,7 +102,7 @@ def problems_of(setting: Setting) -> list[str]:
             assert torch.equal(rows, right)
         assert evictions > 30
         if setting.filed is not None:
-            assert model.pool.filed.counts.rows_read > 100
+            assert model.pool.host.counts.rows_read > 100
     return found
 
 
@@ -223,13 +223,13 @@ CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
         "what was written by",
     ),
     "a buffer is used while a copy reads it": (
-        _without(_Buffer, "wait"),
+        _without(Buffer, "wait"),
         "the CPU",
         Setting(transfer="staged", num_slots=40),
         "before copy",
     ),
     "a buffer of small rows is used while a kernel reads it": (
-        _without(_Buffer, "wait"),
+        _without(Buffer, "wait"),
         "the CPU",
         Setting(transfer="staged", num_slots=40, small="fp16"),
         "before _widen_halfs",

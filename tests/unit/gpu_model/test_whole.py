@@ -27,7 +27,8 @@ from torchrec.distributed import batched_embedding_kernel, model_parallel
 from embershard.cache import CacheConfig
 from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.gpu.small_rows import SmallSlots
-from embershard.cache.rows import choose_transfer, sizes
+from embershard.cache.homes import small_sizes as sizes
+from embershard.cache.rows import choose_transfer
 from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.commands.plan.command import main as plan_command
 from embershard.commands.profile.command import main as profile_command

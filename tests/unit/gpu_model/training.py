@@ -30,11 +30,13 @@ from embershard.cache.config import CacheConfig
 from embershard.cache.gpu import launch as kernel_launch
 from embershard.cache.gpu import small_rows as small_kernels
 from embershard.cache.gpu.small_rows import SmallSlots
-from embershard.cache.rows import choose_transfer as transfers
+from embershard.cache.homes import memory as homes
+from embershard.cache.homes import quantised
+from embershard.cache.homes.small_rows import SmallRows
+from embershard.cache.homes.small_transfers import SmallStagedTransfer
 from embershard.cache.rows import lazy_rows, memory, page_lock
 from embershard.cache.rows.choose_transfer import WhenLocked
 from embershard.cache.rows.initial_weights import ShardWeights
-from embershard.cache.rows.small_rows import SmallRows
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import RowKernel
 from embershard.cache.tickets import Ticket
@@ -265,7 +267,8 @@ def modelled(setting: Setting) -> Iterator[tuple[Gpu, Module, threading.Event]]:
             (embeddings, "SlotTable", _Slots),
             (kernel_launch, "_run", _interpret if setting.kernels else compute_launch),
             (page_lock, "cpus_beside", lambda device: ()),
-            (transfers, "StagedTransfer", partial(StagedTransfer, buffer_bytes=setting.buffer_bytes)),
+            (homes, "StagedTransfer", partial(StagedTransfer, buffer_bytes=setting.buffer_bytes)),
+            (quantised, "SmallStagedTransfer", partial(SmallStagedTransfer, buffer_bytes=setting.buffer_bytes)),
             (page_lock, "lock_for_cuda", lock),
             (page_lock, "unlock_for_cuda", lambda device, address: None),
             (RowKernel, "_launch", _copy_rows),
@@ -331,9 +334,8 @@ def _pool(setting: Setting, gpu: Gpu, folder: str) -> CachedTableBatchedEmbeddin
     if row_scores is not None:
         gpu.watch_rows(row_scores)
     generator = torch.Generator().manual_seed(5)
-    if pool.host.small is not None:
-        pool.host.small.keep_full(setting.full)
-    for rows in pool.host.addressed:
+    pool.host.mark(setting.full)
+    for rows in pool.host.parts if setting.filed is None else ():
         if not is_made:
             rows.data.copy_(torch.rand(rows.shape, generator=generator))
         gpu.watch_rows(rows)
@@ -345,7 +347,7 @@ def initial_rows(setting: Setting, model: Module) -> list[Tensor]:
     if setting.small is not None:
         return [small_rows(setting).read(torch.arange(sum(setting.rows))), torch.zeros(sum(setting.rows))]
     if not setting.lazy and setting.filed is None:
-        return [rows.clone() for rows in model.pool.host.payload]
+        return [rows.clone() for rows in model.pool.host.parts]
     weights, states = torch.zeros(sum(setting.rows), DIM), torch.zeros(sum(setting.rows))
     for t, part in enumerate(weights.split(list(setting.rows))):
         ShardWeights(f"t{t}", 5, DIM, 0.0, 1.0).write(part)
@@ -363,14 +365,11 @@ def small_rows(setting: Setting) -> SmallRows:
 def host_rows(model: Module) -> list[Tensor]:
     """Weights and states in the end."""
     host = model.pool.host
-    if model.pool.filed is not None:
-        model.pool.cache.write_back()
-        return model.pool.filed.select(torch.arange(host.num_rows))
-    if host.small is None:
+    if host.views.are_rows:
         model.pool.flush()
-        return host.payload
+        return host.parts
     model.pool.cache.write_back()
-    return [host.small.read(torch.arange(host.num_rows)), *host.payload[1:]]
+    return host.select(torch.arange(host.num_rows))
 
 
 def _copy_rows(self: RowKernel, targets: Any, sources: Any, target_rows: Tensor, source_rows: Tensor) -> None:

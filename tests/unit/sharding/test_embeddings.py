@@ -35,7 +35,7 @@ def make_stock(pool, optimizer: str, rows=ROWS, fused_params=None) -> SplitTable
         device=torch.device("cpu"),
         **(fused_params or {}),
     )
-    for own, theirs in zip(stock.split_embedding_weights(), pool.host.table_weights(), strict=True):
+    for own, theirs in zip(stock.split_embedding_weights(), pool.host.views.table_weights(), strict=True):
         own.data.copy_(theirs)
     return stock
 

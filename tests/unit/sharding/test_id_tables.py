@@ -21,9 +21,10 @@ from embershard import (
     plan_sharding,
 )
 from embershard.cache.config import CacheConfig, CachePolicy
+from embershard.cache.homes.memory import MemoryRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import CacheError, ConfigError, IdOutOfRangeError
 from embershard.sharding.torchrec.ids.id_shardings import group_ids, mixed_ids
@@ -155,7 +156,7 @@ def test_a_pool_mixes_raw_ids_and_no_others() -> None:
 def make_maps(quarantine: int, look_ahead: bool = False, are_raw: bool = False) -> tuple[PoolIdMaps, RowCache]:
     """A pool of one table: a bucket of 8 rows, of which evictions keep 4 free."""
     rules = IdTable(buckets=1, quarantine=quarantine, reserve=0.5)
-    host = HostStore([8], 4, torch.float32, [], initial=[ShardWeights("users", 1, 4, -1.0, 1.0)])
+    host = MemoryRows(PoolShape([8], 4, initial=[ShardWeights("users", 1, 4, -1.0, 1.0)]))
     policy = CachePolicy("lru", by_next_use=look_ahead)
     cache = RowCache(["users"], host, lambda count: [torch.zeros(count + 1, 4)], 8, [0], policy, torch.device("cpu"))
     ids_map = IdMap("users", rules, rules.buckets_of("users", 8), 1)

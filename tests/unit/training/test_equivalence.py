@@ -62,7 +62,7 @@ def test_a_written_back_row_that_is_wrong_is_found(ranks: Ranks, monkeypatch: py
         if plans[id(copies)] == 7:
             host = copies._host
             key = int(plan.write_back_keys[0])
-            row = host.payload[0].data[key]
+            row = host.parts[0].data[key]
             row[2] = torch.nextafter(row[2], torch.tensor(9.0))
             table = next(t for t, first in reversed(list(enumerate(host.row_offsets))) if first <= key)
             damaged.append((table, key - host.row_offsets[table]))

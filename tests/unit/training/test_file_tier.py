@@ -14,11 +14,11 @@ from torch import Tensor
 
 from embershard.cache import CacheConfig
 from embershard.cache.file import filed_rows, places
+from embershard.cache.file.file_counts import FileCounts
 from embershard.cache.file.file_part import FilePart
 from embershard.cache.file.file_rows import FileRows, FileWork, PageIo
 from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.next_use import KnownBatch
-from embershard.cache.totals import FileCounts
 from embershard.data import open_source
 from embershard.distributed import CheckpointConfig, Manifest, Ranks, Supervision, complete_checkpoints
 from embershard.errors import CacheError, ConfigError
@@ -68,8 +68,8 @@ def trained(config: RunConfig, ranks: Ranks, folder: Path | None = None, start: 
     found = {name: rows.clone() for name, (_, rows) in _tensors_of(trainer).items()}
     found["evictions"] = torch.tensor(sum(table.evictions for table in cache_stats(trainer.model)))
     for pool in cached_embeddings(trainer.model):
-        if pool.filed is not None:
-            found["counts"] = pool.filed.counts
+        if isinstance(pool.host, FiledRows):
+            found["counts"] = pool.host.counts
     return found
 
 

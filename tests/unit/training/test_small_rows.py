@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from embershard.cache import CacheConfig
-from embershard.cache.rows import sizes
+from embershard.cache.homes import small_sizes as sizes
+from embershard.cache.homes.quantised import QuantisedRows
+from embershard.cache.homes.small_rows import SmallRows
 from embershard.cache.rows.copies import RowCopies
-from embershard.cache.rows.small_rows import SmallRows
 from embershard.distributed import CheckpointConfig, Manifest, Ranks, complete_checkpoints
 from embershard.distributed.checkpoint.compact import compact
 from embershard.distributed.checkpoint.load import load_group
@@ -93,7 +94,7 @@ def test_a_table_may_have_a_type_of_its_own(ranks: Ranks) -> None:
     assert compare_with_stock(config, ranks, 6).is_equal
     trainer = Trainer(config, ranks)
     kept = {
-        table: None if pool.host.small is None else pool.host.small.small_type
+        table: pool.host.small.small_type if isinstance(pool.host, QuantisedRows) else None
         for pool in cached_embeddings(trainer.model)
         for table in pool.cache.tables
     }
@@ -205,6 +206,11 @@ def test_tables_of_sequences_go_on_from_a_checkpoint(ranks: Ranks, tmp_path: Pat
     assert_same(whole, trained(config, ranks, None, complete_checkpoints(tmp_path / "checkpoints")[0]))
 
 
+def _marked(trainer: Trainer) -> dict[str, list[int]]:
+    pools = cached_embeddings(trainer.model)
+    return {name: rows.tolist() for pool in pools for name, rows in pool.marked_rows.items()}
+
+
 @pytest.mark.slow
 def test_full_rows_are_those_of_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """A profile of other samples would choose others, and the run would not be the same."""
@@ -212,9 +218,9 @@ def test_full_rows_are_those_of_the_checkpoint(ranks: Ranks, tmp_path: Path) -> 
     checkpoint = complete_checkpoints(tmp_path)[0]
     other = replace(make_config(), profile=ProfileConfig(samples=50))
     trainer = Trainer(other, ranks)
-    before = {name: rows.tolist() for pool in cached_embeddings(trainer.model) for name, rows in pool.full_rows.items()}
+    before = _marked(trainer)
     trainer.resume(checkpoint)
-    after = {name: rows.tolist() for pool in cached_embeddings(trainer.model) for name, rows in pool.full_rows.items()}
+    after = _marked(trainer)
     trainer.close()
     assert before != after
     assert_same(whole, trained(other, ranks, None, checkpoint))

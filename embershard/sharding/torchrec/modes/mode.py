@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
     from embershard.cache.config import CacheConfig
-    from embershard.cache.rows.host_store import NodeShare
+    from embershard.cache.homes.shared import NodeShare
 
 #: The tables of a sharded module, in groups by sharding type. TorchRec makes one `EmbeddingSharding` of each group.
 ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
@@ -40,7 +40,7 @@ class ShardingMode:
         needs_ranks: it has no effect on one rank, and is left out there.
         splits_bags: a sample's ids of a feature are looked up in several parts.
         types: TorchRec's sharding types that it can do; None: all.
-        takes_small_rows: it reads and writes rows through caches alone, so host rows may be fp16 or int8.
+        uses_caches_alone: it reads and writes rows through caches alone, so host rows may be fp16 or int8.
         has_whole_tables: each rank caches rows of the whole tables, and writes those of its shard; else it has its
             shard alone.
     """
@@ -49,7 +49,7 @@ class ShardingMode:
     splits_bags = False
     types: Sequence[str] | None = None
     has_whole_tables: ClassVar[bool] = False
-    takes_small_rows: ClassVar[bool] = False
+    uses_caches_alone: ClassVar[bool] = False
 
     def __init__(self, arguments: Arguments) -> None:
         """Take what the mode needs of a sharder's arguments.

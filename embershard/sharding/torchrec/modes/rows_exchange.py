@@ -219,7 +219,7 @@ class RowsExchangeMode(ShardingMode):
     """`exchange="rows"`, or a plan that says so per table."""
 
     needs_ranks: ClassVar[bool] = True
-    takes_small_rows: ClassVar[bool] = True
+    uses_caches_alone: ClassVar[bool] = True
 
     def __init__(self, arguments: Arguments) -> None:
         exchange, plan = arguments["exchange"], arguments["plan"]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy
-from embershard.cache.file.file_part import FiledTransfer, FilePart
+from embershard.cache.file.file_part import FilePart
 from embershard.cache.file.file_rows import FileRows, PageIo
 from embershard.cache.file.filed_rows import FiledRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.parts.part import PoolParts
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.tickets import Ticket
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
@@ -42,16 +42,15 @@ def skewed(num_batches: int, batch_size: int = 9) -> list[Tensor]:
 def made(folder: Path, policy: CachePolicy, io: PageIo, places: int) -> tuple[FiledRows, FilePart, RowCache]:
     """Rows in a file, and the cache over them with its part."""
     table = ShardWeights("clicks", 7, DIM, -0.5, 0.5)
-    filed = FiledRows([NUM_ROWS], [table], [torch.empty(0, DIM)], places, str(folder), io=io)
+    filed = FiledRows(PoolShape([NUM_ROWS], DIM, initial=[table]), places, str(folder), io=io)
     cache = RowCache(
+        host=filed,
         tables=["clicks"],
-        host=HostStore([NUM_ROWS], 1, torch.uint8, []),
         device_payload=lambda slots: [torch.zeros(slots + 1, DIM)],
         num_slots=SLOTS,
         table_of_feature=[0],
         policy=policy,
         device=torch.device("cpu"),
-        transfer=lambda slots, _: FiledTransfer(slots, filed),
     )
     part = FilePart(filed, cache.state.scores.of_rows, is_on_gpu=False)
     cache.parts = PoolParts([part])

@@ -17,6 +17,7 @@ from torch import Tensor
 from embershard.cache.file import places as places_module
 from embershard.cache.file.file_rows import PageIo
 from embershard.cache.file.filed_rows import FiledRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import CacheOverflowError, ConfigError
@@ -36,7 +37,8 @@ class Tier:
 
     def __init__(self, folder: Path | str, num_places: int, io: PageIo | None = None, seed: int = 0) -> None:
         like = [torch.empty(0, DIM), torch.empty(0), torch.empty(0, DIM)]
-        self.rows = FiledRows(ROWS, TABLES, like, num_places, str(folder), io=io)
+        states = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([DIM]), torch.float32)]
+        self.rows = FiledRows(PoolShape(ROWS, DIM, torch.float32, states, TABLES), num_places, str(folder), io=io)
         self.truth = [torch.zeros(NUM_ROWS, *part.shape[1:]) for part in like]
         for table, part in zip(TABLES, self.truth[0].split(ROWS), strict=True):
             table.write(part)
@@ -115,7 +117,7 @@ class Tier:
         keys = list(self.device)
         found = [part.new_zeros(len(keys) + 1, *part.shape[1:]) for part in self.truth]
         to = torch.randperm(len(keys), generator=self._random)
-        self.rows.copy_lent(torch.tensor(keys, dtype=torch.int64), found, to)
+        self.rows.copier(found)(torch.tensor(keys, dtype=torch.int64), to)
         assert_equal([part[to] for part in found], [part[keys] for part in self.truth])
 
     # -- the device
@@ -352,4 +354,4 @@ def test_columns_that_no_counter_draws_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r'cache.host: got "file" for tables with 6 columns .* needed a multiple of 4'
     ):
-        FiledRows([10], [ShardWeights("clicks", 7, 6, -0.5, 0.5)], [torch.empty(0, 6)], 5, str(tmp_path))
+        FiledRows(PoolShape([10], 6, initial=[ShardWeights("clicks", 7, 6, -0.5, 0.5)]), 5, str(tmp_path))

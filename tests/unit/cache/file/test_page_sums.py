@@ -19,6 +19,7 @@ from torch import Tensor
 from embershard.cache import loops
 from embershard.cache.file.file_rows import FileRows, PageIo
 from embershard.cache.file.filed_rows import FiledRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import CacheError
 from tests.unit.cache.file.test_file_rows import KINDS, assert_equal, bits, empty
@@ -211,7 +212,7 @@ def test_a_read_that_fails_before_a_write_is_told_as_a_read(tmp_path: Path) -> N
 def test_the_tables_of_a_page_are_named(tmp_path: Path) -> None:
     """By their own rows, of which a shard has some."""
     shards = [ShardWeights(name, 7, 128, -0.5, 0.5, 100 * at) for at, name in enumerate(["clicks", "users", "shops"])]
-    filed = FiledRows((5, 1, 60), shards, [torch.empty(0, 128)], 20, str(tmp_path))
+    filed = FiledRows(PoolShape((5, 1, 60), 128, initial=shards), 20, str(tmp_path))
     filed.put_block(0, [torch.ones(66, 128)])
     flip(filed._file, 600, 3)
     said = (

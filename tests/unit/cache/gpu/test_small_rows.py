@@ -15,14 +15,14 @@ from torch import Tensor
 from embershard.cache import CacheConfig, loops
 from embershard.cache.gpu import small_rows as kernels
 from embershard.cache.gpu.small_rows import SmallSlots
+from embershard.cache.gpu.small_transfer import SmallUvaTransfer
+from embershard.cache.homes.small_rows import SmallRows
+from embershard.cache.homes.small_transfers import SmallStagedTransfer, SmallTransfer
 from embershard.cache.rows.choose_transfer import transfer_kind
-from embershard.cache.rows.small_rows import SmallRows
-from embershard.cache.rows.transfer import SmallTransfer, StagedTransfer
-from embershard.cache.rows.uva_transfer import UvaTransfer
 from embershard.errors import CacheError, ConfigError
 from tests.covering import matrix
 from tests.small_rounding import round_int8
-from tests.unit.cache.rows.test_small_rows import DIM, ROWS, TYPES, all_sizes, bits, make_rows
+from tests.unit.cache.homes.test_small_rows import DIM, ROWS, TYPES, all_sizes, bits, make_rows
 
 CPU = torch.device("cpu")
 SLOTS = torch.arange(2 * ROWS)
@@ -161,9 +161,9 @@ def test_full_rows_stay_full_when_slots_are_added_and_numbers_run_out() -> None:
 
 
 TRANSFERS: dict[str, Any] = {
-    "staged": StagedTransfer,
-    "staged, one row at a time": functools.partial(StagedTransfer, buffer_bytes=1),
-    "triton_uva": UvaTransfer,
+    "staged": SmallStagedTransfer,
+    "staged, one row at a time": functools.partial(SmallStagedTransfer, buffer_bytes=1),
+    "triton_uva": SmallUvaTransfer,
 }
 
 
@@ -173,17 +173,17 @@ TRANSFERS: dict[str, Any] = {
 def test_every_transfer_moves_what_the_loops_move(small_type: str, num_states: int, name: str) -> None:
     """Rows that were never written, full ones, and states beside them."""
     num_slots, generator = 60, torch.Generator().manual_seed(3)
-    addresses, found = torch.zeros(2 * ROWS, DIM), []
+    found = []
     order = torch.randperm(2 * ROWS, generator=generator)
     first, second = order[:40], order[30:70]  # some rows come back
     at, updates = torch.randperm(num_slots, generator=generator)[:40] + 1, torch.rand(40, DIM, generator=generator)
     for make in (SmallTransfer, TRANSFERS[name]):
         rows = make_rows(small_type, full_of(small_type))
-        if make is UvaTransfer:
+        if make is SmallUvaTransfer:
             rows.make(torch.arange(2 * ROWS))
         states = [torch.arange(2.0 * ROWS) for _ in range(num_states)]
         slots = [torch.zeros(num_slots + 1, DIM), *(torch.zeros(num_slots + 1) for _ in range(num_states))]
-        transfer = make(slots, [addresses, *states], small=rows)
+        transfer = make(slots, [*rows.tensors, *states], small=rows)
         transfer.fill(first, at)
         slots[0][at] += updates
         rows.round(slots[0], at, first)
@@ -192,7 +192,6 @@ def test_every_transfer_moves_what_the_loops_move(small_type: str, num_states: i
         transfer.fill(second, at)
         transfer.finish()
         found.append([*slots, *states, rows.read(torch.arange(2 * ROWS))])
-    assert not addresses.any()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
@@ -233,7 +232,7 @@ def test_transfers_that_know_only_rows_of_float32_are_refused(
 
 
 def test_kernels_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embershard.cache.rows.choose_transfer.find_spec", lambda name: None)
+    monkeypatch.setattr("embershard.cache.homes.quantised.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="whose kernels need triton, and it is not installed"):
         transfer_kind(CacheConfig(host_dtype="fp16"), torch.device("cuda"))
 

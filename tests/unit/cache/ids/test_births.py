@@ -21,9 +21,9 @@ from torch import Tensor
 
 from embershard.cache import Births, KnownBatch, RowCache, Ticket
 from embershard.cache.config import Policy
+from embershard.cache.homes.frozen_rows import FrozenRows
+from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.policies import LfuScores
-from embershard.cache.rows.frozen_rows import FrozenRows
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.cache.rows.transfer import StagedTransfer
@@ -258,7 +258,7 @@ class Run:
     def end_save(self) -> None:
         assert self.saving is not None
         frozen, rows = self.saving
-        for number, tensor in enumerate(self.host.payload):
+        for number, tensor in enumerate(self.host.parts):
             saved, expected = frozen.read(tensor)[list(rows)], torch.stack([value[number] for value in rows.values()])
             assert torch.equal(saved, expected), "a save has rows of another step"
         frozen.close()
@@ -277,7 +277,7 @@ class Run:
                 self.forget()
         self.cache.flush()
         rows = self.rows()
-        for number, tensor in enumerate(self.host.payload):
+        for number, tensor in enumerate(self.host.parts):
             assert torch.equal(tensor[list(rows)], torch.stack([value[number] for value in rows.values()]))
 
 
@@ -303,8 +303,8 @@ def test_every_id_has_the_row_of_the_dictionary(policy, prefetch):
 # -- negative controls ---------------------------------------------------------
 
 
-def _weights_alone(host: HostStore, keys: Tensor, ids: Tensor) -> None:
-    """`HostStore.begin_anew` without states."""
+def _weights_alone(host: MemoryRows, keys: Tensor, ids: Tensor) -> None:
+    """`MemoryRows.begin_anew` without states."""
     host.make(keys)
     host.before_write(keys)
     host._lazy.begin_anew(keys, ids)
@@ -322,7 +322,7 @@ def _no_slot(births: Births, *_: Any) -> Tensor:
 
 
 FAULTS: dict[str, Any] = {
-    "states_kept": (HostStore, "begin_anew", _weights_alone),
+    "states_kept": (MemoryRows, "begin_anew", _weights_alone),
     "weights_by_row": (LazyRows, "begin_anew", _by_row),
     "a_save_loses_its_rows": (FrozenRows, "put_aside", lambda *_: None),
     "slots_of_the_dead_are_found": (Births, "slots_to_empty", _no_slot),
@@ -339,26 +339,26 @@ def test_a_fault_is_noticed(fault):
 
 def test_rows_that_are_not_put_aside_for_births_alone_are_noticed():
     """Negative control: rows that are written back are, but those that begin anew are not."""
-    before_write, begin_anew = HostStore.before_write, HostStore.begin_anew
+    before_write, begin_anew = MemoryRows.before_write, MemoryRows.begin_anew
 
-    def careless(host: HostStore, keys: Tensor, ids: Tensor) -> None:
-        with mock.patch.object(HostStore, "before_write"):
+    def careless(host: MemoryRows, keys: Tensor, ids: Tensor) -> None:
+        with mock.patch.object(MemoryRows, "before_write"):
             begin_anew(host, keys, ids)
-        assert HostStore.before_write is before_write
+        assert MemoryRows.before_write is before_write
 
-    with mock.patch.object(HostStore, "begin_anew", careless), pytest.raises(AssertionError, match="another step"):
+    with mock.patch.object(MemoryRows, "begin_anew", careless), pytest.raises(AssertionError, match="another step"):
         Run("lfu", prefetch=2).steps(80)
 
 
 def test_a_block_that_is_made_after_a_row_began_anew_is_noticed():
     """Negative control: its by-row weights would replace those of the id."""
-    begin_anew = HostStore.begin_anew
+    begin_anew = MemoryRows.begin_anew
 
-    def careless(host: HostStore, keys: Tensor, ids: Tensor) -> None:
-        with mock.patch.object(HostStore, "make"):
+    def careless(host: MemoryRows, keys: Tensor, ids: Tensor) -> None:
+        with mock.patch.object(MemoryRows, "make"):
             begin_anew(host, keys, ids)
 
-    with mock.patch.object(HostStore, "begin_anew", careless), pytest.raises(AssertionError):
+    with mock.patch.object(MemoryRows, "begin_anew", careless), pytest.raises(AssertionError):
         Run("lfu", prefetch=2).steps(80)
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from embershard.cache.config import CacheConfig
+from embershard.cache.homes.memory import MemoryRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.rows import choose_transfer as transfers
 from embershard.cache.rows import page_lock
 from embershard.cache.rows.choose_transfer import (
@@ -17,7 +19,6 @@ from embershard.cache.rows.choose_transfer import (
     transfer_kind,
     transfer_maker,
 )
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.page_lock import PageLock
 from embershard.cache.rows.transfer import PlainTransfer, ScoresTransfer, StagedTransfer
@@ -70,8 +71,8 @@ def test_the_kernel_needs_a_gpu_or_the_interpreter(monkeypatch):
     ("kind", "made"), [("plain", PlainTransfer), ("staged", StagedTransfer), ("triton_uva", UvaTransfer)]
 )
 def test_makers(kind, made):
-    host = HostStore([4], 4, torch.float32, [])
-    assert isinstance(transfer_maker(kind, CPU, host)([torch.zeros(3, 4)], host.payload), made)
+    host = MemoryRows(PoolShape([4], 4))
+    assert isinstance(transfer_maker(kind, CPU, host)([torch.zeros(3, 4)], host.parts), made)
 
 
 @pytest.mark.parametrize("kind", ["plain", "staged", "triton_uva"])
@@ -116,9 +117,9 @@ def test_nothing_is_locked_before_the_first_rows(monkeypatch):
     monkeypatch.setattr(page_lock, "unlock_for_cuda", lambda _, addresses: locked.unlock(addresses))
     monkeypatch.setattr(page_lock, "cpus_beside", lambda _: ())
     monkeypatch.setattr(transfers, "WhenLocked", lambda slots, host, lock, *transfers: lock)
-    host = HostStore([6], 4, torch.float32, [], initial=[ShardWeights("t", 0, 4, 0.5, 1.0)])
+    host = MemoryRows(PoolShape([6], 4, initial=[ShardWeights("t", 0, 4, 0.5, 1.0)]))
     make = transfer_maker("triton_uva", CUDA, host)
-    lock, of_more_slots = (make([torch.zeros(slots, 4)], host.payload) for slots in (3, 5))
+    lock, of_more_slots = (make([torch.zeros(slots, 4)], host.parts) for slots in (3, 5))
     assert locked.blocks == {}
     assert not host.is_made
     lock().wait()

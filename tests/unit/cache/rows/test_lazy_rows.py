@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.cache import loops
+from embershard.cache.homes.mapped import MappedRows
+from embershard.cache.homes.memory import MemoryRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.rows import lazy_rows, memory
-from embershard.cache.rows.host_store import HostStore
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.errors import ConfigError
@@ -124,9 +126,8 @@ def test_rows_trained_beside_make_all_stay():
 @pytest.mark.parametrize("host", ["memory", "mmap"])
 def test_the_host_store_makes_what_it_is_asked_for(host, tmp_path):
     states = [("momentum", torch.Size([]), torch.float32)]
-    store = HostStore(
-        [7000, 23], 8, torch.float32, states, host, str(tmp_path) if host == "mmap" else None, initial=TABLES
-    )
+    shape = PoolShape([7000, 23], 8, torch.float32, states, TABLES)
+    store = MappedRows(shape, str(tmp_path)) if host == "mmap" else MemoryRows(shape)
     assert not store.weights.any()
     assert (store.is_made, store.flag_bytes) == (False, 55)  # blocks of 128 rows
     before = store.version
@@ -165,10 +166,10 @@ def test_rows_are_read_without_being_made_and_made_later(dtype):
 
 def test_a_save_has_the_initial_weights_of_rows_that_were_read_ahead_and_then_changed():
     """A row that is put aside for the save was made before, though its block was not when the save began."""
-    store = HostStore([512], 8, torch.float32, [], initial=TABLES[:1])
+    store = MemoryRows(PoolShape([512], 8, initial=TABLES[:1]))
     keys, slots = torch.tensor([3, 300]), torch.zeros(2, 8)
     with mock.patch.object(LazyRows, "make_later"):
-        store.read_ahead(keys, slots, torch.arange(2))
+        store.read_ahead(keys, [slots], torch.arange(2))
     frozen = store.freeze()
     store.before_write(keys)
     store.weights.data[keys] = 7.0
@@ -179,11 +180,11 @@ def test_a_save_has_the_initial_weights_of_rows_that_were_read_ahead_and_then_ch
 
 def test_writes_look_for_rows_to_make_only_until_the_thread_has_made_them():
     """Else every write-back of a training would, for as long as some rows are never looked up."""
-    store = HostStore([100_000], 8, torch.float32, [], initial=[ShardWeights("a", 3, 8, 1.0, 2.0)])
+    store = MemoryRows(PoolShape([100_000], 8, initial=[ShardWeights("a", 3, 8, 1.0, 2.0)]))
     keys = torch.arange(0, 50_000, 40)
     may_go_on = threading.Event()
     with mock.patch.object(lazy_rows.time, "sleep", side_effect=lambda _: may_go_on.wait()):
-        store.read_ahead(keys, torch.zeros(keys.numel(), 8), torch.arange(keys.numel()))
+        store.read_ahead(keys, [torch.zeros(keys.numel(), 8)], torch.arange(keys.numel()))
         (thread,) = (each for each in threading.enumerate() if each.name == "embershard-rows")
         store.before_write(keys[-1:])
         assert store.weights[keys[-1]].all(), "made before it is written"
@@ -198,7 +199,7 @@ def test_writes_look_for_rows_to_make_only_until_the_thread_has_made_them():
 
 
 def test_rows_without_initial_weights_are_made_already():
-    store = HostStore([10], 6, torch.float32, [])
+    store = MemoryRows(PoolShape([10], 6))
     store.make(torch.tensor([3]))
     store.make_all()
     assert (store.is_made, store.flag_bytes, bool(store.weights.any())) == (True, 0, False)
@@ -221,29 +222,29 @@ def resident_bytes(*tensors: torch.Tensor) -> int:
 def test_cold_rows_take_no_memory():
     """4.4 GB of rows, of which a thousand are touched; on huge pages they would take all of them."""
     states = [("square", torch.Size([16]), torch.float32)]
-    store = HostStore([34_000_000], 16, torch.float32, states, initial=[ShardWeights("a", 0, 16, 1.0, 2.0)])
+    store = MemoryRows(PoolShape([34_000_000], 16, torch.float32, states, initial=[ShardWeights("a", 0, 16, 1.0, 2.0)]))
     keys = torch.randint(0, 34_000_000, (1000,), generator=torch.Generator().manual_seed(0))
     store.make(keys)
     assert (store.weights[keys] >= 1).all()
     store.states["square"][keys] = 1.0
-    assert 1900 * 4096 <= resident_bytes(*store.payload) <= 2100 * 4096
+    assert 1900 * 4096 <= resident_bytes(*store.parts) <= 2100 * 4096
 
 
 def test_fresh_rows_take_the_memory_of_what_is_written():
     """Also where the caller brings the weights: on huge pages the first write-backs would wait for gigabytes."""
-    store = HostStore([34_000_000], 16, torch.float32, [("square", torch.Size([16]), torch.float32)])
+    store = MemoryRows(PoolShape([34_000_000], 16, torch.float32, [("square", torch.Size([16]), torch.float32)]))
     keys = torch.randint(0, 34_000_000, (1000,), generator=torch.Generator().manual_seed(0))
     store.before_write(keys)
-    for rows in store.payload:
+    for rows in store.parts:
         rows[keys] = 1.0
-    assert 1900 * 4096 <= resident_bytes(*store.payload) <= 2100 * 4096
+    assert 1900 * 4096 <= resident_bytes(*store.parts) <= 2100 * 4096
 
 
 @pytest.mark.parametrize("fills_all", [False, True])
 def test_pages_grow_once_nearly_all_of_them_were_written_to(monkeypatch, fills_all):
     grown: list[torch.Tensor] = []
     monkeypatch.setattr(memory, "use_huge_pages", grown.append)
-    store = HostStore([4096], 16, torch.float32, [], fills_all=fills_all)  # 64 pages
+    store = MemoryRows(PoolShape([4096], 16), fills_all=fills_all)  # 64 pages
     for _ in range(3):
         store.before_write(torch.randint(0, 4096, (64,)))
     assert [tensor.data_ptr() for tensor in grown] == ([] if fills_all else [store.weights.data_ptr()])
@@ -254,7 +255,7 @@ def test_more_rows_than_the_machine_has_memory_for():
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
         pytest.skip("this system promises no more memory than it has")
     rows = 4 * host_memory().total_bytes // 64
-    store = HostStore([rows], 16, torch.float32, [], initial=[ShardWeights("a", 0, 16, 1.0, 2.0)])
+    store = MemoryRows(PoolShape([rows], 16, initial=[ShardWeights("a", 0, 16, 1.0, 2.0)]))
     store.make(torch.tensor([rows - 1]))
     assert (store.weights[rows - 1] >= 1).all()
 
@@ -264,7 +265,7 @@ def test_memory_that_a_limit_forbids_is_refused_with_figures():
     resource.setrlimit(resource.RLIMIT_AS, (mapped * resource.getpagesize() + (1 << 30), limit[1]))
     try:
         with pytest.raises(ConfigError, match=r"^2\.00 GiB of host memory for rows.*ulimit -v allows \d.*GiB taken"):
-            HostStore([1 << 25], 16, torch.float32, [])
+            MemoryRows(PoolShape([1 << 25], 16))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
 
@@ -272,7 +273,7 @@ def test_memory_that_a_limit_forbids_is_refused_with_figures():
 def test_pages_grow_once_nearly_all_rows_are_made(monkeypatch):
     grown: list[torch.Tensor] = []
     monkeypatch.setattr(memory, "use_huge_pages", grown.append)
-    stores = [HostStore([4096], 16, torch.float32, [], initial=[ShardWeights("a", 0, 16, 1.0, 2.0)]) for _ in range(2)]
+    stores = [MemoryRows(PoolShape([4096], 16, initial=[ShardWeights("a", 0, 16, 1.0, 2.0)])) for _ in range(2)]
     stores[0].make(torch.arange(4096 * 13 // 16))
     assert grown == []
     stores[0].make(torch.arange(4096 * 14 // 16))

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from embershard.cache import CacheConfig
-from embershard.cache.rows import sizes
+from embershard.cache.homes import small_sizes as sizes
 from embershard.frequency.config import ProfileConfig
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.fit.model_size import no_small_rows_note, table_rows, table_sizes
+from embershard.training.fit.host_types import host_type_notes
+from embershard.training.fit.model_size import table_rows, table_sizes
 from tests.small_runs import small_data, small_run
 from tests.unit.commands.conftest import train_here
 
@@ -45,8 +46,8 @@ def make_config(scale: float = 0.0001, **cache: Any) -> RunConfig:
 def test_int8_that_rounds_no_row_is_told(config: RunConfig, is_told: bool) -> None:
     rows = table_rows(config)
     assert max(rows.values()) > sizes.SMALL_TABLE_ROWS or config.data.synthetic.scale < 0.01
-    note = no_small_rows_note(table_sizes(config, rows))
-    assert (note is not None and note.startswith(NOTE)) is is_told
+    notes = host_type_notes(config.cache, table_sizes(config, rows))
+    assert any(note.startswith(NOTE) for note in notes) is is_told
 
 
 @pytest.mark.slow

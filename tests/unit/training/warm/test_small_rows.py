@@ -14,8 +14,8 @@ from torch import Tensor
 
 from embershard import load_from
 from embershard.cache import CacheConfig
-from embershard.cache.rows import sizes
-from embershard.cache.rows.small_rows import SmallRows
+from embershard.cache.homes import small_sizes as sizes
+from embershard.cache.homes.small_rows import SmallRows
 from embershard.distributed import Ranks, complete_checkpoints
 from embershard.errors import CacheError
 from embershard.frequency.config import ProfileConfig

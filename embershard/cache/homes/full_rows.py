@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embershard.cache.rows.sizes import num_full_rows
+from embershard.cache.homes.small_sizes import num_full_rows
 from embershard.frequency.profile import FrequencyProfile
 from embershard.frequency.statistics import Ints
 

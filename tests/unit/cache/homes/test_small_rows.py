@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from embershard.cache.rows.frozen_rows import FrozenRows
-from embershard.cache.rows.host_store import HostStore
+from embershard.cache.homes.memory import MemoryRows
+from embershard.cache.homes.quantised import QuantisedRows
+from embershard.cache.homes.shape import PoolShape
+from embershard.cache.homes.small_rows import SmallRows
 from embershard.cache.rows.initial_weights import ShardWeights
-from embershard.cache.rows.small_rows import SmallRows
 from embershard.errors import CacheError, ConfigError
 from tests.small_rounding import round_fp16, round_int8, seed_of
 
@@ -27,12 +28,16 @@ def zeros(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(numel, dtype=dtype)
 
 
-def make_rows(small_type: Any, full: Tensor | None = None, first_column: int = 0, allocate: Any = zeros) -> SmallRows:
+def tables_of(first_column: int = 0) -> list[ShardWeights]:
     """Two tables, of which the first one's shard begins at another row than 0."""
-    tables = [
+    return [
         ShardWeights("clicks", 7, 64, -0.5, 0.5, FIRST_ROW, first_column),
         ShardWeights("users", 7, 64, -0.1, 0.1, 0, first_column),
     ]
+
+
+def make_rows(small_type: Any, full: Tensor | None = None, first_column: int = 0, allocate: Any = zeros) -> SmallRows:
+    tables = tables_of(first_column)
     full = torch.empty(0, dtype=torch.int64) if full is None else full
     return SmallRows(small_type, [ROWS, ROWS], tables, DIM, full, allocate)
 
@@ -140,11 +145,9 @@ def test_errors_add_up_to_nothing(small_type: str) -> None:
 @TYPES
 def test_rows_that_were_never_written_are_initial_weights_rounded(small_type: str) -> None:
     rows = make_rows(small_type, torch.tensor([4, 5000]) if small_type == "int8" else None)
-    store = HostStore(
-        [ROWS, ROWS], DIM, torch.float32, [], initial=[
+    store = MemoryRows(PoolShape([ROWS, ROWS], DIM, initial=[
             ShardWeights("clicks", 7, 64, -0.5, 0.5, FIRST_ROW), ShardWeights("users", 7, 64, -0.1, 0.1)
-        ],
-    )  # fmt: skip
+        ]))  # fmt: skip
     store.make_all()
     initial = store.weights.clone()
     expected = in_oracle(small_type, initial)
@@ -185,13 +188,13 @@ def test_what_was_read_of_a_checkpoint_is_rounded_once(small_type: str) -> None:
 
 
 def test_frozen_small_rows_are_those_of_one_moment() -> None:
-    rows = make_rows("int8", torch.tensor([3]))
-    memory = torch.zeros(2 * ROWS, DIM)
+    home = QuantisedRows(PoolShape([ROWS, ROWS], DIM, initial=tables_of()), "int8", torch.tensor([3]))
+    rows, (memory,) = home.small, home.views.tensors
     keys = torch.arange(2 * ROWS)
     before = rows.read(keys)
-    frozen = FrozenRows([memory], None, small=rows)
+    frozen = home.freeze()
     some = torch.tensor([3, 8, ROWS + 1])
-    frozen.put_aside(some)
+    home.before_write(some)
     changed = torch.full((3, DIM), 0.25)
     rows.round(changed, torch.arange(3), some)
     rows.write(some, changed)
@@ -203,17 +206,15 @@ def test_frozen_small_rows_are_those_of_one_moment() -> None:
 @pytest.mark.parametrize("host", ["memory", "mmap"])
 def test_a_host_tier_of_small_rows_takes_their_bytes(host: Any, tmp_path: Path) -> None:
     states = [("momentum", torch.Size([]), torch.float32)]
-    store = HostStore(
-        [ROWS], DIM, torch.float32, states, host, str(tmp_path) if host == "mmap" else None,
-        initial=[ShardWeights("clicks", 7, DIM, -0.5, 0.5)], small_type="int8", full_keys=torch.tensor([1, 5]),
-    )  # fmt: skip
+    shape = PoolShape([ROWS], DIM, torch.float32, states, [ShardWeights("clicks", 7, DIM, -0.5, 0.5)])
+    folder = str(tmp_path) if host == "mmap" else None
+    store = QuantisedRows(shape, "int8", torch.tensor([1, 5]), folder=folder)
     assert (store.row_bytes, store.slot_row_bytes) == (DIM + 2 + 4, 4 * DIM + 4 + 4)
     assert store.host_bytes == ROWS * (DIM + 2 + 4) + 2 * 4 * DIM
-    assert store.small is not None
     assert store.read(torch.tensor([1, 7])).abs().max() > 0
     with pytest.raises(CacheError, match="they would read as zeros"):
-        store.make_all()
-    assert not store.weights.any()
+        store.check_views()
+    assert not store.views.tensors[0].any()
 
 
 def test_too_few_columns_are_refused() -> None:

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embershard.cache.rows import frozen_rows
-from embershard.cache.rows.frozen_rows import FrozenRows
-from embershard.cache.rows.host_store import HostStore
+from embershard.cache.homes import frozen_rows
+from embershard.cache.homes.frozen_rows import FrozenRows
+from embershard.cache.homes.mapped import MappedRows
+from embershard.cache.homes.memory import MemoryRows
+from embershard.cache.homes.shape import PoolShape
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import CacheError
 
@@ -22,17 +24,17 @@ STATES = [("momentum", torch.Size([]), torch.float32), ("square", torch.Size([4]
 ROWS = (70, 1, 29)
 
 
-def make_host(lazy: bool = False, folder: Path | None = None) -> HostStore:
+def make_host(lazy: bool = False, folder: Path | None = None) -> MemoryRows:
     shards = [ShardWeights(f"t{t}", 3, 4, -1.0, 1.0) for t in range(len(ROWS))]
-    place = ("mmap", str(folder)) if folder else ("memory", None)
-    host = HostStore(ROWS, 4, torch.float32, STATES, *place, initial=shards if lazy else None)
+    shape = PoolShape(ROWS, 4, torch.float32, STATES, shards if lazy else None)
+    host = MappedRows(shape, str(folder)) if folder else MemoryRows(shape)
     if not lazy:
-        for tensor in host.payload:
+        for tensor in host.parts:
             tensor.data.copy_(torch.randn(tensor.shape))
     return host
 
 
-def contents(host: HostStore) -> list[Tensor]:
+def contents(host: MemoryRows) -> list[Tensor]:
     """What the rows are now; those without weights have their initial ones."""
     weights = host.weights.clone()
     lazy = None if host._lazy is None else host._lazy.freeze()
@@ -41,25 +43,24 @@ def contents(host: HostStore) -> list[Tensor]:
     return [weights, *(state.clone() for state in host.states.values())]
 
 
-def train(host: HostStore, keys: list[int]) -> None:
+def train(host: MemoryRows, keys: list[int]) -> None:
     """Write rows as a write-back does: of rows that are made, through `.data`."""
     rows = torch.tensor(sorted(set(keys)), dtype=torch.int64)
     host.make(rows)
     host.before_write(rows)
-    for tensor in host.payload:
+    for tensor in host.parts:
         tensor.data[rows] = torch.randn(rows.numel(), *tensor.shape[1:]).to(tensor.dtype)
 
 
-def freeze(host: HostStore, block_rows: int, **arguments: int) -> FrozenRows:
+def freeze(host: MemoryRows, block_rows: int, **arguments: int) -> FrozenRows:
     with mock.patch.object(frozen_rows, "BLOCK_BYTES", block_rows * 16):
-        if not arguments:
-            return host.freeze()
-        lazy = None if host._lazy is None else host._lazy.freeze()
-        host._frozen = FrozenRows(host.payload, lazy, **arguments)
-        return host._frozen
+        frozen = host.freeze()
+        if arguments:
+            frozen = host._frozen = FrozenRows(host, **arguments)
+        return frozen
 
 
-def blocks(host: HostStore, block_rows: int) -> list[tuple[int, int]]:
+def blocks(host: MemoryRows, block_rows: int) -> list[tuple[int, int]]:
     """First row and end of every block, table after table."""
     found = []
     for start, rows in zip(host.row_offsets, host.rows_per_table, strict=True):
@@ -67,8 +68,8 @@ def blocks(host: HostStore, block_rows: int) -> list[tuple[int, int]]:
     return found
 
 
-def read(frozen: FrozenRows, host: HostStore, block: tuple[int, int], into: list[Tensor]) -> None:
-    for tensor, out in zip(host.payload, into, strict=True):
+def read(frozen: FrozenRows, host: MemoryRows, block: tuple[int, int], into: list[Tensor]) -> None:
+    for tensor, out in zip(host.parts, into, strict=True):
         part = frozen.read(tensor[block[0] : block[1]])
         assert part.untyped_storage().size() == part.nbytes, "torch would copy it to save it"
         out[block[0] : block[1]] = part
@@ -88,7 +89,7 @@ def test_any_writes_between_the_blocks(writes, block_rows, lazy, random):
     host = make_host(lazy)
     for keys in writes[:3]:
         train(host, keys)
-    expected, got = contents(host), [torch.empty_like(tensor) for tensor in host.payload]
+    expected, got = contents(host), [torch.empty_like(tensor) for tensor in host.parts]
     frozen = freeze(host, block_rows)
     unmade = 0 if host._lazy is None else host._lazy.num_unmade
     pending = list(writes)
@@ -123,7 +124,7 @@ def test_any_writes_between_some_rows(writes, asked, piece, random):
 @pytest.mark.parametrize("broken", [False, True])
 def test_rows_that_are_not_put_aside_would_be_noticed(broken):
     host = make_host()
-    expected, got = contents(host), [torch.empty_like(tensor) for tensor in host.payload]
+    expected, got = contents(host), [torch.empty_like(tensor) for tensor in host.parts]
     frozen = freeze(host, 16)
     with mock.patch.object(FrozenRows, "put_aside") if broken else mock.patch.object(frozen_rows, "_", create=True):
         train(host, [5, 99])
@@ -137,7 +138,7 @@ def test_rows_that_are_not_put_aside_would_be_noticed(broken):
 def test_a_reader_beside_the_training_with_room_for_few_rows(tmp_path, lazy, mapped):
     """The writes of every step are beyond the room, so they wait for the reader; all is exact, and bounded."""
     host = make_host(lazy, tmp_path if mapped else None)
-    expected, got = contents(host), [torch.empty_like(tensor) for tensor in host.payload]
+    expected, got = contents(host), [torch.empty_like(tensor) for tensor in host.parts]
     frozen = freeze(host, 7, most_aside_bytes=5 * host.row_bytes)
     go = threading.Event()
 
@@ -172,7 +173,7 @@ def test_more_than_half_of_the_room_is_filling():
     train(host, [8, 20])
     assert frozen.is_filling
     for block in list(blocks(host, 7))[:2]:
-        read(frozen, host, block, [torch.empty_like(tensor) for tensor in host.payload])
+        read(frozen, host, block, [torch.empty_like(tensor) for tensor in host.parts])
     assert not frozen.is_filling
     frozen.close()
 

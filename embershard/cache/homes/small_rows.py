@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embershard.cache import loops
+from embershard.cache.homes.small_sizes import SmallType, small_row_bytes
 from embershard.cache.rows import memory
 from embershard.cache.rows.initial_weights import PoolWeights, ShardWeights, as_array
-from embershard.cache.rows.sizes import SmallType, small_row_bytes
 from embershard.errors import CacheError, ConfigError
 
 if TYPE_CHECKING:
@@ -160,10 +160,6 @@ class SmallRows:
                 self._write_initial(numbers[some], out, to[some])
                 self._round(rows, to[some], numbers[some], _NO_MARKS, 0)
         return out
-
-    def read_block(self, first: int, stop: int, out: Tensor) -> None:
-        """Write the weights of rows [first, stop) to the first rows of `out` [B, D]."""
-        self.read(torch.arange(first, stop), out, torch.arange(stop - first))
 
     def write(self, keys: Tensor, rows: Tensor, places: Tensor | None = None) -> None:
         """Write rounded rows, [M, D] or those at `places` of [S, D], to host rows `keys` (int64 [M]).

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy
+from embershard.cache.homes.mapped import MappedRows
+from embershard.cache.homes.memory import MemoryRows
+from embershard.cache.homes.shape import PoolShape
+from embershard.cache.homes.shared import CELLS_PER_RANK, Meetings, NodeShare, SharedRows
 from embershard.cache.row_cache import RowCache
-from embershard.cache.rows.host_store import CELLS_PER_RANK, HostStore, Meetings, NodeShare
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.transfer import PlainTransfer
 from embershard.cache.tickets import Ticket
@@ -32,30 +35,31 @@ FP32, FP16 = torch.float32, torch.float16
 
 @pytest.fixture(params=["memory", "mmap"])
 def make(request, tmp_path):
-    def store(rows=(3, 1, 4), dim=8, dtype=FP32, states=STATES) -> HostStore:
-        return HostStore(rows, dim, dtype, states, request.param, str(tmp_path) if request.param == "mmap" else None)
+    def store(rows=(3, 1, 4), dim=8, dtype=FP32, states=STATES) -> MemoryRows:
+        shape = PoolShape(rows, dim, dtype, states)
+        return MemoryRows(shape) if request.param == "memory" else MappedRows(shape, str(tmp_path))
 
     return store
 
 
 def test_rows_start_as_zeros_in_the_declared_shapes(make):
     store = make()
-    assert [tuple(t.shape) for t in store.payload] == [(8, 8), (8,), (8, 8)]
-    assert all(t.dtype == FP32 and not t.any() for t in store.payload)
+    assert [tuple(t.shape) for t in store.parts] == [(8, 8), (8,), (8, 8)]
+    assert all(t.dtype == FP32 and not t.any() for t in store.parts)
     assert store.row_offsets == [0, 3, 4]
     assert store.num_rows == 8
 
 
 def test_tables_and_the_flat_block_are_views_of_the_same_memory(make):
     store = make()
-    store.flat_weights.copy_(torch.arange(64.0))
-    assert [t.shape[0] for t in store.table_weights()] == [3, 1, 4]
-    assert store.table_weights()[1][0].tolist() == list(range(24, 32))
-    store.table_weights()[2][0] = -1.0
+    store.views.flat_weights.copy_(torch.arange(64.0))
+    assert [t.shape[0] for t in store.views.table_weights()] == [3, 1, 4]
+    assert store.views.table_weights()[1][0].tolist() == list(range(24, 32))
+    store.views.table_weights()[2][0] = -1.0
     assert (store.weights[4] == -1.0).all()
-    store.table_states()[2][0][3] = 7.0
+    store.views.table_states()[2][0][3] = 7.0
     assert store.states["momentum"][7] == 7.0
-    assert [[tuple(s.shape) for s in table] for table in store.table_states()][1] == [(1,), (1, 8)]
+    assert [[tuple(s.shape) for s in table] for table in store.views.table_states()][1] == [(1,), (1, 8)]
 
 
 def test_bytes_are_those_of_all_payload_tensors(make):
@@ -63,18 +67,18 @@ def test_bytes_are_those_of_all_payload_tensors(make):
     assert make().host_bytes == 8 * 4 * (8 + 1 + 8)
     half = make(dtype=FP16, states=STATES[:1])
     assert (half.row_bytes, half.host_bytes) == (2 * 8 + 4, 8 * (2 * 8 + 4))
-    assert make(states=[]).payload[0].shape == (8, 8)
+    assert make(states=[]).parts[0].shape == (8, 8)
 
 
 @pytest.mark.parametrize("part", ["flat_weights", "weights", "table_weights", "state", "table_state"])
 def test_the_version_tells_of_writes_through_any_view(make, part):
     store = make()
     views = {
-        "flat_weights": store.flat_weights,
+        "flat_weights": store.views.flat_weights,
         "weights": store.weights,
-        "table_weights": store.table_weights()[1],
+        "table_weights": store.views.table_weights()[1],
         "state": store.states["square"],
-        "table_state": store.table_states()[1][0],
+        "table_state": store.views.table_states()[1][0],
     }
     before = store.version
     views[part].add_(1.0)
@@ -92,18 +96,18 @@ def test_the_version_does_not_tell_of_the_cache_s_own_writes(make):
 def test_a_large_store_behaves_like_a_small_one(make):
     """Above a few megabytes the memory comes from another allocator (huge pages)."""
     store = make(rows=(300_000, 100_001), dim=8)
-    assert not any(t.any() for t in store.payload)
-    assert all(t.is_contiguous() and t.data_ptr() % 64 == 0 for t in store.payload)
+    assert not any(t.any() for t in store.parts)
+    assert all(t.is_contiguous() and t.data_ptr() % 64 == 0 for t in store.parts)
     before = store.version
-    store.table_weights()[1].add_(1.0)
+    store.views.table_weights()[1].add_(1.0)
     assert store.version > before
-    assert store.flat_weights.sum() == 8 * 100_001
+    assert store.views.flat_weights.sum() == 8 * 100_001
     assert store.states["momentum"].sum() == 0
 
 
 def test_a_table_without_rows_on_this_rank(make):
     store = make(rows=(2, 0, 3))
-    assert [t.shape[0] for t in store.table_weights()] == [2, 0, 3]
+    assert [t.shape[0] for t in store.views.table_weights()] == [2, 0, 3]
     assert store.row_offsets == [0, 2, 2]
 
 
@@ -115,7 +119,7 @@ def test_a_pool_without_rows_on_this_rank(make):
 
 
 def test_mapped_files_leave_no_name_behind_and_take_no_space_before_they_are_written(tmp_path):
-    store = HostStore([1000], 64, FP32, [], "mmap", str(tmp_path / "new" / "folder"))
+    store = MappedRows(PoolShape([1000], 64), str(tmp_path / "new" / "folder"))
     assert os.listdir(tmp_path / "new" / "folder") == []
     store.weights[999] = 3.0
     assert store.weights[999].sum() == 192.0
@@ -139,17 +143,18 @@ def test_the_system_reads_no_rows_ahead_in_mapped_files(is_shared, tmp_path):
     cells = torch.zeros(1, CELLS_PER_RANK, dtype=torch.int64)
     with process_group("cpu") as ranks:
         files = NodeMemory(ranks, str(tmp_path))
-        share = NodeShare(files.zeros, [(0, 5000)], Meetings(cells, 0), Meetings(cells.clone(), 0))
-        store = HostStore([5000], 8, FP32, STATES, "mmap", str(tmp_path), share=share if is_shared else None)
-    assert all("rr" in vm_flags(tensor) for tensor in store.payload)
-    assert "rr" not in vm_flags(HostStore([5000], 8, FP32, STATES).weights)
+        share = NodeShare(files.zeros, [(0, 5000)], Meetings(cells, 0), Meetings(cells.clone(), 0), is_mapped=True)
+        shape = PoolShape([5000], 8, FP32, STATES)
+        store = SharedRows(shape, share) if is_shared else MappedRows(shape, str(tmp_path))
+    assert all("rr" in vm_flags(tensor) for tensor in store.parts)
+    assert "rr" not in vm_flags(MemoryRows(PoolShape([5000], 8, FP32, STATES)).weights)
 
 
 def test_a_save_of_mapped_rows_fetches_whole_blocks(tmp_path, monkeypatch):
     """Without reading ahead it would wait for the disk at every page."""
-    store, fetched = HostStore([5000], 8, FP32, [], "mmap", str(tmp_path)), []
-    monkeypatch.setattr("embershard.cache.rows.frozen_rows.fetch_soon", lambda part: fetched.append(part.data_ptr()))
-    monkeypatch.setattr("embershard.cache.rows.frozen_rows.BLOCK_BYTES", 2048 * 32)
+    store, fetched = MappedRows(PoolShape([5000], 8), str(tmp_path)), []
+    monkeypatch.setattr("embershard.cache.rows.memory.fetch_soon", lambda part: fetched.append(part.data_ptr()))
+    monkeypatch.setattr("embershard.cache.homes.frozen_rows.BLOCK_BYTES", 2048 * 32)
     store.weights.uniform_()
     frozen = store.freeze()
     for first in range(0, 5000, 2048):
@@ -159,7 +164,7 @@ def test_a_save_of_mapped_rows_fetches_whole_blocks(tmp_path, monkeypatch):
 
 
 def test_stores_in_one_folder_do_not_share_rows(tmp_path):
-    a, b = (HostStore([10], 4, FP32, [], "mmap", str(tmp_path)) for _ in range(2))
+    a, b = (MappedRows(PoolShape([10], 4), str(tmp_path)) for _ in range(2))
     a.weights.fill_(1.0)
     assert not b.weights.any()
 
@@ -167,19 +172,19 @@ def test_stores_in_one_folder_do_not_share_rows(tmp_path):
 def test_a_disk_that_is_too_small_is_refused_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(ConfigError, match=r"host_dir='.*' has 1000 B free, 3\.12 KiB are needed.*another disk"):
-        HostStore([100], 8, FP32, [], "mmap", str(tmp_path))
+        MappedRows(PoolShape([100], 8), str(tmp_path))
 
 
 def test_the_states_need_room_on_the_disk_too(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5000})())
     with pytest.raises(ConfigError, match=r"4\.88 KiB free"):
-        HostStore([100], 8, FP32, STATES[1:], "mmap", str(tmp_path))  # 3200 bytes twice
+        MappedRows(PoolShape([100], 8, FP32, STATES[1:]), str(tmp_path))  # 3200 bytes twice
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"host_dir='.*file.sub' cannot be made"):
-        HostStore([10], 4, FP32, [], "mmap", str(tmp_path / "file" / "sub"))
+        MappedRows(PoolShape([10], 4), str(tmp_path / "file" / "sub"))
 
 
 RANKS, ROWS = 2, (20, 20)
@@ -203,10 +208,10 @@ class Node:
 
         return NodeShare(allocate, OWN[rank], self.meetings[rank], self.meetings[rank])
 
-    def host(self, rank: int) -> HostStore:
+    def host(self, rank: int) -> SharedRows:
         shards = [ShardWeights(f"t{t}", 7, 4, -0.5, 0.5, first) for t, (first, _) in enumerate(OWN[rank])]
         states = [("momentum", torch.Size([]), torch.float32)]
-        return HostStore(ROWS, 4, torch.float32, states, initial=shards, share=self.share(rank))
+        return SharedRows(PoolShape(ROWS, 4, torch.float32, states, initial=shards), self.share(rank))
 
 
 class Rank:
@@ -362,8 +367,8 @@ def test_views_of_the_own_rows() -> None:
     for rank, host in enumerate(hosts):
         for table, (first, count) in enumerate(OWN[rank]):
             start = host.row_offsets[table] + first
-            assert torch.equal(host.table_weights()[table], whole[start : start + count])
-            assert host.table_states()[table][0].shape == (count,)
+            assert torch.equal(host.views.table_weights()[table], whole[start : start + count])
+            assert host.views.table_states()[table][0].shape == (count,)
         assert host.host_bytes == sum(count for _, count in OWN[rank]) * host.row_bytes
     is_own = hosts[0].is_own(torch.tensor([0, 9, 10, 19, 20, 29, 30, 39]))
     assert is_own.tolist() == [True, True, False, False] * 2
