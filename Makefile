@@ -22,6 +22,7 @@ CONFIG ?= examples/quickstart.toml
 NPROC ?=
 ARGS ?=
 IN_TIME ?=
+SINCE ?=
 #: What `make test` runs: no further cases of what another test guards, and of extras a smoke test each.
 PROMISES := not matrix and (not extra or smoke)
 CODE := embershard tests scripts benchmarks examples
@@ -69,8 +70,8 @@ check: $(SETUP_TESTS) ## lint, format, types and the import contract
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as main; main()"
 
-rooms: ## every file of the package with its subject
-	@$(or $(EMBERSHARD_PYTHON),python3) scripts/rooms.py
+rooms: ## every file of the package with its subject; lines of each room (SINCE=HEAD~1: and what a change added)
+	@$(or $(EMBERSHARD_PYTHON),python3) scripts/rooms.py $(SINCE)
 
 format: $(SETUP_TESTS) ## format the code, and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix-only $(CODE)
