@@ -114,7 +114,7 @@ def counted(case: Case) -> int:
         return gpu.bytes.held - cache.host.num_rows
 
 
-@pytest.mark.parametrize("name", keep({"look-ahead, array", "lru, wide rows"}, CASES))
+@pytest.mark.parametrize("name", keep({"look-ahead, array"}, CASES))
 def test_a_cache_holds_what_the_memory_model_says(name: str) -> None:
     case = CASES[name]
     with small_blocks(case):
@@ -133,6 +133,7 @@ def _unblocked(self: SlotMap) -> Iterator[Tensor]:
     yield self.used_slots()
 
 
+@pytest.mark.matrix
 def test_memory_that_nobody_counts_is_noticed() -> None:
     """A tensor of 8 bytes a slot, for a moment of a ranking."""
     case = CASES["lfu, hashed"]

@@ -145,14 +145,14 @@ def by_operation(counts: dict[tuple[int, str], int]) -> Counter[str]:
     return found
 
 
-def check(found: list[Cost], num_pools: int = 1) -> None:
+def check(found: list[Cost], num_pools: int = 1, further: int = 0) -> None:
     """All plans of a step read numbers of the device once, behind the backward; and once more where slots are ranked
-    anew."""
+    anew. `further`: launches of a step beside those of plain rows."""
     for cost in found:
         assert cost.waits == {"tolist": 1 + cost.refills}, cost.waits
         assert cost.waits_before_backward == 0
         bound = 80 if cost.refills else 55 if cost.misses else 40
-        assert cost.launches.total() <= bound * num_pools, (cost.launches.total(), cost.launches)
+        assert cost.launches.total() <= bound * num_pools + further, (cost.launches.total(), cost.launches)
 
 
 @pytest.mark.matrix
@@ -163,7 +163,8 @@ def test_a_plan_of_hits_waits_once(slot_map: str) -> None:
     assert any(not cost.misses for cost in found)
 
 
-@pytest.mark.parametrize("slot_map", [matrix("array"), "hashed"])
+@pytest.mark.matrix  # the next test counts the waits of such plans, too
+@pytest.mark.parametrize("slot_map", ["array", "hashed"])
 def test_a_plan_with_evictions_waits_once(slot_map: str) -> None:
     found = costs(Setting(kernels=True, slot_map=slot_map, **EVICTIONS))  # type: ignore[arg-type]
     check(found)
@@ -174,9 +175,11 @@ def test_a_plan_with_evictions_waits_once(slot_map: str) -> None:
 @pytest.mark.parametrize("transfer", ["triton_uva", matrix("staged")])
 def test_small_rows_are_narrowed_and_widened_by_one_launch_each(transfer: str) -> None:
     """Beside the launches for states and scores. No wait is added."""
-    found = costs(Setting(kernels=True, small="int8", transfer=transfer, **EVICTIONS))  # type: ignore[arg-type]
+    setting = Setting(kernels=True, small="int8", transfer=transfer, slot_map="hashed", **EVICTIONS)  # type: ignore[arg-type]
+    found = costs(setting)
     if transfer == "triton_uva":
-        check(found)
+        check(found, further=2)
+    assert any(cost.refills for cost in found)
     for cost in found:
         assert cost.launches["_widen_codes"] == cost.misses
         assert cost.launches["_narrow_to_codes"] <= cost.evicts
@@ -237,7 +240,7 @@ _FIND, _READ, _BEGIN = KernelSlotMap.find_missed, KernelPlanner._read, StagedBat
     [
         (KernelSlotMap, "find_missed", _waits_in_find),
         matrix(KernelPlanner, "_read", _reads_twice),
-        (KernelSlotMap, "find_missed", _launches_often),
+        matrix(KernelSlotMap, "find_missed", _launches_often),
         matrix(StagedBatch, "begin_resident", _at_once),
     ],
 )

@@ -18,7 +18,7 @@ from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.training.equivalence import compare_with_stock
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.rounding import TableRounding
-from tests.covering import matrix
+from tests.covering import keep, matrix
 from tests.ranks.small_rows import Found, compare, small_case
 from tests.unit.gpu_model.cases import config_of, write_samples
 from tests.unit.gpu_model.test_whole import KEPT, modelled_ranks
@@ -54,12 +54,13 @@ def test_rows_are_those_of_rounded_stock(host_dtype: str, transfer: str) -> None
     assert found(host_dtype, transfer, optimizer="adagrad" if transfer == "staged" else "sgd").different == []
 
 
+@pytest.mark.matrix
 def test_another_rounding_is_noticed() -> None:
     with mock.patch.object(kernels, "_mixed", lambda bits: bits):
         assert found("int8", "triton_uva").different != []
 
 
-@pytest.mark.parametrize("is_rounded", [True, False])
+@pytest.mark.parametrize("is_rounded", keep([True], [True, False]))
 def test_verify_rounds_stock_on_the_device(is_rounded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some tables int8, of one fp16; full rows are left alone."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -302,7 +303,7 @@ def most_waits(case: Case) -> int:
 @pytest.mark.parametrize("case", [*KEPT, *map(matrix, OTHERS)], ids=str)
 def test_a_life_on_the_device(case: Case, samples: Path, tmp_path: Path) -> None:
     """Of those that `make test` runs, some go on from their checkpoint, and are compared with a CPU's."""
-    is_whole = case in OTHERS or KEPT.index(case) % 4 == 0
+    is_whole = case in OTHERS or KEPT.index(case) % 8 == 0
     found = life_on_model(case, samples, tmp_path / "gpu", is_whole)
     assert found.problems == []
     assert len(found.waiting_lines) <= most_waits(case), found.waits
@@ -357,9 +358,12 @@ def _turn_on(monkeypatch: pytest.MonkeyPatch, change: Callable[[RunConfig], RunC
     monkeypatch.setitem(globals(), "config_of", lambda *args: change(_config_of(*args)))
 
 
-@pytest.mark.parametrize("name", TURNED_ON)
-def test_what_is_turned_on_lives_on_the_device(samples, tmp_path, monkeypatch, name) -> None:
-    _turn_on(monkeypatch, TURNED_ON[name])
+_TOGETHER = ("average", "saves of what changed", "a frozen table")
+
+
+@pytest.mark.parametrize("names", [_TOGETHER, ("rows in a file",), *(matrix((name,)) for name in _TOGETHER)], ids=str)
+def test_what_is_turned_on_lives_on_the_device(samples, tmp_path, monkeypatch, names) -> None:
+    _turn_on(monkeypatch, lambda config: functools.reduce(lambda found, name: TURNED_ON[name](found), names, config))
     _lives_on_the_device(samples, tmp_path)
 
 
@@ -386,6 +390,7 @@ def _with_items(config: RunConfig, num_rows: int, *without: str) -> RunConfig:
     return replace(config, data=replace(config.data, table=replace(config.data.table, features=found)))
 
 
+@pytest.mark.matrix  # cases without the mark train by plans with every kernel
 def test_a_plan_with_pins_lives_on_the_device(samples, tmp_path, monkeypatch) -> None:
     pins = {
         "t_user": TablePin(kernel="device"),
