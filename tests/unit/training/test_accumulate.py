@@ -29,6 +29,7 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.feature_keys import PoolIds
 from embershard.training.config import TrainConfig
 from embershard.training.reports import Report, SkippedBatchReport, TrainReport
+from tests.covering import matrix
 from tests.unit.training.test_trainer import make_config
 
 
@@ -93,12 +94,14 @@ def _train(config: RunConfig, ranks: Ranks) -> tuple[list[Report], dict[str, Ten
     return reports, dense
 
 
+_FURTHER_PIECES = ((2, 0), (2, 4), (5, 0), (24, 4))
+
+
 def _losses(reports: list[Report]) -> list[float]:
     return [report.loss for report in reports if isinstance(report, TrainReport)]
 
 
-@pytest.mark.parametrize("pieces", [2, 5, 24])
-@pytest.mark.parametrize("lookahead", [0, 4])
+@pytest.mark.parametrize(("pieces", "lookahead"), [(5, 4), (24, 0), *(matrix(*each) for each in _FURTHER_PIECES)])
 def test_a_step_in_pieces_is_that_of_the_whole_batch(one_rank: Ranks, pieces: int, lookahead: int) -> None:
     """Rows are float32: the sums of another order differ in their last bits."""
     whole, dense = _train(_config(1, lookahead=lookahead), one_rank)

@@ -23,6 +23,7 @@ from embershard.training.equivalence import CachedRun, Difference, Equivalence, 
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig
 from embershard.training.trainer import Trainer
+from tests.covering import covering, matrix
 from tests.small_runs import small_data, small_run
 from tests.unit.cache.faults import FAULTS
 from tests.unit.gpu_model.device import CUDA, Gpu
@@ -42,8 +43,7 @@ def make_config(lookahead: int, **train: Any) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("lookahead", [0, 8])
-@pytest.mark.parametrize("init", ["counter", "torchrec"])
+@pytest.mark.parametrize(("lookahead", "init"), covering((0, 8), ("counter", "torchrec")))
 def test_the_cache_equals_stock_torchrec(ranks: Ranks, lookahead: int, init: str) -> None:
     verdict = compare_with_stock(make_config(lookahead, init=init), ranks, STEPS)
     assert verdict.is_equal
@@ -126,7 +126,7 @@ def with_larger_cache(lookahead: int, ranks: Ranks, folder: Path | None) -> RunC
     return dataclasses.replace(config, sharding=ShardingConfig(plan=str(folder / "plan.json")))
 
 
-@pytest.mark.parametrize(("lookahead", "by_plan"), [(0, False), (8, False), (8, True)])
+@pytest.mark.parametrize(("lookahead", "by_plan"), [matrix(0, False), matrix(8, False), (8, True)])
 def test_caches_are_made_smaller_until_pins_matter(ranks: Ranks, lookahead: int, by_plan: bool, tmp_path: Path) -> None:
     config = with_larger_cache(lookahead, ranks, tmp_path if by_plan else None)
     verdict = compare_with_stock(config, ranks, STEPS)
@@ -140,7 +140,7 @@ def test_caches_are_made_smaller_until_pins_matter(ranks: Ranks, lookahead: int,
     assert f"{last.passed_over:,} times a slot was passed over" in text
 
 
-@pytest.mark.parametrize("lookahead", [0, 8])
+@pytest.mark.parametrize("lookahead", [matrix(0), 8])
 def test_a_victim_that_a_batch_uses_is_found_from_caches_in_which_no_pin_matters(ranks: Ranks, lookahead: int) -> None:
     config = with_larger_cache(lookahead, ranks, None)
     with FAULTS["pins_ignored"]():

@@ -27,6 +27,7 @@ from embershard.training.parts.loss_monitor import (
 )
 from embershard.training.reports import SaveReport, SkippedBatchReport
 from embershard.training.trainer import Trainer
+from tests.covering import keep
 from tests.unit.training.poisoned import CACHES, Feed, config_of, losses, run, state_of
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -48,7 +49,7 @@ def skipped_in(reports):
     return [report for report in reports if isinstance(report, SkippedBatchReport)]
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", keep(["look-ahead"], CACHES))
 def test_a_skipped_batch_trains_nothing(ranks, cache):
     """Among them the last one that is read at first: another batch takes its place, also at the end."""
     bad = {2, 3, 7, 12}

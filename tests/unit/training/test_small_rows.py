@@ -3,9 +3,11 @@ checkpoints of any type of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from embershard.training.equivalence import _tensors_of, compare_with_stock
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
 from embershard.training.fit.model_size import table_rows
 from embershard.training.trainer import Trainer
+from tests.covering import matrix
 from tests.ranks.own_models import history_config
 from tests.small_runs import small_data, small_run
 from tests.unit.data.windows import make_windows
@@ -38,10 +41,11 @@ STEPS = 24
 _ROWS = ("weights", "optimizer_states", "scores")
 
 
-@pytest.fixture(autouse=True)
-def few_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def few_whole_tables() -> Iterator[None]:
     """Nearly all tables of these runs have fewer rows than those that stay full."""
-    monkeypatch.setattr(sizes, "SMALL_TABLE_ROWS", 20)
+    with mock.patch.object(sizes, "SMALL_TABLE_ROWS", 20):
+        yield
 
 
 def make_config(
@@ -74,6 +78,12 @@ def trained(
     return found
 
 
+@pytest.fixture(scope="module")
+def whole_run(ranks: Ranks, few_whole_tables: None) -> dict[str, Tensor]:
+    """What the run of `make_config()` trains."""
+    return trained(make_config(), ranks)
+
+
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     different = [name for name in one if name != "evictions" and not torch.equal(one[name], other[name])]
     assert one.keys() == other.keys()
@@ -81,7 +91,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
+@pytest.mark.parametrize("host_dtype", ["int8", matrix("fp16")])
 def test_the_cache_equals_rounded_stock_torchrec(ranks: Ranks, host_dtype: str) -> None:
     verdict = compare_with_stock(make_config(host_dtype), ranks, 12)
     assert verdict.is_equal
@@ -105,22 +115,31 @@ def test_a_table_may_have_a_type_of_its_own(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_the_result_depends_on_no_cache_look_ahead_or_save(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "changes", [{"ratio": 0.12}, {"lookahead": 0}, matrix({"ratio": 0.5}), matrix({"lookahead": 64})], ids=str
+)
+def test_the_result_depends_on_no_cache_or_look_ahead(
+    ranks: Ranks, whole_run: dict[str, Tensor], changes: dict[str, Any]
 ) -> None:
-    first = trained(make_config(), ranks)
-    assert first["evictions"] > 1000
-    variants = [
-        make_config(ratio=0.12), make_config(ratio=0.5), make_config(lookahead=64), make_config(lookahead=0)
-    ]  # fmt: skip
-    for config in variants:
-        assert_same(first, trained(config, ranks))
+    assert whole_run["evictions"] > 1000
+    assert_same(whole_run, trained(make_config(**changes), ranks))
+
+
+@pytest.mark.slow
+def test_the_result_depends_on_no_save(ranks: Ranks, tmp_path: Path, whole_run: dict[str, Tensor]) -> None:
     saving = make_config(every_steps=7)
-    assert_same(first, trained(saving, ranks, tmp_path))
+    assert_same(whole_run, trained(saving, ranks, tmp_path))
     assert len(complete_checkpoints(tmp_path)) == STEPS // 7
     for checkpoint in complete_checkpoints(tmp_path)[:2]:
-        assert_same(first, trained(saving, ranks, None, checkpoint))
-    # Rounded where rows are written back, as everybody does it, the same comparison differs.
+        assert_same(whole_run, trained(saving, ranks, None, checkpoint))
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_rows_that_are_rounded_when_written_back_depend_on_the_cache(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As everybody does it."""
     right = SmallRows.write
 
     def rounding_write(rows: SmallRows, keys: Tensor, slots: Tensor, places: Tensor | None = None) -> None:
@@ -135,7 +154,7 @@ def test_the_result_depends_on_no_cache_look_ahead_or_save(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
+@pytest.mark.parametrize("host_dtype", ["int8", matrix("fp16")])
 def test_saves_of_what_changed_have_them(ranks: Ranks, tmp_path: Path, host_dtype: str) -> None:
     """Whole at the start, then the rows that changed, while training goes on; on from the third delta."""
     config = make_config(host_dtype, every_steps=5)
@@ -153,21 +172,18 @@ def test_saves_of_what_changed_have_them(ranks: Ranks, tmp_path: Path, host_dtyp
 
 
 @pytest.mark.slow
-def test_batches_in_pieces_round_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_in_pieces_round_once(ranks: Ranks, whole_run: dict[str, Tensor]) -> None:
     """The rows of a step are rounded after its one update. Real gradients: sums of two pieces are rounded otherwise, so
     steps agree, and bits need not."""
     config = make_config()
-    one = trained(config, ranks)
-    pieces = trained(replace(config, train=replace(config.train, accumulate=2)), ranks)
-    for name, rows in one.items():
-        if name != "evictions":
-            assert (rows - pieces[name]).abs().max() < 0.05, name
     trainer = Trainer(replace(config, train=replace(config.train, accumulate=2)), ranks)
     for _ in trainer.train():
         pass
     for pool in cached_embeddings(trainer.model):
         pool.write_back()  # raises where a slot is not rounded
     trainer.close()
+    for name, (_, rows) in _tensors_of(trainer).items():
+        assert (rows - whole_run[name]).abs().max() < 0.05, name
 
 
 @pytest.mark.slow
@@ -226,7 +242,7 @@ def test_full_rows_are_those_of_the_checkpoint(ranks: Ranks, tmp_path: Path) -> 
     assert_same(whole, trained(other, ranks, None, checkpoint))
 
 
-@pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
+@pytest.mark.parametrize("host_dtype", ["int8", matrix("fp16")])
 def test_host_memory_is_what_was_predicted(ranks: Ranks, host_dtype: str) -> None:
     config = make_config(host_dtype, **({"full_rows": 0.0} if host_dtype == "int8" else {}))
     here = RanksHere(world_size=1, ranks_per_node=1, device="cpu")

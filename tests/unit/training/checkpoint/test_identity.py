@@ -38,6 +38,7 @@ from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, ScheduleConfig
 from embershard.training.trained_run import open_trained
 from embershard.training.trainer import Trainer
+from tests.covering import keep
 from tests.unit.distributed.checkpoints import make_manifest_right
 from tests.unit.training.test_trainer import losses, make_config
 
@@ -121,7 +122,7 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("name", keep(["id_mapping", "batch", "replaced"], SILENT))
 def test_a_change_is_refused_with_a_diff_and_allowed_on_request(ranks, original, tmp_path, name):
     config, checkpoint = original
     change, key, line = SILENT[name]
@@ -225,7 +226,7 @@ def test_a_checkpoint_of_an_earlier_version_is_not_compared_in_silence(ranks, or
     other.close()
 
 
-@pytest.mark.parametrize("arch", FACTORIZED)
+@pytest.mark.parametrize("arch", keep(["deepfm"], FACTORIZED))
 def test_the_deepfm_of_earlier_versions_is_refused_by_name(ranks, original, tmp_path, arch):
     """Its checkpoints have no `model.activation`. Those of now resume."""
     config = replace(original[0], model=ModelConfig(arch, 4))

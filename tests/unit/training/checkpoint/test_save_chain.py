@@ -102,6 +102,7 @@ def test_rows_of_a_save_that_failed_are_in_the_next(ranks: Ranks, tmp_path: Path
     assert different(tmp_path) == []
 
 
+@pytest.mark.matrix
 def test_without_them_the_next_one_would_lack_rows(ranks: Ranks, tmp_path: Path):
     def forget(chain: save_chain.SaveChain) -> None:
         chain._open = None

@@ -26,7 +26,7 @@ from embershard.training.parts import saves
 from embershard.training.parts.saves import BackgroundSave, Saves
 from embershard.training.reports import FailedSaveReport, SaveReport
 from embershard.training.trainer import Trainer
-from tests.covering import keep, matrix
+from tests.covering import keep
 from tests.small_runs import small_data
 from tests.unit.distributed.test_blocks import stock_loaded
 from tests.unit.training.checkpoint.test_background_save import run_like
@@ -86,7 +86,8 @@ def test_large_tables_on_the_device_are_written_before_training_goes_on(ranks, t
     assert different(tmp_path / "at_once" / "step_6", tmp_path / "beside" / "step_6") == []
 
 
-@pytest.mark.parametrize("broken", ["rows", matrix("dense")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("broken", ["rows", "dense"])
 def test_without_copies_it_would_be_another_state(ranks, tmp_path, broken):
     run(config_of(tmp_path, False), ranks, tmp_path / "at_once")
     patched = mock.patch.object(FrozenRows, "put_aside")

@@ -30,7 +30,7 @@ from embershard.training.fit.memory_check import check_memory, check_memory_for_
 from embershard.training.fit.memory_needs import MemoryNeeds, RanksHere, memory_needs
 from embershard.training.fit.model_size import model_size, table_rows
 from embershard.training.trainer import Trainer
-from tests.covering import covering, matrix
+from tests.covering import matrix
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,9 @@ def changes_in(message: str) -> list[list[str]]:
     return [found for change in proposed if (found := re.findall(r"--set ([\w.]+=[\w.]*\w)", change))]
 
 
-@pytest.mark.parametrize("setting", ["cache.policy=static", "cache.policy=frequency", "cache.warmup=true"])
+@pytest.mark.parametrize(
+    "setting", ["cache.warmup=true", matrix("cache.policy=static"), matrix("cache.policy=frequency")]
+)
 def test_settings_of_a_disabled_cache_are_not_asked_for_a_profile(setting: str) -> None:
     assert needs_of(*LAZY, setting, "cache.enabled=false") == needs_of(*LAZY, "cache.enabled=false")
 
@@ -127,8 +129,8 @@ def test_the_message_has_figures_and_the_largest_table():
     ("settings", "machine", "ranks", "expected"),
     [
         (EAGER, limits(3.0), ON_CPU, {"cache.host", "cache.ratio", "model.table_dtype", "data.synthetic.scale"}),
-        (EAGER, limits(1.5), ON_CPU, {"cache.host", "data.synthetic.scale"}),
-        ((*EAGER, "cache.enabled=false"), limits(1.5), ON_CPU, {"model.table_dtype", "data.synthetic.scale"}),
+        matrix(EAGER, limits(1.5), ON_CPU, {"cache.host", "data.synthetic.scale"}),
+        matrix((*EAGER, "cache.enabled=false"), limits(1.5), ON_CPU, {"model.table_dtype", "data.synthetic.scale"}),
         (FILES, limits(1.0, disk=9), ON_CPU, {"cache.ratio", "data.synthetic.scale"}),
         matrix(FILES, limits(9.0, disk=2), ON_CPU, {"cache.host", "model.table_dtype", "data.synthetic.scale"}),
         matrix(
@@ -297,7 +299,7 @@ def test_each_gpu_has_to_hold_its_own_rank(plan: Plan):
     assert "of GPU memory, and" in refusal(*PLANNED, machine=machine, ranks=dataclasses.replace(GPUS, own=0), plan=plan)
 
 
-@pytest.mark.parametrize("cache", [(), ("cache.enabled=false",)])
+@pytest.mark.parametrize("cache", [(), matrix(("cache.enabled=false",))])
 def test_a_run_without_a_plan_keeps_to_what_its_ranks_may_use(cache: tuple[str, ...]):
     """On a CPU, too; what is proposed fits."""
 
@@ -335,20 +337,24 @@ def test_a_plan_for_another_model_is_refused_as_such():
 SMALL = ("data.synthetic.scale=0.001", "data.num_workers=0", "train.batch_size=100", "train.max_steps=1")
 
 
+_OF_CACHES = (
+    ("cache.ratio=0.3",),
+    ("cache.device_bytes=900000", "cache.policy=lru"),
+    ("cache.device_bytes=900000",),
+    ("cache.device_bytes=90000000",),
+    ("cache.device_bytes=900000", "cache.slot_map=hashed"),
+    ("cache.slot_map=hashed",),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "model"),
-    covering(
-        (
-            ("cache.ratio=0.3",),
-            ("cache.device_bytes=900000", "cache.policy=lru"),
-            ("cache.device_bytes=900000",),
-            ("cache.device_bytes=90000000",),
-            ("cache.device_bytes=900000", "cache.slot_map=hashed"),
-            ("cache.slot_map=hashed",),
-        ),
-        ("dlrm", "own"),
-    ),
+    [
+        *((_OF_CACHES[1], "own"), (_OF_CACHES[4], "dlrm")),
+        *(matrix(each, "dlrm") for each in _OF_CACHES if each != _OF_CACHES[4]),
+        *(matrix(each, "own") for each in _OF_CACHES if each != _OF_CACHES[1]),
+    ],
 )
 def test_a_built_model_takes_what_was_computed(model: str, settings: tuple[str, ...], several_pools: tuple[str, ...]):
     if model == "own":

@@ -28,6 +28,7 @@ from embershard.training.equivalence import _tensors_of, _train
 from embershard.training.rounding import TableRounding
 from embershard.training.trainer import Trainer
 from embershard.training.warm.request import WarmStart
+from tests.covering import matrix
 from tests.small_rounding import round_fp16, round_int8, seed_of
 from tests.unit.training.warm.models import DIM, features, record, run_of, write_samples
 from tests.unit.training.warm.test_program import program, save, step
@@ -36,7 +37,7 @@ from tests.unit.training.warm.test_warm_starts import rows_of, train
 pytestmark = pytest.mark.slow
 
 SEED, WHOLE = 5, 35
-TYPES = pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
+TYPES = pytest.mark.parametrize("host_dtype", ["int8", matrix("fp16")])
 
 
 @pytest.fixture(autouse=True)
@@ -221,6 +222,7 @@ def test_a_model_that_diverged_is_refused_by_name(ranks: Ranks, samples: Path, t
         begun(small_run(samples, "int8", model={"pretrained": given}), ranks, None)
 
 
+@pytest.mark.matrix
 def test_what_is_not_rounded_is_not_written(
     ranks: Ranks, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from embershard.training.trainer import Trainer
 from embershard.training.warm import fill, start
 from embershard.training.warm.part import WarmStartReport
 from embershard.training.warm.request import WarmStart
+from tests.covering import covering, keep, matrix
 from tests.unit.training.warm.models import DIM, FEATURES, features, record, run_of, sparse, write_samples
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -53,6 +55,20 @@ def train(config: RunConfig, ranks: Ranks, folder: Path) -> Tensors:
     found = tensors_of(trainer)
     trainer.close()
     return found
+
+
+@dataclass(frozen=True)
+class Before:
+    """The run of `run_of(samples)`: its folder, which no test changes, and its tensors."""
+
+    folder: Path
+    tensors: Tensors
+
+
+@pytest.fixture(scope="module")
+def before(ranks: Ranks, samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Before:
+    folder = tmp_path_factory.mktemp("before")
+    return Before(folder, train(run_of(samples), ranks, folder))
 
 
 def tensors_of(trainer: Trainer) -> Tensors:
@@ -89,16 +105,16 @@ def state_of(table: str) -> str:
     return f"embedding_optimizer.{rows_of(table).removeprefix('model.')}.{table}.momentum1"
 
 
-def test_an_unchanged_model(ranks, samples, tmp_path):
-    old = train(run_of(samples), ranks, tmp_path)
-    new, report, trainer = begun(run_of(samples, seed=1), ranks, WarmStart(tmp_path))
+def test_an_unchanged_model(ranks, samples, before):
+    old = before.tensors
+    new, report, trainer = begun(run_of(samples, seed=1), ranks, WarmStart(before.folder))
     trainer.close()
     assert old.keys() == new.keys()
     assert [name for name in old if not torch.equal(old[name], new[name])] == []
     assert report.fates == {"tables_taken": 3, "layers_taken": 8}
 
 
-@pytest.mark.parametrize("ema", [None, 0.5])
+@pytest.mark.parametrize("ema", [matrix(None), 0.5])
 def test_a_model_whose_last_save_has_what_changed(ranks, samples, tmp_path, ema):
     """As it was saved, and made whole; its weights are taken, not an average, with which one of its own begins."""
     config = run_of(samples, checkpoint=CheckpointConfig(every_steps=1, keep_last=9, full_every=9))
@@ -146,12 +162,12 @@ def changed(samples: Path) -> dict[str, tuple[RunConfig, tuple[tuple[str, str], 
     }
 
 
-@pytest.mark.parametrize("name", changed(Path()))
-def test_shared_parts_are_equal_and_new_ones_as_of_the_seed(ranks, samples, tmp_path, name):
-    old = train(run_of(samples), ranks, tmp_path)
+@pytest.mark.parametrize("name", keep(["renamed", "a feature more", "more rows"], changed(Path())))
+def test_shared_parts_are_equal_and_new_ones_as_of_the_seed(ranks, samples, before, name):
+    old = before.tensors
     config, renames = changed(samples)[name]
     config = replace(config, train=replace(config.train, seed=5))
-    new, _, trainer = begun(config, ranks, WarmStart(tmp_path, renames=renames))
+    new, _, trainer = begun(config, ranks, WarmStart(before.folder, renames=renames))
     trainer.close()
     cold, _, trainer = begun(config, ranks, None)
     trainer.close()
@@ -176,35 +192,34 @@ def test_shared_parts_are_equal_and_new_ones_as_of_the_seed(ranks, samples, tmp_
         assert not torch.equal(new[rows_of("t_day")], other[rows_of("t_day")])
 
 
-def test_a_rename_that_is_not_told_begins_anew(ranks, samples, tmp_path):
-    old = train(run_of(samples), ranks, tmp_path)
+def test_a_rename_that_is_not_told_begins_anew(ranks, samples, before):
+    old = before.tensors
     config, _ = changed(samples)["renamed"]
-    new, report, trainer = begun(config, ranks, WarmStart(tmp_path))
+    new, report, trainer = begun(config, ranks, WarmStart(before.folder))
     trainer.close()
     assert not torch.equal(new[rows_of("t_product")], old[rows_of("t_item")])
     assert (report.fates["tables_new"], report.fates["tables_dropped"]) == (1, 1)
 
 
-def test_a_new_feature_in_the_middle_changes_no_output(ranks, samples, tmp_path):
+@pytest.mark.parametrize("arch", ["dlrm_dcn", matrix("dlrm"), matrix("wide_deep")])
+def test_a_new_feature_in_the_middle_changes_no_output(ranks, samples, tmp_path, arch):
     """Of DLRM-DCNv2: what layers read of it is multiplied by 0, until it has trained."""
-    for arch in ("dlrm_dcn", "dlrm", "wide_deep"):
-        folder = tmp_path / arch
-        train(run_of(samples, arch=arch), ranks, folder)
-        more = {**features(item=None, shop=None), "day": sparse(7), "item": sparse(40), "shop": sparse(30)}
-        outputs = {}
-        for name, of_features in (("same", features()), ("more", more)):
-            _, _, trainer = begun(run_of(samples, of_features, arch=arch, seed=4), ranks, WarmStart(folder))
-            outputs[name] = outputs_of(trainer)
-            trainer.close()
-        spread = outputs["same"].std()
-        assert spread > 0
-        difference = (outputs["same"] - outputs["more"]).abs().max()
-        if arch == "dlrm_dcn":
-            assert torch.equal(outputs["same"], outputs["more"])
-        elif arch == "dlrm":
-            assert difference < 1e-6 * spread + 1e-6
-        else:  # a first-order weight of each new id is added, as of the seed
-            assert difference > 0
+    train(run_of(samples, arch=arch), ranks, tmp_path)
+    more = {**features(item=None, shop=None), "day": sparse(7), "item": sparse(40), "shop": sparse(30)}
+    outputs = {}
+    for name, of_features in (("same", features()), ("more", more)):
+        _, _, trainer = begun(run_of(samples, of_features, arch=arch, seed=4), ranks, WarmStart(tmp_path))
+        outputs[name] = outputs_of(trainer)
+        trainer.close()
+    spread = outputs["same"].std()
+    assert spread > 0
+    difference = (outputs["same"] - outputs["more"]).abs().max()
+    if arch == "dlrm_dcn":
+        assert torch.equal(outputs["same"], outputs["more"])
+    elif arch == "dlrm":
+        assert difference < 1e-6 * spread + 1e-6
+    else:  # a first-order weight of each new id is added, as of the seed
+        assert difference > 0
 
 
 def outputs_of(trainer: Trainer) -> Tensor:
@@ -225,24 +240,24 @@ CONTROLS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONTROLS)
-def test_the_comparison_finds_what_is_wrong(ranks, samples, tmp_path, monkeypatch, name):
-    old = train(run_of(samples), ranks, tmp_path)
+@pytest.mark.parametrize("name", keep(["states that are forgotten"], CONTROLS))
+def test_the_comparison_finds_what_is_wrong(ranks, samples, before, monkeypatch, name):
+    old = before.tensors
     monkeypatch.setattr(*CONTROLS[name])
-    new, _, trainer = begun(run_of(samples, seed=1), ranks, WarmStart(tmp_path))
+    new, _, trainer = begun(run_of(samples, seed=1), ranks, WarmStart(before.folder))
     trainer.close()
     assert [key for key in old if not torch.equal(old[key], new[key])] != []
 
 
-def test_without_the_optimizer(ranks, samples, tmp_path):
-    old = train(run_of(samples), ranks, tmp_path)
+def test_without_the_optimizer(ranks, samples, before):
+    old = before.tensors
     config = run_of(samples, kind="sgd", dense="sgd")
-    new, _, trainer = begun(config, ranks, WarmStart(tmp_path, without=("optimizer",)))
+    new, _, trainer = begun(config, ranks, WarmStart(before.folder, without=("optimizer",)))
     list(trainer.train())
     trainer.close()
     assert [key for key in new if key.startswith("model.") and not torch.equal(old[key], new[key])] == []
     with pytest.raises(ConfigError, match="--without optimizer"):
-        Trainer(config, ranks, None, start=WarmStart(tmp_path))
+        Trainer(config, ranks, None, start=WarmStart(before.folder))
 
 
 def test_new_layers_begin_as_of_the_seed_though_their_optimizer_decays(ranks, samples, tmp_path):
@@ -277,7 +292,7 @@ def vectors_of_ids(new: Tensors) -> dict[int, tuple[tuple[float, ...], float]]:
     return {own: (tuple(row.tolist()), float(state)) for own, row, state in zip(found, vectors, states, strict=True)}
 
 
-@pytest.mark.parametrize("change", [{"rows": 240}, {"rows": 480}, {"rows": 240, "buckets": 4}], ids=str)
+@pytest.mark.parametrize("change", [matrix({"rows": 240}), {"rows": 480}, matrix({"rows": 240, "buckets": 4})], ids=str)
 def test_ids_keep_their_vectors(ranks, samples, tmp_path, change):
     old = train(run_of(samples, **with_ids(240)), ranks, tmp_path)
     new, report, trainer = begun(run_of(samples, seed=2, **with_ids(**change)), ranks, WarmStart(tmp_path))
@@ -355,10 +370,9 @@ def test_steps_are_kept_where_it_is_asked_for(ranks, samples, tmp_path):
     assert factors == {False: 1 / 100, True: 5 / 100}
 
 
-def test_a_resume_goes_on_with_the_steps_of_the_start(ranks, samples, tmp_path):
+def test_a_resume_goes_on_with_the_steps_of_the_start(ranks, samples, tmp_path, before):
     """And takes nothing anew: the start is not looked at again."""
-    old, new = tmp_path / "old", tmp_path / "new"
-    train(run_of(samples), ranks, old)
+    old, new = before.folder, tmp_path / "new"
     trainer = Trainer(run_of(samples), ranks, new / "checkpoints", start=WarmStart(old, keep_steps=True))
     list(trainer.train())
     trainer.close()
@@ -369,9 +383,9 @@ def test_a_resume_goes_on_with_the_steps_of_the_start(ranks, samples, tmp_path):
     trainer.close()
 
 
-def test_ranks_that_are_started_again_before_a_save_begin_with_it_again(ranks, samples, tmp_path):
-    old = train(run_of(samples), ranks, tmp_path / "old")
-    trainer = Trainer(run_of(samples, seed=1), ranks, tmp_path / "new", start=WarmStart(tmp_path / "old"))
+def test_ranks_that_are_started_again_before_a_save_begin_with_it_again(ranks, samples, tmp_path, before):
+    old = before.tensors
+    trainer = Trainer(run_of(samples, seed=1), ranks, tmp_path / "new", start=WarmStart(before.folder))
     assert resume_run(trainer).checkpoint is None
     assert len(list(trainer.parts[0].begin())) == 1
     new = tensors_of(trainer)
@@ -391,8 +405,7 @@ def pretrained(path: Path, **settings: Any) -> dict[str, Any]:
 VECTORS = np.arange(5 * DIM, dtype=np.float32).reshape(5, DIM) / 7
 
 
-@pytest.mark.parametrize("kind", ["npz", "parquet"])
-@pytest.mark.parametrize("mapping", ["none", "text", "ids"])
+@pytest.mark.parametrize(("mapping", "kind"), covering(("none", "text", "ids"), ("npz", "parquet")))
 def test_rows_of_a_file(ranks, samples, tmp_path, kind, mapping):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -458,10 +471,10 @@ def test_files_that_are_refused(ranks, samples, tmp_path, name):
         Trainer(run_of(samples, **pretrained(path, **settings)), ranks, None)
 
 
-def test_what_the_trained_model_has_is_not_read_from_a_file(ranks, samples, tmp_path):
-    old = train(run_of(samples), ranks, tmp_path)
+def test_what_the_trained_model_has_is_not_read_from_a_file(ranks, samples, tmp_path, before):
+    old = before.tensors
     config = run_of(samples, **pretrained(tmp_path / "gone.npz", rows="row"))
-    new, report, trainer = begun(config, ranks, WarmStart(tmp_path))
+    new, report, trainer = begun(config, ranks, WarmStart(before.folder))
     trainer.close()
     assert torch.equal(old[rows_of("t_item")], new[rows_of("t_item")])
     assert report.vectors == {}
@@ -544,8 +557,8 @@ def test_frozen_tables_that_are_not_there(ranks, samples):
         Trainer(run_of(samples, model={"frozen": ("item",)}, sharding=sharding), ranks, None)
 
 
-def test_sources_that_cannot_be_used(ranks, samples, tmp_path):
-    train(run_of(samples), ranks, tmp_path)
+def test_sources_that_cannot_be_used(ranks, samples, tmp_path, before):
+    shutil.copytree(before.folder, tmp_path, dirs_exist_ok=True)
 
     def refused(error: type[Exception], said: str, begin: WarmStart) -> None:
         with pytest.raises(error, match=said):
