@@ -17,6 +17,7 @@ from numba.core.utils import stream_list
 from embershard.cache.loops.compiled import compiled_when_called
 from embershard.errors import CacheError
 from embershard.interrupts import interrupts_wait
+from tests.covering import matrix
 from tests.faults.children import fork
 
 pytestmark = pytest.mark.slow  # loops are compiled
@@ -68,6 +69,7 @@ def test_an_interrupt_waits_until_a_loop_is_loaded() -> None:
     assert child(lambda: double_two_types(waits=True)) == 0
 
 
+@pytest.mark.matrix
 def test_without_a_wait_no_loop_is_loaded_any_more(capfd: pytest.CaptureFixture[str]) -> None:
     """The control."""
     assert child(lambda: double_two_types(waits=False)) != 0
@@ -105,7 +107,7 @@ def no_memory() -> None:
         doubled(np.ones(2, np.float64))
 
 
-@pytest.mark.parametrize(("cut", "cause"), [(end_generators, "something"), (no_memory, "MemoryError")])
+@pytest.mark.parametrize(("cut", "cause"), [(end_generators, "something"), matrix(no_memory, "MemoryError")])
 def test_what_fails_from_then_on_is_told(
     capfd: pytest.CaptureFixture[str], cut: Callable[[], None], cause: str
 ) -> None:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.cache.config import Policy
@@ -18,6 +18,7 @@ from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.errors import CacheError
 from embershard.stages import stages_recorded
+from tests.covering import examples
 from tests.unit.cache.harness import Pool, made_rows, random_operations, run, windowed_operations
 from tests.unit.cache.test_row_cache import NUM_ROWS, operations, window_operations
 
@@ -27,7 +28,7 @@ TRANSFERS = ["plain", StagedTransfer, functools.partial(StagedTransfer, buffer_b
 
 @pytest.mark.slow
 @given(operations, st.sampled_from(POLICIES), st.integers(1, 12), st.booleans(), st.sampled_from(TRANSFERS))
-@settings(max_examples=60)
+@examples(60)
 def test_every_row_is_right_after_any_operations(operations, policy, num_slots, warmup, transfer):
     """The writes among them come after a flush, as they must."""
     profile = [(7 * k) % 23 for k in range(NUM_ROWS)] if warmup else None
@@ -46,7 +47,7 @@ def test_every_row_is_right_after_any_operations(operations, policy, num_slots, 
 
 
 @given(operations, st.integers(6, 12), st.booleans(), st.sampled_from(TRANSFERS))
-@settings(max_examples=60)
+@examples(60)
 def test_every_row_is_right_after_a_warm_up_that_leaves_host_rows_for_later(operations, num_slots, later, transfer):
     """Made by the thread before the first batch, or not before a write-back needs them."""
     make_later = LazyRows.make if later else mock.Mock()
@@ -74,7 +75,7 @@ def test_a_warm_up_makes_no_row_while_a_step_waits_for_it_and_is_a_stage(monkeyp
 
 @pytest.mark.slow
 @given(window_operations, st.integers(1, 14), st.sampled_from([None, 1]))
-@settings(max_examples=60)
+@examples(60)
 def test_every_row_is_right_in_a_window(operations, num_slots, pinned_table):
     run(
         Pool(

@@ -24,7 +24,7 @@ from embershard.cache.gpu import counters
 from embershard.cache.loops import compiled, initial_rows, next_uses, slots, victims
 from embershard.cache.loops import rows as looped_rows
 from embershard.cache.planner import CachePlan
-from tests.covering import examples
+from tests.covering import examples, keep, matrix
 from tests.unit.cache.harness import Operation, Pool, random_operations, run, windowed_operations
 from tests.unit.cache.torch_operations import count_plan, torch_planning
 
@@ -161,7 +161,7 @@ def test_loops_do_what_the_torch_operations_do(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pinned_table", [None, 1])
+@pytest.mark.parametrize("pinned_table", [matrix(None), 1])
 def test_loops_do_what_the_torch_operations_do_with_batches_of_several_blocks(pinned_table):
     """And with more slots than are ranked one by one. Threads would choose among repeats in any order."""
     operations = windowed_operations(seed=1, steps=22, num_rows=9010, batch_size=1500, lookahead=4)
@@ -220,7 +220,7 @@ FAULTS: dict[str, tuple[int, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", keep(["choose"], FAULTS))
 def test_one_different_argument_of_a_loop_is_noticed(name):
     with mock.patch.object(loops, name, _changed(name, *FAULTS[name])), pytest.raises(AssertionError):
         check_fixed()

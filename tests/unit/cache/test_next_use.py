@@ -10,12 +10,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.cache import NextUseIndex, SlotMap
 from embershard.cache import next_use as next_use_index
-from tests.covering import examples
+from tests.covering import examples, matrix
 from tests.unit.cache.harness import Operation, Pool, run, windowed_operations
 
 NUM_ROWS = 30
@@ -167,14 +167,16 @@ _RESERVE, _RESIZE = NextUseIndex._reserve, NextUseIndex._resize
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [_cells_not_cleared, _growth_starts_afresh, _growth_counts_without_the_oldest])
+@pytest.mark.parametrize(
+    "fault", [_cells_not_cleared, matrix(_growth_starts_afresh), matrix(_growth_counts_without_the_oldest)]
+)
 def test_a_fault_in_the_ring_is_noticed(fault):
     with mock.patch.object(NextUseIndex, "_reserve", fault), pytest.raises(AssertionError):
         check_ring()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [_shrinking_starts_afresh, _shrinks_to_the_new_batch])
+@pytest.mark.parametrize("fault", [matrix(_shrinking_starts_afresh), _shrinks_to_the_new_batch])
 def test_a_fault_in_shrinking_the_ring_is_noticed(fault):
     with pytest.raises(AssertionError):
         check_bursts(fault)
@@ -256,7 +258,7 @@ def test_a_forgotten_or_second_token_changes_nothing():
 
 @pytest.mark.slow
 @given(st.lists(rows, min_size=1, max_size=6), st.sampled_from([0, 1, 2]))
-@settings(max_examples=30)
+@examples(30)
 def test_where_keys_are_not_on_the_cpu_tables_that_stay_are_left_out_all_the_same(batches, pinned_table):
     """There the slots tell which keys these are; cached or not, the others must be known."""
     pools = [Pool(policy=POLICY, num_slots=25, pinned_table=pinned_table) for _ in range(2)]

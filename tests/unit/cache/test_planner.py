@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.cache import (
@@ -30,6 +30,7 @@ from embershard.cache.eviction import VictimQueue
 from embershard.cache.homes.shape import PoolShape
 from embershard.errors import SetupError
 from embershard.frequency.counts import RowCounts
+from tests.covering import examples
 from tests.unit.cache.harness import Pool
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def test_equal_states_and_keys_give_equal_plans(batches, policy):
 
 
 @given(batches, st.integers(1, 6))
-@settings(max_examples=60)
+@examples(60)
 def test_equal_states_keys_and_known_batches_give_equal_plans(batches, ahead):
     pair = make("lookahead"), make("lookahead")
     ids = [torch.tensor(keys, dtype=torch.int64) for keys in batches]
@@ -93,7 +94,7 @@ def test_equal_states_keys_and_known_batches_give_equal_plans(batches, ahead):
 
 
 @given(batches, st.sampled_from(get_args(Policy)), st.integers(10, 14))
-@settings(max_examples=60)
+@examples(60)
 def test_a_plan_accounts_for_every_id(batches, policy, num_slots):
     planner = make(policy, num_slots)
     for number, keys in enumerate(batches, start=1):

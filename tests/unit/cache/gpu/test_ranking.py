@@ -104,6 +104,7 @@ def test_a_ranking_is_that_of_a_sort_of_all_slots(case: str) -> None:
     check(CASES[case])
 
 
+@pytest.mark.matrix
 def test_a_digit_that_is_left_out_is_noticed() -> None:
     with mock.patch.object(victim_kernels, "NUM_DIGITS", 7), pytest.raises(AssertionError):
         check(CASES["a sample bounds it"])

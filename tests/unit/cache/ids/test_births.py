@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.errors import CacheError
-from tests.covering import covering
+from tests.covering import covering, examples, keep
 from tests.unit.cache.harness import DIM, Pool, made_rows, random_operations, run, windowed_operations
 from tests.unit.cache.rows.test_initial_weights import weights_of_id
 from tests.unit.cache.test_row_cache import operations, window_operations
@@ -82,14 +82,14 @@ def table_of(number: int) -> ShardWeights:
 
 @pytest.mark.slow
 @given(operations, st.sampled_from(POLICIES), st.integers(1, 12), st.sampled_from(["plain", StagedTransfer]))
-@settings(max_examples=40)
+@examples(40)
 def test_every_row_is_right_after_any_operations(operations, policy, num_slots, transfer):
     run(BirthPool(num_slots=num_slots, policy=policy, overflow="grow", transfer=transfer, lazy=True), operations)
 
 
 @pytest.mark.slow
 @given(window_operations, st.integers(1, 14), st.sampled_from(["array", "hashed"]), st.sampled_from([None, 1]))
-@settings(max_examples=40)
+@examples(40)
 def test_every_row_is_right_in_a_window(operations, num_slots, kind, pinned_table):
     num_slots = num_slots + 1 if pinned_table else num_slots
     arguments = {"overflow": "grow", "kind": kind, "pinned_table": pinned_table, "lazy": True}
@@ -330,7 +330,7 @@ FAULTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", keep(["states_kept"], FAULTS))
 def test_a_fault_is_noticed(fault):
     run = Run("lfu", prefetch=2)
     with mock.patch.object(*FAULTS[fault]), pytest.raises(AssertionError):
