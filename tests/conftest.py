@@ -30,7 +30,7 @@ CRITEO_SAMPLE = Path("data", "criteo_1tb_day0_10k")
 settings.register_profile(
     "embershard", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("without the matrix", settings.get_profile("embershard"), max_examples=40)
+settings.register_profile("without the matrix", settings.get_profile("embershard"), max_examples=25)
 settings.load_profile("embershard")
 
 torch.set_num_threads(1)

@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.data.config import TableConfig
 from embershard.data.sources.table import text_files
 from embershard.data.sources.table.cells import FLOATS, INTEGER_WORDS, INTEGERS, SECONDS, read_cells
 from embershard.data.sources.table.text_files import TextColumns
+from tests.covering import examples
 
 FORMS = {"floats": FLOATS, "integers": INTEGERS, "integer words": INTEGER_WORDS, "seconds": SECONDS}
 CELLS = [
@@ -56,7 +57,7 @@ LINES = [
 
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
 @given(cells=st.lists(st.sampled_from(["7", "7", "7", *CELLS, None]), max_size=60), last=st.binary(max_size=3))
-@settings(max_examples=60)
+@examples(60)
 def test_a_cell_is_what_it_is_alone(forms, cells, last):
     column = pa.array([*(cell if cell is None else cell.encode() for cell in cells), last, b"7"], pa.binary())
     values, is_wrong = read_cells(column, forms)
@@ -109,7 +110,7 @@ def rows_of(read: TextColumns, line: bytes) -> list[dict[str, bytes]]:
     lines=st.lists(st.sampled_from(["1,a", "1,a", *LINES]) | st.text('"",,ab\r', max_size=12), min_size=1, max_size=30),
     end=st.sampled_from(["\n", "\r\n"]),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_a_line_is_what_it_is_alone(quoted, lines, end):
     read = columns(quoted=quoted)
     table, places, failed = read.read_good(memoryview(end.join([*lines, "0,z"]).encode()))

@@ -6,22 +6,24 @@ from dataclasses import replace
 
 import pytest
 
+from tests.covering import keep
 from tests.unit.data import dialects
 from tests.unit.data.dialects import Dialect
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", keep(range(0, 50, 5), range(50)))
 def test_samples_are_those_of_the_clean_file(tmp_path, seed):
     assert dialects.tried(seed, tmp_path) == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", keep([100, 105], range(100, 110)))
 def test_training_on_a_dialect_is_training_on_the_clean_file(tmp_path, ranks, seed, monkeypatch):
     monkeypatch.setenv("EMBERSHARD_COPIES", str(tmp_path / "copies"))
     assert dialects.tried(seed, tmp_path, ranks) == ""
 
 
+@pytest.mark.matrix
 def test_a_wrong_separator_in_the_settings_is_seen(tmp_path):
     """The negative control: lists that are cut into columns, or not cut, give other samples, or bad rows."""
     dialect = replace(Dialect(), separator=";", list_separator="|")

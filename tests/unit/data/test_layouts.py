@@ -18,6 +18,7 @@ def test_a_public_layout_is_read_as_it_is_meant(tmp_path, layout):
     assert tried(layout, tmp_path, 300) == ""
 
 
+@pytest.mark.matrix
 def test_another_separator_is_noticed(tmp_path):
     """The negative control: rows that are cut at another place are other rows."""
     (layout,) = (each for each in LAYOUTS if each.name == "ml_1m_ratings.dat")

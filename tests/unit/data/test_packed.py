@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.data import BatchStream, DataConfig
@@ -87,7 +87,7 @@ def test_every_sample_once_and_one_order_for_any_number_of_ranks(kit, shape):
 
 
 @given(shapes)
-@settings(max_examples=30)
+@examples(30)
 def test_the_samples_of_a_kind_keep_the_epoch_s_order(kit, shape):
     source = kit.source(shape["file_rows"], shape["chunk_rows"])
     flags, hot = kit.hot_of(source, shape["share"], shape["seed"])
@@ -166,7 +166,7 @@ def test_a_state_of_another_order_or_batch_begins_a_new_schedule(kit):
 
 
 @given(shapes, st.integers(0, 10**6), st.booleans())
-@settings(max_examples=40)
+@examples(40)
 def test_a_plain_epoch_goes_on_packed_without_a_sample_twice(kit, shape, place, second_epoch):
     source = kit.source(shape["file_rows"], shape["chunk_rows"])
     _, hot = kit.hot_of(source, shape["share"], shape["seed"])

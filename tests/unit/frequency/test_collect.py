@@ -15,6 +15,7 @@ from embershard.frequency.collect import BYTES_PER_ROW, WINDOWS, Collector, coun
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, histogram_of, sum_counts
 from embershard.frequency.downsampling import Following, downsampled
 from embershard.frequency.profile_file import decode, encode
+from tests.covering import examples
 
 ROWS = {"user": 1000, "item": 50}
 PLENTY = {"max_lookups": 10**9, "memory_bytes": 1 << 30}
@@ -182,7 +183,7 @@ def test_lost_lookups_stay_in_the_histogram():
 
 
 @given(st.lists(st.lists(st.integers(0, 40)), max_size=6))
-@settings(max_examples=20)
+@examples(20)
 def test_sums_of_counts(parts):
     arrays = [np.array(part, dtype=np.int64) for part in parts]
     total = sum_counts([RowCounts.of_rows(array) for array in arrays])

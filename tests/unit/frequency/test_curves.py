@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.frequency import CountHistogram, TableStatistics
 from embershard.frequency.compare import half_split
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.curves import BatchMisses, distinct_rows, pooled, static_curve, unseen_share
+from tests.covering import examples
 
 counts = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 
 
 @given(counts, counts, st.integers(0, 30))
-@settings(max_examples=40)
+@examples(40)
 def test_tables_share_slots_by_count(first, second, num_rows):
     together = pooled(CountHistogram.of_counts(np.array(each)) for each in (first, second))
     expected = sum(sorted([*first, *second], reverse=True)[:num_rows])
@@ -24,7 +25,7 @@ def test_tables_share_slots_by_count(first, second, num_rows):
 
 
 @given(counts, counts, st.integers(0, 30))
-@settings(max_examples=40)
+@examples(40)
 def test_the_rows_of_a_half_are_chosen_from_all_tables(first, second, num_rows):
     """With itself as the other half both hit rates are the static curve's, ties at the last count shared evenly."""
     half = {str(n): RowCounts(np.arange(len(each)), np.array(each)) for n, each in enumerate((first, second))}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.frequency import CountHistogram
 from embershard.frequency.curves import static_curve
 from embershard.frequency.new_data import in_new_data
+from tests.covering import examples
 
 NUM_ROWS = 200_000
 
@@ -32,7 +33,7 @@ def test_a_prefix_tells_the_hit_rate_of_all(exponent, num_lookups):
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(0, 10_000))
-@settings(max_examples=40)
+@examples(40)
 def test_rows_and_lookups_stay(counts, unseen):
     seen = CountHistogram.of_counts(np.array(counts))
     found = in_new_data(seen, len(counts) + unseen)

@@ -17,12 +17,13 @@ from embershard.frequency import FrequencyProfile
 from embershard.frequency import profile as profile_module
 from embershard.frequency.collect import Collector, count_part
 from embershard.frequency.counts import SparseCounts
+from tests.covering import examples
 
 ids = st.lists(st.integers(0, 49), max_size=30)
 
 
 @given(st.lists(st.fixed_dictionaries({"user": ids, "item": ids}), max_size=5))
-@settings(max_examples=30)
+@examples(30)
 def test_counts_are_those_of_a_slow_count(batches):
     tensors = [{name: torch.tensor(values, dtype=torch.int64) for name, values in b.items()} for b in batches]
     profile = FrequencyProfile.count(tensors, {"user": 50, "item": 1000})
@@ -214,7 +215,7 @@ def test_a_billion_rows_are_loaded_without_counting_to_a_billion(tmp_path):
 
 
 @given(st.lists(st.integers(0, 49), max_size=40), st.integers(0, 50), st.integers(0, 60))
-@settings(max_examples=30)
+@examples(30)
 def test_lazy_counts_are_the_dense_ones(tmp_path_factory, values, start, size):
     path = tmp_path_factory.getbasetemp() / "lazy.npz"
     dense = FrequencyProfile.count([{"t": torch.tensor(values, dtype=torch.int64)}], {"t": 50})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.stack_distances import bursts, measure, shards, streams, zipf
@@ -12,6 +12,7 @@ from embershard.errors import DataError
 from embershard.frequency import CountHistogram, StackDistances, is_followed, row_hashes
 from embershard.frequency import stack_distances as module
 from embershard.frequency.stack_distances import exact, from_followed
+from tests.covering import examples
 
 STREAMS = st.lists(st.integers(-3, 12), max_size=60)
 
@@ -46,13 +47,13 @@ def same(a: StackDistances, b: StackDistances) -> bool:
     return arrays and (a.num_lookups, a.rate) == (b.num_lookups, b.rate)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(STREAMS)
 def test_exact_distances_are_those_of_a_list(stream: list[int]) -> None:
     assert same(exact(as_rows(stream)), by_lists(stream))
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(STREAMS, st.integers(0, 3))
 def test_blocks_of_any_size_count_the_same(stream: list[int], block_bits: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +68,7 @@ def test_a_stream_longer_than_its_blocks_counts_the_same(monkeypatch: pytest.Mon
     assert same(exact(rows), whole)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(STREAMS, st.integers(1, 14))
 def test_the_hit_rate_is_that_of_a_cache(stream: list[int], num_slots: int) -> None:
     expected = lru_hits(stream, num_slots) / max(len(stream), 1)
@@ -88,13 +89,13 @@ def test_bins_promise_no_hit_early_and_are_one_percent_wide() -> None:
     assert (truth <= stack.hit_rate(sizes * 1.01 + 1)).all()
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(STREAMS)
 def test_following_all_rows_is_exact(stream: list[int]) -> None:
     assert same(shards(3, as_rows(stream), 1.0), exact(as_rows(stream)))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(STREAMS, st.sampled_from([0.1, 0.5, 0.99]))
 def test_estimates_are_curves(stream: list[int], rate: float) -> None:
     """Whatever was followed: rising, and with all rows in the cache only first uses miss."""

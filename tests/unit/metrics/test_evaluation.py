@@ -27,6 +27,7 @@ from embershard.metrics.evaluation import MISSING, OTHERS, Evaluation, Evaluator
 from embershard.metrics.figures import metric_names, metric_of, names_of, slice_rows
 from embershard.metrics.predictions import Predicted, judge
 from embershard.models.loss import class_logits
+from tests.covering import examples
 from tests.unit.metrics.columns import Columns
 
 CPU = torch.device("cpu")
@@ -106,7 +107,7 @@ def at_place(own: list[tuple[float, float, float, int]], name: str) -> float | N
 
 
 @given(SAMPLES)
-@settings(max_examples=40)
+@examples(40)
 def test_every_figure_is_that_of_the_textbook(samples: list[tuple[int, float, float, int, int]]) -> None:
     """Of all samples and of each slice, with ties, weights of 0, groups of one class, labels that are missing."""
     logits, labels, weights, groups, slices = (
@@ -166,7 +167,7 @@ def test_recalibrated_ne_is_torchrecs() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 3.0])), max_size=20), st.integers(0, 99))
-@settings(max_examples=40)
+@examples(40)
 def test_figures_of_classes_are_those_of_the_textbook(samples: list[tuple[int, float]], seed: int) -> None:
     """Of samples of which some have not the label (class 3); beside the figures of each class."""
     classes = np.array([each for each, _ in samples], int)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.data.order.segments import (
@@ -25,6 +25,7 @@ from embershard.data.order.segments import (
 )
 from embershard.errors import ConfigError, DataError
 from embershard.settings.decoding import decode
+from tests.covering import examples
 
 Emitted = list[tuple[str, int]]
 START = PackedState(digest="d", global_batch=1)
@@ -125,7 +126,7 @@ shapes = st.fixed_dictionaries(
 
 
 @given(shapes, st.data())
-@settings(max_examples=80)
+@examples(80)
 def test_the_order_does_not_depend_on_reading_ahead_and_a_state_goes_on(shape, data):
     """Every sample once an epoch; the same batches for any read-ahead; a state saved in between gives the same rest."""
     size, num_hot, total = shape["size"], shape["num_hot"], shape["num_cold"] + shape["num_hot"]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.data import BatchStream, DataConfig, StreamState
@@ -92,7 +92,7 @@ def test_every_sample_once_and_one_order_for_any_world_size(kit, shape):
 
 
 @given(shapes, st.integers(0, 3), st.integers(1, 50), st.integers(0, 250))
-@settings(max_examples=30)
+@examples(30)
 def test_blocks_are_the_stream_s_first_samples(kit, shape, num_workers, size, stop):
     source = kit.source(shape["file_rows"], shape["chunk_rows"], shape["eval_fraction"])
     stop = min(stop, source.chunks("train").num_samples)

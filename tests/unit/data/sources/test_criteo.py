@@ -10,7 +10,7 @@ import string
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.data import CriteoConfig, DataConfig, open_source
@@ -18,6 +18,7 @@ from embershard.data.hashing import mix64
 from embershard.data.sources import text
 from embershard.data.sources.criteo import parse_hex
 from embershard.errors import ConfigError, DataError
+from tests.covering import examples
 
 NUM_ROWS = tuple(range(3, 2_080_003, 80_000))
 
@@ -156,7 +157,7 @@ def test_hash_is_the_declared_one(words):
 
 
 @given(st.lists(st.sampled_from([b"", b"\r", b"a", b"a\r", b"bc", b"bcd\r"]), max_size=30), st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_chunks_of_lines_are_cut_at_newlines(pieces, data):
     content = b"\n".join(pieces)
     blocks, start = [], 0

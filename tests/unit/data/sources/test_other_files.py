@@ -19,6 +19,7 @@ from embershard.data.sources.table.containers import refuse_features
 from embershard.data.sources.table.text_forms import Given, find_form
 from embershard.data.sources.table.whole_columns import WholeColumns
 from embershard.errors import DataError
+from tests.covering import covering
 
 TEXT = "bought,shop\n" + "".join(f"{n % 2},s{n % 9}\n" for n in range(300))
 
@@ -92,8 +93,7 @@ def run_as_told(said: str, new: Path) -> None:
     subprocess.run(f"{command} > {new}", shell=True, check=True)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize(("name", "ending"), covering(list(FORMATS), ("", ".gz")))
 def test_the_line_of_python_that_is_named_makes_json_lines(tmp_path, name, ending):
     line, columns = FORMATS[name]
     lines = [line.format(y=1 - 2 * (n % 2), n=n, few=n % 9) for n in range(200)]

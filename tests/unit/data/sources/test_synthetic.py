@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.data import DataConfig, SyntheticConfig
@@ -20,6 +20,7 @@ from embershard.data.sources.synthetic import (
     scatter,
 )
 from embershard.errors import ConfigError
+from tests.covering import examples
 
 NUM_DRAWN = 100_000
 
@@ -91,7 +92,7 @@ def test_scattering_is_a_bijection(num_ids, key):
 
 
 @given(st.floats(1e-7, 3), st.integers(0, 25))
-@settings(max_examples=80)
+@examples(80)
 def test_any_scale_gives_ids_inside_the_table(scale, number):
     config = SyntheticConfig(scale=scale)
     table = SyntheticTable(0, number, CRITEO_KAGGLE[number], config)

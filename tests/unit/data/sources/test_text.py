@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from embershard.data import DataConfig, open_source
@@ -15,6 +15,7 @@ from embershard.data.block import Block
 from embershard.data.config import TableConfig, TableFeature
 from embershard.data.sources.check import check_data
 from embershard.errors import DataError, NoRowsError
+from tests.covering import examples
 
 MARK = b"\xef\xbb\xbf"
 HEADER = b"label,x,u,t\n"
@@ -64,7 +65,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("text") / "a.csv"
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(bodies(), st.booleans(), st.booleans())
 @example(b'1,2,"a\n1",0\r1,2,b,0\n0,1,c,0\n', True, True)  # a swallowed line end, and a row more than there are lines
 @example(b'1,2,a,"0\n"\r1,2,b,0\n', True, True)
