@@ -164,7 +164,7 @@ KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "count"), [(name, 60) for name in KINDS] + [matrix(name, FILES_PER_KIND) for name in KINDS]
+    ("name", "count"), [(name, 30) for name in KINDS] + [matrix(name, FILES_PER_KIND) for name in KINDS]
 )
 def test_a_damaged_file_is_read_or_refused(name: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make, read = KINDS[name]
