@@ -19,6 +19,7 @@ from embershard.distributed.checkpoint.load import BoxReader, newest_valid, save
 from embershard.distributed.checkpoint.manifest import Parent
 from embershard.errors import CheckpointError, InvalidCheckpointError
 from embershard.settings.decoding import decode
+from tests.covering import matrix
 from tests.unit.distributed.chains import DIM, NAMES, ROWS, rewritten, save_chain
 from tests.unit.distributed.checkpoints import DAMAGES
 
@@ -88,7 +89,7 @@ def test_rows_in_many_pieces(ranks, tmp_path, monkeypatch):
     assert is_equal(loaded(tmp_path / "step_4"), states[4])
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [matrix(1), 2, matrix(3)])
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_every_damage_of_a_link_is_found_and_named(saved, tmp_path, ranks, step, name, damage):

@@ -98,18 +98,19 @@ def test_features_are_checked_without_building():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", get_args(Arch))
-def test_neither_needs_torch(arch):
+def test_neither_needs_torch():
     code = f"""
 import sys
 from embershard.data.schema import Schema, SparseFeature, Target
 from embershard.models import ModelConfig, model_tables, num_parameters
-events = dict(target=("item",), history=("past",)) if {arch in WITH_HISTORY} else dict()
 schema = Schema(("d",), tuple(SparseFeature(name, 30) for name in ("item", "past", "user")),
                 Target(("click", "buy")))
-config = ModelConfig(arch={arch!r}, **events)
-print(len(model_tables(config, schema)), num_parameters(config, schema) > 0)
-sys.exit("it imports torch" if "torch" in sys.modules else 0)
+for arch in {get_args(Arch)}:
+    events = dict(target=("item",), history=("past",)) if arch in {WITH_HISTORY} else dict()
+    config = ModelConfig(arch=arch, **events)
+    print(len(model_tables(config, schema)), num_parameters(config, schema) > 0)
+    if "torch" in sys.modules:
+        sys.exit(f"{{arch}} imports torch")
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (ran.stderr, ran.stdout.split()[-1:]) == ("", ["True"])
+    assert (ran.stderr, set(ran.stdout.split()[1::2])) == ("", {"True"})
