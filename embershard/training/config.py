@@ -267,19 +267,19 @@ class RunConfig:
             return
         self.cache.check_profile(self.has_profile)
         needs = {"model.table_dtype": "slots are rounded to it", "train.init": "the seed also rounds"}
-        self._check_rows_away("cache.host_dtype", needs)
+        self._check_home("cache.host_dtype", needs)
 
     def _check_rows_in_files(self) -> None:
         """Raise where rows in files meet settings that know only rows in memory."""
         if self.cache.host != "file" or not self.cache.enabled:
             return
-        self._check_rows_away('cache.host = "file"', {"train.init": "rows that were never written are drawn"})
+        self._check_home('cache.host = "file"', {"train.init": "rows that were never written are drawn"})
         if self.lookahead < 1:
             raise ConfigError(
                 'look_ahead.lookahead: got 0, needed 1 or more with cache.host = "file": rows are read ahead.'
             )
 
-    def _check_rows_away(self, setting: str, needs: Mapping[str, str]) -> None:
+    def _check_home(self, setting: str, needs: Mapping[str, str]) -> None:
         """Raise where rows that are not in host memory as they are in slots meet other settings; `needs` says why."""
         found = {"model.table_dtype": self.model.table_dtype, "train.init": self.train.init}
         needed = {"model.table_dtype": "fp32", "train.init": "counter"}

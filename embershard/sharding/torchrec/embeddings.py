@@ -124,11 +124,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         self, spec: CacheSpec, tables: Sequence[ShardedEmbeddingTable], shape: PoolShape, share: NodeShare | None
     ) -> Home:
         request = HomeRequest(shape, spec.config.host, spec.config.host_dir, self._device.type == "cuda", share)
-        request = replace(request, **spec.home_arguments(tables))
-        if spec.config.host_bytes is not None:
-            num_slots = spec.num_slots(tables, shape.row_bytes)
-            request = replace(request, num_places=spec.num_places(tables, shape.row_bytes, num_slots))
-        return choose_home(request)
+        return choose_home(replace(request, **spec.home_arguments(tables, shape.row_bytes)))
 
     def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
         tables, num_rows = config.embedding_tables, self.host.num_rows

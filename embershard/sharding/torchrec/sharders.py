@@ -36,7 +36,7 @@ from embershard.sharding.torchrec.modules import (
     new_sharded_module,
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, REPLICATED, REPLICATED_KERNEL, SPEC_KEY, CacheSpec
-from embershard.sharding.torchrec.table_arguments import check_rows_away
+from embershard.sharding.torchrec.table_arguments import check_home
 
 POOLED_TYPES = [REPLICATED, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [REPLICATED, *SEQUENCE_SHARDINGS]
@@ -93,7 +93,7 @@ class _Cached:
         given = {"profile": profile, "plan": plan, "init_seed": init_seed, "ids": self._ids}
         self._modes = modes_of({**given, "exchange": "pooled", "mode": "sharded", "hot_rows": None, **asked})
         refusing = [str(mode) for mode in self._modes if not mode.uses_caches_alone]
-        check_rows_away(self._cache, has_seed=init_seed is not None, modes=refusing)
+        check_home(self._cache, has_seed=init_seed is not None, modes=refusing)
 
     @property
     def cache(self) -> CacheConfig:

@@ -132,12 +132,14 @@ class CacheSpec:
         own_type = {HOST_DTYPE_KEY: str(self.config.small_type_of(table))} if self.config.host_dtypes else {}
         return {SPEC_KEY: self, **own_type}
 
-    def home_arguments(self, tables: Sequence[ShardedEmbeddingTable]) -> dict[str, Any]:
-        """Return what a `HomeRequest` has of a group's type of rows; nothing for fp32.
+    def home_arguments(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int) -> dict[str, Any]:
+        """Return what a `HomeRequest` has of a group's type of rows, and of their places, for slots of `row_bytes`.
 
         Full rows are chosen in the whole table, so that no rank or plan matters.
         """
         small_type = self.config.small_type_of(tables[0].name)
+        if self.config.host_bytes is not None:
+            return {"num_places": self._num_places(tables, row_bytes, self.num_slots(tables, row_bytes))}
         if small_type is None:
             return {}
         found, offset = [np.empty(0, np.int64)], 0
@@ -150,7 +152,7 @@ class CacheSpec:
             offset += table.local_rows
         return {"small_type": small_type, "full_keys": torch.from_numpy(np.concatenate(found))}
 
-    def num_places(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int, num_slots: int) -> int:
+    def _num_places(self, tables: Sequence[ShardedEmbeddingTable], row_bytes: int, num_slots: int) -> int:
         """Return the rows of the pool of `tables` that `cache.host_bytes` holds in memory.
 
         Raises:

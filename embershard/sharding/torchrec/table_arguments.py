@@ -174,10 +174,10 @@ def check_host_types(type_of_table: Mapping[str, torch.dtype], cache: CacheConfi
         )
 
 
-def check_rows_away(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) -> None:
+def check_home(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) -> None:
     """Refuse small rows in host memory, and rows in files, where something would read or write them as memory.
 
-    >>> check_rows_away(CacheConfig(host_dtype="fp16"), has_seed=False, modes=[])
+    >>> check_home(CacheConfig(host_dtype="fp16"), has_seed=False, modes=[])
     Traceback (most recent call last):
     embershard.errors.ConfigError: cache.host_dtype: got fp16 without init_seed...
 

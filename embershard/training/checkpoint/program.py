@@ -34,12 +34,12 @@ from embershard.distributed.checkpoint.manifest import METADATA
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
 from embershard.sharding.torchrec import cached_embeddings, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates
-from embershard.training.checkpoint.host_rows import load_weights, taking_references
-from embershard.training.checkpoint.rows_of_files import (
+from embershard.training.checkpoint.blocks_of_rows import (
     check_all_parts,
-    load_rows_of_files,
-    without_rows_of_files,
+    load_rows_elsewhere,
+    without_rows_elsewhere,
 )
+from embershard.training.checkpoint.host_rows import load_weights, taking_references
 
 _MODEL, _OPTIMIZER, _STATES = "model", "optimizer", "optimizer.state"
 
@@ -131,12 +131,12 @@ def load_program(
     _check_states(path, saved_sizes(saved, _STATES), tensors[_OPTIMIZER]["state"], ranks)
     with without_known_warnings():
         sizes = {name: value.size(0) for name, value in tensors[_MODEL].items() if isinstance(value, ShardedTensor)}
-        in_memory = without_rows_of_files(model, tensors)
+        in_memory = without_rows_elsewhere(model, tensors)
         states = RowStates(in_memory[_OPTIMIZER].get("state", {}), saved_sizes(saved, _STATES), sizes)
         wanted = {_MODEL: in_memory[_MODEL], _OPTIMIZER: {**others, "state": states.to_load}}
         load_tensors(path, without_empty(wanted))
         states.spread()
-    load_rows_of_files(model, path, tensors)
+    load_rows_elsewhere(model, path, tensors)
     load_weights(model, in_memory[_MODEL])
     with without_known_warnings():
         optimizer.load_state_dict(tensors[_OPTIMIZER])

@@ -30,6 +30,7 @@ from embershard.distributed.checkpoint.load import empty_group, without_known_wa
 from embershard.distributed.checkpoint.save import NewLink
 from embershard.sharding.torchrec import FrozenRows, freeze, without_flushes
 from embershard.sharding.torchrec.checkpoints import RowStates, restore_contents, saved_contents
+from embershard.training.checkpoint.blocks_of_rows import load_rows_elsewhere, without_rows_elsewhere
 from embershard.training.checkpoint.host_rows import (
     MARKED_ROWS,
     load_weights,
@@ -40,7 +41,6 @@ from embershard.training.checkpoint.host_rows import (
     without_rounded_rows,
 )
 from embershard.training.checkpoint.identity import Change, identity_of, tables_of
-from embershard.training.checkpoint.rows_of_files import load_rows_of_files, without_rows_of_files
 from embershard.training.checkpoint.save_chain import SaveChain
 from embershard.training.checkpoint.saved_run import SOURCE_STATE, SavedRun, SettingsComparison, compare
 from embershard.training.checkpoint.table_shards import MODEL, STATES
@@ -209,7 +209,7 @@ class RunState:
         groups = {group: empty_group(there, group) for group in (MARKED_ROWS, _CACHE)}
         with without_known_warnings():
             num_rows = {name: value.size(0) for name, value in tensors[MODEL].items() if value.dim()}
-            in_memory = without_rows_of_files(self.model, tensors)
+            in_memory = without_rows_elsewhere(self.model, tensors)
             states = RowStates(in_memory[STATES], saved_sizes(there, STATES), num_rows)
             in_memory[MODEL] = without_rounded_rows(self.model, in_memory[MODEL])
             load_tensors(checkpoint, without_empty({**in_memory, STATES: states.to_load, **groups}))
@@ -217,7 +217,7 @@ class RunState:
         changed = {change.key for change in comparison.changes}
         if not changed & {"cache.host_dtype", "cache.host_dtypes", "cache.full_rows"}:
             restore_marks(self.model, groups[MARKED_ROWS])
-        load_rows_of_files(self.model, checkpoint, {name: tensors[name] for name in (MODEL, STATES)})
+        load_rows_elsewhere(self.model, checkpoint, {name: tensors[name] for name in (MODEL, STATES)})
         load_weights(self.model, in_memory[MODEL])
         for name, rows in rounded_tables(self.model).items():
             fill(rows, CheckpointSaved(checkpoint), f"{MODEL}.{name}")

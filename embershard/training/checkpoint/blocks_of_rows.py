@@ -1,4 +1,4 @@
-"""Rows in files (`cache.host = "file"`), out of a checkpoint: weights and optimizer states, block by block."""
+"""Rows that are elsewhere than in memory, as `cache.host = "file"` has them, out of a checkpoint, block by block."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class _SavedPart:
         return self.reader.read(self.name, (first, *self.offsets[1:]), (count, *self.sizes[1:]))
 
 
-def without_rows_of_files(model: nn.Module, groups: Mapping[str, _Groups | Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the groups of a checkpoint's tensors without those whose rows are in files.
+def without_rows_elsewhere(model: nn.Module, groups: Mapping[str, _Groups | Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the groups of a checkpoint's tensors without those whose rows are elsewhere.
 
-    >>> without_rows_of_files(model, {"model": {"clicks.weight": torch.zeros(1)}})  # a model whose rows are in memory
+    >>> without_rows_elsewhere(model, {"model": {"clicks.weight": torch.zeros(1)}})  # a model whose rows are in memory
     {'model': {'clicks.weight': tensor([0.])}}
     """
     hosts = _hosts(model)
@@ -71,7 +71,7 @@ def without_rows_of_files(model: nn.Module, groups: Mapping[str, _Groups | Mappi
 
 
 def check_all_parts(model: nn.Module, groups: Mapping[str, Any]) -> None:
-    """Raise unless weights and all optimizer states of rows in files are among the groups of a checkpoint's tensors.
+    """Raise unless weights and all optimizer states of rows elsewhere are among the groups of a checkpoint's tensors.
 
     Raises:
         ConfigError: with the tables and what to give.
@@ -91,8 +91,8 @@ def check_all_parts(model: nn.Module, groups: Mapping[str, Any]) -> None:
             )
 
 
-def load_rows_of_files(model: nn.Module, checkpoint: Path, groups: Mapping[str, Any]) -> None:
-    """Read weights and optimizer states of rows in files out of a verified checkpoint.
+def load_rows_elsewhere(model: nn.Module, checkpoint: Path, groups: Mapping[str, Any]) -> None:
+    """Read weights and optimizer states of rows elsewhere out of a verified checkpoint.
 
     Args:
         groups: the tensors, weights and states, by the names that they have in the checkpoint.
@@ -100,7 +100,7 @@ def load_rows_of_files(model: nn.Module, checkpoint: Path, groups: Mapping[str, 
     Raises:
         CheckpointError: the checkpoint lacks rows.
 
-    >>> load_rows_of_files(model, Path("step_4"), {})  # a model whose rows are in memory
+    >>> load_rows_elsewhere(model, Path("step_4"), {})  # a model whose rows are in memory
     """
     hosts = _hosts(model)
     if not hosts:
@@ -134,7 +134,7 @@ def _hosts(model: nn.Module) -> list[Home]:
 
 
 def _places(value: Any, hosts: Sequence[Home]) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], Tensor]]:
-    """Yield of each local part of a tensor whose rows are in a file: number of the host, number of the payload tensor
+    """Yield of each local part of a tensor whose rows are elsewhere: number of the host, number of the payload tensor
     and first row there; its offsets in the whole; and itself."""
     if isinstance(value, ShardedTensor):
         parts = [(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in value.local_shards()]
