@@ -25,6 +25,11 @@ def examples(count: int) -> settings:
     return settings(max_examples=max(8, count * settings.default.max_examples // 100))
 
 
+def combinations(kept: Collection[tuple[Any, ...]], *values: Sequence[Any]) -> list[Any]:
+    """Return all combinations; `make test` runs those in `kept`."""
+    return [case if case in kept else matrix(*case) for case in itertools.product(*values)]
+
+
 def covering(*values: Sequence[Any]) -> list[Any]:
     """Return all combinations; `make test` runs as many as it takes to have every value once.
 
@@ -33,5 +38,4 @@ def covering(*values: Sequence[Any]) -> list[Any]:
     """
     longest = max(map(len, values))
     kept = [tuple(each[number % len(each)] for each in values) for number in range(longest)]
-    combinations = itertools.product(*values)
-    return kept + [matrix(*combination) for combination in combinations if combination not in kept]
+    return kept + [matrix(*case) for case in itertools.product(*values) if case not in kept]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from tests.covering import matrix
+from tests.covering import keep, matrix
 from tests.faults.cache_level import (
     SETTINGS,
     Point,
@@ -25,7 +25,7 @@ from tests.faults.injection import no_collections
 _FORMER_BUGS = ("StagedTransfer._land_one", "UpdateGate.", "RowCache._fetch_again")
 
 
-@pytest.mark.parametrize("every", [8, matrix(1)])
+@pytest.mark.parametrize("every", [16, matrix(1)])
 def test_every_line_of_every_operation_once(every: int) -> None:
     tally = try_points(each_place_once(seed=1)[::every])
     assert tally.problems == []
@@ -38,14 +38,14 @@ def points_of_staged_and_written_rows() -> list[Point]:
     return chosen(None, 0, [name for name in SETTINGS if "staged" in name or "written" in name])
 
 
-@pytest.mark.parametrize("function", _FORMER_BUGS)
+@pytest.mark.parametrize("function", keep(["RowCache._fetch_again"], _FORMER_BUGS))
 def test_where_a_fault_once_had_consequences(function: str) -> None:
     found = [point for point in points_of_staged_and_written_rows() if f" {function}" in point.place]
     assert len(found) > 100
     assert try_points(found[:: max(1, len(found) // 40)]).problems == []
 
 
-@pytest.mark.parametrize("control", [unguarded, bound_too_early])
+@pytest.mark.parametrize("control", keep([unguarded], [unguarded, bound_too_early]))
 def test_the_harness_finds_what_is_wrong(control: Callable[[], AbstractContextManager[None]]) -> None:
     with control(), no_collections():
         assert any("rows differ in the host tier" in try_point(point)[1] for point in chosen(1500, seed=3))

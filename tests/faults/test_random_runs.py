@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import keep
+from tests.covering import keep, matrix
 from tests.faults.random_lives import CONTROLS
 from tests.faults.random_runs import Tally, try_run
 from tests.faults.rank_kills import Pools
@@ -22,11 +22,11 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
-@pytest.mark.parametrize("seed", keep([3, 5], range(12)))
+@pytest.mark.parametrize("seed", keep([5], range(12)))
 def test_a_run_that_is_killed_is_as_a_plain_training(pools: Pools, tmp_path: Path, seed: int) -> None:
     assert try_run(seed, tmp_path, pools, Tally()) == ""
 
 
-@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("control", [*map(matrix, CONTROLS)])
 def test_what_a_resume_forgets_is_noticed(pools: Pools, tmp_path: Path, control: str) -> None:
     assert "--seed 5: loss at step" in try_run(5, tmp_path, pools, Tally(), control)

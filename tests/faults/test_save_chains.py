@@ -25,12 +25,13 @@ def schedules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Schedules]:
     found.close()
 
 
-@pytest.mark.parametrize("number", keep([3, 11, 17, 19], range(NUM_POINTS)))
+@pytest.mark.parametrize("number", keep([3, 17], range(NUM_POINTS)))
 def test_a_kill_at_a_file_operation(schedules: Schedules, number: int) -> None:
     kind, at = schedules.points(NUM_POINTS)[number]
     assert schedules.try_one(kind, at) == ""
 
 
+@pytest.mark.matrix
 def test_what_a_pruning_without_ancestors_leaves_is_noticed(schedules: Schedules) -> None:
     """A negative control: the last kill of a run would leave saves without what they follow."""
     with mock.patch.object(chain, "needed_by", set):

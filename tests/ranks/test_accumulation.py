@@ -8,7 +8,7 @@ import pytest
 
 from embershard.cache import CacheConfig
 from embershard.training.config import TrainConfig
-from tests.covering import covering, keep
+from tests.covering import keep
 from tests.ranks import accumulation, grown_accumulation, own_models
 from tests.ranks.accumulation import Case, Interrupted, Outcome
 from tests.ranks.workers import RankPool
@@ -41,6 +41,10 @@ VARIANTS = {
 }
 
 
+#: With what the other tests of the room have, every mode that trains otherwise.
+KEPT = ("sequences", "rows, row-wise", "replicated", "a last update of fewer")
+
+
 def _check(outcomes: list[Outcome], case: Case, evictions: int = 100) -> None:
     assert [outcome.different for outcome in outcomes] == [[] for _ in outcomes]
     assert sum(outcome.num_compared for outcome in outcomes) >= 8
@@ -50,26 +54,28 @@ def _check(outcomes: list[Outcome], case: Case, evictions: int = 100) -> None:
         assert sum(outcome.evictions for outcome in outcomes) >= evictions
 
 
-@pytest.mark.parametrize(("sharding", "optimizer"), covering(SHARDINGS, OPTIMIZERS))
+@pytest.mark.parametrize("sharding", keep(["column_wise"], SHARDINGS))
+@pytest.mark.parametrize("optimizer", keep(["rowwise_adagrad"], OPTIMIZERS))
 def test_every_sharding_type_and_optimizer(two_ranks: RankPool, sharding: str, optimizer: str) -> None:
     case = Case(exchange="pooled", sharding=sharding, optimizer=optimizer)
     _check(two_ranks.run(accumulation.compare, case), case, evictions=500)
 
 
-@pytest.mark.parametrize("name", keep([*VARIANTS][::3], [*VARIANTS]))
+@pytest.mark.parametrize("name", keep(KEPT, VARIANTS))
 def test_every_mode_on_two_ranks(two_ranks: RankPool, name: str) -> None:
     case = VARIANTS[name]
     grows = case.overflow == "grow" or case.hot_every or case.mode == "data_parallel"
     _check(two_ranks.run(accumulation.compare, case), case, evictions=0 if grows else 100)
 
 
+@pytest.mark.matrix  # on one rank it is compared below, with interrupts and in caches that grow
 def test_on_one_rank_and_on_four(one_rank: RankPool, four_ranks: RankPool) -> None:
     case = Case(exchange="pooled", sharding="row_wise", lookahead=4, policy="lookahead", steps=60, ratio=0.4)
     for pool in (one_rank, four_ranks):
         _check(pool.run(accumulation.compare, case), case, evictions=500)
 
 
-@pytest.mark.parametrize("fault", ["k updates", "a piece dropped", "slots not held"])
+@pytest.mark.parametrize("fault", keep(["slots not held"], ["k updates", "a piece dropped", "slots not held"]))
 def test_faults_show(one_rank: RankPool, fault: str) -> None:
     case = Case(**POOLED, optimizer="adagrad", ratio=0.07 if fault == "slots not held" else 0.4)
     assert one_rank.run(accumulation.compare, case, fault)[0].different
@@ -101,7 +107,9 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(two_ranks: RankPool, tmp_pa
 GROWN = (1, 4, 8, 10, 14, 31)
 
 
-@pytest.mark.parametrize("number", keep(GROWN, [each for each in range(36) if grown_accumulation.ranks_of(each) < 4]))
+@pytest.mark.parametrize(
+    "number", keep(GROWN[:3], [each for each in range(36) if grown_accumulation.ranks_of(each) < 4])
+)
 def test_caches_that_grow_between_micro_batches(number: int, request: pytest.FixtureRequest) -> None:
     """`python -m tests.ranks.grown_accumulation` tries hundreds."""
     pool: RankPool = request.getfixturevalue("one_rank" if grown_accumulation.ranks_of(number) == 1 else "two_ranks")
@@ -111,7 +119,7 @@ def test_caches_that_grow_between_micro_batches(number: int, request: pytest.Fix
     assert number not in GROWN or any(outcome.held_growths for outcome in outcomes)
 
 
-@pytest.mark.parametrize("fault", ["growth unpins", "growth unpins, checked"])
+@pytest.mark.parametrize("fault", keep(["growth unpins"], ["growth unpins", "growth unpins, checked"]))
 def test_growth_that_unpins_shows(one_rank: RankPool, fault: str) -> None:
     """In the rows, or by an assertion before one is moved."""
     (outcome,) = one_rank.run(grown_accumulation.compared, grown_accumulation.random_case(1, GROWN[1]), fault)
@@ -122,8 +130,8 @@ def test_growth_that_unpins_shows(one_rank: RankPool, fault: str) -> None:
 INTERRUPTS = [f"{when} {kind} {n}" for when in ("in", "after") for kind in ("forward", "backward") for n in range(3)]
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize("at", keep(["in forward 0", "in backward 1", "after backward 2"], INTERRUPTS))
+@pytest.mark.parametrize("is_first", keep([False], [False, True]))
+@pytest.mark.parametrize("at", keep(["in backward 1", "after backward 2"], INTERRUPTS))
 def test_an_interrupted_update_trains_nothing_and_the_next_one_does(
     one_rank: RankPool, at: str, is_first: bool
 ) -> None:
@@ -131,7 +139,7 @@ def test_an_interrupted_update_trains_nothing_and_the_next_one_does(
     assert one_rank.run(accumulation.interrupted, Case(**POOLED), at, is_first) == [Interrupted([], False, [], [])]
 
 
-@pytest.mark.parametrize("at", keep(["in forward 0", "in backward 0"], INTERRUPTS))
+@pytest.mark.parametrize("at", keep(["in backward 0"], INTERRUPTS))
 def test_interrupts_on_two_ranks(two_ranks: RankPool, at: str) -> None:
     expected = [Interrupted([], False, [], [])] * 2
     assert two_ranks.run(accumulation.interrupted, Case(exchange="pooled", sharding="row_wise"), at, True) == expected

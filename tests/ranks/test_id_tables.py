@@ -99,15 +99,15 @@ def sound(pool: RankPool, case: Case) -> list[Outcome]:
     return pool.run(compare, case)
 
 
-@pytest.mark.parametrize("name", ONE_RANK)
+@pytest.mark.parametrize("name", keep(["zeros", "row_wise_lru"], ONE_RANK))
 def test_one_rank(one_rank: RankPool, name: str) -> None:
     outcomes = sound(one_rank, dataclasses.replace(ONE_RANK[name], steps=STEPS))
     check(outcomes, evicted_ids=250, evicted_rows=250)
     assert (outcomes[0].zeros > 200) == (name == "zeros")
 
 
-#: Every setting of the others is in one of these, or in one of `ONE_RANK`.
-KEPT = ["far_ahead_beside", "two_features_weighted", "mean", "sequence", "coins_and_ttl"]
+#: Every setting of the others is in one of these, in one of `ONE_RANK`, or (means) in test_trained_ids.py.
+KEPT = ["far_ahead_beside", "two_features_weighted", "sequence", "coins_and_ttl"]
 
 
 @pytest.mark.parametrize("name", keep(KEPT, TWO_RANKS))
@@ -118,12 +118,12 @@ def test_two_ranks(two_ranks: RankPool, name: str) -> None:
 def test_every_sharding_has_the_same_map(two_ranks: RankPool) -> None:
     """Rows, counts and last uses, of all ranks together; a full bucket refuses the same ids."""
     found = []
-    for case in (Case(), Case(sharding="row_wise"), dataclasses.replace(AHEAD, sharding="row_wise", prefetch=3)):
+    for case in (Case(), dataclasses.replace(AHEAD, sharding="row_wise", prefetch=3)):
         outcomes = two_ranks.run(compare, with_rules(dataclasses.replace(case, steps=STEPS), reserve=0.05))
         check(outcomes, evicted_ids=150, evicted_rows=250)
         assert sum(refused for *_, refused in counts(outcomes).values()) > 100
         found.append((maps(outcomes), counts(outcomes)))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert min(len(ids) for ids in found[0][0].values()) > 150
 
 
@@ -144,7 +144,7 @@ def test_four_ranks_have_the_map_of_one(four_ranks: RankPool, one_rank: RankPool
 @pytest.mark.parametrize(
     "case",
     [
-        dataclasses.replace(AHEAD, handovers=(20, 21, 38)),
+        matrix(dataclasses.replace(AHEAD, handovers=(20, 21, 38))),
         with_rules(dataclasses.replace(AHEAD, reload_every=9, optimizer="adagrad"), unadmitted="zero"),
         matrix(dataclasses.replace(AHEAD, failing=(5, 33, 34, 38))),
         dataclasses.replace(AHEAD, interrupted=(5, 33, 34, 38), lookahead=1, prefetch=1),
@@ -208,8 +208,8 @@ def test_rows_without_their_ids_are_not_loaded(one_rank: RankPool) -> None:
     assert "CheckpointError: the state dict has the rows of table 't0', and not whose they are" in said
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-@pytest.mark.parametrize("lookahead", [0, 4])
+@pytest.mark.parametrize("sharding", keep(["row_wise"], ["table_wise", "row_wise"]))
+@pytest.mark.parametrize("lookahead", keep([4], [0, 4]))
 def test_no_id_is_called_out_of_range(two_ranks: RankPool, sharding: str, lookahead: int) -> None:
     """Any id has a place in these tables."""
     case = Case(sharding=sharding, lookahead=lookahead, steps=2, evaluate_every=0)
@@ -247,7 +247,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", keep(["states kept", "overwritten too early"], FAULTS))
 def test_faults_are_caught(one_rank: RankPool, name: str) -> None:
     """Each case passes without its fault."""
     case = dataclasses.replace(FAULTS[name], steps=STEPS)

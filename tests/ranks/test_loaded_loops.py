@@ -72,11 +72,12 @@ def said_of(folder: Path, cache: str, is_built_so: bool = True) -> str:
     return said.read_text()
 
 
-@pytest.mark.parametrize("cache", ["memory", "a file", matrix("fp16"), matrix("int8")])
+@pytest.mark.parametrize("cache", [matrix("memory"), "a file", matrix("fp16"), matrix("int8")])
 def test_no_step_loads_a_loop(tmp_path: Path, cache: str) -> None:
     assert "loaded late: end" in said_of(tmp_path, cache)
 
 
+@pytest.mark.matrix  # of what tells: the program fails loudly where no loop is known
 def test_a_loop_that_a_step_loads_is_noticed(tmp_path: Path) -> None:
     """The control."""
     said = said_of(tmp_path, "memory", is_built_so=False)

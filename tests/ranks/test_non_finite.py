@@ -40,7 +40,7 @@ def stop(folder: Path, bad_rank: int) -> str:
 BAD = {2, 7, 12}
 
 
-@pytest.mark.parametrize(("bad_rank", "cache"), [matrix(0, "resident"), (1, "cached"), (0, "look-ahead")])
+@pytest.mark.parametrize(("bad_rank", "cache"), [matrix(0, "resident"), matrix(1, "cached"), (0, "look-ahead")])
 def test_both_ranks_skip_the_batch(two_ranks: RankPool, bad_rank: int, cache: str):
     expected = [f"Step {step}: the loss of rank {bad_rank} is nan." for step in (2, 6, 10)]
     for is_equal, different, said in two_ranks.run(skip_batches, bad_rank, cache, BAD):

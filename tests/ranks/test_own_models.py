@@ -30,13 +30,13 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [
-        ("own", "two_ranks"),
+        matrix("own", "two_ranks"),
         ("din", "one_rank"),
-        matrix("own", "one_rank"),
+        ("own", "one_rank"),
         matrix("din", "two_ranks"),
         matrix("tbsm", "one_rank"),
         matrix("tbsm", "two_ranks"),
-        ("hstu", "one_rank"),
+        matrix("hstu", "one_rank"),
         matrix("hstu", "two_ranks"),
     ],
 )

@@ -42,7 +42,6 @@ def test_replicas_have_the_trainer_s_weights(whole):
     assert "base_2" in life.names
 
 
-@pytest.mark.smoke
 def test_rows_of_deltas_do_not_depend_on_the_look_ahead(whole, one_rank, tmp_path):
     """Rows are touched by updates: known, prepared or evaluated batches add none."""
     (life,) = one_rank.run(publications.live, tmp_path, 0, 12, None, None, "", "fp32", "lru")

@@ -31,7 +31,7 @@ CASES = {
 
 
 #: What others have, too.
-COMBINED = {"sgd", "rowwise_adagrad", "weighted", "dims", "adagrad", "evaluation in between"}
+COMBINED = {"sgd", "rowwise_adagrad", "weighted", "dims", "adagrad", "evaluation in between", "mean", "every table"}
 
 
 @pytest.mark.parametrize("name", keep(CASES.keys() - COMBINED, CASES))

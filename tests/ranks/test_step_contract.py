@@ -26,7 +26,7 @@ from embershard.cache.rows.transfer import PlainTransfer
 from embershard.pipeline import left_steps
 from embershard.pipeline.worker import CacheWorker
 from embershard.sharding.torchrec import cached_embeddings
-from tests.covering import covering, matrix
+from tests.covering import combinations, keep, matrix
 from tests.ranks.commands import Process, forked, print_to
 from tests.ranks.look_ahead import (
     Batch,
@@ -373,7 +373,8 @@ def test_loading_in_place_between_steps_reaches_rows_that_are_resident(two_ranks
         assert different == [[], []]
 
 
-@pytest.mark.parametrize(("how", "sharding"), covering(("data", "numpy", "rows"), ("row_wise", "column_wise")))
+@pytest.mark.parametrize("sharding", keep(["column_wise"], ["row_wise", "column_wise"]))
+@pytest.mark.parametrize("how", keep(["rows"], ["data", "numpy", "rows"]))
 def test_writes_past_torch_are_read_once_they_are_announced(two_ranks: RankPool, how: str, sharding: str) -> None:
     case, run = Case(sharding=sharding), Run(4, 2, 3)
     assert two_ranks.run(write_past_torch, case, run, how, True) == [[], []]
@@ -388,7 +389,7 @@ def test_writes_past_torch_go_unnoticed_otherwise(two_ranks: RankPool) -> None:
 # -- steps that are left
 
 
-@pytest.mark.parametrize(("failing", "worker"), covering((0, 1), (True, False)))
+@pytest.mark.parametrize(("failing", "worker"), combinations([(1, True)], (0, 1), (True, False)))
 def test_a_rank_that_raises_after_its_update_trains_on_with_the_others(two_ranks, failing, worker) -> None:
     case, run = Case(sharding="row_wise"), Run(4, 2, 3, worker=worker)
     assert two_ranks.run(failing_metric, case, run, failing) == [[], []]
@@ -444,7 +445,8 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize(("change", "worker"), covering(CHANGES, (True, False)))
+@pytest.mark.parametrize("worker", keep([True], [True, False]))
+@pytest.mark.parametrize("change", keep([CHANGES[1], CHANGES[2], CHANGES[4]], CHANGES))
 def test_a_forward_of_anything_else_than_what_was_announced_is_refused(two_ranks, change, worker) -> None:
     how, says = change
     case, run = Case(sharding="row_wise", weighted=True), Run(4, 2, 3, worker=worker)

@@ -117,6 +117,7 @@ def started(folder: Path) -> list[Path]:
     return list(runs.iterdir()) if runs.exists() else []
 
 
+@pytest.mark.extra
 @needs_ray
 def test_a_sweep_on_ray_survives_the_death_of_a_worker(project_dir: Path, tmp_path: Path) -> None:
     running = sweep(project_dir, tmp_path, "--on", "ray")
@@ -128,6 +129,7 @@ def test_a_sweep_on_ray_survives_the_death_of_a_worker(project_dir: Path, tmp_pa
     assert len(list((tmp_path / "out" / "outputs").glob("*.aside-1"))) == 1  # of the run that was started again
 
 
+@pytest.mark.extra
 @needs_ray
 def test_a_sweep_on_ray_survives_the_death_of_a_machine(project_dir, tmp_path, monkeypatch) -> None:
     from ray.cluster_utils import Cluster

@@ -47,9 +47,10 @@ def tasks_config(samples: Path, arch: Any, **changes: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("arch", "target"),
     [
-        *((arch, "tasks") for arch in ("mmoe", "ple", "deepfm")),
-        *((arch, "plain") for arch in ("fm", "wide_deep")),
-        *(matrix(arch, "tasks") for arch in ("shared_bottom", "fm", "wide_deep")),
+        ("mmoe", "tasks"),
+        ("wide_deep", "plain"),
+        matrix("fm", "plain"),
+        *(matrix(arch, "tasks") for arch in MODELS if arch not in ("mmoe", "dlrm")),
         matrix("deepfm", "weighted"),
     ],
 )
@@ -61,15 +62,15 @@ def test_cached_equals_stock(arch: Any, target: str, samples: Path, one_rank: Ra
         assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
 
 
-@pytest.mark.parametrize("arch", ["dlrm", matrix("ple"), matrix("fm")])
-def test_classes(arch: str, samples: Path, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
+@pytest.mark.parametrize(("arch", "on_one"), [("dlrm", False), *(matrix(arch, True) for arch in ("dlrm", "ple", "fm"))])
+def test_classes(arch: str, on_one: bool, samples: Path, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
     """A label with classes beside others: cached equals stock, and a step has one loss on one rank and on two."""
     learns = arch == "ple"
     config = target_config(samples, "classes", model=ModelConfig(arch, 8, **MODELS[arch]))  # type: ignore[arg-type]
     if learns:
         table = replace(config.data.table, label_weights=())
         config = replace(config, data=replace(config.data, table=table))
-    for pool in (one_rank, two_ranks):
+    for pool in (one_rank, two_ranks)[not on_one :]:
         verdicts = pool.run(own_models.verdict, config)
         assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
     assert two_ranks.run(own_models.resumed_equals_whole, longer(config), tmp_path / "checkpoints") == [[], []]

@@ -332,7 +332,9 @@ def is_caught(found: list[Trained], stock: list[Trained]) -> bool:
     return all(differences(a, b) != [] for a, b in zip(found, stock, strict=True))
 
 
-@pytest.mark.parametrize(("pool", "kind"), [("one", "row_wise"), matrix("two", "table_wise"), ("two", "row_wise")])
+@pytest.mark.parametrize(
+    ("pool", "kind"), [matrix("one", "row_wise"), matrix("two", "table_wise"), ("two", "row_wise")]
+)
 def test_a_training_is_stock_s_with_a_dictionary(one_rank, two_ranks, clicks, whole, pool, kind):
     """Losses, evaluations between steps, weights, states, and every id's row, count and last use; ids were evicted."""
     ranks: RankPool = one_rank if pool == "one" else two_ranks

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,12 +30,18 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def imports_of_modules() -> dict[str, list[str]]:
+    """What each module imports when it is imported."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {module_name(file): [*imports_of(ast.parse(file.read_text(encoding="utf-8")).body)] for file in files}
+
+
 def imports_from(rooms: frozenset[str]) -> Iterator[str]:
     """Yield the imports of rooms that other modules make when they are imported."""
-    for file in sorted(PACKAGE.rglob("*.py")):
-        if not is_in(module_name(file), rooms):
-            found = imports_of(ast.parse(file.read_text(encoding="utf-8")).body)
-            yield from (f"{module_name(file)} imports {name}" for name in found if is_in(name, rooms))
+    for module, names in imports_of_modules().items():
+        if not is_in(module, rooms):
+            yield from (f"{module} imports {name}" for name in names if is_in(name, rooms))
 
 
 @pytest.mark.parametrize("name", CAPABILITIES)
@@ -60,11 +67,16 @@ def test_a_test_file_that_needs_a_room_through_another_is_found():
     assert not needs(Path(__file__), rooms)
 
 
-def run(arguments: list[str], environment: dict[str, str], folder: Path) -> None:
-    command = [sys.executable, "-m", "embershard", "train", "quickstart", "--nproc", "1", *arguments]
-    command += ["--run-dir", str(folder / "run")]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+#: Commands of one new interpreter, whose ranks are forked: imports take longer than these runs.
+_COMMANDS = """
+import json, subprocess, sys
+import embershard.launch.rank, embershard.training.trainer
+from embershard.commands import cli
+from tests.ranks import commands
+
+subprocess.Popen = commands._popen
+sys.exit(max(cli.main(words) for words in json.loads(sys.argv[1])))
+"""
 
 
 @pytest.mark.slow
@@ -73,12 +85,16 @@ def run(arguments: list[str], environment: dict[str, str], folder: Path) -> None
 )
 def test_a_run_trains_and_resumes(names, tmp_path):
     environment = hiding_environment(tmp_path, names)
-    small = [word for setting in SMALL for word in ("--set", setting)]
-    run([*small, "--set", "train.max_steps=10"], environment, tmp_path)
-    run([*small, "--set", "train.max_steps=14", "--resume"], environment, tmp_path)
+    train = ["train", "quickstart", "--nproc", "1", "--run-dir", str(tmp_path / "run")]
+    train += [word for setting in SMALL for word in ("--set", setting)]
+    runs = [*train, "--set", "train.max_steps=10"], [*train, "--set", "train.max_steps=14", "--resume"]
+    command = [sys.executable, "-c", _COMMANDS, json.dumps(runs)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 14
 
 
+@pytest.mark.matrix  # the runs above train with the modules that are hidden, or do not
 @pytest.mark.slow
 def test_what_is_hidden_is_not_found(tmp_path):
     """By any Python process of that environment; a negative control of the runs above."""

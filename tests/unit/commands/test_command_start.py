@@ -20,6 +20,7 @@ from embershard.commands.plan.view import table_called
 from embershard.errors import ConfigError
 from embershard.launch import arguments
 from embershard.launch.arguments import add_config_word, add_settings, make_parser
+from tests.covering import keep, matrix
 
 COMMANDS = [name for name, _, _ in cli._COMMANDS]
 SUBCOMMANDS = [
@@ -68,6 +69,7 @@ def test_commands_without_tensors_import_no_torch(tmp_path):
     assert heavy_command(LIGHT_COMMANDS, tmp_path) == ""
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_probe_sees_torch(tmp_path):
     (tmp_path / "nowhere").touch()
@@ -90,7 +92,7 @@ def test_a_plan_and_a_refusal_need_no_torchrec(tmp_path):
     assert ran.stdout.splitlines()[-1:] == ["0 2 False"], ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("width", keep([80], [60, 80]))
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *(name.split() for name in SUBCOMMANDS)])
 def test_help_fits_a_screen_and_ends_with_an_example(command, width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -235,7 +237,9 @@ def test_what_is_told_names_the_program_as_it_was_called(called, path, shown, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["settings", "settings cache", "--help", "train quickstart --dry-run"])
+@pytest.mark.parametrize(
+    "words", keep(["settings"], ["settings", "settings cache", "--help", "train quickstart --dry-run"])
+)
 def test_a_reader_that_has_seen_enough_ends_a_command_well(words, tmp_path):
     command = f"{sys.executable} -m embershard {words} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"
     ran = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
@@ -243,7 +247,7 @@ def test_a_reader_that_has_seen_enough_ends_a_command_well(words, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["settings", "settings train.epochs"])
+@pytest.mark.parametrize("words", keep(["settings train.epochs"], ["settings", "settings train.epochs"]))
 def test_an_output_that_cannot_be_written_ends_in_one_line(words, tmp_path):
     """Or in none where there is no output."""
     for redirect, code, said in ((">/dev/full", 2, ["The disk is full: free some space"]), (">&-", 0, [])):
@@ -395,12 +399,12 @@ argcomplete = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("embershard pl", "plan"),
-        ("embershard train --max", "--max-restarts"),
+        matrix("embershard pl", "plan"),
+        matrix("embershard train --max", "--max-restarts"),
         ("embershard train --set cache.rat", "cache.ratio="),
-        ("embershard train quick", "quickstart"),
-        ("embershard ckpt pru", "prune"),
-        ("embershard plan diff mine", "mine.json"),
+        matrix("embershard train quick", "quickstart"),
+        matrix("embershard ckpt pru", "prune"),
+        matrix("embershard plan diff mine", "mine.json"),
     ],
 )
 def test_tab_in_a_real_bash(line, found, tmp_path):

@@ -236,14 +236,27 @@ def test_json(capsys: pytest.CaptureFixture[str]):
     }
 
 
+def filed_settings(folder: Path) -> Path:
+    (folder / "filed.toml").write_text(
+        f'[cache]\nhost = "file"\nhost_bytes = 1_000_000\nhost_dir = "{folder / "of rows"}"\n'
+    )
+    return folder / "filed.toml"
+
+
+@pytest.mark.matrix
 @pytest.mark.slow
-def test_the_disk_of_a_runs_rows_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Where the settings name one; what is wrong with them is told."""
+def test_settings_that_name_no_disk_or_a_wrong_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "plain.toml").write_text("")
-    filed = tmp_path / "filed.toml"
-    filed.write_text(f'[cache]\nhost = "file"\nhost_bytes = 1_000_000\nhost_dir = "{tmp_path / "of rows"}"\n')
     assert doctor.main(["--config", str(tmp_path / "plain.toml")], healthy) == 0
     assert "cache.host_dir" not in capsys.readouterr().out
+    filed = filed_settings(tmp_path)
+    assert doctor.main(["--config", str(filed), "--set", f"cache.host_dir={filed}/rows"], healthy) == 1
+    assert "filed.toml/rows' cannot be made" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_disk_of_a_runs_rows_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    filed = filed_settings(tmp_path)
     assert doctor.main(["--json", "--config", str(filed)], healthy) == 0
     result = json.loads(capsys.readouterr().out)["checks"][-1]
     told = rf"([\d,]+) random pages and [\d.]+ [KMG]iB in order a second, in {tmp_path}/of rows; in a topology's file, "
@@ -251,8 +264,6 @@ def test_the_disk_of_a_runs_rows_is_measured(tmp_path: Path, capsys: pytest.Capt
     assert found is not None
     assert found[1].replace(",", "") == found[2]
     assert not list((tmp_path / "of rows").iterdir())
-    assert doctor.main(["--config", str(filed), "--set", f"cache.host_dir={filed}/rows"], healthy) == 1
-    assert "filed.toml/rows' cannot be made" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         doctor.main(["--set", "cache.host_dir=."], healthy)
     assert "--set changes the settings of --config FILE, which is missing" in capsys.readouterr().err

@@ -114,7 +114,8 @@ def test_regression_from_file_to_scores(made, folder, capsys, monkeypatch):
     assert "RMSE" in Path("page.html").read_text()
 
 
-@pytest.mark.parametrize("arch", keep(["deepfm"], ["dlrm", "dlrm_dcn", *FACTORIZED]))
+@pytest.mark.matrix  # several tasks are below, weights in test_compare.py and tests/ranks/test_targets.py
+@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", *FACTORIZED])
 def test_several_labels_from_file_to_scores(made, folder, arch):
     """With weights, a table of two features, and means of bags."""
     Path("samples.parquet").symlink_to(made)

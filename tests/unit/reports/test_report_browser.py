@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report
 
 from embershard.commands import cli
 from embershard.reports.start import EmbeddingTable, Layer, ModelSummary, Start
+from tests.covering import combinations, matrix
 from tests.unit.planning.runs import predicted_plan, result_of
-from tests.unit.reports.browser import CHROMIUM, NO_CHROMIUM, Browser, chromium
+from tests.unit.reports.browser import CHROMIUM, NO_CHROMIUM, Browser, OpenPage, chromium
 from tests.unit.reports.reported_runs import reports, write_run, write_sweep
 
 pytestmark = [
@@ -129,21 +131,27 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_every_figure_is_drawn_without_an_error_or_a_request(page: Path, browser: Browser):
+@pytest.fixture(scope="module")
+def opened(page: Path, browser: Browser) -> Iterator[dict[int, OpenPage]]:
+    """The page in a narrow window at night, and in a wide one by day, which tests share: drawing it takes seconds."""
+    with browser.page(page, width=480, is_dark=True) as narrow, browser.page(page) as wide:
+        yield {480: narrow, 1280: wide}
+
+
+def test_every_figure_is_drawn_without_an_error_or_a_request(opened: dict[int, OpenPage]):
     """A request would be an error: the page's own policy refuses all."""
-    with browser.page(page) as found:
-        elements = found.evaluate(_ELEMENTS)
-        assert found.console == []
+    elements = opened[1280].evaluate(_ELEMENTS)
+    assert opened[1280].console == []
     parts = re.split(r"<h3>([^<]*)</h3>", elements.replace("<h2", "<h3></h3><h2"))[1:]
     by_title = {title: part for title, part in zip(parts[::2], parts[1::2], strict=True) if title}
     assert set(by_title) == set(_DRAWN)
     assert [title for title, element in _DRAWN.items() if element not in by_title[title]] == []
 
 
-@pytest.mark.parametrize("is_dark", [False, True], ids=["day", "night"])
-@pytest.mark.parametrize("width", [480, 1280])
-def test_nothing_is_cut_or_pale(page: Path, browser: Browser, width: int, is_dark: bool):
-    with browser.page(page, width=width, is_dark=is_dark) as found:
+@pytest.mark.parametrize(("width", "is_dark"), combinations([(480, True), (1280, False)], (480, 1280), (False, True)))
+def test_nothing_is_cut_or_pale(page: Path, browser: Browser, opened: dict[int, OpenPage], width: int, is_dark: bool):
+    is_open = is_dark == (width == 480)
+    with nullcontext(opened[width]) if is_open else browser.page(page, width=width, is_dark=is_dark) as found:
         found.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
         ground = found.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(255, 255, 255)") != is_dark
@@ -151,6 +159,7 @@ def test_nothing_is_cut_or_pale(page: Path, browser: Browser, width: int, is_dar
         assert found.evaluate(_PALE) == []
 
 
+@pytest.mark.matrix
 def test_what_is_cut_or_pale_would_be_noticed(page: Path, browser: Browser):
     def add(style: str, where: str) -> str:
         return f"{where}.insertAdjacentHTML('beforeend', '<p style=\"{style}\">added</p>')"
@@ -165,16 +174,15 @@ def test_what_is_cut_or_pale_would_be_noticed(page: Path, browser: Browser):
         assert [each.partition(":")[0] for each in found.evaluate(_PALE)] == ["added"]
 
 
-def test_panels_stand_below_each_other_on_a_narrow_screen(page: Path, browser: Browser):
+def test_panels_stand_below_each_other_on_a_narrow_screen(opened: dict[int, OpenPage]):
     script = """[...document.querySelectorAll(".plotly-graph-div")]
         .find(each => each.layout.meta.panels === 5).layout"""
     for width, least in ((480, 1), (1280, 3)):
-        with browser.page(page, width=width) as found:
-            layout = found.evaluate(f"(layout => [layout.xaxis.domain, layout.xaxis3.domain])({script})")
+        layout = opened[width].evaluate(f"(layout => [layout.xaxis.domain, layout.xaxis3.domain])({script})")
         assert (layout[0] == layout[1]) == (least == 1), f"{width}: {layout}"
 
 
-def test_curves_obey_their_controls(page: Path, browser: Browser):
+def test_curves_obey_their_controls(opened: dict[int, OpenPage]):
     """Figures of one run: train reports at steps 10 and 20, of 256 samples and a second each."""
     loss = "document.querySelector('.curves .plotly-graph-div')"
 
@@ -182,35 +190,33 @@ def test_curves_obey_their_controls(page: Path, browser: Browser):
         tell = f"each => {{ each.{change}; each.dispatchEvent(new Event('input')); }}"
         return f"({tell})(document.getElementById('{control}'))"
 
-    with browser.page(page) as found:
-        x = f"Array.from({loss}.data[0].x)"
-        assert found.evaluate(x) == [2560, 5120]
-        found.evaluate(choose("over", "value = '0'"))
-        assert found.evaluate(x) == [10, 20]
-        assert found.evaluate(f"{loss}.layout.xaxis.title.text") == "steps trained"
-        found.evaluate(choose("over", "value = '2'"))
-        assert found.evaluate(x) == pytest.approx([10 / 60, 20 / 60])
-        found.evaluate(choose("log", "checked = true"))
-        assert found.evaluate(f"{loss}.layout.yaxis.type") == "log"
-        found.evaluate(f"{loss}.given[0] = [1, 3]")
-        found.evaluate(choose("smoothing", "value = '0.5'"))
-        assert found.evaluate(f"Array.from({loss}.data[0].y)") == pytest.approx([1, (1 + 2 * 3) / 3])
-        found.evaluate(choose("smoothing", "value = '0'"))
-        assert found.evaluate(f"Array.from({loss}.data[0].y)") == [1, 3]
-        assert found.console == []
+    found, x = opened[1280], f"Array.from({loss}.data[0].x)"
+    assert found.evaluate(x) == [2560, 5120]
+    found.evaluate(choose("over", "value = '0'"))
+    assert found.evaluate(x) == [10, 20]
+    assert found.evaluate(f"{loss}.layout.xaxis.title.text") == "steps trained"
+    found.evaluate(choose("over", "value = '2'"))
+    assert found.evaluate(x) == pytest.approx([10 / 60, 20 / 60])
+    found.evaluate(choose("log", "checked = true"))
+    assert found.evaluate(f"{loss}.layout.yaxis.type") == "log"
+    found.evaluate(f"{loss}.given[0] = [1, 3]")
+    found.evaluate(choose("smoothing", "value = '0.5'"))
+    assert found.evaluate(f"Array.from({loss}.data[0].y)") == pytest.approx([1, (1 + 2 * 3) / 3])
+    found.evaluate(choose("smoothing", "value = '0'"))
+    assert found.evaluate(f"Array.from({loss}.data[0].y)") == [1, 3]
+    assert found.console == []
 
 
-def test_a_legend_hides_its_run(page: Path, browser: Browser):
-    with browser.page(page) as found:
-        key = "document.querySelector('.curves .legend button')"
-        name = found.evaluate(f"{key}.dataset.name")
-        assert name == "<run> & more"
-        found.evaluate(f"{key}.click()")
-        shown = "document.querySelector('.curves .plotly-graph-div').data.map(each => [each.legendgroup, each.visible])"
-        own = [visible for group, visible in found.evaluate(shown) if group == "&lt;run&gt; &amp; more"]
-        assert own
-        assert not any(own)
-        assert found.evaluate(f"{key}.getAttribute('aria-pressed')") == "false"
+def test_a_legend_hides_its_run(opened: dict[int, OpenPage]):
+    found, key = opened[480], "document.querySelector('.curves .legend button')"
+    name = found.evaluate(f"{key}.dataset.name")
+    assert name == "<run> & more"
+    found.evaluate(f"{key}.click()")
+    shown = "document.querySelector('.curves .plotly-graph-div').data.map(each => [each.legendgroup, each.visible])"
+    own = [visible for group, visible in found.evaluate(shown) if group == "&lt;run&gt; &amp; more"]
+    assert own
+    assert not any(own)
+    assert found.evaluate(f"{key}.getAttribute('aria-pressed')") == "false"
 
 
 @pytest.mark.matrix
@@ -235,7 +241,7 @@ def test_labels_of_an_axis_differ(tmp_path: Path, browser: Browser):
     ("added", "noticed"),
     [
         ("<script>throw new Error('broken')</script>", "Uncaught Error: broken"),
-        ("<script>fetch('http://elsewhere.example/x')</script>", "elsewhere.example/x"),
+        matrix("<script>fetch('http://elsewhere.example/x')</script>", "elsewhere.example/x"),
         ("<img src='http://elsewhere.example/x.png'>", "elsewhere.example/x.png"),
     ],
 )

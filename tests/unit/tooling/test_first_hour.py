@@ -19,6 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from embershard.cache.rows.page_lock import PageLock
 from embershard.commands import cli
 from embershard.pipeline import LookAheadPipeline
+from tests.covering import keep
 from tests.gpu import first_hour, hour_steps, machine_checks
 from tests.gpu.bare_steps import BARE_STEPS
 from tests.gpu.first_hour import Ended
@@ -164,7 +165,7 @@ def test_launches_beside_the_locking_are_timed(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_gpus", [0, 4])
+@pytest.mark.parametrize("num_gpus", keep([4], [0, 4]))
 def test_the_commands_of_the_steps_are_understood(num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Settings are read, files of tests are there; nothing is trained."""
     commands: list[list[str]] = []

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import matrix
+
 pytestmark = pytest.mark.slow  # files of 200 MB
 
 _ROOM_MIB, _TIMES = 64, 3
@@ -69,7 +71,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     "words",
     [
         ["inspect", "large.csv", "-o", "large.toml"],
-        ["convert", "large.csv", "--rows", "1024", "-o", "large.parquet"],
+        matrix(["convert", "large.csv", "--rows", "1024", "-o", "large.parquet"]),
         ["convert", "small.csv", "--join", "many_users.csv", "-o", "joined.parquet"],
     ],
 )
@@ -80,6 +82,7 @@ def test_files_of_three_times_the_memory_are_taken(folder, words):
     assert (folder / words[-1]).exists()
 
 
+@pytest.mark.matrix
 def test_the_limit_would_be_seen(folder):
     """The negative control: a reader that takes the file whole."""
     done = run(folder, "whole")

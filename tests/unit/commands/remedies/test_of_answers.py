@@ -17,7 +17,7 @@ from embershard.commands import export
 from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
 from tests.unit.commands.conftest import Trained
 
-pytestmark = pytest.mark.slow  # a run is trained and exported
+pytestmark = [pytest.mark.extra, pytest.mark.slow]  # a run is trained and exported
 _SAMPLE: dict[str, Any] = {"age": 31.5, "user": 4711, "items": [3, 5]}
 
 

@@ -157,8 +157,8 @@ def started_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("small", "command"),
     [
-        *((small, small.row.commands[0]) for small in OF_MEMORY),
-        *(matrix(small, small.row.commands[0]) for small in MORE_OF_MEMORY),
+        (OF_MEMORY[0], OF_MEMORY[0].row.commands[0]),
+        *(matrix(small, small.row.commands[0]) for small in [*OF_MEMORY[1:], *MORE_OF_MEMORY]),
     ],
 )
 def test_what_is_advised_of_memory_helps(
@@ -245,8 +245,11 @@ MORE_OF_STARTS = [
 @pytest.mark.parametrize(
     ("started", "command"),
     [
-        *((started, started.row.commands[0]) for started in OF_STARTS),
-        *(matrix(started, started.row.commands[0]) for started in MORE_OF_STARTS),
+        *((started, started.row.commands[0]) for started in OF_STARTS[::3]),
+        *(
+            matrix(started, started.row.commands[0])
+            for started in [*OF_STARTS[1::3], *OF_STARTS[2::3], *MORE_OF_STARTS]
+        ),
     ],
 )
 def test_what_is_advised_of_starts_helps(started: Started, command: str, capsys: pytest.CaptureFixture[str]):

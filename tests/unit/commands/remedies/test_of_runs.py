@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.covering import matrix
 from tests.unit.commands.conftest import Trained
 from tests.unit.commands.remedies.table import FILES, LEFT_OUT, Remedy, cases, check, said_by
 
@@ -162,8 +163,18 @@ def test_what_is_advised_of_runs_helps(
     check(row, command, capsys)
 
 
+OF_RESOURCES = (
+    ("--device-memory 1kB", r"that fits: (--device-memory \d+)", ""),
+    ("--topology h100x8x2 --ranks 8", r"or (--set train.device=auto)\.", ""),
+    ("--host-memory 1kB", r"that fits: (--host-memory \d+)", ""),
+    ("--device-memory 1GB,2GB,3GB", r"(or one for each of 2 ranks)", "--device-memory 1GB,2GB"),
+    ("--ranks 2,4", r"give (one number of --ranks)", "--ranks 2"),
+)
+
+
 @pytest.mark.slow
-def test_what_is_advised_of_plans_helps(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("step", [5, matrix(1)])
+def test_what_is_advised_of_plans_helps(step: int, capsys: pytest.CaptureFixture[str]):
     """The profile that is missing is made by the command that is named, and given as it says."""
     code, said = said_by(["plan", "tiny.toml"], capsys)
     found = re.search(r"give it as (--profile \S+): embershard (profile .*\.npz)", said)
@@ -171,13 +182,7 @@ def test_what_is_advised_of_plans_helps(capsys: pytest.CaptureFixture[str]):
     assert found is not None, said
     assert said_by(shlex.split(found[2]), capsys)[0] == 0
     plan = f"plan tiny.toml {found[1]} --ranks 2 -o out.json"
-    for words, remedy, tried in (
-        ("--topology h100x8x2 --ranks 8", r"or (--set train.device=auto)\.", ""),
-        ("--device-memory 1kB", r"that fits: (--device-memory \d+)", ""),
-        ("--host-memory 1kB", r"that fits: (--host-memory \d+)", ""),
-        ("--device-memory 1GB,2GB,3GB", r"(or one for each of 2 ranks)", "--device-memory 1GB,2GB"),
-        ("--ranks 2,4", r"give (one number of --ranks)", "--ranks 2"),
-    ):
+    for words, remedy, tried in OF_RESOURCES[::step]:
         check(Remedy((plan,), "", words, remedy, tried), plan, capsys)
 
 

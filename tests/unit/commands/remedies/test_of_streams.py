@@ -134,7 +134,7 @@ OF_PUBLICATIONS = [
     Remedy((_PUBLISH,), "", "--run-dir two --set publish.folder=two.csv/new", "(check the path)",
         "--run-dir three --set publish.folder=new", True),
 ]  # fmt: skip
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank_here")]
+pytestmark = [pytest.mark.extra, pytest.mark.slow, pytest.mark.usefixtures("one_rank_here")]
 
 
 @pytest.fixture(autouse=True)
