@@ -15,6 +15,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from embershard import flush, host_rows_changed
 from embershard.extras.hot_cold.mode import announce_hot_batches
 from embershard.sharding.torchrec import cached_embeddings
+from tests.covering import matrix
 from tests.ranks import parity
 from tests.ranks.absent import whole_tables
 from tests.ranks.look_ahead import message_of
@@ -128,19 +129,27 @@ MODES = [
 ]
 
 
-def test_announced_writes_are_trained_on_in_all_modes(two_ranks: RankPool) -> None:
-    assert two_ranks.run(write_between_steps, MODES, False) == [[[] for _ in MODES]] * 2
+#: Those of the core.
+CORE = [case for case in MODES if case.mode == "sharded" and not case.hot]
 
 
+@pytest.mark.parametrize("modes", [CORE, matrix(MODES)], ids=len)
+def test_announced_writes_are_trained_on_in_all_modes(two_ranks: RankPool, modes: list[Case]) -> None:
+    assert two_ranks.run(write_between_steps, modes, False) == [[[] for _ in modes]] * 2
+
+
+@pytest.mark.extra
 def test_so_are_those_to_some_rows(two_ranks: RankPool) -> None:
     """The copies of other hot rows, and of rows on other ranks, stay as they are."""
     assert two_ranks.run(write_between_steps, [*MODES[:2], DATA_PARALLEL], True) == [[[]] * 3] * 2
 
 
+@pytest.mark.extra
 def test_one_rank(one_rank: RankPool) -> None:
     assert one_rank.run(write_between_steps, [HOT, DATA_PARALLEL], True) == [[[], []]]
 
 
+@pytest.mark.extra
 def test_hot_rows_that_were_not_flushed_are_an_error_on_all_ranks(two_ranks: RankPool) -> None:
     """Also where all batches are hot, so that no cache has trained a row. The host's rows count from then on."""
     for case in (HOT, replace(HOT, hot_every=1)):
@@ -149,10 +158,12 @@ def test_hot_rows_that_were_not_flushed_are_an_error_on_all_ranks(two_ranks: Ran
             assert is_written
 
 
+@pytest.mark.extra
 def test_data_parallel_ranks_wait_for_each_other_s_writes(two_ranks: RankPool) -> None:
     assert two_ranks.run(write_late, DATA_PARALLEL) == [[True], [True]]
 
 
+@pytest.mark.extra
 def test_data_parallel_rows_are_loaded_when_no_rank_reads_any_more(two_ranks: RankPool) -> None:
     for before, (first, last) in two_ranks.run(versions_when_ranks_meet, DATA_PARALLEL):
         assert (first, last > before) == (before, True)

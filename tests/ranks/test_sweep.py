@@ -154,6 +154,7 @@ def has_slurm() -> bool:
     return bool(found) and found.returncode == 0 and importlib.util.find_spec("submitit") is not None
 
 
+@pytest.mark.extra
 @pytest.mark.skipif(not has_slurm(), reason="there is no Slurm here, or submitit is not installed (the extra [slurm])")
 def test_a_sweep_on_slurm_that_is_killed_runs_nothing_twice(project_dir: Path, tmp_path: Path) -> None:
     first = sweep(project_dir, tmp_path, "--on", "slurm")

@@ -355,9 +355,9 @@ def test_a_training_is_stock_s_with_a_dictionary(one_rank, two_ranks, clicks, wh
         assert is_caught(found, ranks.run(partial(train_stock, eval_every=EVERY, forgets=False), clicks, kind))
 
 
-@pytest.mark.parametrize("kind", keep(["row_wise"], ["table_wise", "row_wise"]))
-def test_a_resume_goes_on_on_any_ranks(one_rank, two_ranks, clicks, whole, tmp_path, kind):
-    """From a checkpoint in mid-run, or of a signal: on as many ranks bit for bit; on others with the same ids."""
+@pytest.mark.matrix  # from the checkpoint of a step: below
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_a_resume_goes_on_from_a_signal_and_with_other_shards(two_ranks, clicks, whole, tmp_path, kind):
     found, checkpoints = whole(two_ranks, kind)
     again = two_ranks.run(partial(train, stop_after=30), clicks, tmp_path / "a2", kind)
     assert [run.losses[-1][0] for run in again] == [31, 31]
@@ -366,6 +366,19 @@ def test_a_resume_goes_on_on_any_ranks(one_rank, two_ranks, clicks, whole, tmp_p
         assert before.losses + after.losses == expected.losses
         assert after.maps == expected.maps
         assert differences(after, _from(expected, 31)) == []
+    other = "table_wise" if kind == "row_wise" else "row_wise"
+    resumed = two_ranks.run(partial(train, resume=20), clicks, _copy(checkpoints, 20, tmp_path), other)
+    assert joined(resumed) == joined(found)
+
+
+@pytest.mark.parametrize("kind", keep(["row_wise"], ["table_wise", "row_wise"]))
+def test_a_resume_goes_on_on_any_ranks(one_rank, two_ranks, clicks, whole, tmp_path, kind):
+    """On as many ranks bit for bit; on others with the same ids."""
+    found, checkpoints = whole(two_ranks, kind)
+    rest = two_ranks.run(partial(train, resume=40), clicks, _copy(checkpoints, 40, tmp_path / "two"), kind)
+    for after, expected in zip(rest, found, strict=True):
+        assert after.maps == expected.maps
+        assert differences(after, _from(expected, 40)) == []
     everything = joined(found)
     (alone,) = one_rank.run(partial(train, resume=40), clicks, _copy(checkpoints, 40, tmp_path), kind)
     assert alone.maps == everything
@@ -377,10 +390,6 @@ def test_a_resume_goes_on_on_any_ranks(one_rank, two_ranks, clicks, whole, tmp_p
                 here = [row for row, _, _ in everything["t_user"].values() if first <= row < first + len(rows)]
                 assert here
                 torch.testing.assert_close(rows[[row - first for row in here]], weights[here], rtol=1e-3, atol=1e-4)
-    other = "table_wise" if kind == "row_wise" else "row_wise"
-    assert (
-        joined(two_ranks.run(partial(train, resume=20), clicks, _copy(checkpoints, 20, tmp_path), other)) == everything
-    )
 
 
 @pytest.mark.matrix

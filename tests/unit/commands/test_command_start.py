@@ -77,13 +77,13 @@ def test_the_probe_sees_torch(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_and_a_refusal_need_no_torchrec(tmp_path):
+def test_a_plan_and_a_refusal_need_no_torchrec(tmp_path, monkeypatch):
     """`import torchrec` takes longer than a plan of a few tables."""
     pq.write_table(pa.table({"label": [0, 1] * 50, "user": list(range(100)), "x": [0.5] * 100}), tmp_path / "d.parquet")
     settings = 'data.kind = "parquet"\ndata.path = "d.parquet"\ndata.parquet.sparse = ["user"]\n'
     (tmp_path / "run.toml").write_text(settings + 'data.parquet.num_rows = [100]\ndata.parquet.dense = ["x"]\n')
-    profile = [sys.executable, "-m", "embershard", "profile", "run.toml", "-o", "profile.npz"]
-    subprocess.run(profile, cwd=tmp_path, capture_output=True, check=True)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["profile", "run.toml", "-o", "profile.npz"]) == 0
     words = ["plan", "run.toml", "--profile", "profile.npz", "--set", "train.batch_size=10", "--ranks", "2"]
     refused = [*words, "--device-memory", "1"]
     found = f"print(main({words}), main({refused}), 'torchrec' in sys.modules)"
