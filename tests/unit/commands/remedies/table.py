@@ -171,7 +171,7 @@ def cases(table: list[Remedy], *marks: pytest.MarkDecorator) -> list[object]:
     """Return the rows by command; `make test` tries the first of each command, and one of `ONE_OF` of the others."""
     found, numbers = list[object](), Counter[str]()
     for row, command in [(each, command) for each in table for command in each.commands]:
-        kind = " ".join(command.split()[:2])
+        kind = " ".join(command.split()[: 2 if command.startswith(("data", "ckpt")) else 1])
         of_row = marks or (() if numbers[kind] % ONE_OF == 0 else (pytest.mark.matrix,))
         numbers[kind] += 1
         found.append(pytest.param(row, command, id=f"{command.format(row.file)} {row.words}".strip(), marks=of_row))

@@ -148,7 +148,7 @@ OF_LIVES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("row", "command"), cases([*OF_RUNS, *OF_LIVES]))
+@pytest.mark.parametrize(("row", "command"), cases([*OF_LIVES, *OF_RUNS]))
 def test_what_is_advised_of_runs_helps(
     row: Remedy,
     command: str,
