@@ -156,6 +156,8 @@ COMBINED = [
         "mean",
         "different dims",
         "three modules",
+        "shared table",
+        "fp16 beside fp32",
     )
     for run in DEEP_AND_NOT
 ]
@@ -335,10 +337,14 @@ def test_every_batch_trains_once(two_ranks: RankPool, run: Run) -> None:
         assert different == [[] for _ in lengths]
 
 
+ENDS = ((2, False), (9, True), (0, True), (5, True), (9, False))
+
+
 @pytest.mark.parametrize("failing", keep([1], [0, 1]))
-def test_an_iterator_that_fails(two_ranks: RankPool, failing: int) -> None:
+@pytest.mark.parametrize("ends", [ENDS[:2], matrix(ENDS)], ids=len)
+def test_an_iterator_that_fails(two_ranks: RankPool, ends: tuple[tuple[int, bool], ...], failing: int) -> None:
     """All ranks raise before the same step; the batches that were taken before can still train."""
-    for after, worker in ((0, True), (2, False), (5, True), (9, True), (9, False)):
+    for after, worker in ends:
         case, run = Case(ratio=0.4, batch_size=8), Run(4, 2, worker=worker)
         results = two_ranks.run(look_ahead_events.failing_iterator, case, run, failing, after)
         assert [result["different"] for result in results] == [[], []]
@@ -351,9 +357,16 @@ def test_an_iterator_that_fails(two_ranks: RankPool, failing: int) -> None:
 # -- in the middle of the window
 
 
+RUNS = (Run(4, 2, 3), Run(64, 3, 3, 0, True, worker=False, delays=4))
+
+
 @pytest.mark.parametrize(
     ("event", "run"),
-    covering(tuple(look_ahead_events.BETWEEN_STEPS), (Run(4, 2, 3), Run(64, 3, 3, 0, True, worker=False, delays=4))),
+    combinations(
+        [(event, RUNS[number % 2]) for number, event in enumerate(("evaluation", "checkpoints", "loads"))],
+        tuple(look_ahead_events.BETWEEN_STEPS),
+        RUNS,
+    ),
     ids=str,
 )
 def test_between_two_steps(two_ranks: RankPool, event: str, run: Run) -> None:
