@@ -290,21 +290,21 @@ def test_what_is_known_takes_a_few_bytes_per_distinct_id_and_goes_when_prepared(
     monkeypatch.setattr(next_use_index, "_LEAST_CHAIN", 4)
     pool = Pool((1000, 1, 100), policy=POLICY, num_slots=600, pinned_table=pinned_table)
     rng = np.random.default_rng(0)
-    assert pool.known_bytes == pool.cache.chain_bytes == 20
+    assert pool.known_bytes == pool.cache.next_use_index.chain_bytes == 20
     most = 0
     for _ in range(4):
         for _ in range(16):
             pool.know(np.concatenate([rng.integers(1000, size=50), rng.integers(1001, 1101, size=5)]).tolist())
         most = max(most, sum(len(keys) for _, keys in pool.known))
-        assert pool.known_bytes - pool.cache.chain_bytes == per_id * known_ids(pool)
-        assert pool.cache.chain_bytes <= 4 * (2 * most + 1)
+        assert pool.known_bytes - pool.cache.next_use_index.chain_bytes == per_id * known_ids(pool)
+        assert pool.cache.next_use_index.chain_bytes <= 4 * (2 * most + 1)
         while len(pool.known) > 3:
             before = pool.known_bytes
             pool.release(pool.prepare_known())
             assert pool.known_bytes < before
-            assert pool.known_bytes - pool.cache.chain_bytes == per_id * known_ids(pool)
+            assert pool.known_bytes - pool.cache.next_use_index.chain_bytes == per_id * known_ids(pool)
     pool.forget()
-    assert pool.known_bytes == pool.cache.chain_bytes <= 4 * (2 * most + 1)
+    assert pool.known_bytes == pool.cache.next_use_index.chain_bytes <= 4 * (2 * most + 1)
 
 
 def test_a_burst_of_large_batches_does_not_keep_the_ring_large_for_good():
@@ -312,7 +312,7 @@ def test_a_burst_of_large_batches_does_not_keep_the_ring_large_for_good():
     pool = Pool((3000,), policy=POLICY, num_slots=2500)
     for start in (0, 500):
         pool.know(list(range(start, start + 2000)))
-    assert pool.cache.chain_bytes == 4 * (4096 + 1)
+    assert pool.cache.next_use_index.chain_bytes == 4 * (4096 + 1)
     for step in range(4):
         pool.know(list(range(step, step + 100)))
         if pool.known:
@@ -320,7 +320,7 @@ def test_a_burst_of_large_batches_does_not_keep_the_ring_large_for_good():
     found = []
     for step in range(6):
         pool.know(list(range(step, step + 100)))
-        found.append(pool.cache.chain_bytes)
+        found.append(pool.cache.next_use_index.chain_bytes)
         pool.release(pool.prepare_known())
         pool.check()
     assert set(found) == {4 * (1024 + 1)}, "no less than it starts with"
@@ -340,7 +340,7 @@ def test_repeats_take_no_memory_of_their_own_beside_the_ring():
     pool = Pool(policy=POLICY)
     pool.know([3] * 1000)
     pool.know([4] * 5)
-    assert pool.known_bytes - pool.cache.chain_bytes == 2 * 4
+    assert pool.known_bytes - pool.cache.next_use_index.chain_bytes == 2 * 4
 
 
 def test_tokens_hold_nothing_of_the_batch():
