@@ -26,6 +26,7 @@ from embershard.models.config import FACTORIZED
 from embershard.serving import serving_model, serving_values
 from embershard.serving.dense_program import DenseLayers, dense_program
 from embershard.serving.write import stored
+from tests.covering import keep, matrix
 from tests.unit.commands.conftest import Trained
 from tests.unit.commands.test_score import scores
 from tests.unit.test_docs import blocks
@@ -142,7 +143,7 @@ def test_module_passes_torch_export(trained, exported):
         assert torch.equal(program.module()(*inputs), model(*inputs))
 
 
-@pytest.mark.parametrize("arch", ["dlrm", "dlrm_dcn", *FACTORIZED])
+@pytest.mark.parametrize("arch", keep(["dlrm_dcn", "deepfm"], ["dlrm", "dlrm_dcn", *FACTORIZED]))
 def test_dense_program_equals_its_model(arch):
     schema = Schema(("a", "b"), (SparseFeature("x", 9), SparseFeature("y", 7)))
     config = ModelConfig(arch=arch)
@@ -229,7 +230,7 @@ def build(schema, options):
 """
 
 
-@pytest.mark.parametrize("labels", [("click",), ("click", "buy")])
+@pytest.mark.parametrize("labels", [matrix(("click",)), ("click", "buy")])
 def test_an_own_loss_may_read_labels_and_weights(tmp_path, labels):
     module = f"own_loss_{len(labels)}"
     (tmp_path / f"{module}.py").write_text(OWN_LOSS)

@@ -105,7 +105,9 @@ def test_it_is_the_state_of_its_step(ranks, tmp_path):
     assert [name for name in names if not torch.equal(kept[name], alone[name])] == []
 
 
-@pytest.mark.parametrize(("values", "improves"), [((0.6, 0.7, 0.8), True), ((0.6, 0.8, 0.7), False), ((0.6,), False)])
+@pytest.mark.parametrize(
+    ("values", "improves"), [((0.6, 0.7, 0.8), True), ((0.6, 0.8, 0.7), False), matrix((0.6,), False)]
+)
 def test_a_run_says_that_it_was_still_improving(ranks, values, improves):
     trainer = Trainer(make_config({"max_steps": 2 * len(values)}), ranks)
     scripted(trainer, values)
