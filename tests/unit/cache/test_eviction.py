@@ -95,7 +95,7 @@ def test_a_fault_of_choice_is_noticed(fault):
         check_choices()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", keep([1, 3], range(4)))
 def test_the_lowest_ranks_of_many_slots_go_right_after_a_refill(seed):
     """More slots than are ranked one by one: a sample gives the bound. Any next uses, counts and ages."""
     rng = np.random.default_rng(seed)
@@ -142,7 +142,7 @@ def test_the_queue_gives_what_there_is_and_no_slot_twice(look_ahead):
     assert sorted(first + queue.pop(2, oldest_pinned=4).tolist()) == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", keep([0, 1, 2], range(10)))
 def test_slots_whose_next_use_becomes_known_move_back_and_are_handed_out_once(seed, monkeypatch):
     """A long ranking of which little is taken at a time, while slots are used, and uses become known, all over it."""
     monkeypatch.setattr(victims, "_QUEUE_SHARE", 1 + seed % 4)
@@ -345,7 +345,7 @@ def work_of(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> Work:
     return work
 
 
-@pytest.mark.parametrize("lookahead", [4, 32, 256])
+@pytest.mark.parametrize("lookahead", keep([4, 256], [4, 32, 256]))
 def test_many_batches_share_a_refill_and_nothing_is_scanned_in_between(lookahead, monkeypatch):
     """Measured: 16 to 60 batches a refill; beside it a batch looks at 220 to 250 slots."""
     work = work_of(lookahead, monkeypatch)

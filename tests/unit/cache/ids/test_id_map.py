@@ -14,7 +14,7 @@ from embershard.cache.ids.config import Buckets, IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.cache.loops import ids as loops
 from embershard.errors import CacheError, ConfigError
-from tests.covering import matrix
+from tests.covering import covering, keep, matrix
 from tests.oracle.id_dictionary import IdDictionary, mix
 
 CAPACITY = 48
@@ -129,8 +129,7 @@ def drift(steps: int, seed: int = 0, size: int = 40, spread: int = 150) -> list[
     return [mixed((random.zipf(1.3, size) % spread) + 3 * step) for step in range(steps)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-@pytest.mark.parametrize("admit_after", [1, 3])
+@pytest.mark.parametrize(("ranks", "admit_after"), covering((1, 2, 3, 6), (1, 3)))
 def test_parts_of_a_table_do_what_the_whole_does(ranks: int, admit_after: int) -> None:
     """Whole buckets on any rank: the same rows, births, evictions, bit for bit."""
     config = IdTable(buckets=6, quarantine=2, admit_after=admit_after, half_life=5, reserve=0.3)
@@ -186,12 +185,12 @@ def lemma(quarantine: int, prefetch: int, seed: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("quarantine", "prefetch"), [(1, 1), matrix(2, 2), (2, 1), matrix(3, 2), matrix(4, 3)])
+@pytest.mark.parametrize(("quarantine", "prefetch"), [(1, 1), matrix(2, 2), matrix(2, 1), matrix(3, 2), matrix(4, 3)])
 def test_a_quarantine_as_long_as_the_prefetch_keeps_every_state(quarantine: int, prefetch: int) -> None:
     assert [lemma(quarantine, prefetch, seed) for seed in range(10)] == [[]] * 10
 
 
-@pytest.mark.parametrize(("quarantine", "prefetch"), [(1, 2), (1, 3), (2, 3)])
+@pytest.mark.parametrize(("quarantine", "prefetch"), [(1, 2), matrix(1, 3), matrix(2, 3)])
 def test_a_shorter_quarantine_is_caught(quarantine: int, prefetch: int) -> None:
     assert any("overwritten" in lemma(quarantine, prefetch, seed) for seed in range(10))
 
@@ -221,7 +220,8 @@ def test_a_full_bucket_refuses_the_largest_ids_and_counts_them() -> None:
 
 @pytest.mark.parametrize(("quarantine", "reserve"), [(4, 1 / 16), matrix(8, 1 / 8)])
 @pytest.mark.parametrize(
-    ("new", "low", "high"), [(0.5, 0.0, 0.0), (0.75, 0.0, 0.001), (1.0, 0.005, 0.03), (2.0, 0.3, 1)]
+    ("new", "low", "high"),
+    [matrix(0.5, 0.0, 0.0), (0.75, 0.0, 0.001), (1.0, 0.005, 0.03), matrix(2.0, 0.3, 1)],
 )
 def test_a_reserve_is_enough_for_twice_the_quarantine(quarantine, reserve, new, low, high) -> None:
     """Shares of new ids that are refused, by how many come per batch: as docs/ids.md says."""
@@ -281,7 +281,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", keep(["counts kept"], FAULTS))
 def test_faults_are_caught(fault: str) -> None:
     def differing(planted: str) -> int:
         ids, oracle = make(FAULTS[fault]), IdDictionary("t", FAULTS[fault], CAPACITY, SEED, planted)
