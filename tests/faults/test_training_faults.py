@@ -52,7 +52,8 @@ def test_all_ranks_leave_a_step(mode: str, pools: dict[int, RankPool], tmp_path:
     assert tally.totals.total() == 3
 
 
-@pytest.mark.parametrize("mode", keep(["hot_cold"], ["hot_cold", "data_parallel"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", ["hot_cold", "data_parallel"])
 def test_without_guards_copies_that_differ_are_found(mode: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
     tally = leaving.try_sample(pools[2], MODES[f"{mode}, inline"], 1, 1, str(tmp_path), is_guarded=False)
     assert any("rows are not as on the other ranks" in problem for problem in tally.problems), tally.problems

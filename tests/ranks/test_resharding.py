@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from embershard.commands.ckpt import differences
-from tests.covering import keep
+from tests.covering import keep, matrix
 from tests.ranks import resharding
 from tests.ranks.resharding import BATCH, SAVED_AT, STEPS, Layout
 from tests.ranks.rounding import loss_rounding
@@ -89,7 +89,7 @@ def test_data_parallel_and_back(two_ranks: RankPool, folder: Path, whole: list[f
     assert two_ranks.run(resharding.go_on, Layout(), folder, copy, tmp_path / "b")[0] == whole[SAVED_AT:]
 
 
-@pytest.mark.parametrize("forget", keep(["states"], ["states", "position"]))
+@pytest.mark.parametrize("forget", [matrix("states"), matrix("position")])
 def test_what_is_not_loaded_is_noticed(two_ranks, folder, whole, tmp_path, forget) -> None:
     different, losses = go_on(two_ranks, Layout(), folder, tmp_path, forget)
     assert len(different) == (4 if forget == "states" else 0)

@@ -9,7 +9,7 @@ import pytest
 
 from embershard.commands.ckpt import differences
 from embershard.distributed import Manifest, complete_checkpoints
-from tests.covering import keep
+from tests.covering import keep, matrix
 from tests.ranks import resharding, save_chains, test_trained_ids
 from tests.ranks.resharding import Layout
 from tests.ranks.save_chains import EVERY, FULL_EVERY, STEPS, Saved
@@ -36,9 +36,24 @@ DELTAS = [EVERY * (number + 1) for number in range(NUM_SAVES) if number % FULL_E
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    resharding.write_samples(tmp_path / "samples.parquet")
-    test_trained_ids.write_clicks(tmp_path)
-    return tmp_path
+    return with_samples(tmp_path)
+
+
+def with_samples(folder: Path) -> Path:
+    resharding.write_samples(folder / "samples.parquet")
+    test_trained_ids.write_clicks(folder)
+    return folder
+
+
+COMMON = "row-wise, look-ahead"
+
+
+@pytest.fixture(scope="module")
+def common(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The samples, a chain and whole saves of a training, which tests copy."""
+    folder = with_samples(tmp_path_factory.mktemp("common"))
+    two_ranks.run(save_chains.train, KINDS[COMMON], folder)
+    return folder
 
 
 def different(folder: Path, chain: str = "chain", whole: str = "whole") -> list[str]:
@@ -61,24 +76,27 @@ def test_a_chain_equals_whole_saves(two_ranks: RankPool, folder: Path, name: str
     assert different(folder) == []
 
 
-@pytest.mark.parametrize("fault", keep(["marks cleared by a publication"], save_chains.FAULTS))
+@pytest.mark.parametrize("fault", [*map(matrix, save_chains.FAULTS)])
 def test_planted_faults_are_noticed(two_ranks: RankPool, folder: Path, fault: str) -> None:
     """Beside publications, which have marks of their own. (A delta whose marks were all cleared has no rows.)"""
-    found = two_ranks.run(save_chains.train, KINDS["row-wise, look-ahead"], folder, fault, True)
+    found = two_ranks.run(save_chains.train, KINDS[COMMON], folder, fault, True)
     assert all(each.deltas and each.num_saves == NUM_SAVES for each in found)
     assert different(folder)
 
 
 def test_publications_take_no_marks(two_ranks: RankPool, folder: Path) -> None:
-    kind = KINDS["row-wise, look-ahead"]
+    kind = KINDS[COMMON]
     check(kind, two_ranks.run(save_chains.train, kind, folder, "", True))
     assert different(folder) == []
 
 
-@pytest.mark.parametrize("name", keep(["row-wise, look-ahead"], ["row-wise, look-ahead", "hot_cold", "ids"]))
-def test_beside_training_the_state_of_its_step(two_ranks: RankPool, folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", keep([COMMON], [COMMON, "hot_cold", "ids"]))
+def test_beside_training_the_state_of_its_step(two_ranks: RankPool, folder: Path, common: Path, name: str) -> None:
     kind = KINDS[name]
-    two_ranks.run(save_chains.train, kind, folder)
+    if name == COMMON:
+        shutil.copytree(common, folder, dirs_exist_ok=True)
+    else:
+        two_ranks.run(save_chains.train, kind, folder)
     found = two_ranks.run(save_chains.train_beside, kind, folder)
     check(kind, found)
     assert max(each.num_aside for each in found) > 0
@@ -95,12 +113,11 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", keep(["one rank"], ELSEWHERE))
-def test_a_chain_goes_on_elsewhere(request, two_ranks: RankPool, folder: Path, name: str) -> None:
+def test_a_chain_goes_on_elsewhere(request, common: Path, tmp_path: Path, name: str) -> None:
     """The first save there follows what was loaded, with rows cut otherwise; but not where states have another shape,
     or all tables are small."""
     pool, layout = request.getfixturevalue(ELSEWHERE[name][0]), ELSEWHERE[name][1]
-    kind = KINDS["row-wise, look-ahead"]
-    two_ranks.run(save_chains.train, kind, folder)
+    folder = shutil.copytree(common, tmp_path / "elsewhere")
     begins = DELTAS[1]
     for saved in complete_checkpoints(folder / "chain"):
         if int(saved.name.removeprefix("step_")) > begins:

@@ -13,6 +13,7 @@ import yambda
 import yambda_like
 
 from embershard.settings.decoding import to_toml
+from tests.covering import matrix
 from tests.ranks import commands, time_order
 from tests.ranks.time_order import BORDER, INSIDE, Metrics, Trained
 from tests.ranks.workers import RankPool
@@ -48,7 +49,8 @@ def _after_training(path: Path) -> list[tuple[int, int, Metrics]]:
     return time_order.by_hand(path, after_training=True)
 
 
-def test_one_stream_on_one_rank_and_two_and_runs_go_on(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [(INSIDE,), matrix((BORDER, INSIDE))], ids=len)
+def test_one_stream_on_one_rank_and_two_and_runs_go_on(one_rank, two_ranks, tmp_path, steps) -> None:
     path = time_order.write_clicks(tmp_path / "clicks")
     whole = two_ranks.run(time_order.run, path, tmp_path / "two" / "checkpoints", 5)
     alone = one_rank.run(time_order.run, path, None, 0)
@@ -57,11 +59,11 @@ def test_one_stream_on_one_rank_and_two_and_runs_go_on(one_rank: RankPool, two_r
     assert len(seen) == len(set(seen)) == 600
     assert whole[0].windows == whole[1].windows
     assert_near(whole[0].windows, alone[0].windows)
-    for step, is_border in ((BORDER, True), (INSIDE, False)):
+    for step in steps:
         saved = tmp_path / "two" / "checkpoints" / f"step_{step}"
         left = [place for place in whole[0].windows if place[0] >= step]
         assert 0 < len(left) < len(whole[0].windows)
-        assert (step in {at for at, *_ in left}) == is_border
+        assert (step in {at for at, *_ in left}) == (step == BORDER)
         rest = two_ranks.run(time_order.run, path, None, 5, saved)
         assert rest[0].windows == left, "bit for bit"
         assert samples(rest) == samples(whole)[step:]

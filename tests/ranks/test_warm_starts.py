@@ -52,7 +52,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", keep(["table-wise, look-ahead", "small rows"], LAYOUTS))
+@pytest.mark.parametrize("name", keep(["small rows"], LAYOUTS))
 def test_as_a_resume_without_its_position(two_ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
     assert different(two_ranks, LAYOUTS[name], folder, tmp_path) == []
 
@@ -85,6 +85,7 @@ def test_other_optimizers(two_ranks: RankPool, tmp_path: Path, optimizer: str) -
     assert different(two_ranks, Layout(optimizer=optimizer), tmp_path, tmp_path / "copies") == []
 
 
+@pytest.mark.matrix
 def test_states_that_are_forgotten_are_found(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     found = different(two_ranks, Layout(), folder, tmp_path, control="states")
     assert len(found) > len(resharding.ROWS)

@@ -41,6 +41,7 @@ def test_differences_are_of_the_same_seed() -> None:
     assert fp16 < fp32
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_types_are_timed_on_the_same_batches() -> None:
     options = argparse.Namespace(

@@ -23,6 +23,7 @@ from embershard.launch.launcher import loopback_store, start_ranks, warn_of_core
 from embershard.launch.rank_group import Ended, RankGroup
 from embershard.launch.stop_signals import StopAsked, stop_asked
 from embershard.training.config import RunConfig, TrainConfig
+from tests.covering import matrix
 
 #: A rank that starts at once: without torch, it uses the launcher's memory itself.
 _BEGIN = """
@@ -109,7 +110,7 @@ def test_a_signal_before_the_first_step():
     assert run("wait()", asked=asked) == Ended(0, "stopped before the first step. Nothing was trained.")
 
 
-@pytest.mark.parametrize(("says", "code"), [("", 0), ("tell(FAILED_AT, 1)", 1), ("tell(BEATS, 1)", 1)])
+@pytest.mark.parametrize(("says", "code"), [("", 0), ("tell(FAILED_AT, 1)", 1), matrix("tell(BEATS, 1)", 1)])
 def test_a_rank_that_lost_one_that_stopped_before_the_first_step_has_not_failed(says, code, tmp_path, monkeypatch):
     loses = f"signal.signal(signal.SIGTERM, lambda *_: ({says or 0}, sys.exit(1)))"
     ready = f"end_on_sigterm() if rank == 0 else {loses}; open(f'{{rank}}', 'w').close(); wait()"
@@ -222,7 +223,7 @@ def test_restarts(tmp_path, monkeypatch, capfd):
 _TELLS = "print(*(os.environ.get(each) for each in ('OMP_NUM_THREADS', 'EMBERSHARD_RANK_CORES')), flush=True)"
 
 
-@pytest.mark.parametrize(("given", "told"), [(None, "8 8"), ("5", "5 None"), ("8", "8 None")])
+@pytest.mark.parametrize(("given", "told"), [(None, "8 8"), ("5", "5 None"), matrix("8", "8 None")])
 def test_ranks_share_the_cores_unless_the_user_chose_their_threads(given, told, tmp_path, monkeypatch, capfd):
     """And this process keeps its variables: it may start other numbers of ranks."""
     (tmp_path / "program.py").write_text(f"import os\n{_TELLS}")
