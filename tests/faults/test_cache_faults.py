@@ -25,7 +25,7 @@ from tests.faults.injection import no_collections
 _FORMER_BUGS = ("StagedTransfer._land_one", "UpdateGate.", "RowCache._fetch_again")
 
 
-@pytest.mark.parametrize("every", [16, matrix(1)])
+@pytest.mark.parametrize("every", [32, matrix(1)])
 def test_every_line_of_every_operation_once(every: int) -> None:
     tally = try_points(each_place_once(seed=1)[::every])
     assert tally.problems == []
