@@ -57,12 +57,12 @@ class Batch(Pipelineable):
             None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
         )
 
-    def pieces(self, count: int) -> list[Batch]:
+    def micro_batches(self, count: int) -> list[Batch]:
         """Return the samples in `count` batches, one after the other, of which the first ones may have one more; in
         fewer where there are fewer samples.
 
         >>> ids = KeyedJaggedTensor(["user", "item"], torch.tensor([3, 1, 4, 1, 5]), lengths=torch.tensor([1, 2, 0, 2]))
-        >>> _, second = Batch(torch.zeros(2, 13), ids, torch.zeros(2)).pieces(2)
+        >>> _, second = Batch(torch.zeros(2, 13), ids, torch.zeros(2)).micro_batches(2)
         >>> second.sparse_features["user"].values().tolist(), second.sparse_features["item"].values().tolist()
         ([1, 4], [1, 5])
         """
@@ -72,7 +72,7 @@ class Batch(Pipelineable):
         features = self.sparse_features
         keys, bounds = features.keys(), bounds_of(features)
         lengths = features.lengths().view(len(keys), -1).split(sizes, dim=1)
-        num_ids = torch.stack([part.sum(dim=1) for part in lengths])  # [pieces, F]
+        num_ids = torch.stack([part.sum(dim=1) for part in lengths])  # [micro-batches, F]
         by_piece = torch.arange(num_ids.numel(), dtype=torch.int32).view(len(keys), -1).t().flatten()
         _, ids, weights = torch.ops.fbgemm.permute_1D_sparse_data(
             by_piece, num_ids.t().flatten(), features.values(), features.weights_or_none(), features.values().numel()
@@ -90,10 +90,10 @@ class Batch(Pipelineable):
         return [Batch(dense, own, labels, self.is_hot, of_own) for dense, own, labels, of_own in parts]
 
     @staticmethod
-    def joined(pieces: Sequence[Batch]) -> Batch:
+    def joined(micro_batches: Sequence[Batch]) -> Batch:
         """Return one batch of the samples of several, one after the other."""
-        keys = pieces[0].sparse_features.keys()
-        parts = [own[key] for key in keys for own in [each.sparse_features.to_dict() for each in pieces]]
+        keys = micro_batches[0].sparse_features.keys()
+        parts = [own[key] for key in keys for own in [each.sparse_features.to_dict() for each in micro_batches]]
         weights = [part.weights_or_none() for part in parts]
         features = KeyedJaggedTensor(
             keys,
@@ -101,12 +101,12 @@ class Batch(Pipelineable):
             None if weights[0] is None else torch.cat(weights),  # type: ignore[arg-type]  # all or none
             torch.cat([part.lengths() for part in parts]),
         )
-        of_samples = [each.weights for each in pieces]
+        of_samples = [each.weights for each in micro_batches]
         return Batch(
-            torch.cat([each.dense_features for each in pieces]),
+            torch.cat([each.dense_features for each in micro_batches]),
             features,
-            torch.cat([each.labels for each in pieces]),
-            pieces[0].is_hot,
+            torch.cat([each.labels for each in micro_batches]),
+            micro_batches[0].is_hot,
             None if of_samples[0] is None else torch.cat(of_samples),  # type: ignore[arg-type]
         )
 

@@ -28,8 +28,8 @@ def add_dropout(over: nn.Module, probability: float) -> None:
             layer.register_forward_hook(drop)
 
 
-def seed_masks(seed: int, step: int, rank: int, piece: int = 0) -> None:
-    """Seed torch's generators for the masks of a rank's step, or of a further piece of its batch.
+def seed_masks(seed: int, step: int, rank: int, micro_batch: int = 0) -> None:
+    """Seed torch's generators for the masks of a rank's step, or of a further micro-batch of its batch.
 
     They are functions of the three, so a resumed run draws the masks of one that was not interrupted, also where a
     skipped batch drew some, and ranks draw different ones.
@@ -41,5 +41,5 @@ def seed_masks(seed: int, step: int, rank: int, piece: int = 0) -> None:
     True
     """
     torch.manual_seed(
-        int(np.random.SeedSequence((seed, step, rank, piece) if piece else (seed, step, rank)).generate_state(1)[0])
+        int(np.random.SeedSequence((seed, step, rank) + (micro_batch,) * bool(micro_batch)).generate_state(1)[0])
     )

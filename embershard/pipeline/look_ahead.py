@@ -435,14 +435,14 @@ class LookAheadStats:
     stall_seconds: float
     uses_worker: bool
 
-    def by_step(self, pieces: int) -> LookAheadStats:
+    def by_step(self, micro_batches: int) -> LookAheadStats:
         """Return the counts of a training whose steps have so many batches each."""
         depths: dict[str, Any] = {
-            name: None if value is None else value / pieces if name.endswith("mean") else value // pieces
+            name: None if value is None else value / micro_batches if name.endswith("mean") else value // micro_batches
             for name in ("lookahead_min", "lookahead_mean", "prefetch_min", "prefetch_mean", "prefetch_depth")
             for value in [getattr(self, name)]
         }
-        return replace(self, steps=self.steps // pieces, **depths)
+        return replace(self, steps=self.steps // micro_batches, **depths)
 
 
 @dataclass

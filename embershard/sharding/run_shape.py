@@ -40,7 +40,7 @@ class RunShape:
     Attributes:
         world_size, ranks_per_node: ranks in all, and per node.
         batch_size: samples per rank and step.
-        accumulate: pieces of a rank's batch, whose activations exist one after the other.
+        accumulate: micro-batches of a rank's batch, whose activations exist one after the other.
         device: "cpu" or "cuda".
         cache: the rows that the caches keep, and how far ahead is looked.
         num_steps: steps of the run, where they are known.

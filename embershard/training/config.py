@@ -55,8 +55,8 @@ class TrainConfig:
     on the same samples with any number of ranks."""
 
     accumulate: Free[int] = 1
-    """Pieces into which each rank's batch of a step is cut, to be forwarded one after the other: activations take so
-    many times less memory. Rows and dense layers are trained once a step, as by the whole batch. (With dropout, masks
+    """Micro-batches of each rank's batch of a step, to be forwarded one after the other: activations take so many times
+    less memory. Rows and dense layers are trained once a step, as by the whole batch. (With dropout, masks
     depend on it, and a resume compares it.)"""
 
     epochs: Free[int | None] = None
@@ -143,7 +143,8 @@ class TrainConfig:
         """Return the samples per rank and step on so many ranks.
 
         Raises:
-            ConfigError: the ranks cannot share the global batch evenly, or a batch has fewer samples than pieces.
+            ConfigError: the ranks cannot share the global batch evenly, or a batch has fewer samples than
+                micro-batches.
 
         >>> TrainConfig(global_batch_size=4096).rank_batch_size(4), TrainConfig().rank_batch_size(4)
         (1024, 1024)
@@ -160,7 +161,7 @@ class TrainConfig:
         if each < self.accumulate:
             raise ConfigError(
                 f"train.accumulate: got {self.accumulate}, needed at most the {each} samples of a rank's batch, so "
-                "that each piece has one."
+                "that each micro-batch has one."
             )
         return each
 
@@ -342,7 +343,7 @@ class RunConfig:
         if self.train.accumulate > 1 and self.lookahead < 1:
             raise ConfigError(
                 f"look_ahead.lookahead: got 0, needed 1 or more with train.accumulate = {self.train.accumulate} and "
-                "tables that take any id: ids of all pieces get rows together."
+                "tables that take any id: ids of all micro-batches get rows together."
             )
         if self.train.device == "cuda":
             raise ConfigError(

@@ -64,7 +64,7 @@ def open_stream(
 
 
 class MicroBatches:
-    """The pieces of a rank's batch of a step, each to be forwarded, with its backward, before the next one comes.
+    """Those of a rank's batch of a step, each to be forwarded, with its backward, before the next one comes.
 
     Attributes:
         num_samples: of all of them.
@@ -84,9 +84,9 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self._count):
-            with self._begin() if number else self._first as piece:
-                self.taken.append(piece)
-                yield piece
+            with self._begin() if number else self._first as micro_batch:
+                self.taken.append(micro_batch)
+                yield micro_batch
 
 
 class Steps:
@@ -99,7 +99,7 @@ class Steps:
         device: on which the model trains.
         pipeline: knows batches ahead of their step; None: no batch is known ahead.
         failure: gets the exception of a rank's input.
-        pieces: micro-batches of a step.
+        micro_batches: of a step.
     """
 
     def __init__(
@@ -109,18 +109,20 @@ class Steps:
         device: torch.device,
         pipeline: LookAheadPipeline | None,
         failure: InputFailure,
-        pieces: int = 1,
+        micro_batches: int = 1,
     ) -> None:
         self._stream, self._device, self._pipeline, self._failure = stream, device, pipeline, failure
         self._batches = self._limited(None if limit is None else max(0, limit))
-        self._pieces = pieces
-        self._states: deque[tuple[StreamState, int, int]] = deque()  # behind each batch that was read; pieces, samples
+        self._micro_batches = micro_batches
+        self._states: deque[tuple[StreamState, int, int]] = (
+            deque()
+        )  # behind each batch that was read; its parts, samples
         self._state = stream.state
         self._num_to_replace = 0
         self._is_waiting = False  # the stream had no batch when it was last asked, and may get one
 
     def next(self) -> AbstractContextManager[Batch | MicroBatches]:
-        """Return a context with the next batch on the device, to train on inside; or with its pieces. Collective.
+        """Return a context with the next batch on the device, to train on inside, or its micro-batches. Collective.
 
         Raises:
             StopIteration: there is none, or none yet.
@@ -147,9 +149,9 @@ class Steps:
 
     def stats(self) -> LookAheadStats | None:
         """Return the counters of the look-ahead; None without a pipeline."""
-        if self._pipeline is None or self._pieces == 1:
+        if self._pipeline is None or self._micro_batches == 1:
             return None if self._pipeline is None else self._pipeline.stats()
-        return self._pipeline.stats().by_step(self._pieces)
+        return self._pipeline.stats().by_step(self._micro_batches)
 
     def close(self) -> None:
         """Drop the batches ahead, and end the threads that parse."""
@@ -167,9 +169,10 @@ class Steps:
                 self._is_waiting = True
                 yield Supply.NOT_YET
             self._is_waiting = False
-            pieces, samples = ([batch], 0) if self._pieces == 1 else (batch.pieces(self._pieces), batch.num_samples)
-            self._states.append((self._stream.state, len(pieces), samples))
-            yield from pieces
+            is_whole = self._micro_batches == 1
+            parts, samples = ([batch], 0) if is_whole else (batch.micro_batches(self._micro_batches), batch.num_samples)
+            self._states.append((self._stream.state, len(parts), samples))
+            yield from parts
 
     def _limited(self, most: int | None) -> Iterator[Any]:
         batches = self._read(most)
@@ -188,7 +191,7 @@ class Steps:
 
     @contextmanager
     def _counted(self, first: AbstractContextManager[Batch]) -> Iterator[Batch | MicroBatches]:
-        if self._pieces == 1:
+        if self._micro_batches == 1:
             with first as batch:
                 yield batch
         else:

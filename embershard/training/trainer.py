@@ -152,7 +152,7 @@ class Trainer(Training):
         return not self.is_over and not self.supervision.must_stop
 
     def step(self, batch: Batch | MicroBatches) -> SkippedBatchReport | None:
-        """Train one step, on the rank's batch on its device, whole or in pieces; or skip the batch, as
+        """Train one step, on the rank's batch on its device, whole or in micro-batches; or skip the batch, as
         `train.on_non_finite` says.
 
         Nothing in it waits for a GPU, unless batches may be skipped.
@@ -160,7 +160,7 @@ class Trainer(Training):
         with divided_once(self.config, self.plan):
             self.optimizers.begin_step(self.steps)
             try:
-                predicted = self._train_batch(batch) if isinstance(batch, Batch) else self._train_pieces(batch)
+                predicted = self._train_batch(batch) if isinstance(batch, Batch) else self._train_micro_batches(batch)
             except _SkippedError as skipped:
                 cancel_forward(self.model)
                 self.optimizers.set_num_steps(self.steps)
@@ -180,25 +180,25 @@ class Trainer(Training):
             loss.backward()  # trains the embedding rows too
         return predicted
 
-    def _train_pieces(self, pieces: MicroBatches) -> Predicted:
-        """Train once for all pieces; a loss is a mean over samples, so that each piece has its share of it."""
-        num_samples, losses, predictions = pieces.num_samples, list[Tensor](), list[Predicted]()
+    def _train_micro_batches(self, micro_batches: MicroBatches) -> Predicted:
+        """Train once for all micro-batches; a loss is a mean over samples, so that each has its share of it."""
+        num_samples, losses, predictions = micro_batches.num_samples, list[Tensor](), list[Predicted]()
         with accumulating(self.model):
-            for number, piece in enumerate(pieces):
-                loss, predicted = self._forward(piece, number)
-                losses.append(loss * (piece.num_samples / num_samples))
+            for number, micro_batch in enumerate(micro_batches):
+                loss, predicted = self._forward(micro_batch, number)
+                losses.append(loss * (micro_batch.num_samples / num_samples))
                 with stage("backward"):
                     losses[-1].backward()
                 losses[-1] = losses[-1].detach()
                 predictions.append(predicted.detached())
             whole = Predicted.joined(predictions)
-            if problem := self.losses.add(torch.stack(losses).sum(), whole, pieces):
+            if problem := self.losses.add(torch.stack(losses).sum(), whole, micro_batches):
                 raise _SkippedError(problem)  # within: then nothing trains
         return whole
 
-    def _forward(self, batch: Batch, piece: int = 0) -> tuple[Tensor, Predicted]:
+    def _forward(self, batch: Batch, micro_batch: int = 0) -> tuple[Tensor, Predicted]:
         if self.config.model.drops:
-            seed_masks(self.config.train.seed, self.steps + self.optimizers.steps_before, self.ranks.rank, piece)
+            seed_masks(self.config.train.seed, self.steps + self.optimizers.steps_before, self.ranks.rank, micro_batch)
         with stage("forward"), autocast(self.config.train, self.ranks.device):
             loss, (_, outputs, labels) = self.model(batch)
         return loss, Predicted(outputs, labels, batch.weights)

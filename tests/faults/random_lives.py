@@ -263,7 +263,7 @@ def _sharding(root: Path, meaning: Meaning, way: Way) -> ShardingConfig:
 def plain(meaning: Meaning, way: Way) -> Way:
     """The training that adds up as this one does, and has nothing else of it: no cache, where there may be none."""
     kept = {name: getattr(way, name) for name in ("ranks", "sharding", "mode", "exchange", "accumulate")}
-    lookahead = int(meaning.ids and way.accumulate > 1)  # ids of all pieces get rows together
+    lookahead = int(meaning.ids and way.accumulate > 1)  # ids of all micro-batches get rows together
     return Way(**kept, ratio=1.0, lookahead=lookahead, save_every=999, asynchronous=False)
 
 

@@ -74,7 +74,7 @@ def identity_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     if config.model.build is not None:
         values[SOURCE] = source_digest(config.model)[:12]
     values[ORDER] = PLAIN
-    if config.model.drops and config.train.accumulate > 1:  # masks are drawn for each piece of a batch
+    if config.model.drops and config.train.accumulate > 1:  # masks are drawn for each micro-batch
         values["train.accumulate"] = config.train.accumulate
     return _as_saved(values)
 

@@ -119,14 +119,14 @@ class Training(ABC):
     def upcoming(self) -> Steps:
         """The steps that are left."""
         if self._upcoming is None:
-            depths, pieces, device = self.config.look_ahead, self.config.train.accumulate, self.ranks.device
+            depths, micro_batches, device = self.config.look_ahead, self.config.train.accumulate, self.ranks.device
             pipeline = None
             if self.config.lookahead:
-                ahead, held = (pieces * depth for depth in (depths.lookahead, depths.prefetch))
+                ahead, held = (micro_batches * depth for depth in (depths.lookahead, depths.prefetch))
                 args = (self.model, self.optimizers.dense, device, ahead, held)
-                pipeline = LookAheadPipeline(*args, features=features_of(self.model), micro_batches=pieces)
+                pipeline = LookAheadPipeline(*args, features=features_of(self.model), micro_batches=micro_batches)
             left = None if self.total_steps is None else self.total_steps - self.steps
-            self._upcoming = Steps(self.stream, left, device, pipeline, self.input_failure, pieces)
+            self._upcoming = Steps(self.stream, left, device, pipeline, self.input_failure, micro_batches)
         return self._upcoming
 
     @property

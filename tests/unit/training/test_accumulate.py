@@ -47,7 +47,7 @@ def test_pieces_have_the_samples_in_order(
     samples: int, pieces: int, features: int, is_weighted: bool, labels: int, seed: int
 ) -> None:
     batch = _batch(samples, features, is_weighted, labels, seed)
-    found = batch.pieces(pieces)
+    found = batch.micro_batches(pieces)
     assert len(found) == max(1, min(pieces, samples))
     sizes = [piece.num_samples for piece in found]
     assert sum(sizes) == samples
