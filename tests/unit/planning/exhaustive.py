@@ -45,6 +45,7 @@ def on_two_ranks(seed: int) -> PlanRequest:
     policy, lookahead = (CachePolicy("lru"), 4) if seed % 3 == 0 else (CachePolicy("lfu"), 0)
     return make_request(
         budgets[seed % len(budgets)],
+        effort=1.0,
         rows=rows,
         dims=dims,
         batch_size=int(rng.choice([16, 256])),
@@ -68,6 +69,7 @@ def on_shared_cores(seed: int) -> PlanRequest:
     budgets = (Budget(device_bytes=10**9), Budget(ratio=float(rng.uniform(0.05, 0.5))))
     return make_request(
         budgets[int(rng.random() < 0.25)],
+        effort=1.0,
         rows=rows,
         dims=dims,
         data=data,
@@ -92,6 +94,7 @@ def on_two_nodes(seed: int) -> PlanRequest:
     data = replace(data_of(rows, bag_size=int(rng.choice([1, 5]))), read_seconds_per_sample=None)
     return make_request(
         budgets[seed % len(budgets)],
+        effort=1.0,
         rows=rows,
         dims=dims,
         data=data,

@@ -89,16 +89,18 @@ def rates(name: str = "h100x8x4", num_ranks: int = 2) -> Rates:
 
 
 def make_request(budget: Budget | None = None, workload: Workload | None = None, **changes: Any) -> PlanRequest:
-    """With a device budget that holds a third of the rows or so, unless another one is given. Arguments of
-    :func:`make_workload` go there."""
+    """With a device budget that holds a third of the rows or so, and a short search, unless others are given. Arguments
+    of :func:`make_workload` go there."""
     own = {name: changes.pop(name) for name in list(changes) if name in _OF_REQUEST}
     workload = workload or make_workload(**changes)
     budget = budget or Budget(device_bytes=8_000_000)
+    own.setdefault("effort", 0.1)
     return PlanRequest(workload, own.pop("rates", None) or rates(num_ranks=workload.shape.world_size), budget, **own)
 
 
 _OF_REQUEST = (
     "rates", "types", "only", "replicate_rows", "most_ranks_per_node", "settings", "made_from", "notes", "topology",
+    "effort",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.shards import largest_pool_problem
 from embershard.units import size
-from tests.covering import keep
+from tests.covering import covering, keep, matrix
 from tests.unit.planning.requests import data_of, make_request, make_workload, random_rows
 
 pytestmark = pytest.mark.slow
@@ -133,18 +133,17 @@ def on_ranks(request: PlanRequest, ranks: int) -> PlanRequest:
     return replace(request, workload=replace(request.workload, shape=shape))
 
 
-@pytest.mark.parametrize("devices", [None, 2, 8])
-@pytest.mark.parametrize(
-    ("budget", "fits_from"),
-    [
-        (Budget(cache_bytes=450_000), 4),
-        (Budget(device_bytes=2_000_000), 2),
-        (Budget(device_bytes=10**9, host_bytes=60_000_000), None),
-    ],
-    ids=["caches", "device", "host"],
-)
-def test_the_number_of_ranks_that_it_names_fits(budget, fits_from, devices):
+NAMED = {
+    "caches": (Budget(cache_bytes=450_000), 4),
+    "device": (Budget(device_bytes=2_000_000), 2),
+    "host": (Budget(device_bytes=10**9, host_bytes=60_000_000), None),
+}
+
+
+@pytest.mark.parametrize(("kind", "devices"), covering(tuple(NAMED), (2, 8, None)))
+def test_the_number_of_ranks_that_it_names_fits(kind, devices):
     """As many ranks as are named fit, fewer do not. More ranks of one node are no more host memory."""
+    budget, fits_from = NAMED[kind]
     tables = {"rows": (300_000, 100_000), "data": data_of((300_000, 100_000), 3000)}
     request = make_request(budget, world_size=1, ranks_per_node=1, most_ranks_per_node=devices, **tables)
     if budget.host_bytes is not None:  # all rows would fit the devices
@@ -168,13 +167,12 @@ def test_the_number_of_ranks_that_it_names_fits(budget, fits_from, devices):
         refusal(on_ranks(request, fewer[-1]))
 
 
-@pytest.mark.parametrize(("limit", "fewest"), [(4_000_000, 2), (3_750_000, 5)])
+@pytest.mark.parametrize(("limit", "fewest"), [matrix(4_000_000, 2), (3_750_000, 5)])
 def test_the_fewest_ranks_are_named_where_more_need_more(limit, fewest):
     """Cut by rows, or with as many whole tables on each rank, more ranks may need more: 4 do not fit, 5 do."""
     rows = (100_000, 100_000, 1000, 900)
     data, budget = data_of(rows, bag_size=5), Budget(device_bytes=limit)
     request = make_request(budget, rows=rows, dims=(64, 64, 128, 128), batch_size=256, world_size=1, data=data)
-    request = replace(request, effort=0.3)
     assert refusal(request).endswith(f"; or --ranks {fewest}")
     make_plan(request.for_ranks(fewest))
     for fewer in range(2, fewest):
@@ -231,7 +229,9 @@ def huge() -> DataStatistics:
     return data_of((10**10, 5000), 3000)
 
 
-@pytest.mark.parametrize("budget", [Budget(device_bytes=10**9), Budget(device_bytes=80 * 10**9, host_bytes=10**12)])
+@pytest.mark.parametrize(
+    "budget", [Budget(device_bytes=10**9), matrix(Budget(device_bytes=80 * 10**9, host_bytes=10**12))]
+)
 def test_nothing_of_a_tables_size_is_made(huge, budget):
     """A table of 10^10 rows, whose slot maps alone take 5 GB a rank: refused before anything is allocated."""
     request = make_request(budget, rows=(10**10, 5000), world_size=8, data=huge)
@@ -269,7 +269,9 @@ def check_pools(plan: Plan) -> None:
     assert max(pool.rows for pool in pools) <= MOST_POOL_ROWS
 
 
-@pytest.mark.parametrize(("world_size", "types"), [(1, None), (2, ["row_wise"]), (2, ["table_wise"]), (4, None)])
+@pytest.mark.parametrize(
+    ("world_size", "types"), [(1, None), matrix(2, ["row_wise"]), (2, ["table_wise"]), matrix(4, None)]
+)
 def test_a_cache_gets_as_many_rows_as_it_can_number_and_not_one_more(world_size, types):
     most = MOST_POOL_ROWS * (1 if types == ["table_wise"] else world_size)
     plan = make_plan(of_rows((most,), world_size, types=types))
@@ -285,7 +287,7 @@ def test_a_cache_gets_as_many_rows_as_it_can_number_and_not_one_more(world_size,
 
 @pytest.mark.parametrize(
     ("rows", "world_size"),
-    [((MOST_POOL_ROWS, 7), 1), ((15 * 10**8,) * 4, 2), ((10**9, 10**9, 15 * 10**8, 15 * 10**8, 900), 2)],
+    [((MOST_POOL_ROWS, 7), 1), matrix((15 * 10**8,) * 4, 2), ((10**9, 10**9, 15 * 10**8, 15 * 10**8, 900), 2)],
 )
 def test_tables_that_are_too_many_rows_for_one_cache_are_sharded_in_different_ways(rows, world_size):
     """In one way alone, whichever it is, a rank has too many rows for its only cache."""
@@ -296,8 +298,7 @@ def test_tables_that_are_too_many_rows_for_one_cache_are_sharded_in_different_wa
     assert len({table.sharding for table in plan.tables}) > 1
 
 
-@pytest.mark.parametrize("devices", [None, 4])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "devices"), covering((2, 4), (None, 4)))
 def test_the_number_of_ranks_whose_caches_can_number_the_rows_is_named(huge, world_size, devices):
     request = make_request(
         Budget(device_bytes=80 * 10**9), rows=(10**10, 5000), world_size=world_size, data=huge,

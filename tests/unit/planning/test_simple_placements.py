@@ -64,14 +64,14 @@ def steps_of(request: PlanRequest) -> list[float]:
     return [each.step_seconds for each in all_sized(request, tried)]
 
 
-@pytest.mark.parametrize("seed", keep((1, 5, 7), range(24)))
+@pytest.mark.parametrize("seed", keep((1, 5), range(24)))
 def test_no_simple_placement_is_faster_than_the_plan(seed):
     request = small_task(seed)
     steps = steps_of(request)  # none fits where little memory is left
     assert best_candidate(request).step_seconds <= min(steps, default=math.inf) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [1, 6, 7])
+@pytest.mark.parametrize("seed", keep((6,), (1, 6, 7)))
 def test_what_the_search_finds_fits(seed):
     """A search without the memory finds placements that are faster and do not fit; what is left of them is slow."""
     request = tight_task(seed)
@@ -84,7 +84,7 @@ def test_what_the_search_finds_fits(seed):
     assert best_candidate(request).step_seconds <= within.step_seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [0, 4])
+@pytest.mark.parametrize("seed", keep((4,), (0, 4)))
 def test_collectives_are_whole_in_the_bound(seed):
     """A bound with fractions of collectives was 7 and 10 % below a plan that is the best."""
     best = best_candidate(tight_task(seed))

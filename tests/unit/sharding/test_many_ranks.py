@@ -39,7 +39,7 @@ from embershard.sharding.torchrec.spec import CacheSpec
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
-from tests.covering import covering
+from tests.covering import covering, matrix
 from tests.ranks import planned
 from tests.ranks.predicted_traffic import profile_of
 from tests.unit.gpu_model.collectives import Mirror, mirrored_ranks
@@ -66,6 +66,8 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 #: Those whose bytes between ranks do not depend on the ids.
 FIXED_TRAFFIC = ("table_wise", "row_wise", "every type")
+#: Those that have each type, kernel and setting once.
+FEW = tuple(kind for kind in KINDS if kind not in ("table_wise", "row_wise"))
 #: Numbers of ranks, and of one of them: one with a table on the device, and ones with few tables or none.
 PLACES = ((8, 2), (8, 7), (64, 18), (64, 63))
 
@@ -208,7 +210,10 @@ def different(plan: Plan, rank: int, kind: str, folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "place"), covering(tuple(KINDS), PLACES))
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    covering(FEW, PLACES) + [matrix(kind, place) for kind in KINDS if kind not in FEW for place in PLACES],
+)
 def test_a_rank_has_and_exchanges_what_the_plan_says(kind: str, place: tuple[int, int], tmp_path: Path) -> None:
     world_size, rank = place
     assert different(plan_of(kind, world_size), rank, kind, tmp_path) == []

@@ -68,12 +68,13 @@ def same(a: FrequencyProfile, b: FrequencyProfile) -> None:
 
 @pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(profile_pass, "PART_SAMPLES", 2048)
-    given = ["synthetic", *settings(*SMALL_SET), "--max-lookups", "30000", "--hot", "100kB"]
+    monkeypatch.setattr(profile_pass, "PART_SAMPLES", 512)
+    few = settings(*SMALL_SET, "data.synthetic.num_samples=3000")
+    given = ["synthetic", *few, "--max-lookups", "7500", "--hot", "100kB"]
     for workers in ("1", "2"):
         assert main([*given, "-o", str(tmp_path / f"{workers}.npz"), "--workers", workers]) == 0
     said = capsys.readouterr().out
-    assert "10,800 samples, 561,600 lookups in 26 tables" in said
+    assert "2,700 samples, 140,400 lookups in 26 tables" in said
     assert f"embershard profile show {tmp_path}/2.npz" in said
     hot = [line for line in said.splitlines() if line.startswith("Hot samples: ")]
     assert hot[0] == hot[1]
@@ -81,7 +82,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, capsys):
     same(one, two)
     trace = one.need_statistics().trace
     assert trace.rate < 1
-    assert trace.num_lookups <= 30_000
+    assert trace.num_lookups <= 7500
     assert set(one.need_statistics().preferences) >= {"frequency", "lfu", "lru"}
 
 
