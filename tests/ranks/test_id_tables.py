@@ -162,14 +162,14 @@ REFUSES = ("resolve", "count", "evict", "commit")
 
 
 @pytest.mark.parametrize("place", keep(["commit", "births"], PLACES))
-def test_interrupts_refuse_or_change_nothing(one_rank: RankPool, place: str) -> None:
+@pytest.mark.parametrize("is_late", [True, matrix(False)])
+def test_interrupts_refuse_or_change_nothing(one_rank: RankPool, place: str, is_late: bool) -> None:
     """Before the work of a call, and after it. With maps of a pool at different batches, training would go on wrong."""
     case = dataclasses.replace(AHEAD, optimizer="adagrad", evaluate_every=0, ratio=0.6)
-    for is_late in (False, True):
-        (outcome,) = one_rank.run(interrupted, case, place, is_late, 23)
-        assert (outcome is None) == (place in REFUSES)
-        if outcome is not None:
-            check([outcome])
+    (outcome,) = one_rank.run(interrupted, case, place, is_late, 23)
+    assert (outcome is None) == (place in REFUSES)
+    if outcome is not None:
+        check([outcome])
 
 
 def test_for_long(one_rank: RankPool) -> None:

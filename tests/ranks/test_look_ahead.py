@@ -270,6 +270,7 @@ DISTANCES = [1, 2, 3, 5]
 ONE_TABLE = Case(batch_size=6, rows=(1,), dims=(16,), steps=14)
 
 
+@pytest.mark.parametrize("distances", [DISTANCES[:2], matrix(DISTANCES)], ids=len)
 @pytest.mark.parametrize(
     "run",
     [
@@ -280,11 +281,11 @@ ONE_TABLE = Case(batch_size=6, rows=(1,), dims=(16,), steps=14)
     ],
     ids=str,
 )
-def test_evict_then_reuse(two_ranks: RankPool, run: Run) -> None:
+def test_evict_then_reuse(two_ranks: RankPool, run: Run, distances: list[int]) -> None:
     """A row is put out, and comes back 1 to 5 batches later."""
     assert run.working_set_of is not None
     size, steps = ONE_TABLE.batch_size, ONE_TABLE.steps
-    for results in two_ranks.run(look_ahead_events.evict_then_reuse, ONE_TABLE, run, DISTANCES, 0.003):
+    for results in two_ranks.run(look_ahead_events.evict_then_reuse, ONE_TABLE, run, distances, 0.003):
         for result in results:
             assert result == {
                 "different": [],
@@ -327,7 +328,7 @@ def test_another_batch_than_the_prefetched_one_is_refused(two_ranks: RankPool, w
 # -- the ends of the data
 
 
-@pytest.mark.parametrize("run", [Run(4, 2), matrix(Run(1, 1, worker=False)), matrix(Run(64, 3))], ids=str)
+@pytest.mark.parametrize("run", [Run(2, 1), *map(matrix, (Run(4, 2), Run(1, 1, worker=False), Run(64, 3)))], ids=str)
 def test_every_batch_trains_once(two_ranks: RankPool, run: Run) -> None:
     """0, 1, P, L, L + 1 and 3 L batches, twice each; then ranks with different numbers."""
     even = {0, 1, run.prefetch, run.lookahead, run.lookahead + 1, 3 * run.lookahead}
@@ -436,23 +437,23 @@ def test_batches_become_known_several_at_a_time(two_ranks: RankPool, worker: boo
 # -- memory
 
 
-def test_known_batches_take_bounded_memory(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize(("share", "worker"), [(3, True), matrix(6, False)])
+def test_known_batches_take_bounded_memory(two_ranks: RankPool, share: int, worker: bool) -> None:
     """With less memory fewer batches are known, from the first step on; when they have trained, nothing is left of
     them."""
     case, run = Case(sharding="row_wise", steps=40), Run(30, 2, 3)
     free = [outcome for (outcome,) in two_ranks.run(compare, case, [run])]
     a_batch = max(outcome.pipeline.max_known_bytes for outcome in free) / run.lookahead
-    for share, worker in ((3, True), (6, False)):
-        bound = int(run.lookahead * a_batch / share)
-        less = dataclasses.replace(run, max_known_bytes=bound, worker=worker)
-        for (outcome,) in two_ranks.run(compare, case, [less]):
-            assert outcome.different == []
-            assert sum(outcome.late[1:]) == 0
-            assert outcome.pipeline.lookahead_min is not None
-            assert run.prefetch <= outcome.pipeline.lookahead_min < 1.5 * run.lookahead / share
-            chains = outcome.known_bytes[-1]  # what links the batches keeps its size
-            assert chains < bound
-            assert bound / 3 < outcome.pipeline.max_known_bytes <= bound + 2 * a_batch + chains
+    bound = int(run.lookahead * a_batch / share)
+    less = dataclasses.replace(run, max_known_bytes=bound, worker=worker)
+    for (outcome,) in two_ranks.run(compare, case, [less]):
+        assert outcome.different == []
+        assert sum(outcome.late[1:]) == 0
+        assert outcome.pipeline.lookahead_min is not None
+        assert run.prefetch <= outcome.pipeline.lookahead_min < 1.5 * run.lookahead / share
+        chains = outcome.known_bytes[-1]  # what links the batches keeps its size
+        assert chains < bound
+        assert bound / 3 < outcome.pipeline.max_known_bytes <= bound + 2 * a_batch + chains
 
 
 # -- finding the inputs

@@ -92,6 +92,7 @@ def test_what_torch_saved_of_rows_in_memory_goes_on_in_a_file(ranks: RankPool, t
         assert found[2] == {}
 
 
+@pytest.mark.matrix
 def test_a_save_without_what_is_in_the_file_differs(one_rank: RankPool, tmp_path: Path) -> None:
     """The control: rows of the file are saved as those that were never written are."""
     ((losses, rows),) = one_rank.run(saved_unread, case_of(), str(tmp_path))
