@@ -47,7 +47,7 @@ def found(host_dtype: str, transfer: str, **changes: Any) -> Found:
 
 @pytest.mark.parametrize(
     ("host_dtype", "transfer"),
-    [("int8", "triton_uva"), ("fp16", "staged"), matrix("int8", "staged"), matrix("fp16", "triton_uva")],
+    [("int8", "triton_uva"), matrix("fp16", "staged"), matrix("int8", "staged"), matrix("fp16", "triton_uva")],
 )
 def test_rows_are_those_of_rounded_stock(host_dtype: str, transfer: str) -> None:
     """Not with row-wise Adagrad: FBGEMM on a CPU adds squares of slots in another order, with fp32 rows, too."""
