@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from embershard.distributed import CheckpointConfig, PublishConfig, Ranks
+from embershard.errors import SetupError
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import TrainConfig
 from embershard.training.parts.part import Part
@@ -141,17 +142,19 @@ def test_a_part_may_report_save_stop_and_go_on(ranks: Ranks, tmp_path: Path) -> 
     assert second.of_parts(lambda each: each.result())["counted"] == 4
 
 
-HIDDEN = ("average", "id_tables", "publishing", "following", "windows", "hot_cold", "bad_rows")
+HIDDEN = (
+    *(f"embershard.training.parts.{name}" for name in ("average", "id_tables", "windows", "bad_rows")),
+    *(f"embershard.extras.{name}.part" for name in ("publications", "following", "hot_cold")),
+)
 
 
 def test_a_run_needs_no_module_of_a_part_that_it_has_not(ranks, tmp_path, monkeypatch) -> None:
-    names = [f"embershard.training.parts.{name}" for name in HIDDEN]
-    for name in names:
+    for name in HIDDEN:
         monkeypatch.setitem(sys.modules, name, None)  # its import raises
     trainer = Trainer(config_of(), ranks, tmp_path / "run")
     list(trainer.train())
     trainer.resume(tmp_path / "run" / "step_2")
     trainer.close()
     publish = PublishConfig(str(tmp_path / "published"), every_steps=2)
-    with pytest.raises(ModuleNotFoundError, match="publishing"):
+    with pytest.raises(SetupError, match="this needs embershard.extras.publications"):
         Trainer(replace(config_of(), publish=publish), ranks, tmp_path / "other")
