@@ -156,5 +156,5 @@ def test_a_run_needs_no_module_of_a_part_that_it_has_not(ranks, tmp_path, monkey
     trainer.resume(tmp_path / "run" / "step_2")
     trainer.close()
     publish = PublishConfig(str(tmp_path / "published"), every_steps=2)
-    with pytest.raises(SetupError, match="this needs embershard.extras.publications"):
+    with pytest.raises(SetupError, match=r"this needs embershard\.extras\.publications"):
         Trainer(replace(config_of(), publish=publish), ranks, tmp_path / "other")

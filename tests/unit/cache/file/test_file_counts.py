@@ -24,6 +24,7 @@ from embershard.cache.tickets import Ticket
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
 from embershard.planning.simulate.two_levels import replay_two_levels
 from embershard.sharding.run_shape import ReplaySettings
+from tests.covering import covering
 from tests.disks import SlowIo
 
 NUM_ROWS, DIM, SLOTS, PLACES = 600, 64, 30, 90
@@ -101,9 +102,10 @@ def replayed(batches: list[Tensor], policy: CachePolicy, places: int, rows_per_p
     return replay_two_levels(pairs, [NUM_ROWS], levels, ReplaySettings(policy, LOOKAHEAD, PREFETCH))
 
 
-@pytest.mark.parametrize("places", [PLACES, 64])
-@pytest.mark.parametrize("most_seconds", [0.0, pytest.param(0.01, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy("lfu")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "most_seconds", "places"), covering((CachePolicy(), CachePolicy("lfu")), (0.0, 0.01), (PLACES, 64))
+)
 def test_a_training_moves_what_its_replay_says(
     tmp_path: Path, policy: CachePolicy, most_seconds: float, places: int
 ) -> None:

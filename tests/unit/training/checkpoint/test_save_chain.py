@@ -202,6 +202,7 @@ def test_an_export_of_a_delta_is_that_of_a_whole_save(ranks: Ranks, tmp_path: Pa
     assert found[0] == found[1]
 
 
+@pytest.mark.matrix  # all tests above save beside the chain, too
 def test_a_publication_has_a_whole_save_of_its_own(ranks: Ranks, tmp_path: Path):
     """Saves outside of the chain take nothing from it, and are no link of it."""
     trainer = Trainer(config(4), ranks, tmp_path / "chain")
