@@ -75,6 +75,20 @@ def _choices(request: PlanRequest) -> list[dict[str, list[str]]]:
     return [allowed, *(choice for choice in one_type if choice != allowed)]
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """TorchRec logs every proposal."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@_quiet()
 def _place(
     request: PlanRequest, num_bytes: int, costs: _Costs, order: SortBy, allowed: Mapping[str, Sequence[str]]
 ) -> list[TablePlacement] | None:
@@ -114,11 +128,10 @@ def _place(
         for each in tables
     ]
     module = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    with _quiet():
-        try:
-            plan = planner.plan(module, [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
-        except PlannerError:
-            return None
+    try:
+        plan = planner.plan(module, [StockEmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+    except PlannerError:
+        return None
     (found,) = plan.plan.values()
     params = [(table, found[table.table]) for table in tables]  # type: ignore[index]
     return [
@@ -170,16 +183,3 @@ class _Costs(ShardEstimator):
         copies = sum(parts[name] for name in ("planning", "fills", "write_backs"))
         # Forward compute and communication, then backward's; the last is prefetching.
         shard.perf = Perf(parts["embedding"], sent, 0.0, 0.0, prefetch_compute=copies)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """TorchRec logs every proposal."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
