@@ -227,7 +227,7 @@ def impatient(model: nn.Module) -> Iterator[None]:
     """Data-parallel caches wait seconds, not minutes, for a rank that has left."""
     with contextlib.ExitStack() as stack:
         for pool in cached_embeddings(model):
-            share = pool.host._share
+            share = getattr(pool.host, "_share", None)  # of rows that ranks share
             for meetings in () if share is None else (share.meetings, share.at_writes):
                 stack.enter_context(mock.patch.object(meetings, "_timeout_seconds", 2.0))
         yield
