@@ -133,9 +133,13 @@ class Home:
         """Write weights [M, D] of a checkpoint to rows `keys` ([M], distinct). Of homes that round."""
         raise NotImplementedError
 
+    @property
+    def takes_blocks(self) -> bool:
+        """True where rows are loaded by `put_block`: the views are addresses alone, and the home rounds nothing."""
+        return self.views.are_addresses and not self.rounds
+
     def put_block(self, first: int, rows: Sequence[Tensor]) -> None:
-        """Write all parts of rows [first, first + n), [n, ...] each; slots do not change. Of homes whose views are
-        addresses."""
+        """Write all parts of rows [first, first + n), [n, ...] each; slots do not change. Of homes that take blocks."""
         raise NotImplementedError
 
     def round(self, rows: Tensor, places: Tensor, keys: Tensor) -> None:

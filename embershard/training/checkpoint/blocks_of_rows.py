@@ -81,7 +81,7 @@ def check_all_parts(model: nn.Module, groups: Mapping[str, Any]) -> None:
     hosts = _hosts(model)
     with without_known_warnings():
         found = {place[:2] for _, value in _named("", groups) for place, *_ in _places(value, hosts)}
-    pools = [pool for pool in cached_embeddings(model) if pool.host.views.are_addresses]
+    pools = [pool for pool in cached_embeddings(model) if pool.host.takes_blocks]
     for number, pool in enumerate(pools):
         if left := [name for part, name in enumerate(pool.host.views.names) if (number, part) not in found]:
             raise ConfigError(
@@ -120,7 +120,7 @@ def load_rows_elsewhere(model: nn.Module, checkpoint: Path, groups: Mapping[str,
             rows = [of_parts[part].read(start, min(start + step, num_rows)) for part in sorted(of_parts)]
             hosts[pool].put_block(first + start, rows)
     for embeddings in cached_embeddings(model):
-        if embeddings.host.views.are_addresses:
+        if embeddings.host.takes_blocks:
             for table in dict.fromkeys(embeddings.cache.tables):
                 embeddings.host_rows_changed(table)
 
@@ -130,7 +130,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _hosts(model: nn.Module) -> list[Home]:
-    return [pool.host for pool in cached_embeddings(model) if pool.host.views.are_addresses]
+    return [pool.host for pool in cached_embeddings(model) if pool.host.takes_blocks]
 
 
 def _places(value: Any, hosts: Sequence[Home]) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], Tensor]]:

@@ -79,7 +79,7 @@ def load_from(
 
 
 def _refuse_files(model: DistributedModelParallel) -> None:
-    if any(pool.host.views.are_addresses for pool in cached_embeddings(model)):
+    if any(pool.host.takes_blocks for pool in cached_embeddings(model)):
         raise ConfigError(
             'cache.host: got "file", needed "memory" or "mmap" for a model that is filled from a trained one. Fill it '
             'with cache.host = "mmap", save it by save_program, and load that by load_program where rows are in a file'

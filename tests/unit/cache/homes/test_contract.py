@@ -180,7 +180,7 @@ def test_rows_of_a_checkpoint_are_put_back(make: Any, tmp_path: Path) -> None:
     before = home.select(torch.arange(10, 30))
     training.steps(8)
     training.written_back()
-    if home.views.are_addresses:
+    if home.takes_blocks:
         home.put_block(10, before)
     elif home.rounds:
         home.put(torch.arange(10, 30), before[0])
