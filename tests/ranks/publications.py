@@ -201,7 +201,7 @@ def with_fault(what: str) -> Iterator[None]:
         begin = RowCache.begin_update
 
         def by_slots(self: RowCache, ticket: Ticket) -> None:
-            ticket.keys = ticket.slots.clamp(0, self.num_rows - 1)
+            ticket.keys = ticket.slots.clamp(0, self.host.num_rows - 1)
             begin(self, ticket)
 
         with mock.patch.object(RowCache, "begin_update", by_slots):
