@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from embershard.errors import SetupError
+from embershard.lazy_names import named
 from tests.without import CAPABILITIES, PROJECT, is_in, needs, rooms_of
 
 EXTRAS = sorted(
@@ -33,6 +36,14 @@ def test_it_has_a_page_and_can_be_taken_out(extra: str) -> None:
     (section,) = re.findall(rf"^## {extra}\n\n(.*?)(?=\n## |\Z)", page, re.MULTILINE | re.DOTALL)
     assert {"What", "For", "Registered", "Promise"} <= set(re.findall(r"^\* \*\*(\w+)\*\*", section, re.MULTILINE))
     assert rooms_of([capability_of(extra)])
+
+
+def test_what_an_installation_is_without_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "embershard.extras.mlperf", None)
+    with pytest.raises(SetupError, match=r"^this needs embershard\.extras\.mlperf, which this installation"):
+        named("embershard.extras.mlperf:MlperfTracker")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):  # what is no extra keeps its own error
+        named("no_such_library:name")
 
 
 @pytest.mark.slow
