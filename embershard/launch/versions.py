@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,8 +30,13 @@ def installed_version(package: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, embershard and the packages that matter to figures."""
+    """Return the versions of Python, embershard and the packages that matter to figures.
+
+    torch, where it is loaded, says its CUDA build, too ("2.13.0+cu130"): the name of its distribution may leave that out.
+    """
     found = {package: installed_version(package) for package in _PACKAGES}
+    if "torch" in sys.modules:
+        found["torch"] = str(sys.modules["torch"].__version__)
     installed = {package: version for package, version in found.items() if version is not None}
     return {"python": platform.python_version(), "embershard": __version__, **installed}
 
