@@ -35,6 +35,7 @@ from benchmarks.step_overhead import FUSED_PARAMS
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, IdTable, id_counts
 from embershard.cache.ids.id_map import mixed
 from embershard.sharding.torchrec import cached_embeddings
+from embershard.sharding.torchrec.ids.id_tables import maps_of
 
 Ids = NDArray[np.int64]
 
@@ -245,7 +246,7 @@ def _without_row(model: Any, features: KeyedJaggedTensor) -> float:
     """Return the share of lookups in tables of ids that have no row of their own."""
     shares, parts = [0.0], features.to_dict()
     for pool in cached_embeddings(model):
-        for ids in pool.ids.maps if pool.ids is not None else ():
+        for ids in maps_of(pool):
             rows = ids.find(mixed(parts[f"f{ids.table[1:]}"].values().numpy()))
             shares.append(float((rows % (ids.num_rows // _BUCKETS) == 0).mean()))
     return sum(shares) / max(1, len(shares) - 1)

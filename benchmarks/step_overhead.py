@@ -45,7 +45,7 @@ from embershard import (
 from embershard.cache.config import Scoring
 from embershard.data import Batch, BatchStream
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, cached_embeddings
-from embershard.sharding.torchrec.feature_keys import PoolIds
+from embershard.sharding.torchrec.feature_keys import FeatureIds
 
 DENSE_ARCH = [512, 256, 64, 32]
 OVER_ARCH = [512, 512, 256, 1]
@@ -239,8 +239,7 @@ def plan_on_hits(
 
 def _preparation(pool: Any, features: Any) -> Callable[[int], None]:
     def prepare(_: int) -> None:
-        keys, lengths = pool.feature_keys.of(PoolIds.of(features))
-        pool.cache.release(pool.cache.prepare(keys, lengths))
+        pool.cache.release(pool.keys.prepare(FeatureIds.of(features), True, None, if_it_fits=False))
 
     return prepare
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
         file_counts,
         flush,
         host_rows_changed,
-        id_counts,
         plan_sharding,
     )
+    from embershard.sharding.torchrec.ids.id_tables import id_counts
     from embershard.training.checkpoint.program import load_program, save_program
     from embershard.training.config import RunConfig
     from embershard.training.trainer import Trainer

@@ -128,7 +128,7 @@ class ModuleInput:
         if ticket is None:
             return False
         self._tickets[number] = ticket
-        if self._pools[number][0].ids is None:  # else its rows are those found when it became known
+        if not self._pools[number][0].keys.gives_rows:  # else its rows are those given when it became known
             self._known[number] = None
         return True
 

@@ -135,7 +135,7 @@ def interrupted(case: Case, place: str, is_late: bool, every: int) -> Outcome | 
             raise KeyboardInterrupt
         return found
 
-    (maps,) = {id(pool.ids): pool.ids for pool in cached_embeddings(model) if pool.ids is not None}.values()
+    (maps,) = {pool.keys for pool in cached_embeddings(model) if isinstance(pool.keys, PoolIdMaps)}
     try:
         while (step := maps.maps[0].committed) < case.steps:
             iterator = (batch_of(case, 0, number) for number in range(step, case.steps))

@@ -27,7 +27,6 @@ from embershard import (
     CachedEmbeddingBagCollectionSharder,
     CachedEmbeddingCollectionSharder,
     cache_stats,
-    id_counts,
     plan_sharding,
 )
 from embershard.cache.homes.memory import MemoryRows
@@ -41,7 +40,8 @@ from embershard.sharding.torchrec import (
     StockEmbeddingCollectionSharder,
     cached_embeddings,
 )
-from embershard.sharding.torchrec.ids.id_tables import KnownIds, PoolIdMaps
+from embershard.sharding.torchrec.ids.id_tables import KnownIds, PoolIdMaps, id_counts
+from embershard.sharding.torchrec.ids.id_tables import maps_of as maps_of_pool
 from embershard.sharding.torchrec.slots import SlotTable
 from tests.oracle.id_dictionary import IdDictionary, mix
 from tests.ranks import look_ahead, parity
@@ -284,7 +284,7 @@ def maps_of(model: DistributedModelParallel) -> dict[str, dict[int, tuple[int, i
     """Row, count and last use of the ids of this rank's shards, by table."""
     found: dict[str, dict[int, tuple[int, int, int]]] = {}
     for pool in cached_embeddings(model):
-        for ids_map in pool.ids.maps if pool.ids is not None else ():
+        for ids_map in maps_of_pool(pool):
             records = ids_map.tensors()["records"]
             first = ids_map._first * ids_map._all.rows
             for row in np.flatnonzero(records[:, 1] >= 0):

@@ -155,7 +155,7 @@ def train(
             evaluations.append(report.quality)
     placed = {each.sharding_type for plan in trainer.model.plan.plan.values() for each in plan.values()}  # type: ignore[attr-defined]
     maps, tensors = maps_of(trainer.model), _tensors(trainer)
-    slots = tuple(sorted(pool.cache.num_slots for pool in cached_embeddings(trainer.model) if pool.ids))
+    slots = tuple(sorted(pool.cache.num_slots for pool in cached_embeddings(trainer.model) if pool.keys.gives_rows))
     evicted_rows = sum(stats.evictions for stats in cache_stats(trainer.model))
     totals = trainer.part(IdTables).totals()["ids"]
     found = Trained(losses, evaluations, maps, totals, tensors, placed, slots, evicted_rows)

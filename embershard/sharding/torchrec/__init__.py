@@ -12,7 +12,6 @@ from embershard.sharding.torchrec.inspection import (
     flush,
     freeze,
     host_rows_changed,
-    id_counts,
     pools_by_module,
     without_flushes,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "flush",
     "freeze",
     "host_rows_changed",
-    "id_counts",
     "plan_sharding",
     "pools_by_module",
     "without_flushes",

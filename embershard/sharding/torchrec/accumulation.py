@@ -288,13 +288,8 @@ class _HeldTables:
 
     def __init__(self, model: nn.Module) -> None:
         self._pools = list(cached_embeddings(model))
-        self._with_ids = [pool for pool in self._pools if pool.ids is not None]
-        if alone := [table for pool in self._with_ids if pool.micro_batches == 1 for table in pool.cache.tables]:
-            raise ConfigError(
-                f"gradient accumulation with tables of ids, {', '.join(alone[:5])}, whose ids get rows batch by batch. "
-                "Train with LookAheadPipeline(..., micro_batches=K) for updates of K batches (look_ahead.lookahead of "
-                "at least 1 with train.accumulate), so that those of all of them get rows together"
-            )
+        for pool in self._pools:
+            pool.keys.check_updates(pool.micro_batches)
         self._slots: list[SlotTable] = []
         self._stock: list[SplitTableBatchedEmbeddingBagsCodegen] = []
         self._hot: list[Any] = []
@@ -377,14 +372,8 @@ class _HeldTables:
                 f"gradient accumulation held none of {self._num_run} lookups: their rows were trained batch by batch. "
                 "Something has replaced the tables' forward; call accumulating(model) after that"
             )
-        for pool in self._with_ids:
-            assert pool.ids is not None
-            if pool.updates.num_held not in (0, pool.ids.num_together):  # at the end of the data there may be fewer
-                raise CacheError(
-                    f"{pool.cache.name}: {pool.updates.num_held} batches in one update, and the ids of "
-                    f"{pool.ids.num_together} got rows together. Make the pipeline with as many micro_batches as an "
-                    "update has"
-                )
+        for pool in self._pools:
+            pool.keys.check_updates(pool.micro_batches, pool.updates.num_held)
 
     def _train(self, tables: Sequence[HeldLookups]) -> None:
         with ExitStack() as stack:

@@ -31,7 +31,7 @@ from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
-from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds, add_per_feature
+from embershard.sharding.torchrec.feature_keys import FeatureIds, FeatureKeys, Known, PoolKeys, RowNumbers
 from embershard.sharding.torchrec.host_tables import HostTables
 from embershard.sharding.torchrec.row_updates import NoUpdates, RowUpdates
 from embershard.sharding.torchrec.slots import SlotTable
@@ -39,10 +39,6 @@ from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row
 
 if TYPE_CHECKING:
     from embershard.distributed.changed_rows import BehindRows, TouchedRows
-    from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
-
-#: What a pool knows of a batch before it is resident: `KnownBatch`, or `KnownIds` of tables that take any id; or None.
-Known = Any
 
 
 @dataclass(frozen=True)
@@ -75,11 +71,11 @@ class CachedTableBatchedEmbeddings(HostTables):
     (:meth:`know`, :meth:`prefetch_if_it_fits`, :meth:`hand`).
 
     Attributes:
-        ids: maps from ids without a bound to rows, if the tables have such ids; None: ids are row numbers.
+        keys: which rows the ids of a batch are.
+        updates: how the rows train that a forward has read.
         holder: name of the sharded module's attribute that has the tables' weights; the module sets it.
     """
 
-    ids: PoolIdMaps | None = None
     holder = ""
     _announcer: object = None
     micro_batches = 1  # a pipeline makes so many known together
@@ -108,17 +104,18 @@ class CachedTableBatchedEmbeddings(HostTables):
         initial = None if spec.counter_init is None else [spec.counter_init.of_shard(table) for table in shards]
         rows, dtype = [table.local_rows for table in tables], data_type_to_dtype(config.data_type)
         self.host = self._make_host(spec, tables, PoolShape(rows, dim, dtype, self.slots.state_specs(), initial), share)
-        self.cache = self._make_cache(spec, config)
+        giver = spec.mode_that_gives_rows(tables)
+        self.cache, first_slots = self._make_cache(spec, config, pins=giver is None)
         self.updates = self._updates_alone = (RowUpdates if spec.trains else NoUpdates)(self.cache, self.slots)
-        self.feature_keys = FeatureKeys([self.host.row_offsets[t] for t in self._table_of_feature], self._device)
+        if giver is None:
+            first_keys = [self.host.row_offsets[t] for t in self._table_of_feature]
+            self.keys: PoolKeys = RowNumbers(self.cache, FeatureKeys(first_keys, self._device), first_slots)
+        else:
+            self.keys = giver.pool_keys(spec, tables, self.cache, self._table_of_feature)
         places = zip(tables, self.host.row_offsets, self.host.rows_per_table, strict=True)
         self._shards = [_Shard(t.name, first_row(t), first_column(t), key, num_rows) for t, key, num_rows in places]
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
-        if spec.has_ids(tables):
-            from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
-
-            self.ids = PoolIdMaps.of_tables(spec, tables, self.host.row_offsets, self._table_of_feature, self.cache)
 
     def _make_host(
         self, spec: CacheSpec, tables: Sequence[ShardedEmbeddingTable], shape: PoolShape, share: NodeShare | None
@@ -126,12 +123,15 @@ class CachedTableBatchedEmbeddings(HostTables):
         request = HomeRequest(shape, spec.config.host, spec.config.host_dir, self._device.type == "cuda", share)
         return choose_home(replace(request, **spec.home_arguments(tables, shape.row_bytes)))
 
-    def _make_cache(self, spec: CacheSpec, config: GroupedEmbeddingConfig) -> RowCache:
+    def _make_cache(
+        self, spec: CacheSpec, config: GroupedEmbeddingConfig, pins: bool
+    ) -> tuple[RowCache, Tensor | None]:
+        """Return the cache, and what `SlotTable.set_pinned_slots` returns; small tables have slots for good if
+        `pins`."""
         tables, num_rows = config.embedding_tables, self.host.num_rows
         num_slots = spec.num_slots(tables, self.host.slot_row_bytes)
-        has_ids = spec.has_ids(tables)  # a row that begins anew leaves its slot
-        pinned_of_table = {} if has_ids else pinned_tables(self.host.rows_per_table, num_slots)
-        self._pinned_of_feature = self.slots.set_pinned_slots(pinned_of_table)
+        pinned_of_table = pinned_tables(self.host.rows_per_table, num_slots) if pins else {}
+        first_slots = self.slots.set_pinned_slots(pinned_of_table)
         pinned_keys = [torch.arange(rows) + self.host.row_offsets[t] for t, (_, rows) in pinned_of_table.items()]
         cache = RowCache(
             tables=[table.name for table in tables],
@@ -149,7 +149,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             kind=map_kind(spec.config.slot_map, num_rows, self._device.type),
         )
         cache.parts = parts_of(self.host, cache.state.scores.of_rows, self._device.type == "cuda")
-        return cache
+        return cache, first_slots
 
     # -- before the step
 
@@ -165,7 +165,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         Without gradients it does nothing: evaluation leaves the cache as it is.
         """
         if torch.is_grad_enabled():
-            ticket = self._prepare(PoolIds(indices, offsets, batch_size_per_feature_per_rank), critical_path=False)
+            ids = FeatureIds(indices, offsets, batch_size_per_feature_per_rank)
+            ticket = self.keys.prepare(ids, critical_path=False, known=None, if_it_fits=False)
             assert ticket is not None
             self._prefetched.append((ticket, indices))
 
@@ -175,12 +176,7 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     def know_together(self, batches: Sequence[KeyedJaggedTensor]) -> list[Known]:
         """Announce batches that train together: what `know` returns of each. Their ids get rows as those of one."""
-        found = [PoolIds.of(features) for features in batches]
-        if self.ids is not None:
-            return list(self.ids.know(*((ids.indices, self.feature_keys.lengths(ids)) for ids in found)))
-        if self.cache.next_use_index is None:
-            return [None] * len(found)
-        return [self.cache.know(*self.feature_keys.of(ids)) for ids in found]
+        return self.keys.know(*(FeatureIds.of(features) for features in batches))
 
     @property
     def num_coming(self) -> int:
@@ -189,7 +185,7 @@ class CachedTableBatchedEmbeddings(HostTables):
 
     def bring_nearer(self, features: KeyedJaggedTensor, known: Known) -> bool:
         """Bring a known batch's rows nearer, some steps before they are made resident; False if they do not fit yet."""
-        return self.cache.parts.coming(self.feature_keys.of(PoolIds.of(features))[0], known)
+        return self.keys.bring_nearer(FeatureIds.of(features), known)
 
     @property
     def known_bytes(self) -> int:
@@ -212,15 +208,11 @@ class CachedTableBatchedEmbeddings(HostTables):
             known: what :meth:`know` returned for it.
             critical_path: the batch trains next.
         """
-        return self._prepare(PoolIds.of(features), critical_path, known, if_it_fits=True)
+        return self.keys.prepare(FeatureIds.of(features), critical_path, known, if_it_fits=True)
 
     def prefetching(self, features: KeyedJaggedTensor, known: Known, critical_path: bool) -> Reads[Ticket | None]:
         """Do `prefetch_if_it_fits` in parts: yield where the host needs numbers of the device."""
-        if self.ids is not None:
-            return self.prefetch_if_it_fits(features, known, critical_path)
-        keys, lengths = self.feature_keys.of(PoolIds.of(features))
-        ticket = yield from self.cache.preparing(keys, lengths, critical_path, known, True)
-        return self._in_pinned_slots(ticket, lengths)
+        return self.keys.preparing(FeatureIds.of(features), critical_path, known, if_it_fits=True)
 
     def hand(self, ticket: Ticket | None) -> None:
         """Give the next forward with gradients its ticket; None: its batch has none."""
@@ -229,10 +221,8 @@ class CachedTableBatchedEmbeddings(HostTables):
     def skip(self, features: KeyedJaggedTensor, known: Known) -> None:
         """Take back the announcement of the next known batch: what `know` or `announce` returned; None: it was taken
         back or became resident."""
-        if self.ids is not None and known is not None:
-            self.ids.skip(known)
-        elif known is not None:
-            self.cache.skip(self.feature_keys.of(PoolIds.of(features))[0], known)
+        if known is not None:
+            self.keys.skip(FeatureIds.of(features), known)
 
     def look_ahead_for(self, owner: object) -> bool:
         """Let `owner` announce the batches from now on; drop what another owner announced. Return True if what `owner`
@@ -254,34 +244,19 @@ class CachedTableBatchedEmbeddings(HostTables):
         self._prefetched.clear()
         self.cache.cancel(forwarded=False)
         self.cache.forget()
-        if self.ids is not None:
-            self.ids.forget()
-            self._announcer = None
+        self.keys.forget()
 
-    def forget_ids_ahead(self) -> None:
-        """Drop the batches that are known or prefetched, if they gave rows to ids: new rows come, and these would be
+    def drop_given_rows(self) -> None:
+        """Before or after new rows come: drop the batches that are known or prefetched, if they gave rows, which are
         lost. Who announced the batches does so again."""
-        if self.ids is not None:
+        if self.keys.gives_rows:
             self.forget_ahead()
+            self._announcer = None
 
     def reset_cache_states(self) -> None:
         """As :class:`HostTables`, after new rows came."""
         super().reset_cache_states()
-        self.forget_ids_ahead()
-
-    def _prepare(
-        self, ids: PoolIds, critical_path: bool, known: Known = None, if_it_fits: bool = False
-    ) -> Ticket | None:
-        if self.ids is not None:
-            lengths = self.feature_keys.lengths(ids) if known is None else known.lengths
-            return self.ids.prepare(ids.indices, lengths, critical_path, known, if_it_fits)
-        keys, lengths = self.feature_keys.of(ids)
-        return self._in_pinned_slots(self.cache.prepare(keys, lengths, critical_path, known, if_it_fits), lengths)
-
-    def _in_pinned_slots(self, ticket: Ticket | None, lengths: Tensor) -> Ticket | None:
-        if ticket is not None and self._pinned_of_feature is not None:
-            ticket.slots = add_per_feature(ticket.slots, -self._pinned_of_feature, lengths)
-        return ticket
+        self.drop_given_rows()
 
     # -- the step
 
@@ -305,7 +280,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         """
         if self.copies_guard is not None:
             self.copies_guard.check()
-        ids = PoolIds(indices, offsets, variable_batch.get("batch_size_per_feature_per_rank"))
+        ids = FeatureIds(indices, offsets, variable_batch.get("batch_size_per_feature_per_rank"))
         arguments = dict(per_sample_weights=per_sample_weights, **variable_batch)
         if not torch.is_grad_enabled():
             if self._prefetched:
@@ -316,7 +291,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             return self._read(ids, offsets, arguments)
         self.slots.end_reading()
         ticket = self._next_ticket(ids)
-        has_zeros = self.ids is not None and self.ids.begin(ticket)
+        has_zeros = self.keys.begin(ticket)
         self.cache.wait(ticket)
         with torch.set_grad_enabled(self.updates.has_gradients):
             output = self.slots(ticket.slots, offsets.long(), **arguments)
@@ -332,18 +307,14 @@ class CachedTableBatchedEmbeddings(HostTables):
         found, self.updates = self.updates.end_holding(), self._updates_alone
         return found
 
-    def _read(self, ids: PoolIds, offsets: Tensor, arguments: dict[str, Any]) -> Tensor:
-        if self.ids is None:
-            keys = self.feature_keys.of(ids)[0]
-        else:
-            keys = self.ids.find(ids.indices, self.feature_keys.lengths(ids))
-        unique, inverse = keys.unique(return_inverse=True)
+    def _read(self, ids: FeatureIds, offsets: Tensor, arguments: dict[str, Any]) -> Tensor:
+        unique, inverse = self.keys.find(ids).unique(return_inverse=True)
         rows = self.cache.read(unique.clamp(min=0))
-        if self.ids is not None:
+        if self.keys.has_zeros:
             rows[unique < 0] = 0
         return self.slots.read(rows, inverse, offsets.long(), **arguments)
 
-    def _next_ticket(self, ids: PoolIds) -> Ticket:
+    def _next_ticket(self, ids: FeatureIds) -> Ticket:
         ticket = self._handed.pop() if self._handed else None
         if ticket is None and self._prefetched:
             found, (ticket, expected) = ids.indices, self._prefetched.popleft()
@@ -357,7 +328,7 @@ class CachedTableBatchedEmbeddings(HostTables):
                     "which they were prefetched. All prefetched batches are dropped: the next forward starts afresh"
                 )
         if ticket is None or ticket.released:
-            ticket = self._prepare(ids, critical_path=True)
+            ticket = self.keys.prepare(ids, critical_path=True, known=None, if_it_fits=False)
             assert ticket is not None
         return ticket
 
@@ -417,9 +388,8 @@ class CachedTableBatchedEmbeddings(HostTables):
         are ignored."""
         assert self.cache.touched is not None, "updates are not tracked"
         rows = behind.keys
-        if self.ids is not None:
-            for shard in self._shards_of(table):
-                self.ids.touch(table, shard.first_row, behind.id_rows, behind.ids)
+        for shard in self._shards_of(table):
+            self.keys.touch(table, shard.first_row, behind.id_rows, behind.ids)
         if self.copies is not None:
             rows = self.copies.touch(self.host, table, rows)
         self.cache.touched.add(self._keys_of(table, rows))
@@ -427,8 +397,7 @@ class CachedTableBatchedEmbeddings(HostTables):
     def forget_touched(self) -> None:
         """Track updates from now on."""
         self.cache.track_updates()
-        if self.ids is not None:
-            self.ids.note_changes()
+        self.keys.note_changes()
         if self.copies is not None:
             self.copies.forget_touched()
 
@@ -448,9 +417,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         keys = self.cache.touched.take_to_host()
         if (is_own := self.host.is_own(keys)) is not None:
             keys = keys[is_own]
-        changes = None
-        if self.ids is not None:
-            keys, changes = self.ids.take_changes(keys)
+        keys, changes = self.keys.take_changes(keys)
         rows = self._rows_on_host(keys)
         bounds = torch.searchsorted(keys, torch.tensor([*self.host.row_offsets, self.host.num_rows])).tolist()
         found = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +12,19 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
+from embershard.cache.gpu.readback import Reads
+from embershard.cache.row_cache import RowCache
 from embershard.cache.rows import memory
+from embershard.cache.tickets import Ticket
+
+if TYPE_CHECKING:
+    from embershard.distributed.changed_rows import ChangedRows
+
+#: What a pool knows of a batch before it is resident: a `KnownBatch`, or what its `PoolKeys` make of it; or None.
+Known = Any
 
 
-class PoolIds(NamedTuple):
+class FeatureIds(NamedTuple):
     """Ids that the features of a pool look up in one batch.
 
     Attributes:
@@ -29,11 +38,18 @@ class PoolIds(NamedTuple):
     batch_sizes: list[list[int]] | None = None
 
     @staticmethod
-    def of(features: KeyedJaggedTensor) -> PoolIds:
+    def of(features: KeyedJaggedTensor) -> FeatureIds:
         """Return the ids of a pool's features, which were split from a module's: the host knows how many each has. The
         bounds of the bags, which would stay with the features, are not asked for."""
         bounds = list(accumulate(features.length_per_key(), initial=0))
-        return PoolIds(features.values(), memory.on_device(bounds, features.device()))
+        return FeatureIds(features.values(), memory.on_device(bounds, features.device()))
+
+    def lengths(self, num_features: int) -> Tensor:
+        """Return the number of ids per feature int64 [F]."""
+        if self.batch_sizes is None:
+            return feature_lengths(self.offsets, num_features)
+        sizes = accumulate((sum(per_rank) for per_rank in self.batch_sizes), initial=0)
+        return self.offsets[memory.on_device(list(sizes), self.offsets.device)].diff().long()
 
 
 class FeatureKeys:
@@ -48,7 +64,7 @@ class FeatureKeys:
         device: of the ids.
 
     >>> keys, lengths = FeatureKeys([0, 100], torch.device("cpu")).of(
-    ...     PoolIds(torch.tensor([7, 1, 2]), torch.tensor([0, 1, 3]))
+    ...     FeatureIds(torch.tensor([7, 1, 2]), torch.tensor([0, 1, 3]))
     ... )
     >>> keys.tolist(), lengths.tolist()
     ([7, 101, 102], [1, 2])
@@ -58,7 +74,7 @@ class FeatureKeys:
         self._first_keys = torch.tensor(first_keys, dtype=torch.int64, device=device)
         self._first_key_array = np.array(first_keys, np.int64)
 
-    def of(self, ids: PoolIds) -> tuple[Tensor, Tensor]:
+    def of(self, ids: FeatureIds) -> tuple[Tensor, Tensor]:
         """Return the keys int64 [N] and the number of ids per feature int64 [F]."""
         if ids.batch_sizes is None and ids.indices.is_cpu:
             return self._of_in_loop(ids.indices, ids.offsets)
@@ -66,15 +82,8 @@ class FeatureKeys:
             from embershard.cache.gpu.feature_keys import keys_of_ids
 
             return keys_of_ids(ids.indices, ids.offsets, self._first_keys)
-        lengths = self.lengths(ids)
+        lengths = ids.lengths(self._first_key_array.size)
         return add_per_feature(ids.indices, self._first_keys, lengths), lengths
-
-    def lengths(self, ids: PoolIds) -> Tensor:
-        """Return the number of ids per feature int64 [F]."""
-        if ids.batch_sizes is None:
-            return feature_lengths(ids.offsets, self._first_key_array.size)
-        sizes = accumulate((sum(per_rank) for per_rank in ids.batch_sizes), initial=0)
-        return ids.offsets[memory.on_device(list(sizes), ids.offsets.device)].diff().long()
 
     def _of_in_loop(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         keys, lengths = np.empty(ids.numel(), np.int64), np.empty_like(self._first_key_array)
@@ -126,3 +135,111 @@ def add_per_feature(ids: Tensor, addends: Tensor, lengths: Tensor) -> Tensor:
     sums = torch.empty(ids.shape, dtype=torch.int64)
     loops.add_per_feature(ids.long().contiguous().numpy(), addends.numpy(), lengths.numpy(), sums.numpy())
     return sums
+
+
+class PoolKeys:
+    """Which rows of its pool a batch's ids are, and how the batch becomes resident with them.
+
+    Attributes:
+        gives_rows: ids have the rows that a batch gives them when it becomes known. They are lost when new rows come,
+            and a row may begin anew with other ids. Else ids are row numbers of their table's shard.
+        has_zeros: an id may have no row; its embedding is zero.
+    """
+
+    gives_rows = False
+    has_zeros = False
+
+    def know(self, *batches: FeatureIds) -> list[Known]:
+        """Make a batch known, or several that train together, as `RowCache.know` does; return what is known of each."""
+        raise NotImplementedError
+
+    def prepare(self, ids: FeatureIds, critical_path: bool, known: Known, if_it_fits: bool) -> Ticket | None:
+        """Make a batch resident, as `RowCache.prepare` does."""
+        raise NotImplementedError
+
+    def preparing(self, ids: FeatureIds, critical_path: bool, known: Known, if_it_fits: bool) -> Reads[Ticket | None]:
+        """Do `prepare` in parts: yield where the host needs numbers of the device."""
+        yield from ()
+        return self.prepare(ids, critical_path, known, if_it_fits)
+
+    def bring_nearer(self, ids: FeatureIds, known: Known) -> bool:
+        """Bring a batch's rows nearer, some steps before it is prepared; return False if they do not fit yet."""
+        return True
+
+    def skip(self, ids: FeatureIds, known: Known) -> None:
+        """Take back the oldest known batch."""
+
+    def begin(self, ticket: Ticket) -> bool:
+        """Note that a prepared batch begins to train; return True if ids of it have zeros."""
+        return False
+
+    def find(self, ids: FeatureIds) -> Tensor:
+        """Return the keys [N] of a batch that is only read, as the newest batch that trained has them; -1 for zeros."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Take back all batches that were known and have not begun to train."""
+
+    def check_updates(self, micro_batches: int, num_held: int | None = None) -> None:
+        """Check that batches may train together.
+
+        Args:
+            micro_batches: as many become known together.
+            num_held: as many are about to train together; None: not known yet.
+
+        Raises:
+            ConfigError, CacheError: other batches get rows together.
+        """
+
+    def note_changes(self) -> None:
+        """Note from now on which rows change hands."""
+
+    def take_changes(self, keys: Tensor) -> tuple[Tensor, list[ChangedRows] | None]:
+        """Return, of rows `keys` that were trained (int64 [N], ascending) and those that changed hands since the last
+        call, those that are in use; and which changed hands, by table. None: rows do not change hands."""
+        return keys, None
+
+    def touch(self, table: str, first_row: int, rows: Tensor, ids: Tensor) -> None:
+        """Note that replicas have rows of a table (int64 [K], numbered in the whole of it; the shard here begins with
+        `first_row`) with these ids."""
+
+
+class RowNumbers(PoolKeys):
+    """Ids are row numbers.
+
+    Args:
+        cache: of the pool.
+        feature_keys: of its features.
+        first_slots: what `SlotTable.set_pinned_slots` returned.
+    """
+
+    def __init__(self, cache: RowCache, feature_keys: FeatureKeys, first_slots: Tensor | None) -> None:
+        self._cache, self._feature_keys, self._first_slots = cache, feature_keys, first_slots
+
+    def know(self, *batches: FeatureIds) -> list[Known]:
+        if self._cache.next_use_index is None:
+            return [None] * len(batches)
+        return [self._cache.know(*self._feature_keys.of(ids)) for ids in batches]
+
+    def prepare(self, ids: FeatureIds, critical_path: bool, known: Known, if_it_fits: bool) -> Ticket | None:
+        keys, lengths = self._feature_keys.of(ids)
+        return self._in_pinned_slots(self._cache.prepare(keys, lengths, critical_path, known, if_it_fits), lengths)
+
+    def preparing(self, ids: FeatureIds, critical_path: bool, known: Known, if_it_fits: bool) -> Reads[Ticket | None]:
+        keys, lengths = self._feature_keys.of(ids)
+        ticket = yield from self._cache.preparing(keys, lengths, critical_path, known, if_it_fits)
+        return self._in_pinned_slots(ticket, lengths)
+
+    def _in_pinned_slots(self, ticket: Ticket | None, lengths: Tensor) -> Ticket | None:
+        if ticket is not None and self._first_slots is not None:
+            ticket.slots = add_per_feature(ticket.slots, -self._first_slots, lengths)
+        return ticket
+
+    def bring_nearer(self, ids: FeatureIds, known: Known) -> bool:
+        return self._cache.parts.coming(self._feature_keys.of(ids)[0], known)
+
+    def skip(self, ids: FeatureIds, known: Known) -> None:
+        self._cache.skip(self._feature_keys.of(ids)[0], known)
+
+    def find(self, ids: FeatureIds) -> Tensor:
+        return self._feature_keys.of(ids)[0]

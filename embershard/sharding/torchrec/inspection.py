@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from embershard.sharding.torchrec.compat import lookups_of, unwrapped, with_int3
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modules import CachedModule
-
-if TYPE_CHECKING:
-    from embershard.cache.ids.id_map import IdCounts
 
 
 def cached_embeddings(model: nn.Module) -> Iterator[CachedTableBatchedEmbeddings]:
@@ -80,7 +77,7 @@ def narrowed(module: ShardedModule, received: KJTList, given: Tensor) -> KJTList
     found = []
     for features, lookup in zip(received, lookups_of(module), strict=True):
         pools = tables_of(lookup)
-        has_rows = all(isinstance(pool, CachedTableBatchedEmbeddings) and pool.ids is None for pool in pools)
+        has_rows = all(isinstance(p, CachedTableBatchedEmbeddings) and not p.keys.gives_rows for p in pools)
         is_own = features.values().untyped_storage().data_ptr() == own
         found.append(with_int32_ids(features) if pools and has_rows and not is_own else features)
     return KJTList(found)
@@ -190,15 +187,6 @@ def copied_rows(model: nn.Module) -> tuple[int, int]:
     """
     found = [module.copied_rows() for module in model.modules() if isinstance(module, CachedModule)]
     return sum(num_bytes for num_bytes, _ in found), sum(lookups for _, lookups in found)
-
-
-def id_counts(model: nn.Module) -> dict[str, IdCounts]:
-    """Return what became of the ids of this rank's shards, in the batches that trained, by table.
-
-    >>> id_counts(model)  # a sharded model, without tables of ids
-    {}
-    """
-    return {each.table: each.counts for pool in cached_embeddings(model) if pool.ids for each in pool.ids.maps}
 
 
 def file_counts(model: nn.Module) -> FileCounts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
+from embershard.distributed.changed_rows import NO_ID
 from embershard.errors import ConfigError, IdOutOfRangeError
 from embershard.known_bounds import ANY_ID, bounds_of
 from embershard.sharding.torchrec.compat import as_keyed_jagged, lookups_of, supported
@@ -41,9 +42,6 @@ from embershard.sharding.torchrec.modes.mode import ShardingInfos
 from embershard.sharding.torchrec.modes.replicated_tables import group_replicated
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY, has_spec
 from embershard.sharding.torchrec.table_arguments import check_host_types, check_row_types, check_table_arguments
-
-if TYPE_CHECKING:
-    from embershard.sharding.torchrec.ids.id_states import IdStates
 
 
 def _mark_cached(infos: ShardingInfos, spec: Any) -> ShardingInfos:
@@ -100,12 +98,22 @@ class _CachedTable(nn.Module):
         return self._parameters["weight"]  # type: ignore[return-value]
 
 
+class StatesBeside(Protocol):
+    """Tensors of a sharded module's tables in its state dicts, beside their weights."""
+
+    def add_to(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Add them to a state dict."""
+
+    def take_from(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take them over from a state dict, out of which they go."""
+
+
 class CachedModule:
     """What both sharded modules have in common: overrides of TorchRec's."""
 
     _rows_by_feature: dict[str, tuple[str, int]]
     _table_of_ids: Mapping[str, str] = {}
-    _id_states: IdStates | None = None
+    _states_beside: StatesBeside | None = None
     _ids_are_checked = False
     _has_counter_init = False
 
@@ -117,15 +125,15 @@ class CachedModule:
                 stack.enter_context(pool.without_flushes())
             super()._initialize_torch_state(*args, **kwargs)  # type: ignore[misc]
         for pool in pools:
-            pool.holder = self._holder
+            pool.holder = self.holder
         if self._has_counter_init:
-            holders = getattr(self, self._holder)
+            holders = getattr(self, self.holder)
             for name in {name for pool in pools for name in pool.cache.tables}:
                 holders[name].__class__ = _CachedTable
                 holders[name].__dict__["pools"] = pools
 
     @property
-    def _holder(self) -> str:
+    def holder(self) -> str:
         """Name of the attribute that has the tables' weights."""
         return "embedding_bags" if hasattr(self, "embedding_bags") else "embeddings"
 
@@ -153,15 +161,11 @@ class CachedModule:
 
     def _note_features(self, configs: Sequence[_TableConfig], spec: Any) -> None:
         """Note which features have row numbers of which table, and which have any ids."""
-        self._rows_by_feature = rows_by_feature([config for config in configs if config.name not in spec.ids])
-        with_rules = [(config, spec.ids[config.name]) for config in configs if config.name in spec.ids]
-        self._table_of_ids = {name: config.name for config, _ in with_rules for name in config.feature_names}
-        tables = {c.name: (rules, rules.buckets_of(c.name, c.num_embeddings)) for c, rules in with_rules}
-        if tables:
-            from embershard.sharding.torchrec.ids.id_states import IdStates
-
-            self._id_states = states = IdStates(self, self._holder, pools_of_module(self), tables)
-            self._register_state_dict_hook(lambda _, found, prefix, *__: states.add_to(found, prefix))  # type: ignore[attr-defined]
+        with_ids = [config for config in configs if any(mode.gives_rows(config.name) for mode in spec.modes)]
+        self._rows_by_feature = rows_by_feature([config for config in configs if config not in with_ids])
+        self._table_of_ids = {name: config.name for config in with_ids for name in config.feature_names}
+        for mode in spec.modes:
+            mode.note_module(self, configs)
         both = sorted(self._table_of_ids.keys() & self._rows_by_feature.keys())
         if both:
             raise ConfigError(
@@ -170,12 +174,17 @@ class CachedModule:
                 "feature of its own, or name both tables in ids"
             )
 
+    def add_states(self, states: StatesBeside) -> None:
+        """Let the module's state dicts have these tensors, too."""
+        self._states_beside = states
+        self._register_state_dict_hook(lambda _, found, prefix, *__: states.add_to(found, prefix))  # type: ignore[attr-defined]
+
     def _apply(self, function: Any, recurse: bool = True) -> Any:
         """Move or convert all but the cached tables' rows, which stay in host memory.
 
         `DistributedModelParallel` moves the whole model to the device, and would copy every table.
         """
-        holders = getattr(self, self._holder)
+        holders = getattr(self, self.holder)
         plan = self.module_sharding_plan  # type: ignore[attr-defined]
         cached = [name for name in holders if plan[name].compute_kernel == CACHED_KERNEL]
         weights = {name: holders[name]._parameters.pop("weight") for name in cached}
@@ -190,8 +199,8 @@ class CachedModule:
         """Flush first: tables that the state dict leaves out keep what they learned."""
         for lookup in lookups_of(module):
             lookup.flush()
-        if module._id_states is not None:
-            module._id_states.take_from(state_dict, prefix)
+        if module._states_beside is not None:
+            module._states_beside.take_from(state_dict, prefix)
         # TorchRec's hook of a collection for sequences reads every table out of the state dict, there or not.
         there = {name.rpartition(".")[0].rpartition(".")[2] for name in state_dict if name.startswith(prefix)}
         shards = module._model_parallel_name_to_local_shards
@@ -451,16 +460,14 @@ def check_any_ids(features: KeyedJaggedTensor, tables: Mapping[str, str]) -> Non
     Raises:
         IdOutOfRangeError: the one id that is reserved.
     """
-    from embershard.cache.ids.id_map import RESERVED_ID
-
-    start, is_reserved = 0, features.values() == RESERVED_ID
+    start, is_reserved = 0, features.values() == NO_ID
     if not bool(is_reserved.any()):
         return
     for key, length in zip(features.keys(), features.length_per_key(), strict=True):
         if key in tables and bool(is_reserved[start : start + length].any()):
             position = int(is_reserved[start : start + length].nonzero()[0])
             raise IdOutOfRangeError(
-                f"table {tables[key]!r}, feature {key!r}: id {RESERVED_ID} at position {position} of the batch: this "
+                f"table {tables[key]!r}, feature {key!r}: id {NO_ID} at position {position} of the batch: this "
                 "id is reserved for missing values. Leave it out of the sample, or map missing values to another id"
             )
         start += length

@@ -159,7 +159,6 @@ class _Cached:
             device_type,
             init,
             modes,
-            self._ids,
         )
         sharded = new_sharded_module(
             cls,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from torchrec.distributed.types import ParameterSharding
 
 from embershard.cache.config import CacheConfig, CachePolicy
 from embershard.cache.homes.full_rows import full_rows_of
-from embershard.cache.ids.config import IdTable
 from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
@@ -58,7 +57,6 @@ class CacheSpec:
         planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
         counter_init: initial weights of the tables, made when a row is first touched; None: TorchRec's own.
         modes: that change how tables are sharded and cached.
-        ids: rules of the tables that take any id, by name.
         trains: False for tables whose rows stay as they are.
     """
 
@@ -71,7 +69,6 @@ class CacheSpec:
     planned_slots: dict[tuple[str, ...], int] | None = None
     counter_init: CounterInit | None = None
     modes: tuple[ShardingMode, ...] = ()
-    ids: Mapping[str, IdTable] = field(default_factory=dict)
     trains: bool = True
 
     @classmethod
@@ -85,7 +82,6 @@ class CacheSpec:
         device_type: str = "cpu",
         counter_init: CounterInit | None = None,
         modes: tuple[ShardingMode, ...] = (),
-        ids: Mapping[str, IdTable] | None = None,
     ) -> CacheSpec:
         """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
@@ -102,7 +98,6 @@ class CacheSpec:
             planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
             counter_init=counter_init,
             modes=modes,
-            ids=ids or {},
         )
 
     @property
@@ -110,13 +105,13 @@ class CacheSpec:
         """The mode by which each rank caches rows of the whole tables; None: it caches those of its shards."""
         return next((mode for mode in self.modes if mode.has_whole_tables), None)
 
-    def has_ids(self, tables: Sequence[ShardedEmbeddingTable]) -> bool:
-        """Return True for a group of tables that take any id; they are in groups of their own."""
-        return tables[0].name in self.ids
+    def mode_that_gives_rows(self, tables: Sequence[ShardedEmbeddingTable]) -> ShardingMode | None:
+        """The mode that gives rows to the ids of a group of tables; None: ids are row numbers."""
+        return next((mode for mode in self.modes if mode.gives_rows(tables[0].name)), None)
 
     def row_counts(self, tables: Sequence[ShardedEmbeddingTable]) -> RowCounts | None:
         """Return the profile's counts of the tables' rows on this rank; None without a profile."""
-        profile = None if self.profile is None or self.has_ids(tables) else self.profile()
+        profile = None if self.profile is None else self.profile()
         if profile is None:
             return None
         shards = (

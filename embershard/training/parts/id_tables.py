@@ -8,7 +8,7 @@ from typing import Any
 
 from embershard.cache.ids.id_map import IdCounts
 from embershard.run_result import IdTotals
-from embershard.sharding.torchrec import id_counts
+from embershard.sharding.torchrec.ids.id_tables import id_counts
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part
 

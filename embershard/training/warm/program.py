@@ -118,7 +118,9 @@ def _kinds(names: Iterable[str]) -> str:
 
 def _id_rules(model: nn.Module) -> dict[str, IdTable]:
     """Return the rules of the tables of ids of all ranks, by name. Collective."""
-    mine = {ids.table: ids.config for pool in cached_embeddings(model) if pool.ids is not None for ids in pool.ids.maps}
+    from embershard.sharding.torchrec.ids.id_tables import maps_of  # of a capability that may be taken out
+
+    mine = {ids.table: ids.config for pool in cached_embeddings(model) for ids in maps_of(pool)}
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return {table: rules for of_rank in found for table, rules in of_rank.items()}

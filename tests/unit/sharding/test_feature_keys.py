@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.cache import loops
-from embershard.sharding.torchrec.feature_keys import FeatureKeys, PoolIds
+from embershard.sharding.torchrec.feature_keys import FeatureIds, FeatureKeys
 
 lengths_of_bags = st.integers(1, 4).flatmap(
     lambda features: st.integers(0, 3).flatmap(
@@ -24,8 +24,8 @@ def test_the_loop_gives_what_torch_gives(lengths, dtype, step):
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), bags.cumsum(0)]).to(dtype)
     ids = torch.arange(int(offsets[-1])).to(dtype).repeat_interleave(step)[::step]
     feature_keys = FeatureKeys([1000 * feature for feature in range(num_features)], torch.device("cpu"))
-    found = feature_keys.of(PoolIds(ids, offsets))
-    expected = feature_keys.of(PoolIds(ids, offsets, [[num_samples]] * num_features))
+    found = feature_keys.of(FeatureIds(ids, offsets))
+    expected = feature_keys.of(FeatureIds(ids, offsets, [[num_samples]] * num_features))
     assert [each.tolist() for each in found] == [each.tolist() for each in expected]
     assert [each.dtype for each in found] == [torch.int64, torch.int64]
 

@@ -20,17 +20,18 @@ from embershard import (
     IdTable,
     plan_sharding,
 )
-from embershard.cache.config import CacheConfig, CachePolicy
+from embershard.cache.config import CachePolicy
 from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.homes.shape import PoolShape
 from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.errors import CacheError, ConfigError, IdOutOfRangeError
+from embershard.sharding.torchrec.feature_keys import FeatureIds
 from embershard.sharding.torchrec.ids.id_shardings import group_ids, mixed_ids
 from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 from embershard.sharding.torchrec.modules import check_any_ids, check_bounds
-from embershard.sharding.torchrec.spec import RAW_IDS_KEY, CacheSpec
+from embershard.sharding.torchrec.spec import RAW_IDS_KEY
 from tests.oracle.id_dictionary import mix
 from tests.unit.cache.rows.test_initial_weights import weights_of_id
 
@@ -129,8 +130,7 @@ def test_whole_tables_share_the_exchange_of_the_others(place: str) -> None:
     infos = [
         EmbeddingShardingInfo(table, params[table.name], bags.embedding_bags[table.name].weight) for table in tables
     ]
-    spec = CacheSpec.make(CacheConfig(), None, params, rank=0, ids=IDS)
-    grouped = group_ids({place: infos}, spec)
+    grouped = group_ids({place: infos}, IDS)
     names = {kind: [info.embedding_config.name for info in group] for kind, group in grouped.items()}
     if place == "table_wise":
         assert names == {place: ["pages", "users"]}
@@ -144,11 +144,11 @@ def test_a_pool_mixes_raw_ids_and_no_others() -> None:
     found = []
     for are_raw in (True, False):
         maps, _ = make_maps(quarantine=4, are_raw=are_raw)
-        batch = torch.from_numpy(numbers if are_raw else mixed(numbers)), torch.tensor([4])
-        ticket = maps.prepare(*batch, True, maps.know(batch)[0], False)
+        batch = FeatureIds(torch.from_numpy(numbers if are_raw else mixed(numbers)), torch.tensor([0, 4]))
+        ticket = maps.prepare(batch, True, maps.know(batch)[0], False)
         assert ticket is not None
         maps.begin(ticket)
-        found.append((maps.find(*batch).tolist(), maps.maps[0].owners(np.arange(1, 4)).tolist()))
+        found.append((maps.find(batch).tolist(), maps.maps[0].owners(np.arange(1, 4)).tolist()))
     assert found[0] == found[1]
     assert sorted(found[0][1]) == [-5, 7, 2**62]
 
@@ -163,8 +163,8 @@ def make_maps(quarantine: int, look_ahead: bool = False, are_raw: bool = False) 
     return PoolIdMaps([ids_map], [0], [0], cache, are_raw), cache
 
 
-def ids(*numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.from_numpy(mixed(np.array(numbers, np.int64))), torch.tensor([len(numbers)])
+def ids(*numbers: int) -> FeatureIds:
+    return FeatureIds(torch.from_numpy(mixed(np.array(numbers, np.int64))), torch.tensor([0, len(numbers)]))
 
 
 def test_a_row_is_not_given_away_before_the_batch_that_took_it_has_begun() -> None:
@@ -174,11 +174,11 @@ def test_a_row_is_not_given_away_before_the_batch_that_took_it_has_begun() -> No
     known = [maps.know(batch)[0] for batch in batches]
     assert [each.evicted_in for each in known][-1] > 1
     late = next(number for number, each in enumerate(known) if each.evicted_in > 1)
-    tickets = [maps.prepare(*batches[n], True, known[n], True) for n in range(1)]
+    tickets = [maps.prepare(batches[n], True, known[n], True) for n in range(1)]
     maps.begin(tickets[0])
-    assert maps.prepare(*batches[late], False, known[late], True) is None
+    assert maps.prepare(batches[late], False, known[late], True) is None
     with pytest.raises(CacheError, match="Give IdTable a longer quarantine: at least one more than"):
-        maps.prepare(*batches[late], False, known[late], False)
+        maps.prepare(batches[late], False, known[late], False)
 
 
 def test_a_part_of_an_update_that_has_begun_waits_for_no_later_one() -> None:
@@ -187,7 +187,7 @@ def test_a_part_of_an_update_that_has_begun_waits_for_no_later_one() -> None:
     parts = maps.know(ids(1, 2), ids(2, 1))
     later = [maps.know(ids(*numbers))[0] for numbers in ((3, 4), (5, 6), (7, 8), (9, 10))]
     for part, batch in zip(parts, (ids(1, 2), ids(2, 1)), strict=True):
-        ticket = maps.prepare(*batch, True, part, False)
+        ticket = maps.prepare(batch, True, part, False)
         assert ticket is not None
         assert maps.begin(ticket) is False
     assert maps.maps[0].committed == 1
@@ -197,13 +197,13 @@ def test_a_part_of_an_update_that_has_begun_waits_for_no_later_one() -> None:
 def test_a_batch_that_was_taken_back_cannot_train() -> None:
     maps, cache = make_maps(quarantine=4)
     batch = ids(1, 2)
-    ticket = maps.prepare(*batch, True, None, False)
+    ticket = maps.prepare(batch, True, None, False)
     assert ticket is not None
     cache.cancel(forwarded=False)
     maps.forget()
     with pytest.raises(CacheError, match="the ids of this batch were taken back since it was prepared"):
         maps.begin(ticket)
-    again = maps.prepare(*batch, True, None, False)
+    again = maps.prepare(batch, True, None, False)
     assert again is not None
     assert maps.begin(again) is False
     assert maps.maps[0].counts.admitted == 2
@@ -214,9 +214,9 @@ def test_rows_of_a_batch_that_is_passed_over_begin_anew() -> None:
     maps, cache = make_maps(quarantine=4, look_ahead=True)
     passed = maps.know(ids(1, 2))[0]
     assert passed.births is not None
-    maps.skip(passed)
-    ticket = maps.prepare(*ids(2), True, None, False)
+    maps.skip(ids(1, 2), passed)
+    ticket = maps.prepare(ids(2), True, None, False)
     assert ticket is not None
     maps.begin(ticket)
     expected = torch.stack([weights_of_id(ShardWeights("users", 1, 4, -1.0, 1.0), mix(number)) for number in (1, 2)])
-    assert torch.equal(cache.read(maps.find(*ids(1, 2))), expected)
+    assert torch.equal(cache.read(maps.find(ids(1, 2))), expected)

@@ -26,7 +26,8 @@ from embershard.pipeline.config import LookAheadConfig
 from embershard.settings.decoding import decode
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.feature_keys import PoolIds
+from embershard.sharding.torchrec.feature_keys import FeatureIds
+from embershard.sharding.torchrec.ids.id_tables import maps_of
 from embershard.training.config import TrainConfig
 from embershard.training.reports import Report, SkippedBatchReport, TrainReport
 from tests.covering import matrix
@@ -176,7 +177,7 @@ def _maps(config: RunConfig, ranks: Ranks) -> tuple[dict[str, Tensor], int]:
     """The ids, their uses and candidates behind a run, and how many were evicted."""
     trainer = Trainer(config, ranks)
     list(trainer.train())
-    maps = [each for pool in cached_embeddings(trainer.model) if pool.ids for each in pool.ids.maps]
+    maps = [each for pool in cached_embeddings(trainer.model) for each in maps_of(pool)]
     found = {f"{each.table}.{name}": torch.from_numpy(v.copy()) for each in maps for name, v in each.tensors().items()}
     trainer.close()
     return found, sum(each.counts.evicted for each in maps)
@@ -195,9 +196,7 @@ def test_ids_of_all_pieces_get_rows_together(one_rank: Ranks, tmp_path: Path, mo
 
 
 def _one_by_one(self: CachedTableBatchedEmbeddings, batches: list[KeyedJaggedTensor], *_: Any) -> list[Any]:
-    assert self.ids is not None
-    found = [PoolIds.of(features) for features in batches]
-    return [self.ids.know((ids.indices, self.feature_keys.lengths(ids)))[0] for ids in found]
+    return [self.keys.know(FeatureIds.of(features))[0] for features in batches]
 
 
 def test_ids_need_batches_that_become_known_together(one_rank: Ranks, tmp_path: Path) -> None:

@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import ShardingType
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable, ShardingType
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import mixed
+from embershard.cache.row_cache import RowCache
 from embershard.errors import ConfigError, ShardingError
+from embershard.sharding.torchrec.ids.id_states import IdStates
+from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS, OwnShardingInfo
 from embershard.sharding.torchrec.modes.mode import Arguments, ShardingInfos, ShardingMode
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, RAW_IDS_KEY, CacheSpec
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, RAW_IDS_KEY
 
 _TABLE_WISE, _ROW_WISE = ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value
 #: TorchRec's types that give a rank whole buckets.
@@ -46,9 +49,9 @@ class _ByBuckets:
     _is_sequence = False
 
     def create_input_dist(self, device: torch.device | None = None) -> RwSparseFeaturesDist:
-        spec: CacheSpec = self._spec  # type: ignore[attr-defined]
+        rules: Mapping[str, IdTable] = self._rules  # type: ignore[attr-defined]
         buckets = [
-            spec.ids[table.name].buckets_of(table.name, table.num_embeddings).num_buckets
+            rules[table.name].buckets_of(table.name, table.num_embeddings).num_buckets
             for table in self.embedding_tables()  # type: ignore[attr-defined]
             for _ in table.feature_names
         ]
@@ -76,7 +79,7 @@ _SEQUENCE = _by_buckets(SEQUENCE_SHARDINGS[_ROW_WISE], is_sequence=True)
 class IdShardingInfo(OwnShardingInfo):
     """A row-wise table of ids without a bound."""
 
-    spec: CacheSpec
+    rules: Mapping[str, IdTable]
     is_sequence: bool
 
     @staticmethod
@@ -86,15 +89,15 @@ class IdShardingInfo(OwnShardingInfo):
         assert isinstance(info, IdShardingInfo)
         cls = _SEQUENCE if info.is_sequence else _POOLED
         sharding = cls(sharding_infos=infos, **place)
-        sharding._spec = info.spec
+        sharding._rules = info.rules
         return sharding  # type: ignore[no-any-return]
 
 
 def group_ids(
-    infos: dict[str, list[EmbeddingShardingInfo]], spec: CacheSpec, is_sequence: bool = False
+    infos: dict[str, list[EmbeddingShardingInfo]], rules: Mapping[str, IdTable], is_sequence: bool = False
 ) -> dict[str, list[EmbeddingShardingInfo]]:
-    """Take the row-wise tables of `spec.ids` out of the groups by sharding type, into groups of their own. Table-wise
-    ones stay in theirs, where an entry in `fused_params` gives them a pool of their own.
+    """Take the row-wise tables that have `rules` out of the groups by sharding type, into groups of their own.
+    Table-wise ones stay in theirs, where an entry in `fused_params` gives them a pool of their own.
 
     Raises:
         ConfigError: a table is sharded in another way, has no cache, or shares a feature with a table of rows.
@@ -103,21 +106,21 @@ def group_ids(
     grouped: dict[str, list[EmbeddingShardingInfo]] = {}
     for kind, members in infos.items():
         for info in members:
-            if info.embedding_config.name not in spec.ids:
+            if info.embedding_config.name not in rules:
                 grouped.setdefault(kind, []).append(info)
                 continue
-            _check(info, spec)
+            _check(info, rules[info.embedding_config.name])
             if kind == _TABLE_WISE:
                 info.fused_params = {**(info.fused_params or {}), RAW_IDS_KEY: True}
                 grouped.setdefault(kind, []).append(info)
                 continue
             own = IdShardingInfo(**vars(info))
-            own.spec, own.is_sequence = spec, is_sequence
+            own.rules, own.is_sequence = rules, is_sequence
             grouped.setdefault(f"{kind}, ids", []).append(own)
     return grouped
 
 
-def _check(info: EmbeddingShardingInfo, spec: CacheSpec) -> None:
+def _check(info: EmbeddingShardingInfo, rules: IdTable) -> None:
     name, param = info.embedding_config.name, info.param_sharding
     if param.sharding_type not in ID_SHARDINGS:
         raise ConfigError(
@@ -129,7 +132,7 @@ def _check(info: EmbeddingShardingInfo, spec: CacheSpec) -> None:
             f"table {name!r} takes any id and has the compute kernel {param.compute_kernel!r}; needed a cache, which "
             f"is {CACHED_KERNEL!r}: make the plan with embershard.plan_sharding"
         )
-    buckets = spec.ids[name].buckets_of(name, info.embedding_config.num_embeddings)
+    buckets = rules.buckets_of(name, info.embedding_config.num_embeddings)
     sharding_spec: Any = param.sharding_spec
     starts = [shard.shard_offsets[0] for shard in sharding_spec.shards]
     if param.sharding_type == _ROW_WISE and (
@@ -188,4 +191,22 @@ class IdMode(ShardingMode):
         return ID_SHARDINGS
 
     def group(self, infos: ShardingInfos, spec: Any, is_sequence: bool) -> ShardingInfos:
-        return group_ids(infos, spec, is_sequence)
+        return group_ids(infos, self._rules, is_sequence)
+
+    def gives_rows(self, table: str) -> bool:
+        return table in self._rules
+
+    def pool_keys(
+        self, spec: Any, tables: Sequence[ShardedEmbeddingTable], cache: RowCache, table_of_feature: Sequence[int]
+    ) -> PoolIdMaps:
+        assert spec.counter_init is not None, "rows that begin anew draw from a counter"
+        return PoolIdMaps.of_tables(self._rules, spec.counter_init.seed, tables, cache, table_of_feature)
+
+    def note_module(self, module: Any, configs: Sequence[Any]) -> None:
+        tables = {
+            config.name: (rules, rules.buckets_of(config.name, config.num_embeddings))
+            for config in configs
+            if (rules := self._rules.get(config.name)) is not None
+        }
+        if tables:
+            module.add_states(IdStates(module, tables))

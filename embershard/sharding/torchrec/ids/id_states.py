@@ -7,7 +7,7 @@ is the state behind the newest batch that trained, however many batches are know
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from embershard.cache.ids.config import Buckets, IdTable
 from embershard.cache.ids.id_map import IdMap
 from embershard.errors import CheckpointError
-from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.ids.id_tables import maps_of
+from embershard.sharding.torchrec.modules import pools_of_module
 
 #: Names in a state dict, beside "weight", and those of `IdMap.tensors`.
 _NAMES = {"ids": "records", "id_candidates": "candidates"}
@@ -30,26 +31,17 @@ class IdStates:
     """The ids of a sharded module's tables, for its state dicts.
 
     Args:
-        module: one of TorchRec's, sharded.
-        holder: name of its table holders.
-        pools: of this rank.
+        module: of ours, sharded.
         tables: of ids, by name: their rules, and their rows as buckets.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        holder: str,
-        pools: Sequence[CachedTableBatchedEmbeddings],
-        tables: Mapping[str, tuple[IdTable, Buckets]],
-    ) -> None:
-        self._holder, self._tables = holder, tables
-        self._pools = [pool for pool in pools if pool.ids is not None]
+    def __init__(self, module: Any, tables: Mapping[str, tuple[IdTable, Buckets]]) -> None:
+        self._holder, self._tables, self._pools = module.holder, tables, pools_of_module(module)
         self._plan, self._group = module.module_sharding_plan, module._env.process_group
 
     @property
     def _maps(self) -> dict[str, IdMap]:
-        return {each.table: each for pool in self._pools if pool.ids is not None for each in pool.ids.maps}
+        return {each.table: each for pool in self._pools for each in maps_of(pool)}
 
     def add_to(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Add the tensors to a state dict."""
@@ -69,7 +61,7 @@ class IdStates:
             CheckpointError: it has a table's rows and not whose they are.
         """
         for pool in self._pools:
-            pool.forget_ids_ahead()
+            pool.drop_given_rows()
         for table in self._tables:
             given = {kind: state_dict.pop(self._key(prefix, table, name), None) for name, kind in _NAMES.items()}
             if given["records"] is None:

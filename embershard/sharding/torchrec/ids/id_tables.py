@@ -9,22 +9,26 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
 from embershard.cache.ids.births import Births
-from embershard.cache.ids.id_map import ChangedIds, IdGuard, IdMap, mixed
+from embershard.cache.ids.config import IdTable
+from embershard.cache.ids.id_map import ChangedIds, IdCounts, IdGuard, IdMap, mixed
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import Ticket
-from embershard.errors import CacheError
-from embershard.sharding.torchrec.spec import RAW_IDS_KEY, CacheSpec, first_row
+from embershard.errors import CacheError, ConfigError
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.feature_keys import FeatureIds, PoolKeys
+from embershard.sharding.torchrec.inspection import cached_embeddings
+from embershard.sharding.torchrec.spec import RAW_IDS_KEY, first_row
 
 if TYPE_CHECKING:
     from embershard.distributed.changed_rows import ChangedRows
@@ -75,7 +79,7 @@ class KnownIds:
         return self.keys[self.is_row], ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
 
 
-class PoolIdMaps:
+class PoolIdMaps(PoolKeys):
     """The maps of a pool's tables, and its batches that are resolved and have not trained.
 
     Args:
@@ -85,6 +89,8 @@ class PoolIdMaps:
         cache: of the pool.
         are_raw: batches have ids as data have them; False: mixed.
     """
+
+    gives_rows = True
 
     def __init__(
         self,
@@ -97,30 +103,31 @@ class PoolIdMaps:
         self._maps, self._guard = list(maps), IdGuard(cache.name)  # all maps are at the same batch
         self._offsets, self._cache, self._are_raw = list(row_offsets), cache, are_raw
         self._features = np.bincount(table_of_feature, minlength=len(self._maps)).tolist()
+        self._num_features = len(table_of_feature)
         self._ahead: deque[KnownIds] = deque()  # the first one of each step
         self._begun: KnownIds | None = None  # of the step in training
-        self._has_zeros = any(ids_map.config.unadmitted == "zero" for ids_map in self._maps)
+        self.has_zeros = any(ids_map.config.unadmitted == "zero" for ids_map in self._maps)
         self._generation = 0
         self._lock = threading.RLock()  # a worker prepares batches while the next one's forward begins
 
     @classmethod
     def of_tables(
         cls,
-        spec: CacheSpec,
+        ids: Mapping[str, IdTable],
+        seed: int,
         tables: Sequence[ShardedEmbeddingTable],
-        row_offsets: Sequence[int],
-        table_of_feature: Sequence[int],
         cache: RowCache,
+        table_of_feature: Sequence[int],
     ) -> PoolIdMaps:
-        """Make the maps of table shards, by the rules of a module's spec."""
-        assert spec.counter_init is not None, "rows that begin anew draw from a counter"
+        """Make the maps of table shards, whose rules and coins are by `ids` and `seed`."""
         maps = []
         for table in tables:
-            rules = spec.ids[table.name]
+            rules = ids[table.name]
             buckets = rules.buckets_of(table.name, table.num_embeddings)
             first, number = first_row(table) // buckets.rows, table.local_rows // buckets.rows
-            maps.append(IdMap(table.name, rules, buckets, spec.counter_init.seed, first, number))
-        return cls(maps, row_offsets, table_of_feature, cache, RAW_IDS_KEY in (tables[0].fused_params or {}))
+            maps.append(IdMap(table.name, rules, buckets, seed, first, number))
+        are_raw = RAW_IDS_KEY in (tables[0].fused_params or {})
+        return cls(maps, cache.host.row_offsets, table_of_feature, cache, are_raw)
 
     @property
     def maps(self) -> list[IdMap]:
@@ -128,15 +135,11 @@ class PoolIdMaps:
         self._guard.check()
         return self._maps
 
-    def know(self, *batches: tuple[Tensor, Tensor]) -> list[KnownIds]:
-        """Resolve a batch that trains after all batches resolved so far; or several that train together.
-
-        Args:
-            batches: ids [N], and int64 [F], ids per feature.
-        """
+    def know(self, *batches: FeatureIds) -> list[KnownIds]:
+        """Resolve a batch that trains after all batches resolved so far; or several that train together."""
         with self._lock:
             with self._guard.change("resolving the ids of a batch"):
-                found = self._resolve(batches)
+                found = self._resolve([(ids.indices, ids.lengths(self._num_features)) for ids in batches])
             if self._cache.next_use_index is not None:
                 for known in found:
                     known.known = self._cache.know(*known.rows())
@@ -169,7 +172,7 @@ class PoolIdMaps:
         return [step, *others]
 
     def _is_row(self, keys: np.ndarray) -> Tensor | None:
-        return torch.from_numpy(keys >= 0) if self._has_zeros and bool((keys < 0).any()) else None
+        return torch.from_numpy(keys >= 0) if self.has_zeros and bool((keys < 0).any()) else None
 
     def _mixed(self, ids: Tensor) -> np.ndarray:
         return mixed(ids.numpy()) if self._are_raw else ids.numpy()
@@ -189,18 +192,16 @@ class PoolIdMaps:
             start = stop
         return found
 
-    def find(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return the keys [N] of ids after the newest batch that trained; -1 for zeros. Nothing is counted."""
-        words, keys = self._mixed(ids), np.empty(ids.numel(), np.int64)
+    def find(self, ids: FeatureIds) -> Tensor:
+        words = self._mixed(ids.indices)
+        keys = np.empty(len(words), np.int64)
         with self._lock:
             self._guard.check()
-            for ids_map, offset, start, stop in self._parts(lengths):
+            for ids_map, offset, start, stop in self._parts(ids.lengths(self._num_features)):
                 keys[start:stop] = self._keys(ids_map.find(words[start:stop]), ids_map, offset)
         return torch.from_numpy(keys)
 
-    def prepare(
-        self, ids: Tensor, lengths: Tensor, critical_path: bool, known: KnownIds | None, if_it_fits: bool
-    ) -> Ticket | None:
+    def prepare(self, ids: FeatureIds, critical_path: bool, known: KnownIds | None, if_it_fits: bool) -> Ticket | None:
         """Do what `RowCache.prepare` does for a batch. Its births, and those of earlier batches that were never
         prepared, begin anew.
 
@@ -210,7 +211,7 @@ class PoolIdMaps:
         """
         with self._lock:
             if known is None or known.generation != self._generation:
-                (known,) = self.know((ids, lengths))
+                (known,) = self.know(ids)
             step = known.step or known
             due = []  # batches up to this one whose births are not in the cache
             if step in self._ahead:  # else another part of its update has begun to train, and its births are there
@@ -242,15 +243,14 @@ class PoolIdMaps:
             ticket.slots = slots
         return ticket
 
-    def skip(self, known: KnownIds) -> None:
+    def skip(self, ids: FeatureIds, known: KnownIds) -> None:
         """Take back the announcement of a batch's rows. Its ids stay counted if a later batch trains."""
         if known.known is not None:
             self._cache.skip(known.rows()[0], known.known)
             known.known = None
 
     def begin(self, ticket: Ticket) -> bool:
-        """Note that a prepared batch begins to train: the state is now the one behind it. Return True if ids of it have
-        zeros."""
+        """As every pool's keys: the state is now the one behind the batch."""
         with self._lock:
             if self._begun is not None and self._begun.generation == self._generation:
                 for known in self._begun.others:
@@ -268,10 +268,20 @@ class PoolIdMaps:
             "became known"
         )
 
-    @property
-    def num_together(self) -> int:
-        """Batches whose ids got rows together with those of the batch that began to train last."""
-        return 0 if self._begun is None else 1 + len(self._begun.others)
+    def check_updates(self, micro_batches: int, num_held: int | None = None) -> None:
+        if micro_batches == 1:
+            raise ConfigError(
+                f"gradient accumulation with tables of ids, {', '.join(self._cache.tables[:5])}, whose ids get rows "
+                "batch by batch. Train with LookAheadPipeline(..., micro_batches=K) for updates of K batches "
+                "(look_ahead.lookahead of at least 1 with train.accumulate), so that those of all of them get rows "
+                "together"
+            )
+        together = 0 if self._begun is None else 1 + len(self._begun.others)
+        if num_held not in (None, 0, together):  # at the end of the data there may be fewer
+            raise CacheError(
+                f"{self._cache.name}: {num_held} batches in one update, and the ids of {together} got rows together. "
+                "Make the pipeline with as many micro_batches as an update has"
+            )
 
     def _commit(self, through: int) -> None:
         with self._guard.change(f"noting that batch {through} trains"):
@@ -298,12 +308,7 @@ class PoolIdMaps:
             ids_map.changed = ChangedIds(ids_map.num_rows)
 
     def take_changes(self, keys: Tensor) -> tuple[Tensor, list[ChangedRows]]:
-        """Return, of rows whose weights were trained and of those that changed hands since the last call, the keys of
-        those that somebody has; and of each table those that changed hands, numbered in its shard.
-
-        Args:
-            keys: int64 [N] of the pool, ascending.
-        """
+        """As every pool's keys; rows that changed hands are numbered in their shard."""
         from embershard.distributed.changed_rows import ChangedRows
 
         found, changes = list[np.ndarray](), list[ChangedRows]()
@@ -320,10 +325,23 @@ class PoolIdMaps:
         return torch.from_numpy(np.concatenate(found)), changes
 
     def touch(self, table: str, first_row: int, rows: Tensor, ids: Tensor) -> None:
-        """Note that replicas have these rows (int64 [K], numbered in the whole table) with these ids; rows outside of
-        the shard that begins with `first_row` are ignored."""
+        """As every pool's keys; rows outside of the shard are ignored."""
         for ids_map in self._maps:
             if ids_map.table == table:
                 assert ids_map.changed is not None, "changes are not noted"
                 own = (rows >= first_row) & (rows < first_row + ids_map.num_rows)
                 ids_map.changed.add(rows[own].numpy() - first_row, ids[own].numpy(), at_first=True)
+
+
+def maps_of(pool: CachedTableBatchedEmbeddings) -> list[IdMap]:
+    """Return the maps of a pool's tables; none of row numbers."""
+    return pool.keys.maps if isinstance(pool.keys, PoolIdMaps) else []
+
+
+def id_counts(model: nn.Module) -> dict[str, IdCounts]:
+    """Return what became of the ids of this rank's shards, in the batches that trained, by table.
+
+    >>> id_counts(model)  # a sharded model, without tables of ids
+    {}
+    """
+    return {each.table: each.counts for pool in cached_embeddings(model) for each in maps_of(pool)}

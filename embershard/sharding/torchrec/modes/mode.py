@@ -18,10 +18,12 @@ from embershard.lazy_names import named
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-    from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+    from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 
     from embershard.cache.config import CacheConfig
     from embershard.cache.homes.shared import NodeShare
+    from embershard.cache.row_cache import RowCache
+    from embershard.sharding.torchrec.feature_keys import PoolKeys
 
 #: The tables of a sharded module, in groups by sharding type. TorchRec makes one `EmbeddingSharding` of each group.
 ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
@@ -100,6 +102,20 @@ class ShardingMode:
         """Return a rank's share of the host rows of a group of shards, which the ranks of a machine have together, and
         the group of their whole tables. Collective."""
         raise NotImplementedError
+
+    def gives_rows(self, table: str) -> bool:
+        """Return True for a table whose ids are no row numbers, but get rows as batches come; it shares no pool with
+        other tables."""
+        return False
+
+    def pool_keys(
+        self, spec: Any, tables: Sequence[ShardedEmbeddingTable], cache: RowCache, table_of_feature: Sequence[int]
+    ) -> PoolKeys:
+        """Return what gives rows of a pool of such tables to ids. `spec` is the module's `CacheSpec`."""
+        raise NotImplementedError
+
+    def note_module(self, module: Any, configs: Sequence[Any]) -> None:
+        """Take note of a sharded module, which is complete, and of its tables."""
 
     def uncached_rows(self, table: str) -> Ints:
         """Return the rows of the whole table that no cache needs."""
