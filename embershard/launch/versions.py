@@ -32,7 +32,7 @@ def installed_version(package: str) -> str | None:
 def versions() -> dict[str, str]:
     """Return the versions of Python, embershard and the packages that matter to figures.
 
-    torch, where it is loaded, says its CUDA build, too ("2.13.0+cu130"): the name of its distribution may leave that out.
+    torch, where it is loaded, says its CUDA build, too ("2.13.0+cu130"): its distribution may leave that out.
     """
     found = {package: installed_version(package) for package in _PACKAGES}
     if "torch" in sys.modules:
