@@ -30,8 +30,10 @@ from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
+from embershard.planning.workload import Layout
 from embershard.run_result import RunCaches, RunResult
 from embershard.settings.files import load_config
+from embershard.sharding.memory_model import planned_slots
 from embershard.sharding.plan import Plan
 from embershard.training.config import RunConfig
 
@@ -179,7 +181,8 @@ def _step_time_case(model: str, ranks: int, plan: Plan, measured_ms: Sequence[fl
 def _compare(run: Run, profiles: Sequence[FrequencyProfile], work: Path) -> dict[str, Any]:
     requests = [run.request(profile, load_topology("cpu").rates_for(run.ranks)) for profile in profiles]
     plan = make_plan(requests[0])
-    some = predict(requests[1].workload, plan.tables, plan.pools, requests[1].rates)
+    layout = Layout(requests[1].workload, plan.tables)
+    some = predict(layout, planned_slots(plan.pools, layout.pools), requests[1].rates)
     with tempfile.TemporaryDirectory(dir=work) as folder:
         result = run.train(plan, Path(folder))
     assert plan.prediction is not None

@@ -20,7 +20,6 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,11 @@ from benchmarks.common import machine, make_parser, report
 from benchmarks.plan_accuracy import Run, profiled
 from embershard.planning.budget import least_need
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.make_plan import best_candidate, complete, sized
+from embershard.planning.make_plan import Candidate, best_candidate, complete, sized
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.slots import fixed_bytes, split_slots
+from embershard.planning.slots import split_slots
 from embershard.sharding import memory_model
-from embershard.sharding.plan import Plan, PoolPlacement, TablePlacement
-from embershard.sharding.sizes import by_pool, place_shards
+from embershard.sharding.plan import Plan, TablePlacement
 
 _CONFIG = f"""
 [data]
@@ -66,21 +64,18 @@ def round_robin(request: PlanRequest) -> list[TablePlacement]:
     ]
 
 
-def uniform(request: PlanRequest, tables: Sequence[TablePlacement]) -> list[PoolPlacement]:
+def uniform(request: PlanRequest, chosen: Candidate) -> Candidate:
     """Give every pool the same share of its rows: the largest for which every rank has room."""
-    workload = request.workload
-    shards = place_shards(workload.model, tables, workload.shape)
-    shares = []
-    for rank in range(workload.shape.world_size):
-        here = [shard for shard in shards if shard.rank == rank]
+    workload, layout, shares = request.workload, chosen.layout, []
+    for here, pools in zip(layout.of_ranks, layout.pools_of_ranks, strict=True):
         assert request.budget.device_bytes is not None
-        left = request.budget.device_bytes - fixed_bytes(workload, here)
-        memories = [memory_model.pool_memory(members, workload.shape) for members in by_pool(here).values()]
+        left = request.budget.device_bytes - workload.fixed_bytes(here)
+        memories = [memory_model.pool_memory(members, workload.shape) for members in pools.values()]
         slot_bytes = sum(memory.rows * memory.slot_bytes for memory in memories)
         shares.append((left - sum(memory.device_bytes(0) for memory in memories)) / slot_bytes)
-    found = split_slots(workload, shards, Budget(ratio=min(1.0, *shares)))
+    found = split_slots(layout, Budget(ratio=min(1.0, *shares)))
     assert found is not None, "a ratio always fits"
-    return found
+    return replace(chosen, slots=found)
 
 
 def plans(request: PlanRequest) -> dict[str, Plan]:
@@ -90,9 +85,9 @@ def plans(request: PlanRequest) -> dict[str, Plan]:
         raise SystemExit("round robin does not fit this budget: give --slack more")
     variants = {
         "chosen": chosen,
-        "chosen, uniform ratio": replace(chosen, pools=tuple(uniform(request, chosen.tables))),
+        "chosen, uniform ratio": uniform(request, chosen),
         "round robin": plain,
-        "round robin, uniform ratio": replace(plain, pools=tuple(uniform(request, plain.tables))),
+        "round robin, uniform ratio": uniform(request, plain),
     }
     return {name: complete(request, candidate) for name, candidate in variants.items()}
 

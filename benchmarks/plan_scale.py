@@ -23,7 +23,8 @@ from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.models.dense_size import DenseSize
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
-from embershard.planning.request import Budget, PlanRequest, Workload
+from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.workload import Workload
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
 

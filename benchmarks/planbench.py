@@ -27,10 +27,11 @@ from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning import make_plan
-from embershard.planning.budget import least_need, placed
+from embershard.planning.budget import least_need
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.cost_arrays import cost_arrays
-from embershard.planning.request import Budget, PlanRequest, Workload, cached
+from embershard.planning.request import Budget, PlanRequest, cached
+from embershard.planning.workload import Workload
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import ModelSize, TableSize
@@ -79,7 +80,7 @@ Placements = Sequence[tuple[TablePlacement, ...]]
 def _whole(request: PlanRequest, ranks: Sequence[int]) -> Placements:
     """Return the tables on these ranks, all without caches, and all with."""
     tables = [cached(table, "table_wise", [rank]) for table, rank in zip(request.sharded, ranks, strict=True)]
-    found = placed(request, tables)
+    found = request.placed(tables)
     return [tuple(table.without_cache for table in found), found]
 
 

@@ -35,8 +35,9 @@ from embershard.frequency.assumed import assumed_statistics
 from embershard.planning.cost.back_test import PUBLISHED, PublishedPoint
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
-from embershard.planning.request import Budget, PlanRequest, Workload
+from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate_scaling import simulate_plan, simulate_run
+from embershard.planning.workload import Workload
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan
 from embershard.sharding.run_shape import ReplaySettings, RunShape

@@ -26,11 +26,9 @@ from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardE
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from embershard.planning.budget import least_need, may_be_resident, placed, without_caches
+from embershard.planning.budget import least_need
 from embershard.planning.cost.rates import step_parts
-from embershard.planning.exchange import exchange_of
 from embershard.planning.make_plan import sized
-from embershard.planning.predict import as_exchanged, counted_reports, shard_work
 from embershard.planning.request import PlanRequest, cached, column_block
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.slots import needed_slots
@@ -49,18 +47,18 @@ def by_torchrec(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
     budget, shape, model = request.budget, request.workload.shape, request.workload.model
     need = least_need(request)
     least = sized(request, need.tables)
-    num_slots = 1 if least is None else sum(pool.slots for pool in least.pools)
+    num_slots = 1 if least is None else sum(least.slots.values())
     dense = model.dense_parameter_bytes + model.dense_state_bytes + shape.reserve_bytes
     kept = dense + round(model.activation_bytes_per_sample * shape.micro_batch_size)  # of a rank, whatever is placed
     assert budget.device_bytes is not None, "the tasks' budgets are for everything"
     found = []
     for resident in (False, True):
-        if may_be_resident(request) if resident else need.fits_device(budget):
+        if request.may_be_resident if resident else need.fits_device(budget):
             costs = _Costs(request, num_slots, resident)
             for order, allowed in itertools.product((SortBy.PERF, SortBy.STORAGE), _choices(request)):
                 if (placements := _place(request, budget.device_bytes - kept, costs, order, allowed)) is not None:
-                    tables = placed(request, placements)
-                    found.append(without_caches(request, tables) if resident else tables)
+                    tables = request.placed(placements)
+                    found.append(request.without_caches(tables) if resident else tables)
     return found
 
 
@@ -153,7 +151,7 @@ class _Costs(ShardEstimator):
         self._workload, self._rates, self._resident = request.workload, request.rates, resident
         self._tables = {table.table: table for table in request.workload.model.tables}
         whole = [PlacedShard(t, 0, 0, t.rows, t.dim, "table_wise", "cached") for t in self._tables.values()]
-        reports = counted_reports(self._workload, whole, max(1, num_slots))
+        reports = self._workload.counted_reports(whole, max(1, num_slots))
         self._reports = dict(zip(self._tables, reports, strict=True))
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_map: Any = None, **_: Any) -> None:
@@ -165,10 +163,10 @@ class _Costs(ShardEstimator):
     def _fill_in(self, option: ShardingOption, shard: Shard) -> None:
         workload, shape, size = self._workload, self._workload.shape, self._tables[option.name]
         kind, (rows, columns), first = cast(Sharding, option.sharding_type), shard.size, shard.offset[0]
-        exchange = exchange_of(workload, size.table, kind, columns)
+        exchange = workload.exchange_of(size.table, kind, columns)
         own = PlacedShard(size, shard.rank or 0, first, first + rows, columns, kind, "cached", exchange)
         report = self._reports[option.name].part(workload.share_of_lookups(own), rows / size.rows)
-        report = as_exchanged(workload, own, replace(report, shard=RowRange.of(own)))
+        report = workload.as_exchanged(own, replace(report, shard=RowRange.of(own)))
         if self._resident:
             own, report = replace(own, kernel="device"), replace(report, fills=0.0, write_backs=0.0)
             row_bytes = rows * own.row_bytes
@@ -178,7 +176,7 @@ class _Costs(ShardEstimator):
             row_bytes = memory.map_bytes + least * memory.slot_bytes  # the maps, and the rows of one batch
         vectors = memory_model.vector_bytes(own, shape.global_batch_size, workload.lookups_per_step(own))
         shard.storage = Storage(hbm=row_bytes + round(vectors), ddr=memory_model.shard_host_bytes(own, shape))
-        parts = step_parts(shard_work(workload, own, report), self._rates)
+        parts = step_parts(workload.shard_work(own, report), self._rates)
         sent = sum(parts[name] for name in ("all_to_all", "network", "latency"))
         copies = sum(parts[name] for name in ("planning", "fills", "write_backs"))
         # Forward compute and communication, then backward's; the last is prefetching.

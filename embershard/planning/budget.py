@@ -12,14 +12,14 @@ from embershard.cache.config import MOST_POOL_ROWS
 from embershard.cache.statistics import apportion
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.cost_arrays import cost_arrays
-from embershard.planning.exchange import exchange_of, with_exchange
 from embershard.planning.local_search import local_search
 from embershard.planning.request import Budget, PlanRequest, cached, column_block
-from embershard.planning.slots import fixed_bytes, least_slots
+from embershard.planning.slots import least_slots
+from embershard.planning.workload import Layout
 from embershard.sharding import memory_model
 from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import TablePlacement, largest_pool_problem, no_rows_problem
-from embershard.sharding.sizes import PlacedShard, TableSize, by_pool, by_rank, place_shards
+from embershard.sharding.sizes import PlacedShard, TableSize, by_pool
 from embershard.units import size
 
 _ROUNDS = 240  # of the search for the least memory
@@ -70,9 +70,14 @@ class RankNeed:
 class LeastNeed:
     """The placement found that needs the least memory on its fullest rank, and the need of every rank."""
 
-    tables: tuple[TablePlacement, ...]
+    layout: Layout
     ranks: tuple[RankNeed, ...]
     ranks_per_node: int
+
+    @property
+    def tables(self) -> tuple[TablePlacement, ...]:
+        """Placements of all tables."""
+        return tuple(self.layout.tables)
 
     def fullest(self, budget: Budget) -> RankNeed:
         """Return the rank that needs most of the budgeted memory."""
@@ -172,7 +177,7 @@ def least_need(request: PlanRequest, *, by_rows: bool = False) -> LeastNeed:
     `by_rows`: look only at the placement that cuts every table by rows, where that is allowed.
     """
     found = _small_placements(request, by_rows) if request.sharded else [[]]
-    needs = [need_of(request, placed(request, each)) for each in found]
+    needs = [need_of(request, request.placed(each)) for each in found]
     return min(needs, key=lambda need: (need.excess_rows, need.asked(request.budget), need.host_bytes))
 
 
@@ -181,7 +186,7 @@ def least_needs(request: PlanRequest) -> list[LeastNeed]:
     where a batch looks up most rows, a cache adds its maps to them."""
     needs = [least_need(request)]
     found = _least_memory(request, resident=True) if request.may_mix and request.sharded else None
-    return needs if found is None else [*needs, need_of(request, placed(request, found))]
+    return needs if found is None else [*needs, need_of(request, request.placed(found))]
 
 
 def least_need_of_some_caches(request: PlanRequest, need: LeastNeed) -> LeastNeed | None:
@@ -191,7 +196,7 @@ def least_need_of_some_caches(request: PlanRequest, need: LeastNeed) -> LeastNee
         return None
     workload = request.workload
     shards_of: dict[str, list[PlacedShard]] = {}
-    for shard in place_shards(workload.model, need.tables, workload.shape):
+    for shard in need.layout.shards:
         shards_of.setdefault(shard.table.table, []).append(shard)
     tables = []
     for table in need.tables:
@@ -211,7 +216,7 @@ def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence
     shape, allowed = request.workload.shape, request.allowed
     if shape.world_size == 1:
         alike = _alike(request)
-        if not largest_pool_problem(placed(request, alike), 1):
+        if not largest_pool_problem(request.placed(alike), 1):
             return [alike]
         # Tables that are sharded in different ways share no cache, even on one rank.
         return [_least_memory(request) or alike]
@@ -258,33 +263,21 @@ def _least_memory(
     return next((each.tables for each in local_search(costs, _ROUNDS)), None)
 
 
-def placed(request: PlanRequest, placements: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
-    """Return the placements of all tables of the model, in its order: these, and the replicated ones; with what is
-    pinned."""
-    found = {placement.table: placement for placement in (*request.replicated, *placements)}
-    return request.pinned([found[size.table] for size in request.workload.model.tables])
-
-
-def without_caches(request: PlanRequest, tables: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
-    """Return the same places with all rows on the devices, but for tables that are pinned to caches."""
-    return request.pinned([table.without_cache for table in tables])
-
-
 def need_of(request: PlanRequest, tables: Sequence[TablePlacement]) -> LeastNeed:
     """Return the least bytes of every rank with this placement."""
     workload = request.workload
-    tables = tuple(with_exchange(workload, table) for table in request.pinned(tables))
-    shards = place_shards(workload.model, tables, workload.shape)
-    here = by_rank(shards, workload.shape.world_size)
-    ranks = tuple(_rank_need(request, rank, own) for rank, own in enumerate(here))
-    return LeastNeed(tables, ranks, min(workload.shape.ranks_per_node, workload.shape.world_size))
+    tables = tuple(workload.with_exchange(table) for table in request.pinned(tables))
+    layout = Layout(workload, tables)
+    ranks = tuple(_rank_need(request, rank, own) for rank, own in enumerate(layout.of_ranks))
+    return LeastNeed(layout, ranks, min(workload.shape.ranks_per_node, workload.shape.world_size))
 
 
 def _rank_need(request: PlanRequest, rank: int, here: Sequence[PlacedShard]) -> RankNeed:
     workload = request.workload
     device: Counter[str] = Counter()
     pool_rows = 0
-    for members in by_pool(here).values():
+    pools = by_pool(here)
+    for members in pools.values():
         memory = memory_model.pool_memory(members, workload.shape)
         pool_rows = max(pool_rows, memory.rows)
         total = memory.device_bytes(least_slots(workload, members, request.pins))
@@ -293,8 +286,8 @@ def _rank_need(request: PlanRequest, rank: int, here: Sequence[PlacedShard]) -> 
             device[shard.table.table] += part
     host: Counter[str] = Counter()
     cached = [shard for shard in here if shard.kernel == "cached"]
-    weights = [sum(memory_model.host_bytes([shard], workload.shape).values()) for shard in cached]
-    taken = sum(memory_model.host_bytes(here, workload.shape).values())
+    weights = [sum(memory_model.host_bytes({shard.pool: [shard]}, workload.shape).values()) for shard in cached]
+    taken = sum(memory_model.host_bytes(pools, workload.shape).values())
     for shard, part in zip(cached, apportion(taken, weights) if cached else [], strict=True):
         host[shard.table.table] += part
     copies, whole = Counter[str](), Counter[str]()
@@ -302,7 +295,7 @@ def _rank_need(request: PlanRequest, rank: int, here: Sequence[PlacedShard]) -> 
         if shard.kernel != "cached":
             resident = copies if shard.kernel == "replicated" else whole
             resident[shard.table.table] += sum(memory_model.resident_bytes([shard]).values())
-    return RankNeed(rank, fixed_bytes(workload, here), device, host, copies, whole, pool_rows)
+    return RankNeed(rank, workload.fixed_bytes(here), device, host, copies, whole, pool_rows)
 
 
 def _other_changes(request: PlanRequest, device: int | None = None, host: int | None = None) -> str:
@@ -374,7 +367,7 @@ def _asked_alone(request: PlanRequest, table: TableSize) -> Iterator[int]:
         kind = SHARDING_TYPES[name]
         columns = column_block(table.dim, shape.world_size) if kind.cuts_columns else table.dim
         rows = -(-table.rows // kind.row_blocks(shape.world_size, min(shape.ranks_per_node, shape.world_size)))
-        exchange = exchange_of(request.workload, table.table, name, columns)
+        exchange = request.workload.exchange_of(table.table, name, columns)
         shard = PlacedShard(table, 0, 0, rows, columns, kind.name, kernel, exchange)
         yield _rank_need(request, 0, [shard]).asked(request.budget) - request.budget.less(0)
 
@@ -383,19 +376,19 @@ def _needs_by_rows(request: PlanRequest) -> Iterator[LeastNeed]:
     """Yield the needs of all tables, cut by rows, in caches, partly, and whole on the devices; none where a table may
     not be cut so."""
     for tables in _by_rows(request):
-        need = need_of(request, placed(request, tables))
+        need = need_of(request, request.placed(tables))
         yield need
         if (mixed := least_need_of_some_caches(request, need)) is not None:
             yield mixed
-        whole = without_caches(request, need.tables)
-        if may_be_resident(request) and not no_rows_problem(whole, need.ranks_per_node):
+        whole = request.without_caches(need.tables)
+        if request.may_be_resident and not no_rows_problem(whole, need.ranks_per_node):
             yield need_of(request, whole)
 
 
 def _need_in_turn(request: PlanRequest, num_ranks: int) -> LeastNeed:
     """Return the need of whole tables in caches, one after another on so many of the ranks."""
     tables = [cached(table, "table_wise", [number % num_ranks]) for number, table in enumerate(request.sharded)]
-    return need_of(request, placed(request, tables))
+    return need_of(request, request.placed(tables))
 
 
 def _needs_of_whole_tables(request: PlanRequest) -> list[LeastNeed]:
@@ -413,13 +406,6 @@ def _fits(budget: Budget, needs: Iterable[LeastNeed]) -> bool:
         and (budget.host_bytes is None or need.host_bytes <= budget.host_bytes)
         for need in needs
     )
-
-
-def may_be_resident(request: PlanRequest) -> bool:
-    """Return False if all rows cannot be on the devices, whatever the placement."""
-    budget, needed = request.budget, sum(table.rows * table.row_bytes() for table in request.sharded)
-    together = (budget.device_bytes or 0) * request.workload.shape.world_size - sum(budget.less_bytes)
-    return request.may_mix and needed <= together
 
 
 def _bytes(count: int) -> str:

@@ -18,20 +18,12 @@ from numpy.typing import NDArray
 
 from embershard.cache.config import LEAST_SLOTS, MOST_POOL_ROWS
 from embershard.planning.cost import work
-from embershard.planning.exchange import exchange_of
-from embershard.planning.predict import (
-    as_exchanged,
-    counted_reports,
-    layers_work,
-    rank_work,
-    resident_report,
-    shard_work,
-)
-from embershard.planning.request import LEAST_COLUMNS, PlanRequest, Workload
+from embershard.planning.request import LEAST_COLUMNS, PlanRequest
 from embershard.planning.search_loops import FORMULA, Machine
 from embershard.planning.simulate.pool_report import ShardReport
 from embershard.planning.simulate.step_replay import Pipeline, num_buckets, stage_seconds
 from embershard.planning.slots import needed_slots
+from embershard.planning.workload import Workload
 from embershard.sharding import memory_model
 from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding
 from embershard.sharding.shards import COLUMN_MULTIPLE, Exchange, Kernel, TablePlacement
@@ -370,8 +362,8 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     workload, shape = request.workload, request.workload.shape
     sized, rest = request.sharded, [table for table in request.workload.model.tables if table not in request.sharded]
     copies = [PlacedShard(t, 0, 0, t.rows, t.dim, "data_parallel", "replicated") for t in rest]
-    layers = layers_work(workload, request.rates)
-    base = rank_work(workload, copies, [resident_report(workload, shard) for shard in copies], 0, layers)
+    layers = workload.layers_work(request.rates)
+    base = workload.rank_work(copies, [workload.resident_report(shard) for shard in copies], 0, layers)
     stages = {name: float(seconds[0]) for name, seconds in stage_seconds([base], request.rates).items()}
     slots_only = at_best and request.budget.ratio is not None  # of all pools together, a share of the rows
     window = BatchWindow.of(workload, counted=request.budget.cache_bytes is None and not slots_only)
@@ -499,7 +491,7 @@ class _Options:
 
     def reports(self, tables: Sequence[TableSize], slots: int) -> tuple[ShardReport, ...]:
         """Return what one cache of so many slots over all ranks does with each table."""
-        return counted_reports(self._workload, [_whole(each) for each in tables], max(1, slots)) if tables else ()
+        return self._workload.counted_reports([_whole(each) for each in tables], max(1, slots)) if tables else ()
 
     def of(self, table: TableSize, size: ShardReport, done: ShardReport, kernel: Kernel, cached: bool) -> list[Option]:
         """Return the options of a table, from the reports of one cache over all ranks of its `size`, and of the one
@@ -533,19 +525,19 @@ class _Options:
         self, table: TableSize, sharding: Sharding, columns: int, kernel: Kernel, size: ShardReport, done: ShardReport
     ) -> Option:
         workload, shape = self._workload, self._shape
-        exchange = exchange_of(workload, table.table, sharding, columns)
+        exchange = workload.exchange_of(table.table, sharding, columns)
         whole = PlacedShard(table, 0, 0, table.rows, columns, sharding, kernel, exchange)
         local = min(shape.ranks_per_node, shape.world_size)
         blocks, cuts = SHARDING_TYPES[sharding].row_blocks(shape.world_size, local), table.dim // columns
         bounds = np.minimum(np.arange(blocks + 1) * -(-table.rows // blocks), table.rows)
         shares, parts = workload.block_shares(table.table, bounds), np.diff(bounds) / table.rows
-        arriving = as_exchanged(workload, whole, done)
+        arriving = workload.as_exchanged(whole, done)
         if kernel == "device":
             arriving = replace(arriving, fills=0.0, write_backs=0.0)
         if self._at_best and (kernel == "cached" or shape.device == "cuda") and np.ptp(shares - parts):
             # A batch has fewer distinct rows of blocks that are looked up unevenly, and caches of their own.
             arriving = replace(arriving, unique_ids=0.0, hits_unique=0.0, fills=0.0, write_backs=0.0)
-        corners = [shard_work(workload, whole, arriving.part(*part)) for part in ((0, 0), (1, 0), (0, 1))]
+        corners = [workload.shard_work(whole, arriving.part(*part)) for part in ((0, 0), (1, 0), (0, 1))]
         by_stage = stage_seconds(corners, self._request.rates)
         none, all_lookups, all_rows = np.stack(
             [sum(by_stage[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES], axis=-1

@@ -3,54 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from embershard.planning.cost import work
-from embershard.planning.request import Workload
+from embershard.planning.workload import Workload
 from embershard.sharding.sharding_types import sharding_type
-from embershard.sharding.shards import Exchange, TablePlacement, shards_of
+from embershard.sharding.shards import TablePlacement, shards_of
 from embershard.units import size
 
 #: Tables that a plan's notes give reasons for.
 _MOST_REASONS = 6
-
-
-def exchange_bytes(workload: Workload, table: str, sharding: str, columns: int, exchange: Exchange) -> float:
-    """Return the bytes that all ranks together send in a step for shards of so many columns and all rows of a table:
-    ids, embeddings and gradients."""
-    shape = workload.shape
-    num_shards = sharding_type(sharding).row_blocks(shape.world_size, shape.ranks_per_node)
-    of_shard = work.exchanged_bytes(
-        sharding,
-        batch_size=shape.batch_size,
-        world_size=shape.world_size,
-        ids_per_sample=workload.lookups_per_sample[table],
-        columns=columns,
-        rank_share=1 / num_shards,
-        distinct_ids=workload.distinct_per_rank(table) if exchange == "rows" else None,
-        number_bytes=shape.number_bytes,
-        num_features=workload.num_features[table],
-    )
-    return num_shards * of_shard.in_all.in_training
-
-
-def exchange_of(workload: Workload, table: str, sharding: str, columns: int) -> Exchange:
-    """Return what a table exchanges with this sharding type: what the run's setting says; for "auto" what takes fewer
-    bytes."""
-    wanted = workload.shape.exchange
-    if wanted == "pooled" or not sharding_type(sharding).exchanges_rows or workload.shape.world_size == 1:
-        return "pooled"
-    if wanted == "rows":
-        return "rows"
-    rows = exchange_bytes(workload, table, sharding, columns, "rows")
-    return "rows" if rows < exchange_bytes(workload, table, sharding, columns, "pooled") else "pooled"
-
-
-def with_exchange(workload: Workload, table: TablePlacement) -> TablePlacement:
-    """Return the placement with what its table exchanges."""
-    shards = shards_of(table, workload.shape.ranks_per_node)
-    columns = shards[0].columns if shards else table.dim
-    return replace(table, exchange=exchange_of(workload, table.table, table.sharding, columns))
 
 
 def exchange_notes(workload: Workload, tables: Sequence[TablePlacement]) -> list[str]:
@@ -91,8 +51,8 @@ def _sent(workload: Workload, table: TablePlacement) -> tuple[float, float, floa
     pooled = rows = 0.0
     for shard in shards_of(table, workload.shape.ranks_per_node):
         if shard.first_row == 0:
-            arguments = (workload, table.table, table.sharding, shard.columns)
-            pooled += exchange_bytes(*arguments, "pooled")
+            arguments = (table.table, table.sharding, shard.columns)
+            pooled += workload.exchange_bytes(*arguments, "pooled")
             can = sharding_type(table.sharding).exchanges_rows
-            rows += exchange_bytes(*arguments, "rows" if can else "pooled")
+            rows += workload.exchange_bytes(*arguments, "rows" if can else "pooled")
     return rows if table.exchange == "rows" else pooled, pooled, rows

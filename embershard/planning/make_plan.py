@@ -9,32 +9,23 @@ prediction      quick for every candidate, from counts; of the best one by repla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.planning.budget import (
-    LeastNeed,
-    device_memory,
-    least_need_of_some_caches,
-    least_needs,
-    may_be_resident,
-    need_of,
-    placed,
-    without_caches,
-)
+from embershard.planning.budget import LeastNeed, device_memory, least_need_of_some_caches, least_needs, need_of
 from embershard.planning.cost_arrays import CostArrays, cost_arrays
-from embershard.planning.exchange import exchange_notes, with_exchange
+from embershard.planning.exchange import exchange_notes
 from embershard.planning.local_search import Placed, local_search
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest, cached
 from embershard.planning.slots import split_slots
-from embershard.sharding.memory_model import planned_slots, pool_places
+from embershard.planning.workload import Layout
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction
-from embershard.sharding.shards import TablePlacement, no_rows_problem
-from embershard.sharding.sizes import by_pool, by_rank, names_in_pool, place_shards
+from embershard.sharding.shards import PoolKey, TablePlacement, no_rows_problem
+from embershard.sharding.sizes import names_in_pool
 from embershard.units import size
 
 if TYPE_CHECKING:
@@ -66,10 +57,24 @@ _SKEWED = 1.5  # a block with more lookups than this, relative to its share of t
 class Candidate:
     """A placement with its pools, and its prediction from counts alone; of the best one what no plan is faster than."""
 
-    tables: tuple[TablePlacement, ...]
-    pools: tuple[PoolPlacement, ...]
+    layout: Layout
+    slots: Mapping[PoolKey, int]
     quick: Prediction
     bound: Bound | None = None
+
+    @property
+    def tables(self) -> tuple[TablePlacement, ...]:
+        """Placements of all tables."""
+        return tuple(self.layout.tables)
+
+    @property
+    def pools(self) -> tuple[PoolPlacement, ...]:
+        """Caches of all ranks, as a plan's file has them."""
+        pools = self.layout.pools.items()
+        return tuple(
+            PoolPlacement(key.rank, names_in_pool(own), key.sharding, key.columns, self.slots[key])
+            for key, own in pools
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -97,7 +102,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
     if request.workload.shape.device == "cuda" and host_seconds:
         # Beside a slower host all placements are as fast: the GPUs' own time tells them apart.
         best = best_candidate(replace(request, rates=replace(request.rates, step_overhead_seconds=0.0)))
-        told = predict(request.workload, best.tables, best.pools, request.rates, from_counts=True)
+        told = predict(best.layout, best.slots, request.rates, from_counts=True)
         return replace(best, quick=told, bound=best.bound and best.bound.beside(host_seconds))
     search = PlanSearch(request)
     found, bound = search.first(), search.bound()
@@ -112,7 +117,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
     if found:
         limit = min(candidate.step_seconds for candidate in found) * (1.0 + _AS_FAST)
         as_fast = [candidate for candidate in found if candidate.step_seconds <= limit]
-        best = min(as_fast, key=lambda each: (bool(each.pools), each.quick.most_device_bytes, each.step_seconds))
+        best = min(as_fast, key=lambda each: (bool(each.slots), each.quick.most_device_bytes, each.step_seconds))
         return replace(best, bound=bound and search.tighter(bound, best.step_seconds))
     need = needs[0]
     if not need.excess_rows:
@@ -138,7 +143,7 @@ def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
     begin, rounds = [each.tables for each in needs], _iterations(request, costs)
     searches = (local_search(costs.by_memory, rounds), local_search(costs.by_memory, rounds, begin=begin, seed=1))
     by_memory = [each for own in searches for each in own[:_MOST_FOUND]]
-    found = [need_of(request, placed(request, each.tables)) for each in by_memory]
+    found = [need_of(request, request.placed(each.tables)) for each in by_memory]
     need = min([need, *found], key=lambda each: each.asked(request.budget))
     for _ in range(_MOST_SHRUNK):
         less = replace(request, budget=request.budget.of_rank(need.asked(request.budget) - 1))
@@ -175,7 +180,7 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
         bound = certificate(candidate.quick, candidate.bound, request.rates, shape)
     _check_pins(request, candidate)
     _check_places(request, candidate)
-    exact = predict(request.workload, candidate.tables, candidate.pools, request.rates, progress=progress)
+    exact = predict(candidate.layout, candidate.slots, request.rates, progress=progress)
     return Plan(
         world_size=shape.world_size,
         ranks_per_node=min(shape.ranks_per_node, shape.world_size),
@@ -208,21 +213,16 @@ def _check_pins(request: PlanRequest, candidate: Candidate) -> None:
 def _check_places(request: PlanRequest, candidate: Candidate) -> None:
     """Raise `ShardingError` where host memory in front of a file does not hold twice the rows of a cache: training
     would."""
-    shape, limit = request.workload.shape, request.workload.shape.file_host_bytes
-    if limit is None:
-        return
-    shards = place_shards(request.workload.model, candidate.tables, shape)
-    slots = planned_slots(candidate.pools, shards)
-    for here in by_rank(shards, shape.world_size):
-        members_of = by_pool(here)
-        for key, places in pool_places(here, shape).items():
-            if places < min(2 * slots[key], sum(shard.rows for shard in members_of[key])):
-                raise ShardingError(
-                    f"cache.host_bytes={limit} holds {places} rows of the tables "
-                    f"{list(names_in_pool(members_of[key]))[:5]} on rank {key.rank}, whose cache has {slots[key]} "
-                    f"slots: needed are twice as many. Give it about {-(-2 * slots[key] * limit // max(1, places))} "
-                    "bytes, or the cache less"
-                )
+    limit, layout = request.workload.shape.file_host_bytes, candidate.layout
+    for key, places in layout.places.items():
+        members, twice = layout.pools[key], 2 * candidate.slots[key]
+        if limit is not None and places < min(twice, sum(shard.rows for shard in members)):
+            raise ShardingError(
+                f"cache.host_bytes={limit} holds {places} rows of the tables "
+                f"{list(names_in_pool(members))[:5]} on rank {key.rank}, whose cache has {candidate.slots[key]} "
+                f"slots: needed are twice as many. Give it about {-(-twice * limit // max(1, places))} "
+                "bytes, or the cache less"
+            )
 
 
 def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate | None:
@@ -231,15 +231,15 @@ def sized(request: PlanRequest, tables: Sequence[TablePlacement]) -> Candidate |
     workload, limit = request.workload, request.budget.host_bytes
     if not request.may_mix and any(table.kernel == "device" for table in tables):
         return None
-    tables = [with_exchange(workload, table) for table in request.pinned(tables)]
-    shards = place_shards(workload.model, tables, workload.shape)
-    pools = split_slots(workload, shards, request.budget, request.pins)
-    if pools is None:
+    tables = [workload.with_exchange(table) for table in request.pinned(tables)]
+    layout = Layout(workload, tables)
+    slots = split_slots(layout, request.budget, request.pins)
+    if slots is None:
         return None
-    quick = predict(workload, tables, pools, request.rates, from_counts=True)
+    quick = predict(layout, slots, request.rates, from_counts=True)
     if limit is not None and quick.most_host_bytes(workload.shape.ranks_per_node) > limit:
         return None
-    return Candidate(tuple(tables), tuple(pools), quick)
+    return Candidate(layout, slots, quick)
 
 
 def all_sized(request: PlanRequest, tried: Sequence[tuple[TablePlacement, ...]]) -> list[Candidate]:
@@ -269,7 +269,7 @@ class PlanSearch:
             mixed = [least_need_of_some_caches(request, need_of(request, tables)) for tables in _plain(request)[1::2]]
             simple = all_sized(request, [need.tables for need in mixed if need is not None])
             begin += [each.tables for each in sorted(simple, key=lambda each: each.step_seconds)[:_MOST_SIMPLE]]
-        return self._searched(begin, resident=not fastest[0].pools, seed=1)
+        return self._searched(begin, resident=not fastest[0].slots, seed=1)
 
     def bound(self) -> Bound | None:
         """Return what no plan can be faster than; None for one rank, or where no plan fits."""
@@ -330,7 +330,7 @@ class PlanSearch:
         if not self._has_choices:
             return []
         found: list[Candidate] = []
-        if resident and may_be_resident(self._request):
+        if resident and self._request.may_be_resident:
             costs = self._costs_without_caches
             found = self._fitting(costs, begin, seed)
             least = min((each.step_seconds for each in found), default=math.inf)
@@ -348,7 +348,7 @@ class PlanSearch:
         for room in _ROOMS if may_shrink else (1.0,):
             limit = None if costs.device_limit is None else room * costs.device_limit
             placements = local_search(replace(costs, device_limit=limit), iterations, begin=begin, seed=seed)
-            found += all_sized(request, [placed(request, each.tables) for each in _worth_sizing(placements)])
+            found += all_sized(request, [request.placed(each.tables) for each in _worth_sizing(placements)])
             told = min((each.step_seconds for each in placements), default=math.inf)
             if not placements or min((each.step_seconds for each in found), default=math.inf) <= (1 + _AS_TOLD) * told:
                 break
@@ -393,8 +393,8 @@ def _plain(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
     in_turn, found = [number % world_size for number in range(len(sizes))], []
     for ranks in (in_turn, *(_greedy(weights, world_size) for weights in all_weights)):
         pairs = zip(sizes, ranks, strict=True)
-        tables = placed(request, [cached(each, "table_wise", [rank]) for each, rank in pairs])
-        found += [without_caches(request, tables), tables]
+        tables = request.placed([cached(each, "table_wise", [rank]) for each, rank in pairs])
+        found += [request.without_caches(tables), tables]
     return found
 
 
@@ -414,15 +414,14 @@ def _greedy(weights: Sequence[float], num_ranks: int) -> list[int]:
 def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:
     workload, shape = request.workload, request.workload.shape
     notes = [] if request.topology is None else [request.topology.error_note(exact.bottleneck)]
-    if exact.method == "counts" and candidate.pools:
+    if exact.method == "counts" and candidate.slots:
         notes.append(
             "Hit rates are from counts alone, in the long run: the profile's trace has too few batches of "
             f"{shape.global_batch_size:,} samples to be replayed. They hold where the profiled samples come again; the "
             "estimate for new data is beside them."
         )
-    shards = place_shards(workload.model, candidate.tables, shape)
-    rows = [sum(shard.rows for shard in members) for members in by_pool(shards).values()]
-    has_all = sum(pool.slots for pool in candidate.pools) >= sum(rows)
+    rows = [sum(shard.rows for shard in members) for members in candidate.layout.pools.values()]
+    has_all = sum(candidate.slots.values()) >= sum(rows)
     if exact.first_touch_share > _MOSTLY and not has_all:
         notes.append(
             f"The profile is too short to tell sizes of caches apart: {exact.first_touch_share:.0%} of the misses are "
@@ -433,7 +432,8 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
     notes += [
         f"Table {table}: hot rows lie together, its busiest block of rows gets {times:.1f} times its share of lookups. "
         'Scatter them with id_mapping = "hash".'
-        for table, times in _skewed_blocks(request, candidate).items()
+        for table, times in candidate.layout.busiest_blocks().items()
+        if times > _SKEWED
     ]
     grown = [
         rank.rank
@@ -451,19 +451,8 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
             f"Hit rates of {', '.join(named[:5])}{', ...' if named[5:] else ''} are an estimate: these tables take any "
             "id, and the profile hashes ids onto rows. They are planned by their capacity."
         )
-    if not candidate.pools:
+    if not candidate.slots:
         notes.append("All rows fit the devices: no table is cached.")
     elif has_all:
         notes.append("Every row has a slot: nothing is ever evicted.")
     return notes
-
-
-def _skewed_blocks(request: PlanRequest, candidate: Candidate) -> dict[str, float]:
-    """Return the tables with a block of rows that is looked up far too often, and how often relative to its rows."""
-    worst: dict[str, float] = {}
-    for shard in place_shards(request.workload.model, candidate.tables, request.workload.shape):
-        part = shard.rows / shard.table.rows
-        if 0 < part < 1:
-            times = request.workload.share_of_lookups(shard) / part
-            worst[shard.table.table] = max(times, worst.get(shard.table.table, 0.0))
-    return {table: times for table, times in worst.items() if times > _SKEWED}

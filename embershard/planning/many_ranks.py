@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.errors import ShardingError
-from embershard.planning.budget import placed, without_caches
 from embershard.planning.cost.rates import step_parts
 from embershard.planning.cost_arrays import CostArrays, Option, cost_arrays
 from embershard.planning.local_search import local_search
 from embershard.planning.make_plan import Candidate, best_candidate, complete, sized
-from embershard.planning.predict import resident_report, shard_work
 from embershard.planning.request import PlanRequest, cached, column_block
 from embershard.sharding.plan import Plan
 from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType
@@ -109,7 +107,7 @@ def _searched(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
         found = local_search(costs, round(request.effort * _ITERATIONS), first_types=_FIRST_TYPES)
         tables = [tuple(_over(table, world_size) for table in each.tables) for each in found]
         if fitting := [each for each in tables if sum(len(t.ranks) for t in each) <= _MOST_SHARDS][:_MOST_FOUND]:
-            return [placed(request, each) for each in fitting]
+            return [request.placed(each) for each in fitting]
     return []
 
 
@@ -166,7 +164,7 @@ def plain_candidate(request: PlanRequest) -> Candidate:
     for kind in SHARDING_TYPES.values():
         tables = _alike(request, kind) if kind.is_plain else None
         if tables is not None:
-            resident = sized(request, without_caches(request, tables))
+            resident = sized(request, request.without_caches(tables))
             found.append(sized(request, tables) if resident is None else resident)
     fitting = [candidate for candidate in found if candidate is not None]
     if not fitting:
@@ -195,7 +193,7 @@ def _alike(request: PlanRequest, kind: ShardingType) -> tuple[TablePlacement, ..
     if not is_allowed or per_table * len(tables) > _MOST_SHARDS or is_as_another:
         return None
     if kind.rows_over == "all":
-        return placed(request, [cached(table, kind.name, range(shape.world_size)) for table in tables])
+        return request.placed([cached(table, kind.name, range(shape.world_size)) for table in tables])
     local = per_table  # ranks that a shard is cut over, one after the other
     places = [(0.0, number) for number in range(shape.world_size // local)]
     found: dict[str, list[int]] = {table.table: [] for table in tables}
@@ -204,10 +202,10 @@ def _alike(request: PlanRequest, kind: ShardingType) -> tuple[TablePlacement, ..
         count = blocks[table.table] if SHARDING_TYPES[kinds[table.table]].cuts_columns else 1
         rows, columns = -(-table.rows // local), table.dim // count
         shard = PlacedShard(table, 0, 0, rows, columns, kinds[table.table], "device")
-        work = shard_work(request.workload, shard, resident_report(request.workload, shard))
+        work = request.workload.shard_work(shard, request.workload.resident_report(shard))
         costs += [(sum(step_parts(work, request.rates).values()), table)] * count
     for seconds, table in sorted(costs, key=lambda pair: (-pair[0], pair[1].table)):
         load, number = heapq.heappop(places)
         found[table.table] += range(number * local, (number + 1) * local)
         heapq.heappush(places, (load + seconds, number))
-    return placed(request, [cached(table, kinds[table.table], found[table.table]) for table in tables])
+    return request.placed([cached(table, kinds[table.table], found[table.table]) for table in tables])

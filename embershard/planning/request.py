@@ -5,24 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from embershard.errors import ConfigError, ShardingError
-from embershard.frequency import DataStatistics, SampledTrace
-from embershard.frequency.curves import distinct_rows, touched
+from embershard.errors import ConfigError
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import Topology
-from embershard.planning.simulate.pool_report import RowRange
-from embershard.sharding.memory_model import RankMemory, rank_memory
+from embershard.planning.workload import Workload
 from embershard.sharding.pins import TablePin
-from embershard.sharding.run_shape import RunShape
 from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, sharding_type
-from embershard.sharding.shards import Kernel, PoolKey, TablePlacement
-from embershard.sharding.sizes import ModelSize, PlacedShard, TableSize
+from embershard.sharding.shards import Kernel, TablePlacement
+from embershard.sharding.sizes import TableSize
 
 #: Of sequences, where none of the types that were asked for can shard them.
 _OF_SEQUENCES = ("table_wise", "row_wise")
@@ -30,157 +22,6 @@ _OF_SEQUENCES = ("table_wise", "row_wise")
 _OF_IDS = ("table_wise", "row_wise")
 #: Of a column shard: FBGEMM is slow on narrow rows.
 LEAST_COLUMNS = 32
-#: A replay of fewer batches than this says too little; then counts alone must do.
-LEAST_REPLAYED_STEPS = 12
-#: A trace of so large a share of the rows is complete: constant rows may be missing from it.
-COMPLETE = 0.999
-_MOST_REPLAYED_STEPS = 4000  # over all pools of a plan
-_NONE = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class Workload:
-    """A model, its data and its run.
-
-    Raises:
-        ShardingError: the profile does not know a table, or knows it with another number of rows.
-    """
-
-    model: ModelSize
-    data: DataStatistics
-    shape: RunShape
-
-    def __post_init__(self) -> None:
-        for size in self.model.tables:
-            known = self.data.tables.get(size.table)
-            if known is None or known.num_rows != size.rows:
-                has = "does not have it" if known is None else f"has it with {known.num_rows:,} rows"
-                raise ShardingError(
-                    f"table {size.table!r} has {size.rows:,} rows in the model; the profile {has}. Profile the data "
-                    "again with this config (embershard profile --config)."
-                )
-
-    @cached_property
-    def lookups_per_sample(self) -> dict[str, float]:
-        """Mean lookups of a sample, by table."""
-        return {name: t.num_lookups / max(1, self.data.num_samples) for name, t in self.data.tables.items()}
-
-    @cached_property
-    def num_features(self) -> dict[str, int]:
-        """Features that share a table, by its name."""
-        return {table.table: table.num_features for table in self.model.tables}
-
-    def distinct_per_rank(self, table: str) -> float:
-        """Return the expected distinct rows of a table in one rank's batch."""
-        return distinct_rows(self.data.tables[table], self.shape.batch_size, self.data.num_samples)
-
-    def vectors_per_sample(self, table: TableSize) -> float | None:
-        """Return the embeddings of a sequence that travel for a sample: one for each lookup; None: a pooled one."""
-        return self.lookups_per_sample[table.table] if table.is_sequence else None
-
-    def distinct_variance(self, table: str) -> float:
-        """Return the variance of that number, as if rows were looked up independently of each other."""
-        histogram = self.data.tables[table].histogram
-        found = touched(histogram, self.shape.batch_size / max(1, self.data.num_samples))
-        return float((found * (1 - found / np.maximum(histogram.rows, 1e-9))).sum())
-
-    @property
-    def is_sample(self) -> bool:
-        """True where training sees other samples than those that were counted."""
-        return self.data.share_of_samples < 0.999
-
-    def share_of_lookups(self, shard: PlacedShard) -> float:
-        """Return the share of a table's lookups that go to a shard's rows, as the data say."""
-        if shard.rows == shard.table.rows:
-            return 1.0
-        part, trace = RowRange.of(shard), self.data.trace
-        if part not in self._shares:
-            self._shares[part] = part.num_rows / shard.table.rows
-            if trace is not None and self.data.tables[part.table].num_lookups:
-                rows, lookups = trace.tables[part.table].rows, trace.constant_lookups.get(part.table, _NONE)
-                constant = part.has(trace.constant_rows.get(part.table, _NONE))
-                everything = len(rows) / trace.rate + lookups.sum()
-                if everything:
-                    found = part.has(rows).sum() / trace.rate + lookups[constant].sum()
-                    self._shares[part] = float(found / everything)
-        return self._shares[part]
-
-    @cached_property
-    def _shares(self) -> dict[RowRange, float]:
-        return {}
-
-    def block_shares(self, table: str, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the shares of a table's lookups that go to its blocks of rows, [N], from their bounds [N + 1]."""
-        trace = self.data.trace
-        if len(bounds) > 2 and trace is not None and self.data.tables[table].num_lookups:
-            constant = trace.constant_rows.get(table, _NONE), trace.constant_lookups.get(table, _NONE)
-            found = np.histogram(trace.tables[table].rows, bounds)[0] / trace.rate
-            found = found + np.histogram(constant[0], bounds, weights=constant[1])[0]
-            if found.sum():
-                return np.asarray(found / found.sum(), float)
-        return np.diff(bounds) / bounds[-1]
-
-    def most_unique_ids(self, shards: Sequence[PlacedShard]) -> int:
-        """Return the most distinct rows of a batch, of all rows in these shards together; 0 where the trace does not
-        follow all rows."""
-        trace = self.data.trace
-        if trace is None or trace.rate < COMPLETE or trace.num_samples < self.shape.global_batch_size or not shards:
-            return 0
-        return int(np.sum([self._unique_ids(shard, trace) for shard in shards], axis=0).max())
-
-    def _unique_ids(self, shard: PlacedShard, trace: SampledTrace) -> NDArray[np.int64]:
-        """Return the distinct rows of a shard in each batch of the trace; constant rows are taken to be in all."""
-        part = RowRange.of(shard)
-        if part not in self._distinct:
-            batches, rows = self._looked_up(shard.table, trace)
-            num_batches = -(-trace.num_samples // self.shape.global_batch_size)
-            counts = np.bincount(batches[part.has(rows)], minlength=num_batches)
-            self._distinct[part] = counts + int(part.has(trace.constant_rows.get(part.table, _NONE)).sum())
-        return self._distinct[part]
-
-    def _looked_up(self, size: TableSize, trace: SampledTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the batches and the rows of a table that each looks up, once: [N] and [N]."""
-        if size.table not in self._pairs:
-            table, batch = trace.tables[size.table], self.shape.global_batch_size
-            pairs = np.sort(table.samples // batch * size.rows + table.rows)  # `np.unique` takes 3 times as long
-            batches, rows = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], size.rows)
-            self._pairs[size.table] = batches, rows
-        return self._pairs[size.table]
-
-    @cached_property
-    def _pairs(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        return {}
-
-    @cached_property
-    def _distinct(self) -> dict[RowRange, NDArray[np.int64]]:
-        return {}
-
-    def lookups_per_step(self, shard: PlacedShard) -> float:
-        """Return the expected ids that arrive at a shard in a step: all lookups of its rows, or each distinct one once
-        per rank. A replicated table serves its own rank only."""
-        shape = self.shape
-        if shard.exchange == "rows":
-            return self.distinct_per_rank(shard.table.table) * shape.world_size * self.share_of_lookups(shard)
-        samples = shape.batch_size if shard.kernel == "replicated" else shape.global_batch_size
-        return self.lookups_per_sample[shard.table.table] * samples * self.share_of_lookups(shard)
-
-    def memory(self, shards: Sequence[PlacedShard], slots: Mapping[PoolKey, int]) -> RankMemory:
-        """Return the memory of a rank with these shards, and caches with so many slots: see `rank_memory`."""
-        lookups = [self.lookups_per_step(shard) for shard in shards]
-        return rank_memory(self.model, shards, slots, self.shape, lookups, sum(self.lookups_per_sample.values()))
-
-    def steps_to_replay(self, num_pools: int) -> int:
-        """Return the steps to replay for each pool; 0: the trace has too few batches, counts alone must do."""
-        trace = self.data.trace
-        if trace is None:
-            return 0
-        available = trace.num_samples // self.shape.global_batch_size
-        if available < LEAST_REPLAYED_STEPS:
-            return 0
-        is_whole_epoch = not self.is_sample and trace.num_samples == self.data.num_samples
-        wanted = self.shape.num_steps or available
-        possible = wanted if is_whole_epoch else min(wanted, available)
-        return min(possible, max(LEAST_REPLAYED_STEPS, _MOST_REPLAYED_STEPS // max(1, num_pools)))
 
 
 def column_block(dim: int, world_size: int) -> int:
@@ -388,6 +229,23 @@ class PlanRequest:
     def pinned(self, tables: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
         """Return the placements with what is pinned of them."""
         return tuple(self.pins[each.table].placed(each) if each.table in self.pins else each for each in tables)
+
+    def placed(self, placements: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
+        """Return the placements of all tables of the model, in its order: these, and the replicated ones; with what is
+        pinned."""
+        found = {placement.table: placement for placement in (*self.replicated, *placements)}
+        return self.pinned([found[size.table] for size in self.workload.model.tables])
+
+    def without_caches(self, tables: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
+        """Return the same places with all rows on the devices, but for tables that are pinned to caches."""
+        return self.pinned([table.without_cache for table in tables])
+
+    @property
+    def may_be_resident(self) -> bool:
+        """False if all rows cannot be on the devices, whatever the placement."""
+        budget, needed = self.budget, sum(table.rows * table.row_bytes() for table in self.sharded)
+        together = (budget.device_bytes or 0) * self.workload.shape.world_size - sum(budget.less_bytes)
+        return self.may_mix and needed <= together
 
     def kernels(self, table: str, *, resident: bool, cached: bool) -> list[Kernel]:
         """Return the kernels that a table may have: the pinned one, or those of the asked."""

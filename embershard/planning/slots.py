@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from embershard.cache.config import MOST_POOL_ROWS
-from embershard.planning.predict import counted_reports
-from embershard.planning.request import Budget, Workload
+from embershard.planning.request import Budget
+from embershard.planning.workload import Layout, Workload
 from embershard.sharding import memory_model
 from embershard.sharding.memory_model import PoolMemory
 from embershard.sharding.pins import TablePin
-from embershard.sharding.shards import PoolKey, PoolPlacement
-from embershard.sharding.sizes import PlacedShard, by_pool, by_rank, names_in_pool
+from embershard.sharding.shards import PoolKey
+from embershard.sharding.sizes import PlacedShard
 
 #: Slots per distinct row of the mean batch: batches differ, and the one with the most distinct rows must fit, too.
 _ROOM = 1.1
@@ -33,7 +33,7 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard], pins: Mapping
     if (decided := pinned_slots(shards, pins or {})) is not None:
         return decided
     rows = sum(shard.rows for shard in shards)
-    unique_ids = sum(each.unique_ids for each in counted_reports(workload, shards, max(1, rows)))
+    unique_ids = sum(each.unique_ids for each in workload.counted_reports(shards, max(1, rows)))
     return memory_model.slots_for(rows, math.ceil(needed_slots(unique_ids, workload.most_unique_ids(shards))))
 
 
@@ -42,24 +42,17 @@ def needed_slots(unique_ids: float, most_unique_ids: float = 0.0) -> float:
     return max(unique_ids * _ROOM, most_unique_ids) / (1.0 - _STAYING)
 
 
-def fixed_bytes(workload: Workload, shards: Sequence[PlacedShard]) -> int:
-    """Return the device memory of a rank for all but its caches."""
-    return sum(workload.memory(shards, slots={}).device.values())
-
-
 def split_slots(
-    workload: Workload, shards: Sequence[PlacedShard], budget: Budget, pins: Mapping[str, TablePin] | None = None
-) -> list[PoolPlacement] | None:
-    """Return the pools of all ranks with as many slots as the budget allows, or as are decided (`pins`); None where it
+    layout: Layout, budget: Budget, pins: Mapping[str, TablePin] | None = None
+) -> dict[PoolKey, int] | None:
+    """Return as many slots for each pool of all ranks as the budget allows, or as are decided (`pins`); None where it
     is too small for a rank, or a pool has more rows than a cache can number."""
-    found: list[PoolPlacement] = []
-    for rank, here in enumerate(by_rank(shards, workload.shape.world_size)):
-        members_of = by_pool(here)
-        slots = _rank_slots(workload, here, members_of, budget.alone(rank), pins or {})
+    found: dict[PoolKey, int] = {}
+    for rank, here in enumerate(layout.of_ranks):
+        slots = _rank_slots(layout, here, layout.pools_of_ranks[rank], budget.alone(rank), pins or {})
         if slots is None:
             return None
-        for key, members in members_of.items():
-            found.append(PoolPlacement(rank, names_in_pool(members), key.sharding, key.columns, slots[key]))
+        found |= slots
     return found
 
 
@@ -67,12 +60,13 @@ _Members = Mapping[PoolKey, Sequence[PlacedShard]]
 
 
 def _rank_slots(
-    workload: Workload,
+    layout: Layout,
     here: Sequence[PlacedShard],
     members_of: _Members,
     budget: Budget,
     pins: Mapping[str, TablePin],
 ) -> dict[PoolKey, int] | None:
+    workload = layout.workload
     memories = {key: memory_model.pool_memory(shards, workload.shape) for key, shards in members_of.items()}
     if any(memory.rows > MOST_POOL_ROWS for memory in memories.values()):
         return None
@@ -82,17 +76,17 @@ def _rank_slots(
             key: pinned_slots(members_of[key], pins) or memory_model.slots_for(memory.rows, budget.ratio * memory.rows)
             for key, memory in memories.items()
         }
-        needed = fixed_bytes(workload, here) + sum(memories[key].device_bytes(count) for key, count in slots.items())
+        needed = workload.fixed_bytes(here) + sum(memories[key].device_bytes(count) for key, count in slots.items())
         fits = budget.device_bytes is None or needed <= budget.device_bytes
         return slots if fits and not is_resident else None
     if budget.cache_bytes is not None:
-        return None if is_resident else _divided(workload, members_of, memories, budget.cache_bytes, pins)
+        return None if is_resident else _divided(layout, members_of, memories, budget.cache_bytes, pins)
     assert budget.device_bytes is not None
-    return _divided(workload, members_of, memories, budget.device_bytes - fixed_bytes(workload, here), pins)
+    return _divided(layout, members_of, memories, budget.device_bytes - workload.fixed_bytes(here), pins)
 
 
 def _divided(
-    workload: Workload,
+    layout: Layout,
     members_of: _Members,
     memories: Mapping[PoolKey, PoolMemory],
     left: int,
@@ -100,6 +94,7 @@ def _divided(
 ) -> dict[PoolKey, int] | None:
     """Give each pool the need of one batch, and divide the rest as the rows would in one cache for all pools: so rows
     compete by frequency across pools, too."""
+    workload, places = layout.workload, layout.places
     least = {key: least_slots(workload, members, pins) for key, members in members_of.items()}
     left -= sum(memories[key].device_bytes(count) for key, count in least.items())
     if left < 0:
@@ -108,10 +103,9 @@ def _divided(
     if len(members_of) > 1:
         mean_bytes = sum(memory.slot_bytes for memory in memories.values()) / len(memories)
         everything = [shard for members in members_of.values() for shard in members]
-        reports = iter(counted_reports(workload, everything, max(1, int(left / mean_bytes))))
+        reports = iter(workload.counted_reports(everything, max(1, int(left / mean_bytes))))
         for key, members in members_of.items():
             weights[key] = memories[key].slot_bytes * sum(next(reports).held_rows for _ in members)
-    places = memory_model.pool_places([shard for members in members_of.values() for shard in members], workload.shape)
     most = {key: rows if (rows := memories[key].rows) <= (own := places.get(key, rows)) else own // 2 for key in least}
     room = {
         key: 0 if pinned_slots(members_of[key], pins) else max(0, most[key] - count) for key, count in least.items()

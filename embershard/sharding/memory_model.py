@@ -35,6 +35,10 @@ _LENGTH_BYTES = _FLOAT_BYTES = 4
 MAX_KNOWN_BYTES = 2**33
 
 
+#: Cached shards by the cache that they share.
+_Pools = Mapping[PoolKey, Sequence[PlacedShard]]
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank, by what for.
@@ -67,7 +71,8 @@ def rank_memory(
         lookups_per_sample: of all tables.
     """
     caches = Counter({"slots": 0, "maps": 0})
-    for key, members in by_pool(shards).items():
+    pools = by_pool(shards)
+    for key, members in pools.items():
         if key in slots:
             memory = pool_memory(members, shape)
             rankings = (slots[key] + 1) * memory.ranking_bytes
@@ -75,7 +80,7 @@ def rank_memory(
             caches.update({"rankings": rankings} if rankings else {})
             caches["maps"] += memory.map_bytes
     of_batches = step_bytes(model, shards, lookups, shape, lookups_per_sample)
-    return RankMemory({**caches, **resident_bytes(shards), **of_batches}, host_bytes(shards, shape))
+    return RankMemory({**caches, **resident_bytes(shards), **of_batches}, host_bytes(pools, shape))
 
 
 def known_together(lookahead: int) -> int:
@@ -159,22 +164,12 @@ def slots_for(rows: int, wanted: float) -> int:
     return max(1, min(rows, max(LEAST_SLOTS, round(wanted))))
 
 
-def slots_by_pool(pools: Iterable[PoolPlacement]) -> dict[tuple[object, ...], int]:
-    """Return the planned slots by rank, sharding type, columns and tables: the names of a plan's pools.
-
-    >>> slots_by_pool([PoolPlacement(0, ("t0", "t1"), "table_wise", dim=16, slots=9)])
-    {(0, 'table_wise', 16, ('t0', 't1')): 9}
-    """
-    return {(pool.rank, pool.sharding, pool.dim, pool.tables): pool.slots for pool in pools}
-
-
-def planned_slots(pools: Iterable[PoolPlacement], shards: Sequence[PlacedShard]) -> dict[PoolKey, int]:
+def planned_slots(pools: Iterable[PoolPlacement], members_of: _Pools) -> dict[PoolKey, int]:
     """Return the planned slots of the pools that these shards share."""
-    slots = slots_by_pool(pools)
-    found = {}
-    for key, members in by_pool(shards).items():
-        found[key] = slots[key.rank, key.sharding, key.columns, names_in_pool(members)]
-    return found
+    slots = {(pool.rank, pool.sharding, pool.dim, pool.tables): pool.slots for pool in pools}
+    return {
+        key: slots[key.rank, key.sharding, key.columns, names_in_pool(members)] for key, members in members_of.items()
+    }
 
 
 def pool_memory(shards: Sequence[PlacedShard], shape: RunShape) -> PoolMemory:
@@ -195,15 +190,15 @@ def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKi
     return PoolMemory(rows, ARRAY_ROW_BYTES * rows, slot_bytes, ranking_bytes)
 
 
-def host_bytes(shards: Sequence[PlacedShard], shape: RunShape) -> dict[str, int]:
+def host_bytes(pools: _Pools, shape: RunShape) -> dict[str, int]:
     """Return the host memory of a rank's cached shards: "rows" and "scores"; "id_maps" where there are some; and with
     rows in a file "file_maps", what is kept of them beside those in memory."""
-    cached = [shard for shard in shards if shard.kernel == "cached"]
+    cached = [shard for members in pools.values() for shard in members]
     rows = sum(shard.rows for shard in cached)
     map_bytes = sum(shard.rows * shard.table.id_map_bytes for shard in cached)
     in_memory, file_maps = sum(s.host_bytes for s in cached), 0
-    if places := pool_places(cached, shape):
-        row_bytes = {key: members[0].host_row_bytes for key, members in by_pool(cached).items()}
+    if places := pool_places(pools, shape):
+        row_bytes = {key: members[0].host_row_bytes for key, members in pools.items()}
         in_memory = sum((count + 1) * row_bytes[key] for key, count in places.items())
         file_maps = int(sum(filed_row_bytes(s.host_row_bytes) * s.rows for s in cached))
         file_maps += PLACE_BYTES * sum(places.values()) + min(in_memory // 8, FILE_BUFFER_BYTES)
@@ -218,7 +213,7 @@ def host_bytes(shards: Sequence[PlacedShard], shape: RunShape) -> dict[str, int]
 def shard_host_bytes(shard: PlacedShard, shape: RunShape) -> int:
     """Return the host memory of a rank that grows with a cached shard: with rows in a file, `file_host_bytes` stays."""
     if shape.file_host_bytes is None:
-        return sum(host_bytes([shard], shape).values())
+        return sum(host_bytes(by_pool([shard]), shape).values())
     return int((filed_row_bytes(shard.host_row_bytes) + shape.cache.policy.score_bytes) * shard.rows)
 
 
@@ -236,20 +231,23 @@ def places_in(host_bytes: int, row_bytes: int, elements: int, all_elements: int)
     return host_bytes * elements // (all_elements * row_bytes)
 
 
-def pool_places(shards: Sequence[PlacedShard], shape: RunShape) -> dict[PoolKey, int]:
+def pool_places(pools: _Pools, shape: RunShape) -> dict[PoolKey, int]:
     """Return the rows of each pool of a rank that are in host memory, in front of a file; empty without one."""
     if shape.file_host_bytes is None:
         return {}
     found, all_elements = {}, {True: 0, False: 0}  # tables of sequences are in a module of their own
-    for shard in shards:
-        if shard.kernel == "cached":
-            all_elements[shard.table.is_sequence] += shard.rows * shard.columns
-    for key, members in by_pool(shards).items():
-        elements, first = sum(shard.rows * shard.columns for shard in members), members[0]
+    for members in pools.values():
+        all_elements[members[0].table.is_sequence] += _elements(members)
+    for key, members in pools.items():
+        elements, first = _elements(members), members[0]
         share = elements, all_elements[first.table.is_sequence]
         count = places_in(shape.file_host_bytes, first.host_row_bytes, *share) if elements else 0
         found[key] = min(count, sum(shard.rows for shard in members))
     return found
+
+
+def _elements(shards: Iterable[PlacedShard]) -> int:
+    return sum(shard.rows * shard.columns for shard in shards)
 
 
 def resident_bytes(shards: Sequence[PlacedShard]) -> dict[str, int]:

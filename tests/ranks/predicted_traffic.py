@@ -24,11 +24,11 @@ from embershard.distributed.sent_bytes import SentBytes
 from embershard.frequency import FrequencyProfile
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.exchange import with_exchange
 from embershard.planning.predict import predict
-from embershard.planning.request import Workload
 from embershard.planning.verify.compare import PROMISED_SENT_BYTES, SENT_KINDS, Pair
+from embershard.planning.workload import Layout, Workload
 from embershard.sharding.config import ExchangeChoice, ShardingConfig
+from embershard.sharding.memory_model import planned_slots
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.trainer import Trainer
@@ -91,10 +91,11 @@ def plan_of(case: Case, world_size: int, ranks_per_node: int | None = None) -> P
         sharding, kernel = ("data_parallel", "replicated") if has_copies else (case.sharding, "cached")
         ranks = ranks_for(sharding, number, world_size, local, column_shards=2)
         placed = TablePlacement(size.table, size.rows, size.dim, size.dtype, sharding, kernel, ranks)  # type: ignore[arg-type]
-        tables.append(with_exchange(workload, placed))
+        tables.append(workload.with_exchange(placed))
     pools = tuple(pool.with_slots(max(1, -(-pool.rows // 2))) for pool in pools_of(tables, local))
     rates: Rates = load_topology("cpu").rates_for(world_size)
-    prediction = predict(workload, tables, pools, rates)
+    layout = Layout(workload, tables)
+    prediction = predict(layout, planned_slots(pools, layout.pools), rates)
     return make_plan(
         tables, world_size, local, batch_size=case.batch_size, pools=pools, prediction=prediction, settings={}
     )

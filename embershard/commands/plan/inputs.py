@@ -12,7 +12,8 @@ from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.models.config import WITH_TOWERS
-from embershard.planning.request import Budget, Workload
+from embershard.planning.request import Budget
+from embershard.planning.workload import Workload
 from embershard.settings.files import load_config
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize

@@ -8,13 +8,15 @@ that were ever written.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embershard.cache.file.places import READ_AHEAD, Claim, RowPlaces
+from embershard.cache.file.places import READ_AHEAD, Claim, RowPlaces, leaving_together
+from embershard.cache.file.sizes import page_bytes_for
 from embershard.cache.next_use import KnownBatch
 
 _Numbers = NDArray[np.int64]
@@ -35,6 +37,27 @@ class Levels:
     num_places: int
     rows_per_page: int
     read_ahead: int = READ_AHEAD
+
+    @classmethod
+    def of(cls, num_slots: int, num_places: int, row_bytes: int) -> Levels:
+        """Return the levels of a pool whose rows take so many bytes in a file."""
+        return cls(num_slots, num_places, page_bytes_for(row_bytes) // row_bytes)
+
+    def in_the_long_run(self, num_rows: int, fills: Callable[[int], float]) -> FileTraffic:
+        """Return what is read from the file and written to it per step, in the long run, from counts alone: what a
+        cache with a slot for each place would fill. As many rows leave memory, a sixteenth of it together.
+
+        Args:
+            num_rows: of the pool.
+            fills: returns the rows that a cache with so many slots fills in a step.
+        """
+        if self.num_places >= num_rows:
+            return FileTraffic(steps=1.0)
+        num_pages, together = num_rows / self.rows_per_page, leaving_together(self.num_places)
+        rows = fills(max(1, self.num_places - together // 2))  # on the mean: so many are free after rows have left
+        written = rows / together * expected_pages(together, num_pages)
+        patched = written if self.rows_per_page > 1 else 0.0
+        return FileTraffic(1.0, 0.0, rows, expected_pages(rows, num_pages), rows, written, patched)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from embershard.planning.cost.back_test import CALIBRATED_LARGEST
 from embershard.planning.cost.constants import CONSTANTS, Constant
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.topology import Topology
-from embershard.planning.predict import layers_work
-from embershard.planning.request import Workload
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
+from embershard.planning.workload import Workload
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Prediction
 
@@ -108,7 +107,7 @@ class _Steps:
     def seconds(self, topology: Topology) -> float:
         """Return the seconds of a step there."""
         rates = topology.rates_for(self._workload.shape.world_size)
-        layers = layers_work(self._workload, rates)
+        layers = self._workload.layers_work(rates)
         dense = {name: getattr(layers, name) for name in ("dense_flops", "activation_bytes", "launches")}
         changed = [replace(work, **dense) for work in self._distinct]
         return replay_steps([changed[each] for each in self._number], rates, self._pipeline).step_seconds

@@ -124,7 +124,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     for here in shards[ranks.first : ranks.first + ranks.ranks_per_node]:
         # One copy is of whole tables, on this machine, and every rank caches rows of them.
         cacheable = [replace(each, row_start=0, row_stop=each.table.rows) for each in here] if has_one_copy else here
-        slots = _slots(config, cacheable, shape) if plan is None else planned_slots(plan.pools, cacheable)
+        slots = _slots(config, cacheable, shape) if plan is None else planned_slots(plan.pools, by_pool(cacheable))
         arriving = [_arriving(shard, lookups[shard.table.table], shape) for shard in cacheable]
         memory = rank_memory(model, cacheable, slots, shape, arriving, per_sample)
         device.append(Counter(memory.device))

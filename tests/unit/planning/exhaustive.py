@@ -17,7 +17,6 @@ import numpy as np
 from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
-from embershard.planning.budget import placed
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import PlanSearch, best_candidate, sized
 from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest
@@ -119,7 +118,7 @@ def every_plan(request: PlanRequest) -> Iterator[float]:
             continue
         if (
             not no_rows_problem(tables, request.workload.shape.ranks_per_node)
-            and (found := sized(request, placed(request, tables))) is not None
+            and (found := sized(request, request.placed(tables))) is not None
         ):
             yield found.step_seconds
 

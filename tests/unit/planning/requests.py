@@ -15,7 +15,8 @@ from embershard.frequency import DataStatistics
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.request import Budget, PlanRequest, Workload
+from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.workload import Workload
 from embershard.sharding.config import ExchangeChoice
 from embershard.sharding.plan import TablePlacement
 from embershard.sharding.run_shape import ReplaySettings, RunShape

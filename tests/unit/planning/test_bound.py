@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.planning.bound import Bound, lower_bound, tightened
-from embershard.planning.budget import placed
 from embershard.planning.cost.rates import Rates, StepWork
 from embershard.planning.cost_arrays import STAGES, StepFormula, cost_arrays
 from embershard.planning.local_search import local_search
@@ -125,7 +124,7 @@ def test_the_formula_of_a_step_is_its_replay(device, cores_per_node, world_size)
     )
     costs = cost_arrays(request, resident=True, cached=False)
     for found in local_search(costs, 20):
-        candidate = sized(request, placed(request, found.tables))
+        candidate = sized(request, request.placed(found.tables))
         assert found.step_seconds == pytest.approx(candidate.step_seconds, rel=1e-9)
 
 
@@ -143,7 +142,7 @@ def test_the_formula_is_the_replay_where_nothing_else_is_slower(budget, lookahea
     is_cached = budget.ratio is not None
     costs = cost_arrays(request, resident=not is_cached, cached=is_cached)
     for found in local_search(costs, 20):
-        candidate = sized(request, placed(request, found.tables))
+        candidate = sized(request, request.placed(found.tables))
         assert found.step_seconds == pytest.approx(candidate.step_seconds, rel=0.02 if is_cached else 1e-9)
     bound = PlanSearch(request).bound()
     assert bound.step_seconds <= best_candidate(request).step_seconds * (1 + 1e-9)
@@ -196,7 +195,7 @@ def test_the_search_cuts_tables_over_nodes():
     )
     found = local_search(cost_arrays(request, resident=True, cached=False), 10)
     assert {len(table.ranks) for table in found[0].tables} == {8}
-    assert sized(request, placed(request, found[0].tables)) is not None
+    assert sized(request, request.placed(found[0].tables)) is not None
 
 
 def test_equal_costs_give_equal_placements():

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from embershard.data.sources.synthetic import MLPERF_BAG_SIZES
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.work import sizes_bytes
-from embershard.planning.exchange import exchange_bytes, exchange_notes, exchange_of, with_exchange
+from embershard.planning.exchange import exchange_notes
 from embershard.planning.make_plan import make_plan
-from embershard.planning.predict import counted_reports
-from embershard.planning.request import Workload
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import replay_pool
+from embershard.planning.workload import Workload
 from embershard.settings.decoding import decode
 from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.shards import TablePlacement
@@ -42,9 +41,9 @@ BAG_SIZES = st.sampled_from([1, 3, 12, max(MLPERF_BAG_SIZES)])
 def test_auto_never_sends_more_than_the_better_of_both(bag_size, world_size, sharding, batch_size):
     of = workload("auto", bag_size, world_size=world_size, batch_size=batch_size)
     for table in of.model.tables:
-        pooled, rows = (exchange_bytes(of, table.table, sharding, table.dim, kind) for kind in ("pooled", "rows"))
-        chosen = exchange_of(of, table.table, sharding, table.dim)
-        assert exchange_bytes(of, table.table, sharding, table.dim, chosen) == min(pooled, rows)
+        pooled, rows = (of.exchange_bytes(table.table, sharding, table.dim, kind) for kind in ("pooled", "rows"))
+        chosen = of.exchange_of(table.table, sharding, table.dim)
+        assert of.exchange_bytes(table.table, sharding, table.dim, chosen) == min(pooled, rows)
 
 
 @settings(max_examples=20)
@@ -61,7 +60,7 @@ def test_auto_never_sends_more_for_all_tables_together(bag_size, world_size, kin
         )
         for size, kind in sizes
     ]
-    note, reasons = exchange_notes(of, [with_exchange(of, table) for table in tables])
+    note, reasons = exchange_notes(of, [of.with_exchange(table) for table in tables])
     sent, pooled, rows = map(parse_bytes, re.findall(r"[0-9.]+ [KM]?i?B\b", note))
     assert sent <= min(pooled, rows)
     assert all(table.table in reasons for table in tables)
@@ -74,22 +73,22 @@ def test_bytes_by_hand():
     assert 10 < distinct < 64
     for sharding, num_shards in (("table_wise", 1), ("row_wise", 2)):
         expected = distinct * (8 + 2 * 64 * 4) + 4 * num_shards
-        assert exchange_bytes(of, "t0", sharding, 64, "rows") == pytest.approx(expected)
+        assert of.exchange_bytes("t0", sharding, 64, "rows") == pytest.approx(expected)
 
 
 def test_short_bags_exchange_rows_and_long_ones_pooled_embeddings():
-    assert {exchange_of(workload("auto"), name, "table_wise", 64) for name in ("t0", "t1", "t2", "t3")} == {"rows"}
+    assert {workload("auto").exchange_of(name, "table_wise", 64) for name in ("t0", "t1", "t2", "t3")} == {"rows"}
     long = workload("auto", bag_size=40, batch_size=16)
-    assert exchange_of(long, "t0", "table_wise", 64) == "pooled"
-    assert exchange_of(long, "t3", "table_wise", 64) == "pooled"  # 40 rows, of which a batch of 16 x 40 ids has most
-    assert exchange_of(workload("auto", bag_size=40, batch_size=512), "t3", "table_wise", 64) == "rows"
+    assert long.exchange_of("t0", "table_wise", 64) == "pooled"
+    assert long.exchange_of("t3", "table_wise", 64) == "pooled"  # 40 rows, of which a batch of 16 x 40 ids has most
+    assert workload("auto", bag_size=40, batch_size=512).exchange_of("t3", "table_wise", 64) == "rows"
 
 
 @pytest.mark.parametrize("exchange", ["rows", "auto"])
 def test_what_cannot_exchange_rows_exchanges_pooled_embeddings(exchange):
-    assert exchange_of(workload(exchange), "t0", "table_row_wise", 64) == "pooled"
-    assert exchange_of(workload(exchange, world_size=1), "t0", "table_wise", 64) == "pooled"
-    assert exchange_of(workload("pooled"), "t0", "table_wise", 64) == "pooled"
+    assert workload(exchange).exchange_of("t0", "table_row_wise", 64) == "pooled"
+    assert workload(exchange, world_size=1).exchange_of("t0", "table_wise", 64) == "pooled"
+    assert workload("pooled").exchange_of("t0", "table_wise", 64) == "pooled"
 
 
 @pytest.mark.parametrize("exchange", ["pooled", "rows", "auto"])
@@ -101,8 +100,7 @@ def test_a_plan_says_it_per_table_and_predicts_the_bytes(exchange):
     assert len(notes) == (exchange != "pooled")
     predicted = sum(decode(StepWork, rank.work).all_to_all_bytes for rank in plan.prediction.ranks)
     of_tables = sum(
-        exchange_bytes(request.workload, table.table, table.sharding, table.dim, table.exchange)
-        for table in plan.tables
+        request.workload.exchange_bytes(table.table, table.sharding, table.dim, table.exchange) for table in plan.tables
     )
     groups = {(table.sharding, table.exchange) for table in plan.tables}
     assert predicted == pytest.approx(of_tables + 2 * sizes_bytes(len(groups), world_size=2))
@@ -147,8 +145,8 @@ def test_lookups_from_counts_are_those_that_arrive():
     of = workload("rows")
     table = of.model.tables[0]
     shard = PlacedShard(table, 0, 0, 5000, 64, "table_wise", "cached", "rows")
-    (report,) = counted_reports(of, [shard], 600)
-    (pooled,) = counted_reports(of, [dataclasses.replace(shard, exchange="pooled")], 600)
+    (report,) = of.counted_reports([shard], 600)
+    (pooled,) = of.counted_reports([dataclasses.replace(shard, exchange="pooled")], 600)
     assert report.lookups == pytest.approx(2 * of.distinct_per_rank("t0"))
     assert report.lookups < pooled.lookups
     assert report.unique_ids - report.hits_unique == pytest.approx(report.lookups - report.hits_lookups)

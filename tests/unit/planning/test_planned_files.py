@@ -11,16 +11,16 @@ from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.frequency.downsampling import downsampled
 from embershard.planning.make_plan import make_plan
-from embershard.planning.predict import pool_reports
-from embershard.planning.request import Budget, Workload
+from embershard.planning.request import Budget
 from embershard.planning.simulate import replay
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import replay_pool
+from embershard.planning.workload import Workload
 from embershard.sharding import memory_model
 from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.shards import TablePlacement
-from embershard.sharding.sizes import place_shards
+from embershard.sharding.sizes import by_pool, place_shards
 from tests.unit.planning.requests import make_request, make_workload
 from tests.unit.planning.traces import skewed, trace_of
 
@@ -80,7 +80,7 @@ def one_pool(host_bytes: int):
         TablePlacement(f"t{n}", rows, 16, "fp32", "table_wise", "cached", (0,)) for n, rows in enumerate((5000, 900))
     ]
     shards = place_shards(workload.model, tables, workload.shape)
-    (places,) = memory_model.pool_places(shards, workload.shape).values()
+    (places,) = memory_model.pool_places(by_pool(shards), workload.shape).values()
     return workload, shards, places
 
 
@@ -90,20 +90,20 @@ def test_counts_alone_are_near_a_long_replay() -> None:
     assert places == 100_000 // 68
     ranges, sizes = [RowRange.of(shard) for shard in shards], Levels(300, places, 60)
     replayed = replay_pool(workload.data.trace, ranges, 300, 64, LFU, num_steps=600, levels=sizes).late_files
-    counted = pool_reports(workload, shards, 300, 0, places=places)[2]
+    counted = workload.pool_reports(shards, 300, 0, places=places)[2]
     assert replayed is not None
     assert counted is not None
     assert replayed.rows_drawn == 0
     assert counted.rows_read == pytest.approx(replayed.rows_read, rel=0.3)
     assert counted.pages_written == pytest.approx(replayed.pages_written, rel=0.3)
-    assert pool_reports(workload, shards, 300, 0)[2] is None
-    everything = pool_reports(workload, shards, 300, 0, places=10**6)[2]
+    assert workload.pool_reports(shards, 300, 0)[2] is None
+    everything = workload.pool_reports(shards, 300, 0, places=10**6)[2]
     assert everything == FileTraffic(steps=1.0)
 
 
 def test_host_memory_is_the_places_and_what_is_kept_of_all_rows() -> None:
     workload, shards, places = one_pool(100_000)
-    found = memory_model.host_bytes(shards, workload.shape)
+    found = memory_model.host_bytes(by_pool(shards), workload.shape)
     assert found["rows"] == (places + 1) * 68
     sums = 4 * 5900 / (4096 // 68)  # one a page
     assert found["file_maps"] == int(4.125 * 5900 + sums) + 28 * places + found["rows"] // 8

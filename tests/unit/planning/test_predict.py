@@ -13,10 +13,10 @@ from embershard.cache.next_use import pinned_tables
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates
 from embershard.planning.predict import predict
-from embershard.planning.request import LEAST_REPLAYED_STEPS, Workload
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import replay_pool
-from embershard.sharding.memory_model import pool_memory
+from embershard.planning.workload import LEAST_REPLAYED_STEPS, Layout, Workload
+from embershard.sharding.memory_model import planned_slots, pool_memory
 from embershard.sharding.plan import PoolPlacement, Prediction, TablePlacement, pools_of
 from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.sizes import place_shards
@@ -38,6 +38,13 @@ def slots_of(workload: Workload, tables: list[TablePlacement], share: float = 0.
     return [pool.with_slots(max(1, int(pool.rows * share))) for pool in pools_of(tables, node)]
 
 
+def predicted(
+    workload: Workload, tables: list[TablePlacement], pools: list[PoolPlacement], per_unit: Rates, **options: bool
+) -> Prediction:
+    layout = Layout(workload, tables)
+    return predict(layout, planned_slots(pools, layout.pools), per_unit, **options)
+
+
 MIXED = [("table_wise", "cached"), ("row_wise", "cached"), ("column_wise", "cached"), ("table_wise", "device")]
 
 
@@ -45,7 +52,7 @@ def mixed(**changes: Any) -> tuple[Workload, list[TablePlacement], list[PoolPlac
     workload = make_workload((5000, 900, 300, 40), (64, 64, 128, 64), **changes)
     tables = placements(workload, MIXED)
     slots = slots_of(workload, tables)
-    return workload, tables, slots, predict(workload, tables, slots, rates())
+    return workload, tables, slots, predicted(workload, tables, slots, rates())
 
 
 def test_hit_rates_are_those_of_a_replay_of_each_pool():
@@ -73,7 +80,7 @@ def test_hit_rates_are_those_of_a_replay_of_each_pool():
 def test_bytes_and_work_add_up():
     workload, tables, _, _ = mixed()
     slots = slots_of(workload, tables, 0.9)  # none grows
-    found = predict(workload, tables, slots, rates())
+    found = predicted(workload, tables, slots, rates())
     shards = place_shards(workload.model, tables, workload.shape)
     for rank in found.ranks:
         own = [t for t in found.tables if t.rank == rank.rank]
@@ -106,7 +113,7 @@ def test_bytes_and_work_add_up():
 def test_a_pool_that_will_grow_is_predicted_as_large_as_it_will_be():
     workload, tables, _, _ = mixed()
     slots = [dataclasses.replace(pool, slots=1) for pool in slots_of(workload, tables)]
-    found = predict(workload, tables, slots, rates())
+    found = predicted(workload, tables, slots, rates())
     for rank in found.ranks:
         here = [s for s in place_shards(workload.model, tables, workload.shape) if s.rank == rank.rank]
         cached = [[s for s in here if s.table.table in pool.tables] for pool in slots if pool.rank == rank.rank]
@@ -118,7 +125,7 @@ def test_device_bytes_of_the_tables_are_those_of_the_pools():
     """Up to the null slot, and slots that no table holds yet."""
     workload = make_workload((500, 400), world_size=1, cache=ReplaySettings(CachePolicy("lru", by_next_use=False), 0))
     tables = placements(workload, [("table_wise", "cached")] * 2)
-    found = predict(workload, tables, slots_of(workload, tables, 0.3), rates())
+    found = predicted(workload, tables, slots_of(workload, tables, 0.3), rates())
     (rank,) = found.ranks
     pool = rank.device_bytes["slots"] + rank.device_bytes["maps"]
     assert 0 <= pool - sum(t.device_bytes for t in found.tables) <= 2 * (64 * 4 + 4 + 12)
@@ -129,9 +136,8 @@ def test_how_long_a_run_is_decides_what_its_first_steps_weigh(num_steps, over):
     """A cache is empty at first: a short run finds less."""
     workload, tables, slots, found = mixed(num_steps=num_steps)
     assert found.num_steps == over
-    cold = predict(
-        dataclasses.replace(workload, shape=dataclasses.replace(workload.shape, num_steps=12)), tables, slots, rates()
-    )
+    short = dataclasses.replace(workload, shape=dataclasses.replace(workload.shape, num_steps=12))
+    cold = predicted(short, tables, slots, rates())
 
     def fills(prediction: Prediction) -> float:
         return sum(t.fills for t in prediction.tables)
@@ -144,7 +150,7 @@ def test_too_few_batches_are_not_replayed():
         data = counted({"t0": (500, skewed(500, samples))})
         workload = make_workload((500,), data=data)
         tables = placements(workload, [("table_wise", "cached")])
-        assert predict(workload, tables, slots_of(workload, tables), rates()).method == method
+        assert predicted(workload, tables, slots_of(workload, tables), rates()).method == method
 
 
 def test_a_replay_and_counts_alone_agree_about_a_long_run():
@@ -154,8 +160,8 @@ def test_a_replay_and_counts_alone_agree_about_a_long_run():
     workload = make_workload((1000, 400), world_size=1, batch_size=40, cache=policy, data=data)
     tables = placements(workload, [("table_wise", "cached")] * 2)
     slots = slots_of(workload, tables, 0.4)
-    exact = predict(workload, tables, slots, rates())
-    counts = predict(workload, tables, slots, rates(), from_counts=True)
+    exact = predicted(workload, tables, slots, rates())
+    counts = predicted(workload, tables, slots, rates(), from_counts=True)
     assert (exact.method, counts.method) == ("replay", "counts")
     for one, other in zip(exact.tables, counts.tables, strict=True):
         assert one.lookups == pytest.approx(other.lookups)
@@ -169,12 +175,13 @@ def test_a_block_of_hot_rows_makes_its_rank_the_slowest():
     workload = make_workload((50_000,), data=data_of((50_000,), scattered=False))
     tables = placements(workload, [("row_wise", "cached")])
     per_id = Rates(seconds_per_planned_id=1e-6)
-    found = predict(workload, tables, slots_of(workload, tables), per_id)
+    found = predicted(workload, tables, slots_of(workload, tables), per_id)
     first, second = found.ranks
     assert first.step_seconds > 4 * second.step_seconds
     assert found.step_seconds == first.step_seconds
     assert found.bottleneck == "planning"
-    scattered = predict(make_workload((50_000,), data=data_of((50_000,))), tables, slots_of(workload, tables), per_id)
+    other = make_workload((50_000,), data=data_of((50_000,))), tables
+    scattered = predicted(*other, slots_of(workload, tables), per_id)
     assert scattered.step_seconds < 0.8 * found.step_seconds
 
 
@@ -186,13 +193,13 @@ def test_every_rank_works_on_its_own_ids_where_rows_are_exchanged():
             placements(workload, [("table_wise", "cached")] * 2), ("rows", "pooled"), strict=True
         )
     ]
-    found = predict(workload, tables, slots_of(workload, tables), Rates(seconds_per_row_id=1.0))
+    found = predicted(workload, tables, slots_of(workload, tables), Rates(seconds_per_row_id=1.0))
     of_a_rank = workload.lookups_per_sample["t0"] * workload.shape.batch_size
     assert of_a_rank > 0
     assert [rank.work["row_ids"] for rank in found.ranks] == [of_a_rank] * 2  # one of them has no row of t0
     assert found.step_seconds == pytest.approx(of_a_rank)
     pooled = [dataclasses.replace(table, exchange="pooled") for table in tables]
-    assert predict(workload, pooled, slots_of(workload, pooled), Rates(seconds_per_row_id=1.0)).step_seconds == 0
+    assert predicted(workload, pooled, slots_of(workload, pooled), Rates(seconds_per_row_id=1.0)).step_seconds == 0
 
 
 def test_ranks_that_share_cores_wait_less_for_the_slowest():
@@ -202,20 +209,20 @@ def test_ranks_that_share_cores_wait_less_for_the_slowest():
     for cores, shape in shares.items():
         workload = dataclasses.replace(make_workload(), shape=shape)
         tables = placements(workload, [("table_wise", "cached")] * 4)
-        seconds[cores] = predict(workload, tables, slots_of(workload, tables), per_id).step_seconds
+        seconds[cores] = predicted(workload, tables, slots_of(workload, tables), per_id).step_seconds
     assert seconds[1] <= seconds[2]
 
 
 def test_nothing_takes_time_on_a_machine_without_rates():
     workload, tables, slots, _ = mixed()
-    found = predict(workload, tables, slots, Rates())
+    found = predicted(workload, tables, slots, Rates())
     assert (found.step_seconds, found.samples_per_second) == (0, 0)
 
 
 def test_a_short_run_is_predicted_over_its_own_steps():
     workload = make_workload((500,), world_size=1, num_steps=5)
     tables = placements(workload, [("table_wise", "cached")])
-    found = predict(workload, tables, slots_of(workload, tables), rates())
+    found = predicted(workload, tables, slots_of(workload, tables), rates())
     assert (found.method, found.num_steps) == ("replay", 5)
     assert workload.data.trace is not None
     traffic = replay_pool(workload.data.trace, [RowRange("t0", 0, 500)], 100, 64, workload.shape.cache, num_steps=5)
@@ -228,7 +235,7 @@ def test_a_table_that_is_never_looked_up():
     for kinds in ([("table_wise", "cached")] * 2, [("row_wise", "cached"), ("row_wise", "device")]):
         tables = placements(workload, kinds)
         for from_counts in (False, True):
-            found = predict(workload, tables, slots_of(workload, tables), rates(), from_counts=from_counts)
+            found = predicted(workload, tables, slots_of(workload, tables), rates(), from_counts=from_counts)
             for each in (each for each in found.tables if each.table == "t1"):
                 assert (each.lookups, each.unique_ids, each.fills) == (0, 0, 0)
                 assert each.hit_rate_unique is each.hit_rate_lookups is None
@@ -241,7 +248,7 @@ def test_a_run_longer_than_its_sample_goes_on_as_the_sample_ends():
     for num_steps in (None, 46, 460):
         workload = make_workload((500,), world_size=1, num_steps=num_steps, data=data)
         tables = placements(workload, [("table_wise", "cached")])
-        found = predict(workload, tables, slots_of(workload, tables), rates())
+        found = predicted(workload, tables, slots_of(workload, tables), rates())
         fills[num_steps] = found.tables[0].fills
     traffic = replay_pool(data.trace, [RowRange("t0", 0, 500)], 100, 64, workload.shape.cache)
     assert traffic.num_steps == 46

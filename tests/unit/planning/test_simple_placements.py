@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from embershard.planning.budget import placed
 from embershard.planning.cost_arrays import cost_arrays
 from embershard.planning.local_search import local_search
 from embershard.planning.make_plan import all_sized, best_candidate
@@ -59,7 +58,7 @@ def steps_of(request: PlanRequest) -> list[float]:
     tried: list[tuple[TablePlacement, ...]] = []
     for ranks in simple_placements(request):
         tables = [cached(table, "table_wise", [rank]) for table, rank in zip(request.sharded, ranks, strict=True)]
-        found = placed(request, tables)
+        found = request.placed(tables)
         tried += [found, tuple(table.without_cache for table in found)]
     return [each.step_seconds for each in all_sized(request, tried)]
 
@@ -78,9 +77,9 @@ def test_what_the_search_finds_fits(seed):
     costs = cost_arrays(request, resident=True, cached=False)
     limits = (costs.device_limit, costs.all_bytes)
     within, without = (local_search(replace(costs, device_limit=limit), 100)[0] for limit in limits)
-    assert all_sized(request, [placed(request, within.tables)])
+    assert all_sized(request, [request.placed(within.tables)])
     assert without.step_seconds < within.step_seconds
-    assert not all_sized(request, [placed(request, without.tables)])
+    assert not all_sized(request, [request.placed(without.tables)])
     assert best_candidate(request).step_seconds <= within.step_seconds * (1 + 1e-9)
 
 

@@ -17,6 +17,8 @@ from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.what_if import uncertainty as module
 from embershard.planning.what_if.cases import PlannedCase, cases_to, cheapest, efficiency, planned_case
 from embershard.planning.what_if.uncertainty import Uncertainty, uncertainty
+from embershard.planning.workload import Layout
+from embershard.sharding.memory_model import planned_slots
 from tests.unit.planning.requests import make_request, make_workload
 
 #: Of no step time: a memory, and what plans have none of.
@@ -57,7 +59,8 @@ def test_effects_are_what_plans_of_such_machines_tell():
     for effect in found.effects:
         for value, seconds in ((effect.low, effect.low_seconds), (effect.high, effect.high_seconds)):
             rates = effect.constant.set_to(MACHINE, value).rates_for(4)
-            told = predict(request.workload, plan.tables, plan.pools, rates)
+            layout = Layout(request.workload, plan.tables)
+            told = predict(layout, planned_slots(plan.pools, layout.pools), rates)
             assert seconds == pytest.approx(told.step_seconds, rel=1e-9)
     assert [each.seconds for each in found.effects] == sorted((each.seconds for each in found.effects), reverse=True)
 

@@ -27,8 +27,10 @@ from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.predict import predict
 from embershard.planning.verify.compare import SENT_KINDS
+from embershard.planning.workload import Layout
 from embershard.settings.decoding import decode
 from embershard.sharding.config import ShardingConfig
+from embershard.sharding.memory_model import planned_slots
 from embershard.sharding.plan import Plan, RankPrediction, TablePlacement, pools_of
 from embershard.sharding.sharding_types import ROWS_TYPES
 from embershard.sharding.torchrec import copied_rows
@@ -102,7 +104,8 @@ def plan_of(kind: str, world_size: int) -> Plan:
     for pool in pools_of(tables, _RANKS_PER_NODE):  # a batch fits: predicted are the slots that a cache ends with
         of_batch = sum(min(rows[name], _BATCH * world_size) for name in pool.tables)
         pools.append(pool.with_slots(max(1, min(pool.rows, max(of_batch, pool.rows // 2)))))
-    prediction = predict(workload, tables, pools, load_topology("cpu").rates_for(world_size))
+    layout, rates = Layout(workload, tables), load_topology("cpu").rates_for(world_size)
+    prediction = predict(layout, planned_slots(pools, layout.pools), rates)
     return make_plan(
         tables, world_size, _RANKS_PER_NODE, batch_size=_BATCH, pools=tuple(pools), prediction=prediction, settings={}
     )

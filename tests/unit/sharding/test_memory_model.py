@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from embershard import CacheConfig
 from embershard.cache.config import CachePolicy
-from embershard.planning.request import Workload
+from embershard.planning.workload import Workload
 from embershard.sharding.memory_model import (
     host_bytes,
     known_host_bytes,
@@ -55,8 +55,8 @@ def test_a_pool_takes_what_was_predicted(optimizer, policy, scoring, by_next_use
     shards = [shard_of(size_of(count, 8, optimizer, dtype, f"t{n}")) for n, count in enumerate(rows)]
     memory = pool_memory(shards, settings)
     assert memory.device_bytes(slots) == pool.cache.device_bytes == sum(s.device_bytes for s in pool.stats())
-    assert sum(host_bytes(shards, settings).values()) == sum(s.host_bytes for s in pool.stats())
-    assert host_bytes(shards, settings)["rows"] == pool.host.host_bytes
+    assert sum(host_bytes(by_pool(shards), settings).values()) == sum(s.host_bytes for s in pool.stats())
+    assert host_bytes(by_pool(shards), settings)["rows"] == pool.host.host_bytes
     pool.cache.state.grow(slots + 3)
     pool.slots.resize(slots + 3)
     assert memory.device_bytes(slots + 3) - memory.device_bytes(slots) == 3 * memory.slot_bytes
@@ -107,7 +107,7 @@ def test_rows_with_a_part_of_the_columns():
     size = TableSize("t0", 100, 64, "fp16", state_bytes=4, state_bytes_per_column=8)
     shard = shard_of(size, columns=16)
     assert shard.row_bytes == 16 * 2 + 4 + 16 * 8
-    assert host_bytes([shard], SETTINGS)["rows"] == 100 * shard.row_bytes
+    assert host_bytes(by_pool([shard]), SETTINGS)["rows"] == 100 * shard.row_bytes
     assert resident_bytes([shard]) == {"device_tables": 0, "replicated": 0}
 
 
@@ -115,13 +115,13 @@ def test_tables_without_a_cache_take_device_memory_only():
     size = size_of(100, 16)
     whole, copied = shard_of(size, kernel="device"), shard_of(size, kernel="replicated")
     assert resident_bytes([whole, copied]) == {"device_tables": 100 * 68, "replicated": 100 * (68 + 64)}
-    assert sum(host_bytes([whole, copied], SETTINGS).values()) == 0
+    assert sum(host_bytes(by_pool([whole, copied]), SETTINGS).values()) == 0
 
 
 @pytest.mark.parametrize(("scoring", "score_bytes"), [("lru", 0), ("lfu", 400), ("frequency", 400)])
 def test_rows_have_scores_unless_their_last_use_decides(scoring, score_bytes):
     settings = dataclasses.replace(SETTINGS, cache=ReplaySettings(CachePolicy(scoring, by_next_use=False)))
-    assert host_bytes([shard_of(size_of(100))], settings)["scores"] == score_bytes
+    assert host_bytes(by_pool([shard_of(size_of(100))]), settings)["scores"] == score_bytes
 
 
 def step_bytes_of(workload: Workload, shards: list[PlacedShard]) -> dict[str, int]:
