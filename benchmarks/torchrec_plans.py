@@ -175,7 +175,7 @@ class _Costs(ShardEstimator):
             least = memory_model.slots_for(rows, math.ceil(needed_slots(report.unique_ids)))
             row_bytes = memory.map_bytes + least * memory.slot_bytes  # the maps, and the rows of one batch
         vectors = memory_model.vector_bytes(own, shape.global_batch_size, workload.lookups_per_step(own))
-        shard.storage = Storage(hbm=row_bytes + round(vectors), ddr=memory_model.shard_host_bytes(own, shape))
+        shard.storage = Storage(hbm=row_bytes + round(vectors), ddr=memory_model.growing_bytes(own, shape))
         parts = step_parts(workload.shard_work(own, report), self._rates)
         sent = sum(parts[name] for name in ("all_to_all", "network", "latency"))
         copies = sum(parts[name] for name in ("planning", "fills", "write_backs"))

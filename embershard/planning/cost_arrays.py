@@ -543,7 +543,7 @@ class _Options:
             [sum(by_stage[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES], axis=-1
         )
         seconds = none + np.outer(shares, all_lookups - none) + np.outer(parts, all_rows - none)
-        host = memory_model.shard_host_bytes(whole, shape)
+        host = memory_model.growing_bytes(whole, shape)
         row_ids = workload.lookups_per_sample[table.table] * shape.batch_size if exchange == "rows" else 0.0
         return Option(
             sharding,

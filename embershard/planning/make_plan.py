@@ -179,7 +179,7 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
 
         bound = certificate(candidate.quick, candidate.bound, request.rates, shape)
     _check_pins(request, candidate)
-    _check_places(request, candidate)
+    shape.home.check_slots(candidate.layout.pools, candidate.slots)
     exact = predict(candidate.layout, candidate.slots, request.rates, progress=progress)
     return Plan(
         world_size=shape.world_size,
@@ -207,21 +207,6 @@ def _check_pins(request: PlanRequest, candidate: Candidate) -> None:
             raise ConfigError(
                 f"sharding.pin: {wanted} slots are asked of one cache, of {pool.sharding} tables with {pool.dim} "
                 f"columns on rank {pool.rank}. Give them one number, or other ranks or types."
-            )
-
-
-def _check_places(request: PlanRequest, candidate: Candidate) -> None:
-    """Raise `ShardingError` where host memory in front of a file does not hold twice the rows of a cache: training
-    would."""
-    limit, layout = request.workload.shape.file_host_bytes, candidate.layout
-    for key, places in layout.places.items():
-        members, twice = layout.pools[key], 2 * candidate.slots[key]
-        if limit is not None and places < min(twice, sum(shard.rows for shard in members)):
-            raise ShardingError(
-                f"cache.host_bytes={limit} holds {places} rows of the tables "
-                f"{list(names_in_pool(members))[:5]} on rank {key.rank}, whose cache has {candidate.slots[key]} "
-                f"slots: needed are twice as many. Give it about {-(-twice * limit // max(1, places))} "
-                "bytes, or the cache less"
             )
 
 

@@ -175,11 +175,9 @@ class PlanRequest:
 
     @property
     def node_bytes(self) -> int | None:
-        """Host memory of a node for what grows with its cached tables: without the rows in front of a file."""
+        """Host memory of a node for what grows with its cached tables."""
         limit, shape = self.budget.host_bytes, self.workload.shape
-        if limit is None or shape.file_host_bytes is None:
-            return limit
-        return max(1, limit - shape.file_host_bytes * min(shape.ranks_per_node, shape.world_size))
+        return None if limit is None else shape.home.left_of(limit, min(shape.ranks_per_node, shape.world_size))
 
     @property
     def sharded(self) -> list[TableSize]:

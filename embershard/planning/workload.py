@@ -22,7 +22,7 @@ from embershard.planning.simulate.file_tier import FileTraffic, Levels
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
 from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.simulate.steady_state import steady_state
-from embershard.sharding.memory_model import RankMemory, pool_places, rank_memory
+from embershard.sharding.memory_model import RankMemory, rank_memory
 from embershard.sharding.run_shape import RunShape
 from embershard.sharding.sharding_types import sharding_type
 from embershard.sharding.shards import Exchange, PoolKey, TablePlacement, shards_of
@@ -435,9 +435,8 @@ class Layout:
 
     @cached_property
     def places(self) -> dict[PoolKey, int]:
-        """Rows of each pool that are in host memory, in front of a file; empty without one."""
-        shape = self.workload.shape
-        return {key: count for own in self.pools_of_ranks for key, count in pool_places(own, shape).items()}
+        """Rows of each pool that are in host memory at a time; empty where all are."""
+        return self.workload.shape.home.places(self.pools)
 
     def busiest_blocks(self) -> dict[str, float]:
         """Return the lookups of the busiest block of each table that is cut by rows, relative to its rows."""

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from embershard.cache.config import LEAST_SLOTS, CacheConfig, CachePolicy, MapKind
-from embershard.cache.file.sizes import FILE_BUFFER_BYTES, PLACE_BYTES, filed_row_bytes
 from embershard.cache.key_map import ARRAY_ROW_BYTES, HASHED_SLOT_BYTES, map_kind
 from embershard.cache.rows.memory import pinned_bytes
+from embershard.sharding.home_sizes import Pools
 from embershard.sharding.run_shape import RunShape
 from embershard.sharding.shards import PoolKey, PoolPlacement
 from embershard.sharding.sizes import ModelSize, PlacedShard, by_pool, names_in_pool
@@ -35,10 +35,6 @@ _LENGTH_BYTES = _FLOAT_BYTES = 4
 MAX_KNOWN_BYTES = 2**33
 
 
-#: Cached shards by the cache that they share.
-_Pools = Mapping[PoolKey, Sequence[PlacedShard]]
-
-
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank, by what for.
@@ -46,8 +42,8 @@ class RankMemory:
     Attributes:
         device: "slots", "maps", "device_tables", "replicated", "dense", "activations", "input_buffers"; on a GPU
             "rankings" of slots; also those of `RunShape.mode_memory`, and "reserve" where some is left free.
-        host: "rows" and "scores" of cached tables, "id_maps" of those that take any id, and "file_maps" of rows in a
-            file.
+        host: "rows" and "scores" of cached tables, "id_maps" of those that take any id, and what their home keeps
+            beside rows ("file_maps").
     """
 
     device: dict[str, int]
@@ -164,7 +160,7 @@ def slots_for(rows: int, wanted: float) -> int:
     return max(1, min(rows, max(LEAST_SLOTS, round(wanted))))
 
 
-def planned_slots(pools: Iterable[PoolPlacement], members_of: _Pools) -> dict[PoolKey, int]:
+def planned_slots(pools: Iterable[PoolPlacement], members_of: Pools) -> dict[PoolKey, int]:
     """Return the planned slots of the pools that these shards share."""
     slots = {(pool.rank, pool.sharding, pool.dim, pool.tables): pool.slots for pool in pools}
     return {
@@ -190,64 +186,24 @@ def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKi
     return PoolMemory(rows, ARRAY_ROW_BYTES * rows, slot_bytes, ranking_bytes)
 
 
-def host_bytes(pools: _Pools, shape: RunShape) -> dict[str, int]:
-    """Return the host memory of a rank's cached shards: "rows" and "scores"; "id_maps" where there are some; and with
-    rows in a file "file_maps", what is kept of them beside those in memory."""
+def host_bytes(pools: Pools, shape: RunShape) -> dict[str, int]:
+    """Return the host memory of a rank's cached shards: "rows" and "scores"; "id_maps" where there are some; and what
+    their home keeps beside rows ("file_maps")."""
     cached = [shard for members in pools.values() for shard in members]
-    rows = sum(shard.rows for shard in cached)
-    map_bytes = sum(shard.rows * shard.table.id_map_bytes for shard in cached)
-    in_memory, file_maps = sum(s.host_bytes for s in cached), 0
-    if places := pool_places(pools, shape):
-        row_bytes = {key: members[0].host_row_bytes for key, members in pools.items()}
-        in_memory = sum((count + 1) * row_bytes[key] for key, count in places.items())
-        file_maps = int(sum(filed_row_bytes(s.host_row_bytes) * s.rows for s in cached))
-        file_maps += PLACE_BYTES * sum(places.values()) + min(in_memory // 8, FILE_BUFFER_BYTES)
-    return {
-        "rows": in_memory,
-        "scores": shape.cache.policy.score_bytes * rows,
-        **({"id_maps": map_bytes} if map_bytes else {}),
-        **({"file_maps": file_maps} if file_maps else {}),
+    in_home = shape.home.host_bytes(pools)
+    found = {
+        "rows": in_home.pop("rows"),
+        "scores": shape.cache.policy.score_bytes * sum(shard.rows for shard in cached),
+        "id_maps": sum(shard.rows * shard.table.id_map_bytes for shard in cached),
+        **in_home,
     }
+    return {name: count for name, count in found.items() if count or name in ("rows", "scores")}
 
 
-def shard_host_bytes(shard: PlacedShard, shape: RunShape) -> int:
-    """Return the host memory of a rank that grows with a cached shard: with rows in a file, `file_host_bytes` stays."""
-    if shape.file_host_bytes is None:
-        return sum(host_bytes(by_pool([shard]), shape).values())
-    return int((filed_row_bytes(shard.host_row_bytes) + shape.cache.policy.score_bytes) * shard.rows)
-
-
-def places_in(host_bytes: int, row_bytes: int, elements: int, all_elements: int) -> int:
-    """Return the rows that a pool's share of a module's memory in front of a file holds.
-
-    Args:
-        host_bytes: what the rows of all pools of a sharded module may take on a rank: `CacheConfig.host_bytes`.
-        row_bytes: of a row, optimizer states included.
-        elements, all_elements: rows times columns of the pool's shards, and of all shards of these pools.
-
-    >>> places_in(host_bytes=4000, row_bytes=20, elements=16, all_elements=32)
-    100
-    """
-    return host_bytes * elements // (all_elements * row_bytes)
-
-
-def pool_places(pools: _Pools, shape: RunShape) -> dict[PoolKey, int]:
-    """Return the rows of each pool of a rank that are in host memory, in front of a file; empty without one."""
-    if shape.file_host_bytes is None:
-        return {}
-    found, all_elements = {}, {True: 0, False: 0}  # tables of sequences are in a module of their own
-    for members in pools.values():
-        all_elements[members[0].table.is_sequence] += _elements(members)
-    for key, members in pools.items():
-        elements, first = _elements(members), members[0]
-        share = elements, all_elements[first.table.is_sequence]
-        count = places_in(shape.file_host_bytes, first.host_row_bytes, *share) if elements else 0
-        found[key] = min(count, sum(shard.rows for shard in members))
-    return found
-
-
-def _elements(shards: Iterable[PlacedShard]) -> int:
-    return sum(shard.rows * shard.columns for shard in shards)
+def growing_bytes(shard: PlacedShard, shape: RunShape) -> int:
+    """Return the host memory of a rank that grows with a cached shard."""
+    beside = shape.cache.policy.score_bytes + shard.table.id_map_bytes
+    return shape.home.growing_bytes(shard) + beside * shard.rows
 
 
 def resident_bytes(shards: Sequence[PlacedShard]) -> dict[str, int]:
@@ -306,7 +262,7 @@ def known_batch_bytes(shard: PlacedShard, shape: RunShape, lookups: float) -> fl
     if is_own and shape.device == "cuda":  # views of the rank's own batch
         id_bytes = bags = 0
     use_bytes = _KNOWN_USE_BYTES[shape.device] if is_cached else 0
-    if is_cached and shape.file_host_bytes is not None and shape.device == "cpu":
+    if is_cached and shape.home.is_partial and shape.device == "cpu":
         use_bytes *= 2  # places know as much as slots
     return (id_bytes + use_bytes) * lookups + _LENGTH_BYTES * bags
 
@@ -346,7 +302,7 @@ def known_host_bytes(
     shape: RunShape,
     lookups_per_sample: float,
 ) -> int:
-    """Return the host memory of a rank with a GPU and rows in a file for known batches, beside the batches as they are
+    """Return the host memory of a rank with a GPU and a partial home for known batches, beside the batches as they are
     read: their ids, from which the places of rows learn them, and what these know. On a CPU 0: `step_bytes` has it.
     Arguments as for that."""
     if shape.device != "cuda":

@@ -7,6 +7,7 @@ from typing import Literal
 
 from embershard.cache.config import CachePolicy, MapKind
 from embershard.sharding.config import ExchangeChoice
+from embershard.sharding.home_sizes import HomeSizes
 from embershard.sharding.sizes import ModeMemory
 
 
@@ -50,7 +51,7 @@ class RunShape:
         mode_memory: what the mode takes beside caches and tables; None: nothing.
         reserve_bytes: device memory of a rank that is left free.
         activation_bytes: of a number that dense layers pass on.
-        file_host_bytes: host memory of a rank for rows, in front of a file; None: all rows are in host memory.
+        home: of the rows, in host memory.
         cores_per_node: that a CPU's ranks share; None: every rank has its own.
     """
 
@@ -68,7 +69,7 @@ class RunShape:
     reserve_bytes: int = 0
     accumulate: int = 1
     activation_bytes: float = 4
-    file_host_bytes: int | None = None
+    home: HomeSizes = field(default_factory=HomeSizes)
 
     @property
     def micro_batch_size(self) -> int:

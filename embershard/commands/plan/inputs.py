@@ -15,6 +15,7 @@ from embershard.models.config import WITH_TOWERS
 from embershard.planning.request import Budget
 from embershard.planning.workload import Workload
 from embershard.settings.files import load_config
+from embershard.sharding.home_sizes import home_sizes
 from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
@@ -66,7 +67,7 @@ def make_workload(
         reserve_bytes=reserve_bytes,
         accumulate=config.train.accumulate,
         activation_bytes=_ACTIVATION_BYTES.get(config.train.precision, 4),
-        file_host_bytes=config.cache.host_bytes if config.cache.enabled else None,
+        home=home_sizes(config.cache),
     )
     rows = {name: table.num_rows for name, table in data.tables.items()}
     return Workload(model_size(config, rows) if model is None else model, data, shape)

@@ -23,7 +23,8 @@ from embershard.cache.key_map import map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.counts import RowCounts
 from embershard.frequency.profile import FrequencyProfile
-from embershard.sharding.memory_model import cache_memory, places_in, slots_without_plan
+from embershard.sharding.home_sizes import places_in
+from embershard.sharding.memory_model import cache_memory, slots_without_plan
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.modes.mode import ShardingMode

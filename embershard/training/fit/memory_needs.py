@@ -12,6 +12,7 @@ from embershard.cache.rows.copies import BLOCK_BYTES
 from embershard.cache.rows.memory import pinned_bytes
 from embershard.data import schema_of
 from embershard.distributed import Ranks
+from embershard.sharding.home_sizes import home_sizes
 from embershard.sharding.memory_model import (
     known_host_bytes,
     planned_slots,
@@ -137,7 +138,7 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         host["weights"] += sum(shard.host_bytes for shard in cached) - states
         host.update({name: count for name, count in memory.host.items() if name != "rows"})
         host["read_ahead"] += _read_ahead_bytes(config, model, per_sample, shape)
-        if shape.file_host_bytes is not None:
+        if shape.home.is_partial:
             host["rows_in_memory"] += memory.host["rows"]
             host["known_batches"] += known_host_bytes(model, here, arriving, shape, per_sample)
         host["runtime"] += _RUNTIME_BYTES
@@ -177,7 +178,7 @@ def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
         slot_map=config.cache.slot_map,
         mode_memory=config.sharding.mode_memory,
         accumulate=config.train.accumulate,
-        file_host_bytes=config.cache.host_bytes if config.cache.enabled else None,
+        home=home_sizes(config.cache),
     )
 
 

@@ -18,6 +18,7 @@ from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.simulate.replay import replay_pool
 from embershard.planning.workload import Workload
 from embershard.sharding import memory_model
+from embershard.sharding.home_sizes import FiledSizes
 from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.shards import TablePlacement
 from embershard.sharding.sizes import by_pool, place_shards
@@ -70,7 +71,7 @@ def test_the_second_half_goes_on() -> None:
 
 
 def filed(workload: Workload, host_bytes: int) -> Workload:
-    return dataclasses.replace(workload, shape=dataclasses.replace(workload.shape, file_host_bytes=host_bytes))
+    return dataclasses.replace(workload, shape=dataclasses.replace(workload.shape, home=FiledSizes(host_bytes)))
 
 
 def one_pool(host_bytes: int):
@@ -80,7 +81,7 @@ def one_pool(host_bytes: int):
         TablePlacement(f"t{n}", rows, 16, "fp32", "table_wise", "cached", (0,)) for n, rows in enumerate((5000, 900))
     ]
     shards = place_shards(workload.model, tables, workload.shape)
-    (places,) = memory_model.pool_places(by_pool(shards), workload.shape).values()
+    (places,) = workload.shape.home.places(by_pool(shards)).values()
     return workload, shards, places
 
 
