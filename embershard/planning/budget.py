@@ -220,13 +220,13 @@ def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence
             return [alike]
         # Tables that are sharded in different ways share no cache, even on one rank.
         return [_least_memory(request) or alike]
-    by_rows = _by_rows(request)
-    if by_rows and only_by_rows:
-        return by_rows
+    in_blocks = by_rows(request)
+    if in_blocks and only_by_rows:
+        return in_blocks
     balanced = _least_memory(request)
-    if balanced is None and not by_rows:
+    if balanced is None and not in_blocks:
         balanced = _least_memory(request, any_rows=True)  # nothing fits: this is for the message
-    found = by_rows if balanced is None else [balanced, *by_rows]
+    found = in_blocks if balanced is None else [balanced, *in_blocks]
     if not found:
         raise ShardingError(
             f"no placement of {len(allowed)} tables on {shape.world_size} ranks with the sharding types "
@@ -240,7 +240,7 @@ def _alike(request: PlanRequest) -> list[TablePlacement]:
     return [cached(table, request.allowed[table.table][0], [0]) for table in request.sharded]
 
 
-def _by_rows(request: PlanRequest) -> list[Sequence[TablePlacement]]:
+def by_rows(request: PlanRequest) -> list[Sequence[TablePlacement]]:
     """Return the placement that cuts every table by rows; none where a table may not be cut so."""
     if not all("row_wise" in types for types in request.allowed.values()):
         return []
@@ -375,7 +375,7 @@ def _asked_alone(request: PlanRequest, table: TableSize) -> Iterator[int]:
 def _needs_by_rows(request: PlanRequest) -> Iterator[LeastNeed]:
     """Yield the needs of all tables, cut by rows, in caches, partly, and whole on the devices; none where a table may
     not be cut so."""
-    for tables in _by_rows(request):
+    for tables in by_rows(request):
         need = need_of(request, request.placed(tables))
         yield need
         if (mixed := least_need_of_some_caches(request, need)) is not None:

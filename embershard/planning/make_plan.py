@@ -243,7 +243,7 @@ class PlanSearch:
 
     def first(self) -> list[Candidate]:
         """Return simple placements, and the best that the local search finds, those that fit."""
-        return all_sized(self._request, _plain(self._request)) + self._searched()
+        return all_sized(self._request, simple_placements(self._request)) + self._searched()
 
     def again(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Return what a search finds from the fastest of these, and from whole tables in a simple order, with the
@@ -251,9 +251,10 @@ class PlanSearch:
         request, fastest = self._request, sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
         begin = [each.tables for each in fastest]
         if request.may_mix:
-            mixed = [least_need_of_some_caches(request, need_of(request, tables)) for tables in _plain(request)[1::2]]
-            simple = all_sized(request, [need.tables for need in mixed if need is not None])
-            begin += [each.tables for each in sorted(simple, key=lambda each: each.step_seconds)[:_MOST_SIMPLE]]
+            needs = [need_of(request, tables) for tables in simple_placements(request)[1::2]]
+            mixed = [own.tables for need in needs if (own := least_need_of_some_caches(request, need)) is not None]
+            simple = sorted(all_sized(request, mixed), key=lambda each: each.step_seconds)
+            begin += [each.tables for each in simple[:_MOST_SIMPLE]]
         return self._searched(begin, resident=not fastest[0].slots, seed=1)
 
     def bound(self) -> Bound | None:
@@ -361,7 +362,7 @@ def _iterations(request: PlanRequest, costs: CostArrays) -> int:
     return round(request.effort * min(_ITERATIONS, _ITERATIONS_PER_TABLE * len(costs.tables)))
 
 
-def _plain(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
+def simple_placements(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
     """Place whole tables, where that is allowed, all with caches or without: table i on rank i mod W; and one after the
     other, those with most bytes of lookups first, each on the rank with the fewest; the same by lookups, by bytes and
     by columns. A plan must not be slower."""

@@ -7,7 +7,6 @@ all. Tables by rows of all ranks are on the nodes that are looked at with the sh
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,15 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.errors import ShardingError
-from embershard.planning.cost.rates import step_parts
+from embershard.planning.budget import by_rows
 from embershard.planning.cost_arrays import CostArrays, Option, cost_arrays
 from embershard.planning.local_search import local_search
-from embershard.planning.make_plan import Candidate, best_candidate, complete, sized
-from embershard.planning.request import PlanRequest, cached, column_block
+from embershard.planning.make_plan import Candidate, best_candidate, complete, simple_placements, sized
+from embershard.planning.request import PlanRequest
 from embershard.sharding.plan import Plan
-from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, ShardingType
+from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import TablePlacement
-from embershard.sharding.sizes import PlacedShard, TableSize
 
 #: Plans for more ranks are searched on the nodes that could be busy: on all of them that takes minutes.
 MOST_SEARCHED_RANKS = 32
@@ -86,14 +84,29 @@ def _is_searched(request: PlanRequest) -> bool:
 
 
 def wide_candidate(request: PlanRequest) -> Candidate:
-    """Return the fastest placement on many ranks, by counts alone: of those that a search on fewer nodes finds, and of
-    the plain ones. Deterministic.
+    """Return the fastest placement on many ranks, by counts alone, of those that a search on fewer nodes finds; of
+    simple ones where none of these fits. Deterministic.
 
     Raises:
         ShardingError: none of them fits.
     """
-    found = [candidate for tables in _searched(request) if (candidate := sized(request, tables)) is not None]
-    return min(found, key=lambda candidate: candidate.step_seconds) if found else plain_candidate(request)
+    for tried in (_searched, _simple):
+        found = [candidate for tables in tried(request) if (candidate := sized(request, tables)) is not None]
+        if found:
+            return min(found, key=lambda candidate: candidate.step_seconds)
+    raise ShardingError(
+        f"no plain placement of {len(request.allowed)} tables on {request.workload.shape.world_size} ranks fits. Give "
+        "them more memory (--device-memory, --host-memory), or simulate other numbers of ranks."
+    )
+
+
+def _simple(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
+    """Return whole tables in simple orders, and all tables by rows of all ranks; with caches and without."""
+    found = simple_placements(request)
+    if request.workload.shape.world_size * len(request.sharded) <= _MOST_SHARDS:
+        for tables in map(request.placed, by_rows(request)):
+            found += [request.without_caches(tables), tables]
+    return found
 
 
 def _searched(request: PlanRequest) -> list[tuple[TablePlacement, ...]]:
@@ -151,61 +164,3 @@ def on_first_ranks(costs: CostArrays, num_nodes: int) -> CostArrays:
     options = tuple(tuple(kept(each) for each in own if has_room(each)) for own in costs.options)
     costs = replace(costs, most_pool_rows=None)  # on all ranks, caches have fewer rows
     return replace(costs, options=options, world_size=num_ranks, ranks=ranks, less_bytes=costs.less_bytes[:num_ranks])
-
-
-def plain_candidate(request: PlanRequest) -> Candidate:
-    """Return the fastest of a few placements that fits, by counts alone: all tables table-wise, by columns, by rows of
-    a node, or by rows over all ranks, with and without caches. Takes seconds for thousands of ranks.
-
-    Raises:
-        ShardingError: none of them fits.
-    """
-    found = []
-    for kind in SHARDING_TYPES.values():
-        tables = _alike(request, kind) if kind.is_plain else None
-        if tables is not None:
-            resident = sized(request, request.without_caches(tables))
-            found.append(sized(request, tables) if resident is None else resident)
-    fitting = [candidate for candidate in found if candidate is not None]
-    if not fitting:
-        shape = request.workload.shape
-        raise ShardingError(
-            f"no plain placement of {len(request.allowed)} tables on {shape.world_size} ranks fits. Give them more "
-            "memory (--device-memory, --host-memory), or simulate other numbers of ranks."
-        )
-    return min(fitting, key=lambda candidate: candidate.step_seconds)
-
-
-def _alike(request: PlanRequest, kind: ShardingType) -> tuple[TablePlacement, ...] | None:
-    """Return all tables sharded in one way, the most expensive shards first, each on the rank with the least time so
-    far; None where that is not allowed, no other than another way, or too many shards. Tables that cannot be cut by
-    columns stay whole."""
-    shape, tables = request.workload.shape, request.sharded
-    blocks = {table.table: table.dim // column_block(table.dim, shape.world_size) for table in tables}
-    kinds: dict[str, Sharding] = {table.table: kind.name for table in tables}
-    if kind.is_whole_or_columns:
-        kinds = {name: kind.name if blocks[name] > 1 else "table_wise" for name in kinds}
-        if max(blocks.values(), default=1) == 1:
-            return None
-    per_table = kind.row_blocks(shape.world_size, shape.ranks_per_node)
-    is_as_another = bool(kind.like) and shape.world_size < 2 * shape.ranks_per_node
-    is_allowed = all(kinds[name] in types for name, types in request.allowed.items())
-    if not is_allowed or per_table * len(tables) > _MOST_SHARDS or is_as_another:
-        return None
-    if kind.rows_over == "all":
-        return request.placed([cached(table, kind.name, range(shape.world_size)) for table in tables])
-    local = per_table  # ranks that a shard is cut over, one after the other
-    places = [(0.0, number) for number in range(shape.world_size // local)]
-    found: dict[str, list[int]] = {table.table: [] for table in tables}
-    costs: list[tuple[float, TableSize]] = []  # seconds of each shard's work in a step, once per shard
-    for table in tables:
-        count = blocks[table.table] if SHARDING_TYPES[kinds[table.table]].cuts_columns else 1
-        rows, columns = -(-table.rows // local), table.dim // count
-        shard = PlacedShard(table, 0, 0, rows, columns, kinds[table.table], "device")
-        work = request.workload.shard_work(shard, request.workload.resident_report(shard))
-        costs += [(sum(step_parts(work, request.rates).values()), table)] * count
-    for seconds, table in sorted(costs, key=lambda pair: (-pair[0], pair[1].table)):
-        load, number = heapq.heappop(places)
-        found[table.table] += range(number * local, (number + 1) * local)
-        heapq.heappush(places, (load + seconds, number))
-    return request.placed([cached(table, kinds[table.table], found[table.table]) for table in tables])

@@ -35,7 +35,6 @@ class ShardingType:
         exchanges_rows: its tables can exchange distinct rows in place of pooled embeddings.
         has_sequences: TorchRec has it for sequences (an `EmbeddingCollection`).
         tried: where plans try it unless types are given: on "any" number of nodes, on several "nodes", "never".
-        is_plain: a simulation of more ranks than are searched tries it for all tables.
         like: the type that does the same on one node; empty: itself.
     """
 
@@ -46,7 +45,6 @@ class ShardingType:
     exchanges_rows: bool = False
     has_sequences: bool = False
     tried: Literal["any", "nodes", "never"] = "never"
-    is_plain: bool = False
     like: str = ""
 
     @property
@@ -105,14 +103,10 @@ class ShardingType:
 SHARDING_TYPES: dict[str, ShardingType] = {
     each.name: each
     for each in (
-        ShardingType("table_wise", exchanges_rows=True, has_sequences=True, tried="any", is_plain=True),
-        ShardingType("row_wise", rows_over="all", exchanges_rows=True, has_sequences=True, tried="any", is_plain=True),
-        ShardingType(
-            "column_wise", cuts_columns=True, exchanges_rows=True, has_sequences=True, tried="any", is_plain=True
-        ),
-        ShardingType(
-            "table_row_wise", rows_over="node", on_one_node=True, tried="nodes", is_plain=True, like="row_wise"
-        ),
+        ShardingType("table_wise", exchanges_rows=True, has_sequences=True, tried="any"),
+        ShardingType("row_wise", rows_over="all", exchanges_rows=True, has_sequences=True, tried="any"),
+        ShardingType("column_wise", cuts_columns=True, exchanges_rows=True, has_sequences=True, tried="any"),
+        ShardingType("table_row_wise", rows_over="node", on_one_node=True, tried="nodes", like="row_wise"),
         ShardingType(
             "table_column_wise",
             cuts_columns=True,
@@ -121,7 +115,7 @@ SHARDING_TYPES: dict[str, ShardingType] = {
             tried="nodes",
             like="column_wise",
         ),
-        ShardingType("grid_shard", rows_over="node", cuts_columns=True, tried="nodes", is_plain=True, like="row_wise"),
+        ShardingType("grid_shard", rows_over="node", cuts_columns=True, tried="nodes", like="row_wise"),
         ShardingType("data_parallel", rows_over="copies"),
     )
 }

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from embershard.errors import ShardingError
+from embershard.planning import many_ranks
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import best_candidate
-from embershard.planning.many_ranks import plain_candidate, plan_quickly, plan_with_care, wide_candidate
+from embershard.planning.many_ranks import plan_quickly, plan_with_care, wide_candidate
 from embershard.planning.request import Budget, PlanRequest
 from embershard.planning.simulate.step_replay import STRAGGLERS
 from embershard.planning.simulate_scaling import simulate_plan, simulate_run, simulate_scaling
@@ -96,26 +97,21 @@ def test_a_plan_is_simulated_with_the_cores_of_its_machine() -> None:
         simulate_plan(dataclasses.replace(plan, prediction=None), apart)
 
 
-# ---------------------------------------------------------------------------------------- plain placements
+# ---------------------------------------------------------------------------------------- many ranks
 
 
-@pytest.mark.parametrize("types", [["table_wise"], ["table_row_wise"], ["row_wise"], ["table_wise", "column_wise"]])
-def test_a_plain_placement_has_every_row_once(types) -> None:
+@pytest.mark.parametrize("types", [["table_wise"], ["row_wise"], ["table_wise", "row_wise"]])
+def test_where_the_search_finds_none_simple_placements_are_tried(types, monkeypatch) -> None:
+    monkeypatch.setattr(many_ranks, "_searched", lambda request: [])
     asked, _ = request_on(16, dims=(128,) * len(ROWS), types=types)
-    for table in plain_candidate(asked).tables:
-        shards = shards_of(table, ranks_per_node=8)
-        assert sum(shard.rows * shard.columns for shard in shards) == table.rows * table.dim
+    for table in wide_candidate(asked).tables:
+        assert sum(shard.rows for shard in shards_of(table, ranks_per_node=8)) == table.rows
         assert table.sharding in types
-
-
-def test_plain_placements_come_close_to_searched_ones() -> None:
-    asked, _ = request_on(16)
-    assert plain_candidate(asked).step_seconds <= 1.3 * best_candidate(asked).step_seconds
 
 
 @pytest.mark.parametrize("num_ranks", [16, 64])
 def test_the_search_on_busy_nodes_is_near_that_on_all(num_ranks) -> None:
-    """And no slower than a plain placement, and the same twice."""
+    """And the same twice."""
     asked, _ = request_on(num_ranks, dims=(128,) * len(ROWS))
     found = wide_candidate(asked)
     assert found.step_seconds <= 1.1 * best_candidate(asked).step_seconds
@@ -138,16 +134,16 @@ def test_4096_ranks_are_placed_where_bytes_are_least() -> None:
     asked, _ = request_on(4096, dims=(128,) * len(ROWS), budget=Budget(device_bytes=80 * 10**9), batch_size=1024)
     found, table_wise = wide_candidate(asked), dataclasses.replace(asked, types=["table_wise"])
     assert {"grid_shard", "table_row_wise"} & {table.sharding for table in found.tables}
-    assert found.step_seconds < 0.5 * plain_candidate(table_wise).step_seconds
+    assert found.step_seconds < 0.5 * wide_candidate(table_wise).step_seconds
 
 
-def test_tables_too_large_for_any_plain_placement_are_refused() -> None:
+def test_tables_too_large_for_any_placement_are_refused() -> None:
     asked, _ = request_on(64, budget=Budget(device_bytes=1000))
     with pytest.raises(ShardingError, match="no plain placement of 6 tables on 64 ranks fits"):
-        plain_candidate(asked)
+        wide_candidate(asked)
 
 
 def test_replicated_tables_stay_replicated() -> None:
     asked, _ = request_on(64, replicate_rows=300)
-    kernels = {table.table: table.kernel for table in plain_candidate(asked).tables}
+    kernels = {table.table: table.kernel for table in wide_candidate(asked).tables}
     assert (kernels["t4"], kernels["t5"]) == ("replicated", "replicated")
