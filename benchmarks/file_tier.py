@@ -5,7 +5,7 @@
     python -m benchmarks.file_tier --sums [--folder FOLDER]
 
 `--replay` replays streams (clicks at --path; generated ones, Zipf 1.05 and 0.7, and one whose popularity moves) through
-slots on the device and places in host memory (embershard/planning/simulate/two_levels.py), with windows of 0.5 to 24
+slots on the device and places in host memory (benchmarks/two_levels.py), with windows of 0.5 to 24
 and with LRU, and sets the rows read beside the optimum's (MIN: it knows everything, and holds one batch). Sizes are
 shares of the rows that occur. A *window* is the look-ahead in batches, times the distinct rows of a batch, over the
 places. Target: at most 1.3 at a window of 6.
@@ -40,13 +40,13 @@ import torch
 
 from benchmarks.common import machine, make_parser, report, settings_of
 from benchmarks.fill_optimality import Stream, read_stream
+from benchmarks.two_levels import replay_two_levels
 from embershard.cache.config import CachePolicy
 from embershard.cache.file import filed_rows
 from embershard.cache.file.file_rows import FileRows
 from embershard.data import CriteoConfig, DataConfig, SyntheticConfig
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
 from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
-from embershard.planning.simulate.two_levels import replay_two_levels
 from embershard.sharding.run_shape import ReplaySettings
 from tests.limited_memory import limited_memory
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.two_levels import replay_two_levels
 from embershard.cache.config import CachePolicy
 from embershard.cache.file.file_part import FilePart
 from embershard.cache.file.file_rows import FileRows, PageIo
@@ -22,7 +23,6 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.tickets import Ticket
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
-from embershard.planning.simulate.two_levels import replay_two_levels
 from embershard.sharding.run_shape import ReplaySettings
 from tests.covering import covering
 from tests.disks import SlowIo
