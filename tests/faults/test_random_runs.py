@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import keep, matrix
+from tests.covering import matrix
 from tests.faults.random_lives import CONTROLS
 from tests.faults.random_runs import Tally, try_run
 from tests.faults.rank_kills import Pools
@@ -22,7 +22,8 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
-@pytest.mark.parametrize("seed", keep([5], range(12)))
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(12))
 def test_a_run_that_is_killed_is_as_a_plain_training(pools: Pools, tmp_path: Path, seed: int) -> None:
     assert try_run(seed, tmp_path, pools, Tally()) == ""
 

@@ -42,7 +42,7 @@ from tests.ranks.look_ahead import Batch, Case, Model
 from tests.ranks.parity import OPTIMIZERS, _constraints, batches, snapshot
 
 MIXED = ("row_wise", "column_wise", "table_wise", "table_wise")
-STEPS, HALF = 60, 40
+STEPS, HALF = 40, 26
 #: Of the rows, those that are in memory where some are in a file.
 SHARE = 0.3
 

@@ -272,8 +272,8 @@ def test_a_module_that_is_called_once_runs_ahead_if_its_input_is_the_batch_s(two
         assert found == {"error": "", "said": [said], "different": []}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("at_first", [False, matrix(True)], ids=["last", "first"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("at_first", [False, True], ids=["last", "first"])
 def test_a_trace_that_is_cut_off_anywhere_leaves_nothing_replaced(one_rank: RankPool, at_first: bool) -> None:
     """Also inside of torch.fx's own undoing."""
     (found,) = one_rank.run(cut_off_traces, at_first)

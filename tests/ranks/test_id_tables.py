@@ -172,6 +172,7 @@ def test_interrupts_refuse_or_change_nothing(one_rank: RankPool, place: str, is_
         check([outcome])
 
 
+@pytest.mark.matrix
 def test_for_long(one_rank: RankPool) -> None:
     """Whether memory grows takes more steps: `python -m tests.ranks.id_endurance`."""
     ((problems, outcome),) = one_rank.run(endure, 80)
@@ -247,7 +248,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", keep(["states kept", "overwritten too early"], FAULTS))
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_caught(one_rank: RankPool, name: str) -> None:
     """Each case passes without its fault."""
     case = dataclasses.replace(FAULTS[name], steps=STEPS)

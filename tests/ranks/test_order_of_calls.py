@@ -157,7 +157,7 @@ def _check(pool: RankPool, config: RunConfig, folder: Path, accumulate: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", keep(["rows, dlrm", "planned, mmoe"], MAKERS))
+@pytest.mark.parametrize("name", keep(["rows, dlrm"], MAKERS))
 def test_ranks_call_in_one_order(name: str, two_ranks: RankPool, tmp_path: Path) -> None:
     _check(two_ranks, MAKERS[name](tmp_path), tmp_path, accumulate=1 + [*MAKERS].index(name) % 2)
 

@@ -31,8 +31,8 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("model", "ranks"),
     [
         matrix("own", "two_ranks"),
-        ("din", "one_rank"),
         ("own", "one_rank"),
+        matrix("din", "one_rank"),
         matrix("din", "two_ranks"),
         matrix("tbsm", "one_rank"),
         matrix("tbsm", "two_ranks"),

@@ -35,7 +35,8 @@ def test_two_ranks_equal_rounded_stock(two_ranks: RankPool, sharding: str, optim
     check(two_ranks.run(compare, small_case(optimizer=optimizer, sharding=sharding)))
 
 
-@pytest.mark.parametrize("sharding", keep(["row_wise"], ["row_wise", "column_wise"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
 def test_two_ranks_equal_rounded_stock_in_half_precision(two_ranks: RankPool, sharding: str) -> None:
     check(two_ranks.run(compare, small_case(sharding=sharding, host_dtype="fp16", full_rows=None)))
 

@@ -91,7 +91,8 @@ def test_a_plan_is_obeyed(arch: str, samples: Path, two_ranks: RankPool, tmp_pat
     expect_planned_equals_stock(two_ranks, tasks_config(samples, arch), tmp_path)
 
 
-@pytest.mark.parametrize("arch", ["ple", matrix("deepfm"), matrix("fm"), matrix("wide_deep")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("arch", ["ple", "deepfm", "fm", "wide_deep"])
 def test_a_resume_goes_on_as_the_whole_run(arch: str, samples: Path, two_ranks: RankPool, tmp_path: Path):
     """With the learned weights of the losses, and dropout's masks."""
     config = longer(tasks_config(samples, arch))

@@ -418,9 +418,8 @@ def planned(clicks: Path, folder: Path, num_ranks: int, *more: str) -> Plan:
     return Plan.load(Path(plan))
 
 
-@pytest.mark.parametrize(
-    ("pool", "kind"), [matrix("one", "row_wise"), matrix("two", "table_wise"), ("two", "row_wise")]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("pool", "kind"), [("one", "row_wise"), ("two", "table_wise"), ("two", "row_wise")])
 def test_a_planned_training_is_the_same(one_rank, two_ranks, clicks, whole, tmp_path, pool, kind, capsys):
     """With the caches of a plan, where it places the tables in the same way: all but what is cached."""
     ranks: RankPool = one_rank if pool == "one" else two_ranks

@@ -254,6 +254,7 @@ def test_settings_that_name_no_disk_or_a_wrong_one(tmp_path: Path, capsys: pytes
     assert "filed.toml/rows' cannot be made" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_disk_of_a_runs_rows_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     filed = filed_settings(tmp_path)

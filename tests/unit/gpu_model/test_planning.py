@@ -24,7 +24,6 @@ from embershard.cache.tickets import Ticket
 from embershard.pipeline.look_ahead import LookAheadPipeline
 from embershard.pipeline.staged_batch import StagedBatch
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from tests.covering import matrix
 from tests.unit.gpu_model import training
 from tests.unit.gpu_model.device import HOST, Gpu
 from tests.unit.gpu_model.training import Setting, modelled, train, written_by
@@ -172,7 +171,8 @@ def test_a_plan_with_evictions_waits_once(slot_map: str) -> None:
     assert any(cost.refills for cost in found)
 
 
-@pytest.mark.parametrize("transfer", ["triton_uva", matrix("staged")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("transfer", ["triton_uva", "staged"])
 def test_small_rows_are_narrowed_and_widened_by_one_launch_each(transfer: str) -> None:
     """Beside the launches for states and scores. No wait is added."""
     setting = Setting(kernels=True, small="int8", transfer=transfer, slot_map="hashed", **EVICTIONS)  # type: ignore[arg-type]
@@ -235,13 +235,14 @@ def _at_once(self: StagedBatch, critical_path: bool) -> Any:
 _FIND, _READ, _BEGIN = KernelSlotMap.find_missed, KernelPlanner._read, StagedBatch.begin_resident
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
         (KernelSlotMap, "find_missed", _waits_in_find),
-        matrix(KernelPlanner, "_read", _reads_twice),
-        matrix(KernelSlotMap, "find_missed", _launches_often),
-        matrix(StagedBatch, "begin_resident", _at_once),
+        (KernelPlanner, "_read", _reads_twice),
+        (KernelSlotMap, "find_missed", _launches_often),
+        (StagedBatch, "begin_resident", _at_once),
     ],
 )
 def test_a_further_wait_or_launch_is_noticed(owner: Any, name: str, fault: Any) -> None:

@@ -18,7 +18,7 @@ from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.training.equivalence import compare_with_stock
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.rounding import TableRounding
-from tests.covering import keep, matrix
+from tests.covering import keep
 from tests.ranks.small_rows import Found, compare, small_case
 from tests.unit.gpu_model.cases import config_of, write_samples
 from tests.unit.gpu_model.test_whole import KEPT, modelled_ranks
@@ -45,10 +45,9 @@ def found(host_dtype: str, transfer: str, **changes: Any) -> Found:
     return outcome
 
 
-@pytest.mark.parametrize(
-    ("host_dtype", "transfer"),
-    [("int8", "triton_uva"), matrix("fp16", "staged"), matrix("int8", "staged"), matrix("fp16", "triton_uva")],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("transfer", ["triton_uva", "staged"])
+@pytest.mark.parametrize("host_dtype", ["int8", "fp16"])
 def test_rows_are_those_of_rounded_stock(host_dtype: str, transfer: str) -> None:
     """Not with row-wise Adagrad: FBGEMM on a CPU adds squares of slots in another order, with fp32 rows, too."""
     assert found(host_dtype, transfer, optimizer="adagrad" if transfer == "staged" else "sgd").different == []

@@ -95,7 +95,7 @@ def make_request(budget: Budget | None = None, workload: Workload | None = None,
     own = {name: changes.pop(name) for name in list(changes) if name in _OF_REQUEST}
     workload = workload or make_workload(**changes)
     budget = budget or Budget(device_bytes=8_000_000)
-    own.setdefault("effort", 0.1)
+    own.setdefault("effort", 0.03)
     return PlanRequest(workload, own.pop("rates", None) or rates(num_ranks=workload.shape.world_size), budget, **own)
 
 

@@ -40,7 +40,7 @@ print(make_plan(make_request(Budget(ratio=0.1), rows=rows, dims=dims, world_size
 """
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_plans_do_not_depend_on_the_hash_seed(project_dir: Path) -> None:
     """Of this process, and another one: by `plan_sharding`, and by `embershard plan`."""
     command = [sys.executable, "-W", "ignore", "-c", PLANS + "print(hash('t0'))"]

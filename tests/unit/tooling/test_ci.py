@@ -54,7 +54,7 @@ def test_continuous_integration_goes_on_without_a_browser(project_dir: Path):
     assert lines.index(line) < lines.index("make test </dev/null")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_end_of_the_tests_names_what_was_skipped_and_why(project_dir: Path, tmp_path: Path):
     test = (
         "import pytest\n\n\n@pytest.mark.skip(reason='there is no browser; make browser')\ndef test_{}():\n    pass\n"

@@ -35,7 +35,7 @@ from tests.covering import keep, matrix
 from tests.disks import BrokenIo, FlippingIo, SlowIo
 from tests.small_runs import small_data, small_run
 
-STEPS = 60
+STEPS = 42
 #: Of 26 tables of 4 columns, under row-wise Adagrad.
 _ROW_BYTES = 20
 

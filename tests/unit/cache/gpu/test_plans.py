@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Callable[[], list[Operation]], dict[str, Any]]] = {
 
 
 _IN_THE_MATRIX = {"look-ahead", "look-ahead over many batches, hashed, growing", "lfu", "frequency", "static"}
-_IN_THE_MATRIX |= {"held and growing, static"}
+_IN_THE_MATRIX |= {"held and growing, static", "lru, hashed", "batches of several blocks"}
 
 
 @pytest.mark.parametrize("case", keep(CASES.keys() - _IN_THE_MATRIX, CASES))

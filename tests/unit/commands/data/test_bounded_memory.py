@@ -70,7 +70,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "words",
     [
-        ["inspect", "large.csv", "-o", "large.toml"],
+        matrix(["inspect", "large.csv", "-o", "large.toml"]),
         matrix(["convert", "large.csv", "--rows", "1024", "-o", "large.parquet"]),
         ["convert", "small.csv", "--join", "many_users.csv", "-o", "joined.parquet"],
     ],

@@ -72,7 +72,7 @@ def files(tmp_path_factory) -> Path:
 
 def given(files: Path, *more: str) -> list[str]:
     """Arguments for a plan by a short search."""
-    return ["--config", str(files / "run.toml"), "--profile", str(files / "p.npz"), "--effort", "0.1", *more]
+    return ["--config", str(files / "run.toml"), "--profile", str(files / "p.npz"), "--effort", "0.03", *more]
 
 
 def refused(capsys, arguments: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def plan(file: Path, *more: str) -> int:
-    return cli.main(["plan", "--tables", str(file), "--topology", "h200x8", "--effort", "0.1", *more])
+    return cli.main(["plan", "--tables", str(file), "--topology", "h200x8", "--effort", "0.03", *more])
 
 
 def test_tables_that_are_numbers_are_planned(file, tmp_path, capsys):
@@ -89,7 +89,7 @@ def test_several_ranks_are_compared(file, capsys):
 
 def test_machines_for_a_target_are_named_with_what_they_cost(file, capsys):
     machines = ("--topology", "h200x8,a10x4", "--price", "3.5,1.25")
-    assert cli.main(["plan", "--tables", str(file), "--target", "20k/s", "--effort", "0.1", *machines]) == 0
+    assert cli.main(["plan", "--tables", str(file), "--target", "20k/s", "--effort", "0.03", *machines]) == 0
     said = " ".join(capsys.readouterr().out.split())
     found = re.search(r"20,000 samples/s take (\d+) ranks? of (\S+) .*?([\d.]+) an hour, ([\d,]+) samples/s", said)
     assert found is not None, said
@@ -99,7 +99,7 @@ def test_machines_for_a_target_are_named_with_what_they_cost(file, capsys):
     assert f"What the step of {ranks} rank" in said
     assert "step_overhead_seconds" in said, "the host's thread limits a step of so small a model"
     assert (
-        cli.main(["plan", "--tables", str(file), "--target", "900G/s", *machines, "--ranks", "1,2", "--effort=0.1"])
+        cli.main(["plan", "--tables", str(file), "--target", "900G/s", *machines, "--ranks", "1,2", "--effort=0.03"])
         == 0
     )
     assert "None of these reaches 900,000,000,000 samples/s. The fastest is 2 ranks of" in capsys.readouterr().out
