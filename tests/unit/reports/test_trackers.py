@@ -149,7 +149,28 @@ def test_tensorboard_has_reports_and_result(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(each.step, round(each.value, 3)) for each in events.Scalars("train/loss")] == [(10, 0.7), (20, 0.6)]
-    assert [each.value for each in events.Scalars("result/auc")] == [0.75]
+    assert [(each.step, each.value) for each in events.Scalars("result/auc")] == [(20, 0.75)]
+
+
+def test_a_result_stands_at_the_newest_step(monkeypatch, tmp_path):
+    """Not at that of a save whose report came later."""
+    monkeypatch.setattr(module, "check_trackers", lambda config: None)
+    steps = []
+    store = SimpleNamespace(
+        add_scalar=lambda name, value, step: steps.append(step),
+        log=lambda numbers, step: steps.append(step),
+        close=lambda: None,
+        finish=lambda: None,
+    )
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda *_, **__: store)
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda *_, **__: store))
+    for kind in ("tensorboard", "trackio"):
+        trackers = Trackers(tracked(tmp_path, kind), pytest.fail)
+        trackers.add("train", {"step": 22, "loss": 0.5})
+        trackers.add("checkpoint", {"step": 20, "seconds": 0.5})
+        trackers.finish({"auc": 0.75})
+        trackers.close()
+    assert steps == [22, 20, 22] * 2
 
 
 class MadeUpBackend:
