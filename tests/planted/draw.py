@@ -99,7 +99,7 @@ def _compiles(text: str) -> bool:
 
 def noticed_by(fault: Fault, tree: Path) -> str:
     """Return the test that fails with the fault planted; an empty string where none does. Of its file's own tests, of
-    unit tests that import it, and of its folder."""
+    unit tests that import it, its examples, and of its folder."""
     with fault.planted(tree):
         for words in _tries(fault.file, tree):
             _, printed = run_tests(tree, [*words, "-m", "not matrix and (not extra or smoke)"], _SECONDS)
@@ -114,6 +114,7 @@ def _tries(file: str, tree: Path) -> Iterator[list[str]]:
     own = folder / f"test_{parts[-1]}.py"
     if (tree / own).is_file():
         yield [str(own)]
+    yield ["tests/unit/test_doctests.py", "-k", f"[{'.'.join(parts)}]"]
     imported = re.compile(
         rf"from {re.escape('.'.join(parts))} import|from {'.'.join(parts[:-1])} import .*\b{parts[-1]}\b"
     )

@@ -262,6 +262,16 @@ def test_plain_lines_when_not_a_terminal():
     assert sixth == "no space."
 
 
+def test_the_time_that_is_left_is_that_of_the_steps_so_far(monkeypatch):
+    """Of a run that went on at step 5, whose five steps took 20 seconds: ten more take 40."""
+    screen, clock = io.StringIO(), [100.0]
+    monkeypatch.setattr("embershard.reports.progress.time.monotonic", lambda: clock[0])
+    display = ProgressDisplay(Console(file=screen, force_terminal=False, width=200), 20, 5)
+    clock[0] = 120.0
+    display.show(train_report(10))
+    assert screen.getvalue().endswith("  ETA 40 s\n")
+
+
 @pytest.mark.parametrize("quality", [{"samples": 10, "auc": None, "ne": None}, {"samples": 10, "rmse": None}])
 def test_weights_of_0_alone_are_said_once(quality):
     screen = io.StringIO()
