@@ -334,7 +334,7 @@ class RowCache:
             passing, num_passing = self._planner.removal_of_passing(pinned)
             if passing.evicted_slots.numel():
                 self._in_flight.check_victims(passing.evicted_slots, self._map, self._pin_watch is not None)
-                passing = self._own_write_backs(passing)  # the next plan's meeting orders them
+                passing = self._own_write_backs(passing)  # the next plan's barrier orders them
                 self._copies.write_back_evicted(passing)
                 with self._guard.change("removing rows from a static cache"):
                     self._planner.remove(passing, num_passing)
@@ -392,7 +392,7 @@ class RowCache:
         plan = self._own_write_backs(plan)
         self._copies.write_back_evicted(plan, training)
         if self.host.is_shared:
-            self.host.meet(self.name, plan.digest)
+            self.host.wait_for_ranks(self.name, plan.digest)
         with self._guard.change(f"filling the rows of batch {plan.batch}"):
             self._planner.evict(plan)
             try:

@@ -51,7 +51,7 @@ ALL_FILES = frozenset().union(*GROUPS.values())
 #: Not the cache: what looks at a batch as it is taken, before other ranks count on it.
 _NOT_CACHE = {"ModelInputs.check", "PipelinedForward.check", "pipelined_forwards", "_named_forwards"}
 #: As many lines as another rank is late.
-_WAITS = {"Meetings._wait"}
+_WAITS = {"Barriers._wait"}
 
 
 class HangError(BaseException):

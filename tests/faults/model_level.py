@@ -228,8 +228,8 @@ def impatient(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for pool in cached_embeddings(model):
             share = getattr(pool.host, "_share", None)  # of rows that ranks share
-            for meetings in () if share is None else (share.meetings, share.at_writes):
-                stack.enter_context(mock.patch.object(meetings, "_timeout_seconds", 2.0))
+            for barriers in () if share is None else (share.barriers, share.at_writes):
+                stack.enter_context(mock.patch.object(barriers, "_timeout_seconds", 2.0))
         yield
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embershard import LookAheadPipeline, flush
-from embershard.cache.homes.shared import Meetings
+from embershard.cache.homes.shared import Barriers
 from embershard.errors import CacheError, EmbershardError
 from embershard.extras.data_parallel import mode as data_parallel
 from embershard.extras.data_parallel import node_memory
@@ -196,7 +196,7 @@ def _own_ids_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ranks_do_not_meet() -> Iterator[None]:
-    with mock.patch.object(Meetings, "meet"):
+    with mock.patch.object(Barriers, "wait"):
         yield
 
 

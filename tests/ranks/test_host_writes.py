@@ -100,17 +100,17 @@ def write_late(case: Case) -> list[bool]:
 
 
 def versions_when_ranks_meet(case: Case) -> tuple[int, list[int]]:
-    """The version of a pool's rows before `load_state_dict`, and at each meeting of the ranks during it."""
+    """The version of a pool's rows before `load_state_dict`, and at each barrier of the ranks during it."""
     model = parity.build(case, True, LinearModel)
     (pool, *_) = cached_embeddings(model)
     tensors, found = model.state_dict(), []
-    before, meet = pool.host.version, pool.host.meet
+    before, wait = pool.host.version, pool.host.wait_for_ranks
 
     def noting(*arguments: Any) -> None:
         found.append(pool.host.version)
-        meet(*arguments)
+        wait(*arguments)
 
-    pool.host.meet = noting  # type: ignore[method-assign]
+    pool.host.wait_for_ranks = noting  # type: ignore[method-assign]
     model.load_state_dict(tensors)
     return before, found
 

@@ -50,7 +50,7 @@ class PlacedRows(Protocol):
 
     def bring_in(self, keys: Tensor, known: KnownBatch | None) -> None: ...
 
-    def give_back(self, keys: Tensor) -> None: ...
+    def unpin(self, keys: Tensor) -> None: ...
 
     def skip(self, known: KnownBatch, keys: Tensor) -> None: ...
 
@@ -103,7 +103,7 @@ class FilePart(PoolPart):
         return batch.is_filed
 
     def entering(self, keys: Tensor, known: KnownBatch | None) -> None:
-        """Wait until the rows are in memory, and lend their places to the device."""
+        """Wait until the rows are in memory, and pin their places."""
         batch, self._entering = self._removed(known), keys
         self._filed.bring_in(keys, None if batch is None else batch.known)
 
@@ -112,7 +112,7 @@ class FilePart(PoolPart):
         if self._is_on_gpu:
             keys, self._landing = self._landing, keys
             keys = keys[~torch.isin(keys, self._entering)]
-        self._filed.give_back(keys)
+        self._filed.unpin(keys)
 
     def _send(self, batch: _OfPlaces, *ids: Tensor) -> None:
         """Begin to copy a batch's ids to host memory, from where the places learn them."""

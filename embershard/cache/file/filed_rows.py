@@ -1,7 +1,7 @@
 """Host memory as a cache in front of a file: a row of the host tier has a place in memory, or it is in the file, or it
 was never written and has its initial weights.
 
-A row keeps its place while it is on the device: its place is *lent*. Places are chosen by what chooses slots (a map, an
+A row keeps its place while it is on the device: its place is *pinned*. Places are chosen by what chooses slots (a map, an
 index of next uses, a queue of victims), for batches that train several steps later. So their rows are in memory by the
 time they are copied to the device, and no policy but one decides what leaves.
 """
@@ -36,7 +36,7 @@ class FiledRows(Home):
     """Rows in a file, R in all, of which H are in memory. A save may read beside everything else.
 
     A batch becomes known (`know`), its rows get places (`file`, which begins to read those in the file), and they are
-    lent to the device (`bring_in`) until the device evicts them (`give_back`). Keys number the pool's rows: int64, in
+    pinned (`bring_in`) until the device evicts them (`unpin`). Keys number the pool's rows: int64, in
     host memory.
 
     Args:
@@ -52,11 +52,11 @@ class FiledRows(Home):
     >>> rows = FiledRows(PoolShape([1000], 4, initial=tables), num_places=20, folder=".")
     >>> rows.bring_in(torch.tensor([500, 3]), None)
     >>> rows.parts[0][rows.places_of(torch.tensor([3]))] = 1.0  # as the device writes a row back
-    >>> rows.give_back(torch.tensor([500, 3]))
+    >>> rows.unpin(torch.tensor([500, 3]))
     >>> for first in range(0, 400, 10):
     ...     some = torch.arange(first, first + 10)
     ...     rows.bring_in(some, None)
-    ...     rows.give_back(some)
+    ...     rows.unpin(some)
     >>> rows.read(torch.tensor([3])).tolist(), rows.counts.rows_written > 300
     ([[1.0, 1.0, 1.0, 1.0]], True)
     """
@@ -108,7 +108,7 @@ class FiledRows(Home):
             return True
 
     def bring_in(self, keys: Tensor, known: KnownBatch | None) -> None:
-        """Wait until rows are in memory, and lend their places to the device.
+        """Wait until rows are in memory, and pin their places.
 
         Args:
             keys: int64 [M], distinct: the rows of a batch that the device has not.
@@ -123,7 +123,7 @@ class FiledRows(Home):
                 self._wait_all()  # any row may be on its way, for another batch
             elif (work := self._works.pop(known, None)) is not None:
                 self._wait(work)
-            if not self.places.lend(keys):  # not filed, or given away: there was too little room
+            if not self.places.pin(keys):  # not filed, or given away: there was too little room
                 self._wait_all()
                 claim = self.places.claim_now(keys)
                 if claim is None:
@@ -134,15 +134,15 @@ class FiledRows(Home):
                     )
                 if (work := self._bring(claim)) is not None:
                     self._wait(work)
-                is_lent = self.places.lend(keys)
-                assert is_lent, "places were claimed just now"
+                is_pinned = self.places.pin(keys)
+                assert is_pinned, "places were claimed just now"
 
-    def give_back(self, keys: Tensor) -> None:
+    def unpin(self, keys: Tensor) -> None:
         """Take back the places of rows `keys` (int64 [M], distinct), which are not on the device any more and were
         written back if they had changed."""
         if keys.numel():
             with self._lock:
-                self.places.give_back(keys)
+                self.places.unpin(keys)
 
     def skip(self, known: KnownBatch, keys: Tensor) -> None:
         """Take back the oldest known batch, with these keys (int64 [N]), which will not be brought in."""
@@ -159,7 +159,7 @@ class FiledRows(Home):
             self.places.forget()
 
     def places_of(self, keys: Tensor) -> Tensor:
-        """Return the places of rows that are lent: int64, as `keys`."""
+        """Return the places of rows that are pinned: int64, as `keys`."""
         with self._lock:
             places = self.places.of(keys)
         assert bool((places > 0).all()), "rows without a place in memory"
@@ -210,7 +210,7 @@ class FiledRows(Home):
                 part.data[places[here]] = values[here]
 
     def copier(self, out: Sequence[Tensor]) -> Callable[[Tensor, Tensor], None]:
-        """As every home; the rows are lent."""
+        """As every home; the rows are pinned."""
         copy = row_copier(self.parts, out)
         return lambda keys, to: copy(self.places_of(keys), to)
 
@@ -299,7 +299,7 @@ class FiledTransfer:
 
     Args:
         slots: payload tensors by slot, [S + 1, ...] each.
-        filed: the rows; those that move are lent.
+        filed: the rows; those that move are pinned.
     """
 
     def __init__(self, slots: Sequence[Tensor], filed: FiledRows) -> None:

@@ -1,7 +1,7 @@
 """Places of rows in host memory, in front of a file: which rows have one, and which leave when others need theirs.
 
 What chooses slots chooses places: a map, an index of next uses, a queue of victims and a planner. A batch claims places
-some steps before it trains. A row that is on the device keeps its place: it is *lent*, and no victim.
+some steps before it trains. A row that is on the device keeps its place: it is *pinned*, and no victim.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from embershard.cache.slot_state import SlotState
 #: Batches whose rows are read from files ahead of the one in training: a disk's queue is full, and no step waits.
 READ_AHEAD = 8
 #: Stamp of a place whose row is on the device: newer than any batch, so it is no victim.
-_LENT = SlotMap.first_stamp(2**31 - 2)
+_PINNED = SlotMap.first_stamp(2**31 - 2)
 #: With fewer free places than the first share, the worst rows leave, as many as the second. Many that leave together
 #: have pages of the file in common.
 _LEAST_FREE, _LEAVING = 0.02, 1 / 16
@@ -81,7 +81,7 @@ class RowPlaces:
     >>> claim = places.claim_now(torch.tensor([7, 5, 7]))
     >>> claim.keys.tolist(), claim.places.tolist()
     ([5, 7], [1, 2])
-    >>> places.lend(torch.tensor([5, 7]))  # the device has them: others leave
+    >>> places.pin(torch.tensor([5, 7]))  # the device has them: others leave
     True
     >>> places.claim_now(torch.tensor([1])).leaving_keys.tolist()
     []
@@ -128,7 +128,7 @@ class RowPlaces:
 
     def claim_now(self, keys: Tensor) -> Claim | None:
         """Give rows `keys` (int64 [N]) places until others need them, even those of claims; None if too many rows are
-        lent."""
+        pinned."""
         return self._claim(keys, None, self._newest + 1)
 
     def has_claim(self, known: KnownBatch) -> bool:
@@ -142,19 +142,19 @@ class RowPlaces:
             self._claims.popleft()
         return found
 
-    def lend(self, keys: Tensor) -> bool:
+    def pin(self, keys: Tensor) -> bool:
         """Note that rows `keys` (int64 [M]) come to the device; False, and nothing is noted, if one has no place."""
         places = self._map.lookup(keys)
         if not bool((places > 0).all()):
             return False
-        self._map.use_stamp.index_fill_(0, places, _LENT)
+        self._map.use_stamp.index_fill_(0, places, _PINNED)
         return True
 
-    def give_back(self, keys: Tensor) -> None:
+    def unpin(self, keys: Tensor) -> None:
         """Note that rows `keys` (int64 [M], distinct) left the device."""
         places = self._map.lookup(keys)
-        is_lent = (places > 0) & (self._map.use_stamp[places] == _LENT)
-        assert bool(is_lent.all()), "rows that were not lent"
+        is_pinned = (places > 0) & (self._map.use_stamp[places] == _PINNED)
+        assert bool(is_pinned.all()), "rows that were not pinned"
         self._map.use_stamp[places] = self._last_claim[places] << 32
 
     def of(self, keys: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class RowPlaces:
         """Give a batch the next number and its rows places, but none of a batch from `oldest` on."""
         self._newest = number = self._newest + 1
         places = self._map.lookup(keys)
-        lent = places[self._map.use_stamp.index_select(0, places) == _LENT]
+        pinned = places[self._map.use_stamp.index_select(0, places) == _PINNED]
         leaving, claim = self._leaving(keys, keys[places == 0].unique().numel(), oldest), None
         if leaving is not None:
             plan = self._planner.plan(keys, number, oldest)
@@ -184,7 +184,7 @@ class RowPlaces:
             self._planner.admit(plan, known)
             self._last_claim.index_fill_(0, plan.slots, number)
             claim = Claim(*leaving, plan.fill_keys, plan.fill_slots)
-        self._map.use_stamp.index_fill_(0, lent, _LENT)
+        self._map.use_stamp.index_fill_(0, pinned, _PINNED)
         return claim
 
     def _leaving(self, keys: Tensor, num_missing: int, oldest: int) -> tuple[Tensor, Tensor] | None:

@@ -159,8 +159,8 @@ class Home:
         """Return which of the rows `keys` ([M]) this rank writes back: bool [M]; None for all of them."""
         return None
 
-    def meet(self, name: str, digest: int = 0) -> None:
-        """Where rows are shared, wait until all ranks have come to this point with this digest; see `Meetings`."""
+    def wait_for_ranks(self, name: str, digest: int = 0) -> None:
+        """Where rows are shared, wait until all ranks have come to this point with this digest; see `Barriers`."""
 
     def meet_at_writes(self, name: str, is_waiting: bool = True) -> None:
         """Where rows are shared, wait until all ranks have called this; rows may be written to, or have been.

@@ -46,11 +46,11 @@ class SharedRows(MemoryRows):
         tables = torch.bucketize(keys, self._table_ends, right=True)
         return (keys >= self._first_own[tables]) & (keys < self._end_own[tables])
 
-    def meet(self, name: str, digest: int = 0) -> None:
-        self._share.meetings.meet(name, digest)
+    def wait_for_ranks(self, name: str, digest: int = 0) -> None:
+        self._share.barriers.wait(name, digest)
 
     def meet_at_writes(self, name: str, is_waiting: bool = True) -> None:
-        self._share.at_writes.meet(name, is_waiting=is_waiting)
+        self._share.at_writes.wait(name, is_waiting=is_waiting)
 
 
 class _SharedPages(RowPages):
@@ -75,7 +75,7 @@ class _SharedPages(RowPages):
 
 
 _SPINS, _PAUSE_SECONDS = 200, 5e-5
-#: int64 numbers of a rank in `Meetings`: a cache line, so that ranks do not slow each other down.
+#: int64 numbers of a rank in `Barriers`: a cache line, so that ranks do not slow each other down.
 CELLS_PER_RANK = 8
 
 
@@ -86,19 +86,19 @@ class NodeShare:
     Attributes:
         allocate: gives zeroed memory, the same on all ranks, for a number of elements and a dtype. Collective.
         own: of each table, the first row and the number of the rows that this rank alone writes.
-        meetings: of the ranks, at their plans and loads.
+        barriers: of the ranks, at their plans and loads.
         at_writes: the same, before and after somebody writes to rows himself: in whichever thread plans are made.
         is_mapped: the memory is files, of which the system reads what is not there.
     """
 
     allocate: Callable[[int, torch.dtype], Tensor]
     own: Sequence[tuple[int, int]]
-    meetings: Meetings
-    at_writes: Meetings
+    barriers: Barriers
+    at_writes: Barriers
     is_mapped: bool = False
 
 
-class Meetings:
+class Barriers:
     """Points that no rank passes before all ranks have reached them, in memory that they all map.
 
     A plan of a cache is such a point: its write-backs come before, its fills after. So a row that was evicted by any
@@ -109,14 +109,14 @@ class Meetings:
         rank: the calling rank.
         timeout_seconds: to wait for another rank.
 
-    >>> Meetings(torch.zeros(1, CELLS_PER_RANK, dtype=torch.int64), rank=0).meet("tables clicks", digest=5)
+    >>> Barriers(torch.zeros(1, CELLS_PER_RANK, dtype=torch.int64), rank=0).wait("tables clicks", digest=5)
     """
 
     def __init__(self, cells: Tensor, rank: int, timeout_seconds: float = TIMEOUT.total_seconds()) -> None:
         self._cells, self._rank, self._timeout_seconds = cells.numpy(), rank, timeout_seconds
         self._number = 0
 
-    def meet(self, name: str, digest: int = 0, is_waiting: bool = True) -> None:
+    def wait(self, name: str, digest: int = 0, is_waiting: bool = True) -> None:
         """Wait until all ranks have come to this point, with the same `digest` of what they are about to do.
 
         Args:
@@ -128,7 +128,7 @@ class Meetings:
             CacheError: a rank came with another digest, or did not come.
         """
         self._number = number = self._number + 1
-        own, place = self._cells[self._rank], 1 + number % 2  # no rank is more than one meeting ahead of another
+        own, place = self._cells[self._rank], 1 + number % 2  # no rank is more than one barrier ahead of another
         own[place] = digest
         own[0] = number
         if not is_waiting:
@@ -152,6 +152,6 @@ class Meetings:
             spins += 1
             if spins % 1000 == 0 and time.monotonic() > give_up:
                 raise CacheError(
-                    f"{name}: rank {rank} did not come to meeting {number} within {self._timeout_seconds:.0f} s (it "
+                    f"{name}: rank {rank} did not come to barrier {number} within {self._timeout_seconds:.0f} s (it "
                     f"is at {self._cells[rank, 0]}). It has ended, or waits for something else; look at its last lines"
                 )

@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.config import CacheConfig
 from embershard.cache.guards import CopiesGuard
-from embershard.cache.homes.shared import CELLS_PER_RANK, Meetings, NodeShare
+from embershard.cache.homes.shared import CELLS_PER_RANK, Barriers, NodeShare
 from embershard.distributed.ranks import Ranks
 from embershard.errors import ConfigError
 from embershard.extras.data_parallel.node_memory import NodeMemory
@@ -203,7 +203,7 @@ def share_of(
     memory = NodeMemory(ranks, config.host_dir if config.host == "mmap" else None)
     cells = NodeMemory(ranks).zeros(2 * world_size * CELLS_PER_RANK, torch.int64).view(2, world_size, -1)
     own = [(first_row(shard), shard.local_rows) for shard in shards]
-    at_plans, at_writes = (Meetings(part, rank) for part in cells)
+    at_plans, at_writes = (Barriers(part, rank) for part in cells)
     return NodeShare(memory.zeros, own, at_plans, at_writes, is_mapped=config.host == "mmap")
 
 

@@ -115,7 +115,7 @@ class FileTier:
     >>> for row in (0, 1, 0):
     ...     keys = torch.tensor([row])
     ...     tier.bring_in(keys, None)
-    ...     tier.give_back(keys)
+    ...     tier.unpin(keys)
     >>> tier.traffic.rows_drawn, tier.traffic.rows_read, tier.traffic.rows_written
     (2.0, 1.0, 2.0)
     """
@@ -151,7 +151,7 @@ class FileTier:
         """
         if known is not None:
             self.places.release(known)
-        if self.places.lend(keys):
+        if self.places.pin(keys):
             return
         claim = self.places.claim_now(keys)  # not claimed, or given away
         if claim is None:
@@ -160,11 +160,11 @@ class FileTier:
                 f"{self.places.num_places} places in host memory; give it more, or train smaller batches"
             )
         self._file.add(claim)
-        self.places.lend(keys)
+        self.places.pin(keys)
 
-    def give_back(self, keys: Tensor) -> None:
-        """As `FiledRows.give_back`."""
-        self.places.give_back(keys)
+    def unpin(self, keys: Tensor) -> None:
+        """As `FiledRows.unpin`."""
+        self.places.unpin(keys)
 
     def skip(self, known: KnownBatch, keys: Tensor) -> None:
         """As `FiledRows.skip`."""

@@ -178,5 +178,5 @@ class HostTables(nn.Module):
         """Write trained rows back, and fetch the cached ones again. Collective where ranks share the rows: they wait
         until all of them have written."""
         self.cache.flush()
-        self.host.meet(self.cache.name)
+        self.host.wait_for_ranks(self.cache.name)
         self.cache.host_rows_changed()

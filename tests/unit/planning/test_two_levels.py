@@ -112,8 +112,8 @@ def test_rows_on_the_device_keep_their_places(monkeypatch: pytest.MonkeyPatch) -
     batches = of_rows(*([[0, 1, 2, 3], [4 + n % 30, 40 + n]][n % 2] for n in range(120)))
     levels, lru = Levels(8, 14, 4, read_ahead=1), CachePolicy("lru", by_next_use=False)
     assert replay(batches, 200, levels, 1, lru).rows_read > 0
-    monkeypatch.setattr(places, "_LENT", 0)  # the negative control: the longest unused, so the first victims
-    with pytest.raises(AssertionError, match="were not lent"):
+    monkeypatch.setattr(places, "_PINNED", 0)  # the negative control: the longest unused, so the first victims
+    with pytest.raises(AssertionError, match="were not pinned"):
         replay(batches, 200, levels, 1, lru)
 
 

@@ -143,7 +143,7 @@ def test_a_deep_window_changes_no_bit(
     assert 200 < found["counts"].rows_read < less["counts"].rows_read
 
 
-def lend_without_wait(rows: FiledRows, keys: Tensor, known: KnownBatch | None) -> None:
+def pin_without_wait(rows: FiledRows, keys: Tensor, known: KnownBatch | None) -> None:
     """As `bring_in`, but for reads that are not awaited."""
     rows._works, rows._reading = {}, []
     right_bring_in(rows, keys, known)
@@ -177,7 +177,7 @@ right_read = FileRows.read
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
-        (FiledRows, "bring_in", lend_without_wait),
+        (FiledRows, "bring_in", pin_without_wait),
         matrix(FileRows, "write", write_nothing),
         matrix(FileRows, "read", read_the_file),
     ],
@@ -206,7 +206,7 @@ def test_a_victim_that_is_on_the_device_is_noticed(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its place is another row's when it is to be written back."""
-    monkeypatch.setattr(places, "_LENT", 0)
+    monkeypatch.setattr(places, "_PINNED", 0)
     with pytest.raises((AssertionError, CacheError)):
         trained(make_config(tmp_path, 0.06), ranks)
 

@@ -32,7 +32,7 @@ NUM_ROWS, ON_DEVICE, BATCH = sum(ROWS), 12, 6
 class Tier:
     """Rows of three tables, of which some are on a device that this class is; and what they should be.
 
-    `truth` [R, ...] has the rows as host memory and the file should have them, `device` those that are lent.
+    `truth` [R, ...] has the rows as host memory and the file should have them, `device` those that are pinned.
     """
 
     def __init__(self, folder: Path | str, num_places: int, io: PageIo | None = None, seed: int = 0) -> None:
@@ -79,7 +79,7 @@ class Tier:
             for part in self.device[key]:
                 part.normal_(generator=self._random)
 
-    def give_back(self) -> None:
+    def unpin(self) -> None:
         self._evict([key for key in self.device if self._number(0, 1)])
 
     def flush(self) -> None:
@@ -113,7 +113,7 @@ class Tier:
             part[first:stop] = new
         self._fetch([key for key in self.device if first <= key < stop])
 
-    def copy_lent(self) -> None:
+    def copy_pinned(self) -> None:
         keys = list(self.device)
         found = [part.new_zeros(len(keys) + 1, *part.shape[1:]) for part in self.truth]
         to = torch.randperm(len(keys), generator=self._random)
@@ -136,7 +136,7 @@ class Tier:
 
     def _evict(self, keys: list[int]) -> None:
         self._write_back(keys)
-        self.rows.give_back(torch.tensor(keys, dtype=torch.int64))
+        self.rows.unpin(torch.tensor(keys, dtype=torch.int64))
         for key in keys:
             del self.device[key]
 
@@ -149,11 +149,11 @@ class Tier:
         assert here.numel() == places[here].unique().numel() == slot_map.num_slots - slot_map.num_free
         assert torch.equal(slot_map.keys(places[here]), here)
         assert torch.equal(slot_map.used_slots(), places[here].sort().values)
-        is_lent = slot_map.use_stamp == places_module._LENT
-        lent = slot_map.keys(is_lent.nonzero().flatten())
-        assert sorted(lent.tolist()) == sorted(self.device), "what is lent is bound, and nothing else is"
+        is_pinned = slot_map.use_stamp == places_module._PINNED
+        pinned = slot_map.keys(is_pinned.nonzero().flatten())
+        assert sorted(pinned.tolist()) == sorted(self.device), "what is pinned is bound, and nothing else is"
         free = slot_map.next_free(slot_map.num_free)
-        assert not is_lent[free].any()
+        assert not is_pinned[free].any()
         assert not torch.isin(free, places[here]).any()
 
     def check_contents(self) -> None:
@@ -185,7 +185,7 @@ def run(tier: Tier, operations: Iterable[str]) -> None:
 
 #: Of a training, whose batches are filed and brought in one after the other; and what comes between.
 _TRAINING = ["know", "know", "file", "file", "bring_in", "bring_in"]
-_BETWEEN = ["bring_in_unknown", "give_back", "flush", "read", "read_block", "put_block", "copy_lent"]
+_BETWEEN = ["bring_in_unknown", "unpin", "flush", "read", "read_block", "put_block", "copy_pinned"]
 _TAKEN_BACK = ["skip", "forget"]
 
 
@@ -249,7 +249,7 @@ def announce_held(tier: Tier, io: HeldIo, key: int) -> None:
     work.wait = let_go  # type: ignore[method-assign]
 
 
-def lend_a_row_of_a_batch_that_was_skipped(tier: Tier, io: HeldIo) -> None:
+def pin_a_row_of_a_batch_that_was_skipped(tier: Tier, io: HeldIo) -> None:
     """Another batch wants a row that is on its way for the one that is skipped."""
     announce_held(tier, io, SHARED)
     announce(tier, SHARED, OTHER)
@@ -278,7 +278,7 @@ def file_after_a_batch_was_lost(tier: Tier, io: HeldIo) -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        lend_a_row_of_a_batch_that_was_skipped,
+        pin_a_row_of_a_batch_that_was_skipped,
         put_out_a_row_of_batches_that_were_forgotten,
         file_after_a_batch_was_lost,
     ],
@@ -310,7 +310,7 @@ def test_a_batch_that_does_not_fit_yet_is_filed_later(tmp_path: Path) -> None:
     assert tier.rows.counts.rows_read == read
     tier.bring_in()
     assert not tier.rows.file(keys, known), "the first one's rows are on the device"
-    tier.give_back()
+    tier.unpin()
     tier._evict(list(tier.device))
     assert tier.rows.file(keys, known)
     assert tier.rows.counts.rows_read == read + 10
@@ -323,7 +323,7 @@ def test_a_batch_that_was_not_filed_takes_places_of_those_that_were(tmp_path: Pa
     announce(tier, *range(10))
     announce(tier, *range(10, 20))
     tier._bring_in(list(range(30, 40)), None)
-    run(tier, ["bring_in", "give_back", "bring_in"])
+    run(tier, ["bring_in", "unpin", "bring_in"])
 
 
 def test_more_rows_than_places_are_told(tmp_path: Path) -> None:

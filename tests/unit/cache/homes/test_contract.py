@@ -19,7 +19,7 @@ from embershard.cache.homes.choose import HOMES as CHOSEN
 from embershard.cache.homes.choose import HomeRequest, choose_home, parts_of
 from embershard.cache.homes.home import Home
 from embershard.cache.homes.shape import PoolShape
-from embershard.cache.homes.shared import CELLS_PER_RANK, Meetings, NodeShare
+from embershard.cache.homes.shared import CELLS_PER_RANK, Barriers, NodeShare
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.tickets import Ticket
@@ -44,7 +44,7 @@ def _zlib(_: Path) -> Home:
 def _shared(_: Path) -> Home:
     cells = torch.zeros(2, 1, CELLS_PER_RANK, dtype=torch.int64)
     own = [(0, rows) for rows in ROWS]
-    share = NodeShare(lambda numel, dtype: torch.zeros(numel, dtype=dtype), own, *(Meetings(each, 0) for each in cells))
+    share = NodeShare(lambda numel, dtype: torch.zeros(numel, dtype=dtype), own, *(Barriers(each, 0) for each in cells))
     return choose_home(HomeRequest(SHAPE, share=share))
 
 

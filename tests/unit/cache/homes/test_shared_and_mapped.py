@@ -20,7 +20,7 @@ from embershard.cache.config import CachePolicy
 from embershard.cache.homes.mapped import MappedRows
 from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.homes.shape import PoolShape
-from embershard.cache.homes.shared import CELLS_PER_RANK, Meetings, NodeShare, SharedRows
+from embershard.cache.homes.shared import CELLS_PER_RANK, Barriers, NodeShare, SharedRows
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.transfer import PlainTransfer
@@ -143,7 +143,7 @@ def test_the_system_reads_no_rows_ahead_in_mapped_files(is_shared, tmp_path):
     cells = torch.zeros(1, CELLS_PER_RANK, dtype=torch.int64)
     with process_group("cpu") as ranks:
         files = NodeMemory(ranks, str(tmp_path))
-        share = NodeShare(files.zeros, [(0, 5000)], Meetings(cells, 0), Meetings(cells.clone(), 0), is_mapped=True)
+        share = NodeShare(files.zeros, [(0, 5000)], Barriers(cells, 0), Barriers(cells.clone(), 0), is_mapped=True)
         shape = PoolShape([5000], 8, FP32, STATES)
         store = SharedRows(shape, share) if is_shared else MappedRows(shape, str(tmp_path))
     assert all("rr" in vm_flags(tensor) for tensor in store.parts)
@@ -198,7 +198,7 @@ class Node:
     def __init__(self, timeout_seconds: float = 600.0) -> None:
         self._tensors: dict[int, Tensor] = {}
         cells = torch.zeros(RANKS, CELLS_PER_RANK, dtype=torch.int64)
-        self.meetings = [Meetings(cells, rank, timeout_seconds) for rank in range(RANKS)]
+        self.barriers = [Barriers(cells, rank, timeout_seconds) for rank in range(RANKS)]
 
     def share(self, rank: int) -> NodeShare:
         numbers = iter(range(100))
@@ -206,7 +206,7 @@ class Node:
         def allocate(numel: int, dtype: torch.dtype) -> Tensor:
             return self._tensors.setdefault(next(numbers), torch.zeros(numel, dtype=dtype))
 
-        return NodeShare(allocate, OWN[rank], self.meetings[rank], self.meetings[rank])
+        return NodeShare(allocate, OWN[rank], self.barriers[rank], self.barriers[rank])
 
     def host(self, rank: int) -> SharedRows:
         shards = [ShardWeights(f"t{t}", 7, 4, -0.5, 0.5, first) for t, (first, _) in enumerate(OWN[rank])]
@@ -323,9 +323,9 @@ def test_a_row_comes_back_as_it_left(distance: int) -> None:
 
 
 @pytest.mark.slow
-def test_without_meetings_rows_come_back_as_they_were() -> None:
+def test_without_barriers_rows_come_back_as_they_were() -> None:
     """The test above can fail."""
-    with slow_write_backs(0.02), mock.patch.object(Meetings, "meet"):
+    with slow_write_backs(0.02), mock.patch.object(Barriers, "wait"):
         stale = [rank.num_stale for distance in DISTANCES for rank in train_all(distance)]
     assert sum(stale) > 0
 
@@ -388,6 +388,6 @@ def test_different_plans_are_noticed() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    ranks = Node(timeout_seconds=0.1).meetings
-    with pytest.raises(CacheError, match=r"rank 1 did not come to meeting 1 within 0 s"):
-        ranks[0].meet("tables t0, t1")
+    ranks = Node(timeout_seconds=0.1).barriers
+    with pytest.raises(CacheError, match=r"rank 1 did not come to barrier 1 within 0 s"):
+        ranks[0].wait("tables t0, t1")
