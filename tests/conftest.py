@@ -107,12 +107,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {problem}"))
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is there by now, all tests and what they import, from searches for garbage."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Report at the end which tests did not run, and why: a line for each reason, which says what they need."""
     files: dict[str, list[str]] = {}

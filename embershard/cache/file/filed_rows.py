@@ -1,9 +1,9 @@
 """Host memory as a cache in front of a file: a row of the host tier has a place in memory, or it is in the file, or it
 was never written and has its initial weights.
 
-A row keeps its place while it is on the device: its place is *pinned*. Places are chosen by what chooses slots (a map, an
-index of next uses, a queue of victims), for batches that train several steps later. So their rows are in memory by the
-time they are copied to the device, and no policy but one decides what leaves.
+A row keeps its place while it is on the device: its place is *pinned*. Places are chosen by what chooses slots (a map,
+an index of next uses, a queue of victims), for batches that train several steps later. So their rows are in memory by
+the time they are copied to the device, and no policy but one decides what leaves.
 """
 
 from __future__ import annotations
