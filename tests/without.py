@@ -69,6 +69,7 @@ CAPABILITIES = {
     "trackers": Capability(
         ("reports.tracking",), ("track", "tensorboard", "wandb", "mlflow", "prometheus"), carries=("mlperf",)
     ),
+    "event_logs": Capability(("extras.event_logs",), ("events", "event_logs", "sessions", "yambda", "windows")),
     "engines": Capability(
         ("extras.sweep_engines",),
         ("ray", "slurm", "kubernetes", "cluster"),

@@ -28,8 +28,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from embershard.data.hashing import Ids, add_part, mix64
-from embershard.data.sources.events import SampleWriter, need_at_least
 from embershard.errors import ConfigError, DataError, EmbershardError, naming_file
+from embershard.extras.event_logs.windows import SampleWriter, need_at_least
 from embershard.launch.arguments import check_new_folder, help_parts, positive, whole
 from embershard.launch.screen import plain_console, say
 from embershard.settings.decoding import to_toml

@@ -24,8 +24,8 @@ from scipy.special import expit, ndtri
 from yambda import DAY, EVENT_TYPES
 
 from embershard.data.hashing import Ids, add_part, make_key, mix64, random_words, unit_floats
-from embershard.data.sources.events import need_at_least
 from embershard.errors import ConfigError, EmbershardError, naming_file
+from embershard.extras.event_logs.windows import need_at_least
 from embershard.launch.arguments import check_new_folder, help_parts, positive, whole
 from embershard.launch.screen import plain_console, say
 from embershard.whole_file import whole_folder

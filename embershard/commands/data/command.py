@@ -67,6 +67,7 @@ is copied. See docs/ids.md.
   embershard data ids runs/hashed --config ids.toml -o runs/ids
   embershard train --config ids.toml --run-dir runs/ids --resume
 """
+_EVENT_LOGS = "embershard.extras.event_logs.commands"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -234,7 +235,7 @@ def _add_form(action: argparse.ArgumentParser, shown: Callable[[str], str] = str
 
 def _add_events(actions: Any) -> None:
     text = "make samples of a log of events: histories, and what came next"
-    action = add_action(actions, "events", text, _EVENTS_HELP, run="embershard.commands.data.events:events")
+    action = add_action(actions, "events", text, _EVENTS_HELP, run=f"{_EVENT_LOGS}:events")
     action.add_argument("log", type=Path, metavar="FILE", help="the log, plain or gzip")
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="DIR", help="the new folder")
     action.add_argument("--history", type=positive, default=50, metavar="N", help="most events of a history (50)")
@@ -242,7 +243,11 @@ def _add_events(actions: Any) -> None:
     action.add_argument("--seed", type=whole, default=0, metavar="N", help="of the other items (0)")
 
     action = add_action(
-        actions, "sessions", "generate a log of events", _SESSIONS_HELP, run="embershard.commands.data.events:sessions"
+        actions,
+        "sessions",
+        "generate a log of events",
+        _SESSIONS_HELP,
+        run=f"{_EVENT_LOGS}:sessions",
     )
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the log to write")
     action.add_argument("--users", type=positive, default=10_000, metavar="N", help="users (10000)")

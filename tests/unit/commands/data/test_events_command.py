@@ -6,7 +6,11 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from embershard.commands import cli
+
+pytestmark = [pytest.mark.extra, pytest.mark.smoke]
 
 
 def test_the_settings_name_commands_that_are_there(tmp_path, monkeypatch, capsys):

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.data.hashing import Ids, make_key, mix64, random_words, unit_floats
-from embershard.data.sources.events import BEHAVIOURS, need_at_least
 from embershard.errors import ConfigError
+from embershard.extras.event_logs.windows import BEHAVIOURS, need_at_least
 
 _FAVOURITES = 3
 _MOST_EVENTS = 60  # of a user

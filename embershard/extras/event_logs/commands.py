@@ -7,9 +7,9 @@ import argparse
 import shlex
 from pathlib import Path
 
-from embershard.data.sources.events import DENSE, SPARSE, WindowOptions, Windows, write_windows
-from embershard.data.sources.sessions import SessionOptions, session_log
 from embershard.errors import naming_file
+from embershard.extras.event_logs.sessions import SessionOptions, session_log
+from embershard.extras.event_logs.windows import DENSE, SPARSE, WindowOptions, Windows, write_windows
 from embershard.launch.arguments import as_called, check_new_folder
 from embershard.launch.screen import plain_console, say
 from embershard.settings.decoding import to_toml

@@ -16,10 +16,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from embershard.data.sources import events
-from embershard.data.sources.events import BEHAVIOURS, WindowOptions, write_windows
-from embershard.data.sources.sessions import SessionOptions, session_log
 from embershard.errors import ConfigError, DataError
+from embershard.extras.event_logs import windows as events
+from embershard.extras.event_logs.sessions import SessionOptions, session_log
+from embershard.extras.event_logs.windows import BEHAVIOURS, WindowOptions, write_windows
+
+pytestmark = pytest.mark.extra
 
 Event = tuple[int, int, str, int]  # user, item, behaviour, time
 
