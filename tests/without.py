@@ -52,7 +52,6 @@ CAPABILITIES = {
     ),
     "ids": Capability(
         (
-            "cache.ids.births",
             "cache.ids.id_map",
             "commands.data.start_ids",
             "sharding.torchrec.ids",

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from embershard.cache.config import CacheConfig
     from embershard.cache.homes.memory import MemoryRows
     from embershard.cache.homes.shape import PoolShape
-    from embershard.cache.ids.births import Births
     from embershard.cache.next_use import KnownBatch, NextUseIndex
     from embershard.cache.planner import CacheGrowthWarning, CachePlan, CachePlanner
     from embershard.cache.policies import SlotScores, make_scores
@@ -23,7 +22,6 @@ else:
     __getattr__ = lazy_names(__name__)
 
 __all__ = [
-    "Births",
     "CacheConfig",
     "CacheGrowthWarning",
     "CachePlan",

@@ -32,6 +32,7 @@ class ChangeGuard:
         pool: name of the pool, for messages.
 
     Attributes:
+        pool: its name.
         doubt: what is not certain any more after a change that did not end, for messages.
         num_changes: how many were begun.
 
@@ -45,7 +46,7 @@ class ChangeGuard:
     doubt = "it is not certain which row is in which slot"
 
     def __init__(self, pool: str) -> None:
-        self._pool, self.num_changes = pool, 0
+        self.pool, self.num_changes = pool, 0
         self._change: str | None = None
         self._cause: BaseException | None = None
 
@@ -86,7 +87,7 @@ class ChangeGuard:
             return
         cause = "interrupted" if self._cause is None else f"{type(self._cause).__name__}: {self._cause}"
         raise CacheError(
-            f"{self._pool}: {self._change} did not end ({cause}), so {self.doubt}. "
+            f"{self.pool}: {self._change} did not end ({cause}), so {self.doubt}. "
             "Nothing is read, trained or saved from now on. Fix the cause and resume from the last checkpoint"
         ) from self._cause
 
@@ -142,6 +143,7 @@ class UpdateGate:
 
     Attributes:
         lock: no update begins while it is held. The same thread may take it several times.
+        have_run: updates began or ended since somebody set it to False: since the last write-back.
     """
 
     def __init__(self, pool: str) -> None:
@@ -149,16 +151,19 @@ class UpdateGate:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._running: tuple[int, weakref.ref[Ticket]] | None = None
+        self.have_run = False
 
     def begin(self, ticket: Ticket) -> None:
         """Begin an update of the ticket's rows by the calling thread; wait for copies to end."""
         with self.lock:
             self._running = threading.get_ident(), weakref.ref(ticket)
+            self.have_run = True
 
     def end(self) -> None:
         """End the update."""
         with self.lock:
             self._running = None
+            self.have_run = True
             self._changed.notify_all()
 
     def wait_until_idle(self) -> None:

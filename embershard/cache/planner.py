@@ -5,8 +5,8 @@ misses are sorted; victims come from a queue that is refilled in bulk. Planning 
 keys give equal plans.
 
 A plan changes no map. It is executed in two halves, so that the map never promises a row that is not in its slot:
-`CachePlanner.evict` once the evicted rows are in the host tier, `CachePlanner.admit` once the filled rows are in their
-slots.
+`CachePlanner.evict` once the evicted rows are in the host tier, `CachePlanner.note_filled` once the filled rows are in
+their slots.
 """
 
 from __future__ import annotations
@@ -178,10 +178,10 @@ class Planner(ABC):
         self.state.passing = passing[_places(self._map.keys(passing) >= 0, num_passing)]
 
     def cancel_fill(self, plan: CachePlan) -> None:
-        """Free the victims' slots, after `evict` and in place of `admit`: the rows could not be filled."""
+        """Free the victims' slots, after `evict` and in place of `note_filled`: the rows could not be filled."""
         self._map.free(plan.evicted_slots)
 
-    def admit(self, plan: CachePlan, known: KnownBatch | None = None) -> None:
+    def note_filled(self, plan: CachePlan, known: KnownBatch | None = None) -> None:
         """Bind the plan's filled rows, which are in their slots, and count the batch's uses.
 
         Args:
@@ -215,7 +215,7 @@ class CachePlanner(Planner):
     >>> from embershard.cache.policies import RecencyScores
     >>> from embershard.cache.slot_map import SlotMap
     >>> planner = CachePlanner(SlotState(SlotMap(num_keys=9, num_slots=1), RecencyScores()))
-    >>> planner.admit(planner.plan(torch.tensor([7]), batch=1, oldest_pinned=1))
+    >>> planner.note_filled(planner.plan(torch.tensor([7]), batch=1, oldest_pinned=1))
     >>> planner.plan(torch.tensor([5]), batch=2, oldest_pinned=2).evicted_keys.tolist()
     [7]
     """
@@ -329,8 +329,8 @@ class PinWatch:
     >>> from embershard.cache.slot_map import SlotMap
     >>> state = SlotState(SlotMap(num_keys=9, num_slots=1), RecencyScores())
     >>> planner, watch = CachePlanner(state), PinWatch(state)
-    >>> planner.admit(planner.plan(torch.tensor([7]), batch=1, oldest_pinned=1))
-    >>> watch.add(planner.plan(torch.tensor([5]), batch=2, oldest_pinned=1), batch=2, oldest_pinned=1)
+    >>> planner.note_filled(planner.plan(torch.tensor([7]), batch=1, oldest_pinned=1))
+    >>> watch.note(planner.plan(torch.tensor([5]), batch=2, oldest_pinned=1), batch=2, oldest_pinned=1)
     >>> watch.in_flight, watch.own
     (1, 0)
     """
@@ -340,7 +340,7 @@ class PinWatch:
         self._order = VictimQueue(state)
         self.in_flight = self.own = 0
 
-    def add(self, found: CachePlan | Shortage, batch: int, oldest_pinned: int) -> None:
+    def note(self, found: CachePlan | Shortage, batch: int, oldest_pinned: int) -> None:
         """Count for what `Planner.plan` found for these arguments. Called before the plan is executed."""
         state, bound = self._state, _ABOVE_ALL
         if isinstance(found, CachePlan):

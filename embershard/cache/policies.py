@@ -53,8 +53,8 @@ class SlotScores:
         return torch.zeros(len(slots))
 
     def restore(self, keys: Tensor, counted: Tensor) -> None:
-        """Set the scores of rows that are not cached (float32 [M]): to those of a checkpoint, or to 0 where rows
-        begin anew."""
+        """Set the scores of rows that are not cached (float32 [M]): to those of a checkpoint, or to 0 where rows are
+        reinitialised."""
 
     def used(self, slots: Tensor, first_hits: Tensor, fill_slots: Tensor) -> None:
         """Count a batch that used `slots` (int64 [N], with repeats): see `CachePlan`."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embershard.cache.config import CachePolicy, MapKind, Overflow, TransferKind
-from embershard.cache.gpu.readback import Reads, planned, read_at_once, timed
+from embershard.cache.gpu.readback import Reads, planned, timed
 from embershard.cache.guards import ChangeGuard, StreamOrder, UpdateGate, one_at_a_time
 from embershard.cache.homes.home import Home
 from embershard.cache.next_use import KnownBatch, OtherTables
@@ -25,18 +24,34 @@ from embershard.cache.planning_classes import planning_classes
 from embershard.cache.policies import SlotScores, make_scores, most_frequent
 from embershard.cache.rows.choose_transfer import transfer_maker
 from embershard.cache.rows.copies import RowCopies
+from embershard.cache.rows.moves import RowMoves
 from embershard.cache.rows.touched import TouchedKeys
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
-from embershard.cache.slot_map import BLOCK
 from embershard.cache.slot_state import CacheContents, SlotState
-from embershard.cache.statistics import CacheCounters, Counter, TableStats, table_stats
+from embershard.cache.statistics import CacheCounters, TableStats, table_stats
 from embershard.cache.tickets import InFlight, Ticket
-from embershard.errors import CacheError
 from embershard.frequency.counts import RowCounts
-from embershard.stages import is_stage
+from embershard.stages import stage
 
-if TYPE_CHECKING:
-    from embershard.cache.ids.births import Births
+
+@dataclass(frozen=True, eq=False)
+class _Coming:
+    """A batch that is being prepared: the arguments of `RowCache.prepare`, and the following.
+
+    Attributes:
+        number: of the batch.
+        pinned_from: slots that this batch or later ones used stay.
+        training: the forwards and updates that were queued before.
+    """
+
+    keys: Tensor
+    lengths: Tensor
+    critical_path: bool
+    known: KnownBatch | None
+    if_it_fits: bool
+    number: int
+    pinned_from: int
+    training: torch.cuda.Event | None
 
 
 class RowCache:
@@ -117,10 +132,10 @@ class RowCache:
         if policy.warmup and row_counts is not None:
             self._warmup = partial(most_frequent, row_counts, self._pinned_keys)
         self._copies = RowCopies(device, host, transfer_maker(transfer, device, host))
-        self._attach(num_slots)
-        self._has_updates = False  # since the last write-back
-        self._host_version, self._weights_version = host.version, host.weights_version
         self._guard, self._updates = ChangeGuard(self.name), UpdateGate(self.name)
+        guards = (self._guard, self._updates)
+        self._moves = RowMoves(host, self._copies, self.state, self._planner, self._in_flight, self.counters, *guards)
+        self._attach(num_slots)
         self._lock, self._stream_order = threading.RLock(), StreamOrder(device)
         self.touched: TouchedKeys | None = None
 
@@ -139,13 +154,12 @@ class RowCache:
         """
         if self.next_use_index is None:
             return None
-        started = time.perf_counter()
-        self._check()
-        self._warm_up()
-        with self._guard.change("adding a known batch"):
-            known = self.next_use_index.know(keys, feature_lengths)
-        self.parts.known(keys, feature_lengths, known)
-        self.counters.seconds += time.perf_counter() - started
+        with self.counters.timed():
+            self._moves.check()
+            self._warm_up()
+            with self._guard.change("adding a known batch"):
+                known = self.next_use_index.know(keys, feature_lengths)
+            self.parts.known(keys, feature_lengths, known)
         return known
 
     def prepare(
@@ -155,7 +169,6 @@ class RowCache:
         critical_path: bool = True,
         known: KnownBatch | None = None,
         if_it_fits: bool = False,
-        births: Births | None = None,
     ) -> Ticket | None:
         """Fill slots with the missing rows of a batch, and pin all of its rows.
 
@@ -167,7 +180,6 @@ class RowCache:
             if_it_fits: do nothing if the batch does not fit before another one is released. Do nothing, either, for a
                 known batch if two others are in flight and the three would take more than half of the slots: rows
                 pinned that early cost more fills than they save time (decision 0011).
-            births: rows that begin anew with this batch; see `begin_anew`.
 
         Returns:
             The batch's ticket; None if it does not fit before another batch is released.
@@ -176,8 +188,13 @@ class RowCache:
             CacheOverflowError: the batch does not fit beside those in flight, and `overflow="raise"` or the cache
                 cannot grow because of them.
         """
-        with self._lock:  # between the parts, too
-            return read_at_once(self.preparing(keys, feature_lengths, critical_path, known, if_it_fits, births))
+        with self.counters.timed(critical_path):
+            batch = self._begin(keys, feature_lengths, critical_path, known, if_it_fits)
+            if batch is None:
+                return None
+            with stage("plan"):
+                found = self._planner.plan(keys, batch.number, batch.pinned_from)
+            return self._bring_in(batch, found)
 
     def preparing(self, keys: Tensor, lengths: Tensor, critical_path: bool, *rest: Any) -> Reads[Ticket | None]:
         """Do `prepare`, whose arguments these are, in parts: yield where the host needs numbers of the device. If the
@@ -186,59 +203,68 @@ class RowCache:
         return timed(work, partial(self.counters.add_seconds, critical_path))
 
     @one_at_a_time
-    def _preparing(
-        self,
-        keys: Tensor,
-        feature_lengths: Tensor,
-        critical_path: bool,
-        known: KnownBatch | None,
-        if_it_fits: bool,
-        births: Births | None = None,
-    ) -> Reads[Ticket | None]:
-        self._check()
+    def _preparing(self, *arguments: Any) -> Reads[Ticket | None]:
+        batch = self._begin(*arguments)
+        if batch is None:
+            return None
+        found = yield from planned(
+            self._planner.plan_with_reads(batch.keys, batch.number, batch.pinned_from),
+            lambda: (self._guard.num_changes, self._in_flight.newest, self.state.clean_through),
+        )
+        return None if found is None else self._bring_in(batch, found)
+
+    def _begin(
+        self, keys: Tensor, lengths: Tensor, critical_path: bool, known: KnownBatch | None, if_it_fits: bool
+    ) -> _Coming | None:
+        """Begin to prepare a batch, up to its plan; None: it has to wait."""
+        self._moves.check()
         self._warm_up()
         self.parts.coming(keys, known)
         other_slots = self.num_slots - self.state.num_pinned
         if if_it_fits and known is not None and self._in_flight.would_crowd(known.num_rows, other_slots):
             return None
-        if births is not None:
-            self.begin_anew(births)
         training = self._copies.newest_training
-        plan = yield from self._plan(keys, if_it_fits, critical_path)
-        if plan is None:
-            return None
-        with self.parts.moving(plan, known, self._copies, self._map):
-            filled = self._execute(plan, known, feature_lengths, critical_path, training)
+        number = self._in_flight.next_batch()  # not used again if planning fails: slots may be stamped with it
+        oldest = self._in_flight.oldest
+        pinned_from = number if oldest is None else oldest
+        if self.state.is_static:
+            self._moves.remove_passing(pinned_from)
+        return _Coming(keys, lengths, critical_path, known, if_it_fits, number, pinned_from, training)
+
+    def _bring_in(self, batch: _Coming, found: CachePlan | Shortage) -> Ticket | None:
+        """Move the rows of a planned batch, after growing if it does not fit; None if it may fit after a release. On
+        the critical path none comes where all batches in flight are held: they train together with this one."""
+        if self._pin_watch is not None:
+            self._pin_watch.note(found, batch.number, batch.pinned_from)
+        if isinstance(found, Shortage):
+            comes_none = batch.pinned_from == batch.number or (batch.critical_path and self._in_flight.are_held)
+            if batch.if_it_fits and not comes_none:
+                return None
+            self._grow(found)
+            found = self._planner.plan(batch.keys, batch.number, batch.pinned_from)  # what was in flight still is
+            assert isinstance(found, CachePlan), "the cache grew by what was missing"
+        with self.parts.moving(found, batch.known, self._copies, self._map):
+            filled = self._moves.execute(found, batch.known, batch.lengths, batch.critical_path, batch.training)
         has_keys = self.touched is not None or self.host.rounds
-        ticket = Ticket(plan.batch, plan.slots, filled=filled, keys=keys if has_keys else None)
-        self._in_flight.add(ticket, None if known is None else known.num_rows)
+        ticket = Ticket(batch.number, found.slots, filled=filled, keys=batch.keys if has_keys else None)
+        self._in_flight.add(ticket, None if batch.known is None else batch.known.num_rows)
         return ticket
 
     @one_at_a_time
-    def begin_anew(self, births: Births) -> None:
-        """Give rows to other ids: initial weights by id, states and scores of 0. What their slots hold is dropped.
-
-        `prepare` does it for its batch; call it for a batch that is skipped. Nothing else changes, and a call that
-        fails, or whose batch is not prepared after all, is repeated with the batch. See `births.py`.
+    def reinitialise(self, keys: Tensor, numbers: Tensor) -> None:
+        """Give rows `keys` (int64 [M], distinct) the initial weights of `numbers` ([M]; see `ShardWeights`), and states
+        and scores of 0. What their slots hold is dropped. A call that fails is repeated.
 
         Raises:
             CacheError: a batch in flight uses such a row, or the host tier draws no weights.
         """
-        self._check()
-        slots = births.slots_to_empty(self.state, self._in_flight, self.name)
-        self._copies.finish()  # no earlier content lands later
-        self.host.begin_anew(births.keys, births.ids)
-        if slots.numel():
-            emptied = self._planner.removal(slots)
-            with self._guard.change("emptying the slots of rows that begin anew"):
-                self._planner.remove(emptied)
-                self.counters.add_rows(Counter.EVICTIONS, emptied.evicted_keys)
-        self._scores.restore(births.keys, torch.zeros(births.keys.numel()))
+        self._moves.check()
+        self._moves.reinitialise(keys, numbers)
 
     def wait(self, ticket: Ticket) -> None:
         """Make the current stream wait until the batch's rows are in their slots."""
-        if self._is_behind:
-            self._notice_changes()
+        if self._moves.is_behind:
+            self._fetch_again()
         self._copies.wait(ticket)
 
     def read_by_forward(self, ticket: Ticket) -> None:
@@ -250,7 +276,6 @@ class RowCache:
     def begin_update(self, ticket: Ticket) -> None:
         """Begin the update of a batch's rows in its backward; `release` ends it."""
         self._updates.begin(ticket)
-        self._has_updates = True
         if self.touched is not None:  # now: an update that fails may have trained some
             assert ticket.keys is not None, "prepared before updates were tracked"
             self.touched.add(ticket.keys)
@@ -277,7 +302,6 @@ class RowCache:
             self._copies.round(ticket)
         finally:
             self._copies.trained()
-            self._has_updates = True
             self._updates.end()
             ticket.cancel()
 
@@ -305,7 +329,7 @@ class RowCache:
 
     def watch_pins(self) -> PinWatch:
         """Count from now on how often pins mattered. Plans take longer: for checks."""
-        self._pin_watch = PinWatch(self.state)
+        self._pin_watch, self._in_flight.is_watched = PinWatch(self.state), True
         return self._pin_watch
 
     def freeze_pins(self) -> None:
@@ -324,99 +348,19 @@ class RowCache:
                 self._planner.forget_known()
         self.parts.forgotten()
 
-    def _plan(self, keys: Tensor, if_it_fits: bool, critical_path: bool) -> Reads[CachePlan | None]:
-        """Plan the next batch, and grow if it does not fit; None if it may fit after a release. On the critical path
-        none comes where all batches in flight are held: they train together with this one."""
-        batch = self._in_flight.next_batch()  # not used again if planning fails: slots may be stamped with it
-        oldest = self._in_flight.oldest
-        pinned = batch if oldest is None else oldest
-        if self.state.is_static:  # rows that earlier batches brought in and no later one uses leave
-            passing, num_passing = self._planner.removal_of_passing(pinned)
-            if passing.evicted_slots.numel():
-                self._in_flight.check_victims(passing.evicted_slots, self._map, self._pin_watch is not None)
-                passing = self._own_write_backs(passing)  # the next plan's barrier orders them
-                self._copies.write_back_evicted(passing)
-                with self._guard.change("removing rows from a static cache"):
-                    self._planner.remove(passing, num_passing)
-                    self._note_evicted(passing)
-        found = yield from planned(
-            self._planner.plan_with_reads(keys, batch, pinned),
-            lambda: (self._guard.num_changes, self._in_flight.newest, self.state.clean_through),
-        )
-        if found is not None and self._pin_watch is not None:
-            self._pin_watch.add(found, batch, pinned)
-        if isinstance(found, Shortage):
-            if if_it_fits and oldest is not None and not (critical_path and self._in_flight.are_held):
-                return None
-            self._grow(found)
-            found = self._planner.plan(keys, batch, pinned)  # what was in flight before the growth still is
-            assert isinstance(found, CachePlan), "the cache grew by what was missing"
-        return found
-
-    # -- rows move first, and the state changes afterwards, so that the two always agree
-
     def _warm_up(self) -> None:
         """Before the first batch, fill the pinned rows, and then those with the highest counts or of a checkpoint."""
         if self._pinned_keys.numel() and not self._map.num_used:
-            self._preload(self._pinned_keys)
+            self.parts.entering(self._pinned_keys, None)
+            self._moves.preload(self._pinned_keys)
         choose, self._warmup = self._warmup, None
         if choose is not None:
-            self._preload(choose(self._map.num_free))
-
-    @is_stage("warm-up")
-    def _preload(self, every: Tensor) -> None:
-        self.parts.entering(every, None)
-        for keys in [every] if self._map.device.type == "cpu" else every.split(BLOCK):
-            keys = keys.to(self._map.device)
-            slots = self._map.next_free(keys.numel())
-            self._copies.preload(keys, slots)
-            with self._guard.change("filling the cache before the first batch"):
-                self.state.preload(keys, slots)
-                self.counters.add_rows(Counter.PRELOADS, keys)
+            self.parts.entering(keys := choose(self._map.num_free), None)
+            self._moves.preload(keys)
 
     def _attach(self, num_slots: int) -> None:
         self._payload = self._device_payload(num_slots)
         self._copies.attach(self._payload)
-
-    @is_stage("fills")
-    def _execute(
-        self,
-        plan: CachePlan,
-        known: KnownBatch | None,
-        feature_lengths: Tensor,
-        critical_path: bool,
-        training: torch.cuda.Event | None,
-    ) -> torch.cuda.Event | None:
-        """Move a plan's rows; return the event to wait for before their use, if any. A copy that fails loses no row."""
-        self._in_flight.check_victims(plan.evicted_slots, self._map, self._pin_watch is not None)
-        plan = self._own_write_backs(plan)
-        self._copies.write_back_evicted(plan, training)
-        if self.host.is_shared:
-            self.host.wait_for_ranks(self.name, plan.digest)
-        with self._guard.change(f"filling the rows of batch {plan.batch}"):
-            self._planner.evict(plan)
-            try:
-                filled = self._copies.fill_missed(plan)
-            except BaseException:  # an interrupt, too
-                self._planner.cancel_fill(plan)
-                self._note_evicted(plan)
-                self._guard.settle()
-                raise
-            self._planner.admit(plan, known)
-            self.counters.add_plan(plan, feature_lengths, critical_path)
-        return filled
-
-    def _own_write_backs(self, plan: CachePlan) -> CachePlan:
-        """Leave the rows of other ranks to them: all ranks evict the same rows."""
-        is_own = self.host.is_own(plan.write_back_keys)
-        if is_own is None:
-            return plan
-        own_keys, own_slots = plan.write_back_keys[is_own], plan.write_back_slots[is_own]
-        return dataclasses.replace(plan, write_back_keys=own_keys, write_back_slots=own_slots)
-
-    def _note_evicted(self, plan: CachePlan) -> None:
-        self.counters.add_rows(Counter.EVICTIONS, plan.evicted_keys)
-        self.counters.add_rows(Counter.WRITE_BACKS, plan.write_back_keys)
 
     def _grow(self, shortage: Shortage) -> None:
         """Add the slots that the newest batch lacks, if `overflow` and the batches in flight allow it."""
@@ -433,7 +377,7 @@ class RowCache:
     @one_at_a_time
     def read(self, keys: Tensor) -> Tensor:
         """Return the current weights of `keys` (int64 [N]): [N, D] on the device. Neither cache nor counters change."""
-        self._check()
+        self._moves.check()
         self._copies.finish()
         rows, slots, of_slots = self._copies.read(keys), self._map.lookup(keys), self._payload[0].data
         if not slots.is_cpu:  # without a wait for their number
@@ -454,23 +398,9 @@ class RowCache:
 
         May run in another thread than training: it waits for a running update, and a new update waits for it.
         """
-        started = time.perf_counter()
-        self._check()
-        with self._updates.lock:
-            self._updates.wait_until_idle()
-            self._copies.finish()
-            clean_through = self._in_flight.trained_through
-            if self._in_flight.newest > self.state.clean_through:
-                for used in self._map.used_in_blocks():
-                    slots = used[self.state.is_dirty(used)]
-                    keys = self._map.keys(slots)
-                    if (is_own := self.host.is_own(keys)) is not None:
-                        slots, keys = slots[is_own], keys[is_own]
-                    self._copies.write_back(slots, keys)
-                    self.counters.add_rows(Counter.WRITE_BACKS, keys)
-                self.state.clean_through = clean_through
-            self._has_updates = False
-        self.counters.seconds += time.perf_counter() - started
+        with self.counters.timed():
+            self._moves.check()
+            self._moves.write_back()
 
     @one_at_a_time
     def contents(self) -> CacheContents:
@@ -490,82 +420,13 @@ class RowCache:
 
     @one_at_a_time
     def host_rows_changed(self, keys: Tensor | Sequence[range] | None = None) -> None:
-        """Fill the slots of host rows that somebody wrote to; arguments and errors as for `_fetch_again`."""
-        self._check()
-        self._fetch_again(keys)
+        """Fill the slots of host rows that somebody wrote to; arguments and errors as for `RowMoves.fetch_again`."""
+        self._moves.check()
+        self._moves.fetch_again(keys)
 
     @one_at_a_time
-    def _notice_changes(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
-        """Before every operation: refuse a broken state, and fetch host rows that somebody wrote to."""
-        self._guard.check()
-        if self._is_behind:
-            self._fetch_again()
-
-    @property
-    def _is_behind(self) -> bool:
-        """True if host rows were written to in a way that torch counts, and not fetched since."""
-        return self.host.version != self._host_version
-
-    def _fetch_again(self, keys: Tensor | Sequence[range] | None = None) -> None:
-        """Fill the slots of host rows that somebody wrote to: `keys` (int64 [K], or ranges), or any if None. Includes
-        rows of batches that were prepared and not forwarded.
-
-        Raises:
-            CacheError: some of these rows were trained and not written back, or wait for their backward; or somebody
-                wrote to weights while some rows had no initial weights yet, which would be written later.
-        """
-        if not self.host.is_made and (keys is not None or self.host.weights_version != self._weights_version):
-            raise CacheError(
-                f"{self.name}: host rows were written to before all rows had their initial weights, and nobody can "
-                "tell which rows were meant. Build the model again; call embershard.flush(model) before writing to "
-                "host rows (model.load_state_dict does so by itself)"
-            )
-        if isinstance(keys, Tensor):
-            slots = self._map.lookup(keys.unique())
-            slots = slots[slots > 0]
-        else:
-            slots = self._map.used_slots(keys)
-        num_forwarded = sum(ticket.forwarded for ticket in self._in_flight.tickets)
-        if num_forwarded and slots.numel():
-            raise CacheError(
-                f"{self.name}: host rows were replaced while {num_forwarded} batches waited for their backward; write "
-                "to host rows between steps, after the backward and before the next forward"
-            )
-        # Prepared batches stamp their slots, too, but without an update nothing is lost.
-        lost = int(self.state.is_dirty(slots).sum()) if self._has_updates else 0
-        if keys is None:
-            lost += self._copies.transfer.discard()  # these rows would overwrite the new contents
-        version, fetched = self.host.version, self._map.keys(slots)
-        with self._updates.lock:
-            self._updates.wait_until_idle()
-            self._copies.finish()
-            self._copies.fill(fetched, slots)
-        if not lost:
-            self._note_fetched(fetched, version if keys is None else None)
-            return
-        try:
-            raise CacheError(
-                f"{self.name}: host rows were written to in place while {lost} trained rows had not been written "
-                "back; their latest updates are lost, and the host's rows count from now on. Call "
-                "embershard.flush(model) before writing in place, or load with model.load_state_dict"
-            )
-        except CacheError:  # the loss is reported once, so it is noted only while the error is being raised
-            self._note_fetched(fetched, version if keys is None else None)
-            raise
-
-    def _note_fetched(self, keys: Tensor, version: int | None) -> None:
-        """Note that the slots of `keys` equal the host tier; `version` of the host tier if `keys` are all cached
-        rows."""
-        with self._guard.change("fetching rows that were written to in the host tier"):
-            self.counters.add_rows(Counter.EVICTIONS, keys)
-            self.counters.add_rows(Counter.PRELOADS, keys)
-            if version is not None:
-                self._has_updates = False
-                self.state.clean_through = max(self.state.clean_through, self._in_flight.trained_through)
-                self._host_version, self._weights_version = version, self.host.weights_version
+    def _fetch_again(self) -> None:
+        self._moves.check()
 
     # -- sizes and statistics
 

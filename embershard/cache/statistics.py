@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, TypeVar
@@ -177,6 +179,15 @@ class CacheCounters:
         hits, missed, filled, evicted, written = (part.numpy() for part in parts)
         rows = (filled, evicted, written)
         loops.count_plan(loops.Counters(values), table_of_feature, lengths, ends, hits, missed, *rows, critical_path)
+
+    @contextmanager
+    def timed(self, critical_path: bool = False) -> Iterator[None]:
+        """Return a context whose host time is counted, as `add_seconds` does."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add_seconds(critical_path, time.perf_counter() - started)
 
     def add_seconds(self, critical_path: bool, seconds: float) -> None:
         """Count host time of a batch's plan and copies, for which the training waits if it is on the critical path."""

@@ -70,6 +70,7 @@ class InFlight:
         self._rows: dict[int, int] = {}  # distinct rows of the batches that were known
         self._held_through = self._frozen_held = 0  # batches up to this one wait for an update together
         self.newest = 0  # number of the last batch that was begun, counted from 1
+        self.is_watched = False  # somebody counts pins, and may wait for a device
 
     def next_batch(self) -> int:
         """Begin a batch and return its number."""
@@ -99,11 +100,11 @@ class InFlight:
         """True if no slot is unpinned before further batches have run: all batches in flight are held."""
         return self._frozen is None and all(ticket.held for ticket in self.tickets)
 
-    def check_victims(self, slots: Tensor, of: SlotMap, is_watched: bool) -> None:
+    def check_victims(self, slots: Tensor, of: SlotMap) -> None:
         """Check that no batch in flight uses `slots` (int64 [M]) of a map, which other rows are about to get. On a GPU,
-        whose host would wait for the answer, only where pins are watched."""
+        whose host would wait for the answer, only where `is_watched`."""
         oldest = self.oldest
-        if oldest is not None and slots.numel() and (slots.is_cpu or is_watched):
+        if oldest is not None and slots.numel() and (slots.is_cpu or self.is_watched):
             newest = int(of.last_batch(slots).max())
             assert newest < oldest, f"a slot of batch {newest} was to be evicted; batches from {oldest} on are pinned"
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from embershard.cache import KnownBatch, Ticket
 from embershard.cache.guards import ChangeGuard
 from embershard.cache.planner import CachePlan
-from embershard.cache.row_cache import RowCache
+from embershard.cache.rows.moves import RowMoves
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.errors import CacheError, CacheOverflowError
 from tests.faults.injection import ERRORS, GROUPS, HangError, Injector, is_refusal, no_collections, no_hang
@@ -475,14 +475,14 @@ def unguarded() -> Iterator[None]:
 def bound_too_early() -> Iterator[None]:
     """The map promises rows before they are in their slots."""
 
-    def early(self: RowCache, plan: CachePlan, known: Any, lengths: Tensor, critical: bool, *training: Any) -> None:
+    def early(self: RowMoves, plan: CachePlan, known: Any, lengths: Tensor, critical: bool, *training: Any) -> None:
         self._copies.write_back_evicted(plan)
         self._planner.evict(plan)
-        self._planner.admit(plan, known)
+        self._planner.note_filled(plan, known)
         self._copies.fill_missed(plan)
-        self.counters.add_plan(plan, lengths, critical)
+        self._counters.add_plan(plan, lengths, critical)
 
-    with mock.patch.object(RowCache, "_execute", early):
+    with mock.patch.object(RowMoves, "execute", early):
         yield
 
 

@@ -22,7 +22,7 @@ from tests.faults.cache_level import (
 from tests.faults.injection import no_collections
 
 # Where a fault once had consequences; all of their lines, wherever they run.
-_FORMER_BUGS = ("StagedTransfer._land_one", "UpdateGate.", "RowCache._fetch_again")
+_FORMER_BUGS = ("StagedTransfer._land_one", "UpdateGate.", "RowMoves.fetch_again")
 
 
 @pytest.mark.parametrize("every", [32, matrix(1)])
@@ -38,7 +38,7 @@ def points_of_staged_and_written_rows() -> list[Point]:
     return chosen(None, 0, [name for name in SETTINGS if "staged" in name or "written" in name])
 
 
-@pytest.mark.parametrize("function", keep(["RowCache._fetch_again"], _FORMER_BUGS))
+@pytest.mark.parametrize("function", keep(["RowMoves.fetch_again"], _FORMER_BUGS))
 def test_where_a_fault_once_had_consequences(function: str) -> None:
     found = [point for point in points_of_staged_and_written_rows() if f" {function}" in point.place]
     assert len(found) > 100

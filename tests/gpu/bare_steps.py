@@ -150,7 +150,7 @@ def plans(place: Place) -> None:
             peak_bytes = max(peak_bytes, torch.cuda.max_memory_allocated() - before)
         with clocked(place, milliseconds["admit"]):
             planner.evict(plan)
-            planner.admit(plan, token)
+            planner.note_filled(plan, token)
     for name, each in milliseconds.items():
         of = {kind: round(statistics.median(one[kind] for one in each[2:] or each), 3) for kind in each[0]}
         place.note(f"milliseconds to {name}", {**of, "of": len(each)})

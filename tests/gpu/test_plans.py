@@ -46,7 +46,7 @@ def test_plans_are_those_of_the_loops(kind: str, policy: str) -> None:
             plan = planner.plan(keys.to(planner.state.map.device), batch, max(1, batch - 2))
             assert isinstance(plan, CachePlan)
             planner.evict(plan)
-            planner.admit(plan, token)
+            planner.note_filled(plan, token)
             plans.append(plan)
         for name, expected in vars(plans[0]).items():
             if isinstance(expected, Tensor):

@@ -113,8 +113,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "begin": (PoolIdMaps, "begin"),
     "know": (RowCache, "know"),
     "prepare": (RowCache, "prepare"),
-    "births": (MemoryRows, "begin_anew"),
-    "begin_anew": (RowCache, "begin_anew"),
+    "births": (MemoryRows, "reinitialise"),
+    "reinitialise": (RowCache, "reinitialise"),
 }
 
 

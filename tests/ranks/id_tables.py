@@ -30,11 +30,11 @@ from embershard import (
     plan_sharding,
 )
 from embershard.cache.homes.memory import MemoryRows
-from embershard.cache.ids.births import Births
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
+from embershard.cache.rows.moves import RowMoves
 from embershard.sharding.torchrec import (
     StockEmbeddingBagCollectionSharder,
     StockEmbeddingCollectionSharder,
@@ -389,19 +389,19 @@ def fault(name: str) -> Iterator[None]:
     """A planted fault, in force while the cached model trains."""
     with contextlib.ExitStack() as stack:
         if name == "states kept":
-            begin_anew = MemoryRows.begin_anew
+            reinitialise = MemoryRows.reinitialise
 
             def keep_states(self: MemoryRows, keys: Tensor, ids: Tensor) -> None:
                 kept = {state: rows.clone() for state, rows in self.states.items()}
-                begin_anew(self, keys, ids)
+                reinitialise(self, keys, ids)
                 for state, rows in kept.items():
                     self.states[state].data.copy_(rows)
 
-            stack.enter_context(mock.patch.object(MemoryRows, "begin_anew", keep_states))
+            stack.enter_context(mock.patch.object(MemoryRows, "reinitialise", keep_states))
         elif name == "weights by row":
-            by_id = LazyRows.begin_anew
+            by_id = LazyRows.reinitialise
             stack.enter_context(
-                mock.patch.object(LazyRows, "begin_anew", lambda self, keys, ids: by_id(self, keys, keys))
+                mock.patch.object(LazyRows, "reinitialise", lambda self, keys, ids: by_id(self, keys, keys))
             )
         elif name == "overwritten too early":
             resolve = PoolIdMaps._resolve
@@ -428,9 +428,10 @@ def fault(name: str) -> Iterator[None]:
             def zeros(self: LazyRows, keys: Tensor, ids: Tensor) -> None:
                 self._out.reshape(self._num_rows, -1)[keys.numpy()] = 0
 
-            stack.enter_context(mock.patch.object(LazyRows, "begin_anew", zeros))
+            stack.enter_context(mock.patch.object(LazyRows, "reinitialise", zeros))
         elif name == "slots of the dead found":
-            stack.enter_context(mock.patch.object(Births, "slots_to_empty", lambda births, *_: births.keys[:0]))
+            no_slots = mock.patch.object(RowMoves, "reinitialise", lambda self, *rows: self._host.reinitialise(*rows))
+            stack.enter_context(no_slots)
         elif name == "zero trained":
             stack.enter_context(mock.patch.object(SlotTable, "clear_zeros"))
         else:

@@ -256,7 +256,7 @@ def test_faults_are_caught(one_rank: RankPool, name: str) -> None:
     check(sound(one_rank, case), evicted_ids=150, evicted_rows=150, counts_anew=bool(case.reload_every))
     faulty = dataclasses.replace(case, fault=name)
     if name == "overwritten too early":  # the cache notices a row that is still in use
-        with pytest.raises(RankError, match="is to begin anew while batch"):
+        with pytest.raises(RankError, match="is to be reinitialised while batch"):
             one_rank.run(compare, faulty)
     else:
         (outcome,) = one_rank.run(compare, faulty)

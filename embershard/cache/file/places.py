@@ -181,7 +181,7 @@ class RowPlaces:
             plan = self._planner.plan(keys, number, oldest)
             assert isinstance(plan, CachePlan), "there is room"
             assert not plan.evicted_keys.numel(), "there is room"
-            self._planner.admit(plan, known)
+            self._planner.note_filled(plan, known)
             self._last_claim.index_fill_(0, plan.slots, number)
             claim = Claim(*leaving, plan.fill_keys, plan.fill_slots)
         self._map.use_stamp.index_fill_(0, pinned, _PINNED)

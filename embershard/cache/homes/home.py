@@ -119,14 +119,14 @@ class Home:
         """Write rows `keys` to rows `places` (both [M]) of `out` ([S, ...] each), where not all rows are made."""
         raise NotImplementedError
 
-    def begin_anew(self, keys: Tensor, ids: Tensor) -> None:
-        """Give rows `keys` to `ids` (both [M]): initial weights of the ids (`ShardWeights`), and states of 0.
+    def reinitialise(self, keys: Tensor, numbers: Tensor) -> None:
+        """Give rows `keys` the initial weights of `numbers` (both [M]; see `ShardWeights`), and states of 0.
 
         Raises:
             CacheError: this home cannot.
         """
         raise CacheError(
-            "rows begin anew with weights from a counter, in memory of one rank: give init_seed, and share no rows"
+            "rows are reinitialised from a counter, in memory of one rank: give init_seed, and share no rows"
         )
 
     def put(self, keys: Tensor, rows: Tensor) -> None:

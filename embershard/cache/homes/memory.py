@@ -159,13 +159,13 @@ class MemoryRows(Home):
         self._lazy.make_later(keys)
         PlainTransfer(out[1:], self.parts[1:]).fill(keys, places)
 
-    def begin_anew(self, keys: Tensor, ids: Tensor) -> None:
+    def reinitialise(self, keys: Tensor, numbers: Tensor) -> None:
         if self._lazy is None:
-            super().begin_anew(keys, ids)
+            super().reinitialise(keys, numbers)
             return
         self.make(keys)  # first: a block that is made later would undo the change
         self.before_write(keys)
-        self._lazy.begin_anew(keys, ids)
+        self._lazy.reinitialise(keys, numbers)
         for state in self.parts[1:]:
             state.data.index_fill_(0, keys, 0)
 

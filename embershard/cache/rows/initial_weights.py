@@ -6,7 +6,7 @@ seed and the table's name here, and a counter give four words of 32 bits. Four c
 of a table of W groups per row is group n mod W of row n div W. A weight is low + (high - low) * u in float32, with
 the upper 24 bits of a word as u in [0, 1), and is rounded to the table's type.
 
-A row that begins anew (`births.py`) draws by its id, wherever it is: the words of a counter are the lower and the upper
+A row that gets another id draws by the id, wherever it is: the words of a counter are the lower and the upper
 half of the id (as two's complement), the number of the group in the row, and 1. Those of rows end with 0.
 """
 

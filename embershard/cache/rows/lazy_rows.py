@@ -94,9 +94,9 @@ class LazyRows:
             which = (keys.numpy(), places.numpy(), self._made, self._shift)
             loops.read_rows(*which, self._out, as_array(out), self._pool.arrays)
 
-    def begin_anew(self, keys: Tensor, ids: Tensor) -> None:
-        """Write the initial weights of `ids` to rows `keys` (both int64 [M], in host memory), whose blocks are made."""
-        loops.write_rows_of_ids(keys.numpy(), ids.numpy(), self._out, self._pool.arrays)
+    def reinitialise(self, keys: Tensor, numbers: Tensor) -> None:
+        """Write the initial weights of `numbers` to rows `keys` (both int64 [M], on a CPU), whose blocks are made."""
+        loops.write_rows_of_ids(keys.numpy(), numbers.numpy(), self._out, self._pool.arrays)
 
     def make_later(self, keys: Tensor) -> None:
         """Make the rows `keys`, as `make` does, in a thread of the lowest priority."""

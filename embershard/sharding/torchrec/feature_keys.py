@@ -142,7 +142,7 @@ class PoolKeys:
 
     Attributes:
         gives_rows: ids have the rows that a batch gives them when it becomes known. They are lost when new rows come,
-            and a row may begin anew with other ids. Else ids are row numbers of their table's shard.
+            and a row may be reinitialised for another id. Else ids are row numbers of their table's shard.
         has_zeros: an id may have no row; its embedding is zero.
     """
 

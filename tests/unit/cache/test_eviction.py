@@ -234,7 +234,7 @@ class Pipeline:
         plan = planner.plan(keys, number, max(1, number - self.prefetch))
         assert isinstance(plan, CachePlan)
         planner.evict(plan)
-        planner.admit(plan, known)
+        planner.note_filled(plan, known)
         self.fills.append(plan.fill_keys.numel())
 
 

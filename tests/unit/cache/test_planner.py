@@ -56,7 +56,7 @@ def plan(
     made = planner.plan(torch.tensor(keys, dtype=torch.int64), batch, oldest_pinned or batch)
     assert isinstance(made, CachePlan)
     planner.evict(made)
-    planner.admit(made, known)
+    planner.note_filled(made, known)
     return made
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from embershard.cache import eviction, row_cache, slot_map
+from embershard.cache import eviction, slot_map
 from embershard.cache.config import CacheConfig
 from embershard.cache.gpu import victim_queue
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
-from embershard.cache.rows import copies, touched
+from embershard.cache.rows import copies, moves, touched
 from embershard.cache.slot_map import SlotMap
 from embershard.distributed.changed_rows import BehindRows
 from embershard.sharding.memory_model import (
@@ -90,7 +90,7 @@ def small_blocks(case: Case) -> Iterator[None]:
         mock.patch.object(eviction, "_SAMPLE", 64),
         mock.patch.object(victim_queue, "_LEAST_WIDTH", 4),
         mock.patch.object(slot_map, "BLOCK", 500),
-        mock.patch.object(row_cache, "BLOCK", 500),
+        mock.patch.object(moves, "BLOCK", 500),
         mock.patch.object(copies, "BLOCK_BYTES", _BLOCK_BYTES),
         mock.patch.object(touched, "_BLOCK", 500),
     ):

@@ -199,7 +199,7 @@ class IdMode(ShardingMode):
     def pool_keys(
         self, spec: Any, tables: Sequence[ShardedEmbeddingTable], cache: RowCache, table_of_feature: Sequence[int]
     ) -> PoolIdMaps:
-        assert spec.counter_init is not None, "rows that begin anew draw from a counter"
+        assert spec.counter_init is not None, "reinitialised rows draw from a counter"
         return PoolIdMaps.of_tables(self._rules, spec.counter_init.seed, tables, cache, table_of_feature)
 
     def note_module(self, module: Any, configs: Sequence[Any]) -> None:

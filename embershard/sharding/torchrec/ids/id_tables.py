@@ -1,7 +1,21 @@
-"""Tables of ids without a bound in a pool: from the ids of a batch to keys, and to rows that begin anew.
+"""Tables of ids without a bound in a pool: from the ids of a batch to keys, and to rows that are reinitialised.
 
 A batch's ids are resolved once, when it becomes known, in the order in which batches train. What was found is kept with
 the batch: a second answer would be another one.
+
+An id is evicted when batch s is known, and its row given away with batch n >= s + Q at the earliest (the row is in
+quarantine). The row is reinitialised when batch n is prepared, while batch t >= n - P may train: at most P batches are
+prepared ahead. The cache relies on Q >= P, and on uses of the old id before s only. Then
+
+* no batch in flight uses the row: those are t and later, and t >= n - P >= s. So its slot may be emptied;
+* nobody asks for what the row held. States of steps t >= s do not have the old id, so no evaluation, checkpoint or
+  publication needs it; a save that began earlier keeps its own copy (`Home.before_write`);
+* taking back all batches after t brings back ids that were evicted after t only. Their rows are given away from
+  t + 1 + Q on, and no such batch was prepared. So nothing has to be undone in the cache: a row that was reinitialised
+  for a batch that is cancelled, forgotten or fails holds what no id has, until it is given away again.
+
+So a row may be reinitialised twice, but not left out: a batch that is resolved again does it again, and so does one
+that is skipped. Whoever replaces the host rows cancels the prepared batches first.
 """
 
 from __future__ import annotations
@@ -18,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
-from embershard.cache.ids.births import Births
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import ChangedIds, IdCounts, IdGuard, IdMap, mixed
 from embershard.cache.next_use import KnownBatch
@@ -41,13 +54,13 @@ class KnownIds:
     Attributes:
         keys: int64 [N] of the pool; -1 for an id whose embedding is zero.
         lengths: int64 [F], ids per feature.
-        births: rows that begin anew with the batch.
+        births: rows that the batch gives to ids, and these: int64 [M] both.
         evicted_in: the newest batch that evicted one of them from another id.
         generation: of the maps that resolved it: they were not taken back since.
         log_bytes: memory of what the maps note to take it back.
         is_row: bool [N], where `keys` are not -1; None if they never are.
         known: the batch in the index of next uses, if there is one; None once it is prepared.
-        has_begun: its births were given to the cache.
+        has_begun: these rows are reinitialised.
         ticket: number of the cache's batch that it was last prepared as.
         step: the first one of the batches that were resolved together, for one update; None: itself.
         others: of that one, the others.
@@ -55,7 +68,7 @@ class KnownIds:
 
     keys: Tensor
     lengths: Tensor
-    births: Births | None
+    births: tuple[Tensor, Tensor] | None
     evicted_in: int
     generation: int
     log_bytes: int
@@ -160,12 +173,14 @@ class PoolIdMaps(PoolKeys):
             if len(found.born):
                 born.append((found.born + offset, found.ids))
             evicted_in, log_bytes = max(evicted_in, found.evicted_in), log_bytes + found.log_bytes
-        births = Births(*(torch.from_numpy(np.concatenate(part)) for part in zip(*born, strict=True))) if born else None
         step, *others = (
             KnownIds(torch.from_numpy(own), lengths, None, 0, self._generation, 0, self._is_row(own))
             for own, (_, lengths) in zip(keys, batches, strict=True)
         )
-        step.births, step.evicted_in, step.log_bytes, step.others = births, evicted_in, log_bytes, tuple(others)
+        if born:
+            rows, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*born, strict=True))
+            step.births = rows, ids
+        step.evicted_in, step.log_bytes, step.others = evicted_in, log_bytes, tuple(others)
         for other in others:
             other.step = step
         self._ahead.append(step)
@@ -202,8 +217,8 @@ class PoolIdMaps(PoolKeys):
         return torch.from_numpy(keys)
 
     def prepare(self, ids: FeatureIds, critical_path: bool, known: KnownIds | None, if_it_fits: bool) -> Ticket | None:
-        """Do what `RowCache.prepare` does for a batch. Its births, and those of earlier batches that were never
-        prepared, begin anew.
+        """Do what `RowCache.prepare` does for a batch, with its births and those of earlier batches that were never
+        prepared.
 
         Returns:
             The ticket; None, too, if a row of these was evicted in a batch that has not begun to train: until then,
@@ -213,7 +228,7 @@ class PoolIdMaps(PoolKeys):
             if known is None or known.generation != self._generation:
                 (known,) = self.know(ids)
             step = known.step or known
-            due = []  # batches up to this one whose births are not in the cache
+            due = []  # batches up to this one whose births are not done
             if step in self._ahead:  # else another part of its update has begun to train, and its births are there
                 before = itertools.takewhile(lambda batch: batch is not step, self._ahead)
                 due = [batch for batch in (*before, step) if not batch.has_begun]
@@ -229,14 +244,14 @@ class PoolIdMaps(PoolKeys):
                     )
                 self._commit(evicted_in)  # those before this batch that did not train are over
         for batch in due:
-            if batch is not step and batch.births is not None:
-                self._cache.begin_anew(batch.births)
-            batch.has_begun = batch is not step
-        births = None if step.has_begun else step.births
-        ticket = self._cache.prepare(*known.rows(), critical_path, known.known, if_it_fits, births)
+            if batch.births is not None:
+                self._cache.reinitialise(*batch.births)
+            batch.has_begun = True
+        keys, lengths = known.rows()
+        ticket = self._cache.prepare(keys, lengths, critical_path, known.known, if_it_fits)
         if ticket is None:
             return None
-        step.has_begun, known.known, known.ticket = True, None, ticket.batch
+        known.known, known.ticket = None, ticket.batch
         if known.is_row is not None:
             slots = torch.zeros(known.keys.numel(), dtype=ticket.slots.dtype)
             slots[known.is_row] = ticket.slots

@@ -19,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embershard.cache import Births, KnownBatch, RowCache, Ticket
+from embershard.cache import KnownBatch, RowCache, Ticket
 from embershard.cache.config import Policy
 from embershard.cache.homes.frozen_rows import FrozenRows
 from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.policies import LfuScores
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
+from embershard.cache.rows.moves import RowMoves
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.errors import CacheError
 from tests.covering import covering, examples, keep
@@ -34,6 +35,14 @@ from tests.unit.cache.rows.test_initial_weights import weights_of_id
 from tests.unit.cache.test_row_cache import operations, window_operations
 
 POLICIES = get_args(Policy)
+Births = tuple[Tensor, Tensor]  # rows, and ids that get them
+
+
+def prepare_with(cache: RowCache, births: Births, *args: Any, **kwargs: Any) -> Ticket | None:
+    """Prepare a batch that gives rows to ids."""
+    prepare = type(cache).prepare
+    cache.reinitialise(*births)
+    return prepare(cache, *args, **kwargs)
 
 
 # -- rows by number: every invariant of the cache ---------------------------------------------------------
@@ -47,16 +56,16 @@ class BirthPool(Pool):
     def prepare(self, keys: Sequence[int], *args: Any, **kwargs: Any) -> int | None:
         used = self.pinned_rows.union(*(ids.tolist() for _, ids in self.tickets.values()))
         rows = sorted(k for k in set(keys) - used if (k + self.batch) % 3 == 0)
-        self.births = Births(torch.tensor(rows, dtype=torch.int64), torch.tensor(rows) * 1000 - self.batch)
-        prepare = functools.partial(self.cache.prepare, births=self.births)
+        self.births = torch.tensor(rows, dtype=torch.int64), torch.tensor(rows) * 1000 - self.batch
+        prepare = functools.partial(prepare_with, self.cache, self.births)
         with mock.patch.object(self.cache, "prepare", prepare):
             return super().prepare(keys, *args, **kwargs)
 
     def _leave(self, oldest: int) -> set[int]:
-        rows = self.births.keys.tolist()
+        rows = self.births[0].tolist()
         emptied = set(rows) & self.resident()
         np.add.at(self.expected["evictions"], self.table_of(emptied), 1)
-        for row, number in zip(rows, self.births.ids.tolist(), strict=True):
+        for row, number in zip(rows, self.births[1].tolist(), strict=True):
             self.rows[0][row] = weights_of_id(table_of(int(self.table_of([row])[0])), number)
             self.rows[1][row], self.rows[2][row] = 0, 0
         if self.scoring == "lfu":
@@ -162,9 +171,7 @@ class Batch:
 
     @property
     def births(self) -> Births:
-        return Births(
-            torch.tensor(list(self.born.values()), dtype=torch.int64), torch.tensor([x for _, x in self.born])
-        )
+        return torch.tensor(list(self.born.values()), dtype=torch.int64), torch.tensor([x for _, x in self.born])
 
 
 class Run:
@@ -206,9 +213,9 @@ class Run:
     def prepare(self, batch: Batch, is_next: bool) -> None:
         births = batch.births
         if batch.ticket is None:
-            self.num_born_in_a_slot += int((self.pool.map.lookup(births.keys) > 0).sum())
-            arguments = (*self.pool.split_by_feature(batch.keys), is_next, batch.known, not is_next, births)
-            batch.ticket = self.cache.prepare(*arguments)
+            self.num_born_in_a_slot += int((self.pool.map.lookup(births[0]) > 0).sum())
+            arguments = (*self.pool.split_by_feature(batch.keys), is_next, batch.known, not is_next)
+            batch.ticket = prepare_with(self.cache, births, *arguments)
 
     def train(self) -> None:
         """Prepare what may be prepared, and train the next batch."""
@@ -304,29 +311,29 @@ def test_every_id_has_the_row_of_the_dictionary(policy, prefetch):
 
 
 def _weights_alone(host: MemoryRows, keys: Tensor, ids: Tensor) -> None:
-    """`MemoryRows.begin_anew` without states."""
+    """`MemoryRows.reinitialise` without states."""
     host.make(keys)
     host.before_write(keys)
-    host._lazy.begin_anew(keys, ids)
+    host._lazy.reinitialise(keys, ids)
 
 
 def _by_row(lazy: LazyRows, keys: Tensor, ids: Tensor) -> None:
-    """`LazyRows.begin_anew` by row."""
+    """`LazyRows.reinitialise` by row."""
     for key in keys.tolist():
         lazy._pool.write(torch.from_numpy(lazy._out).view(-1, DIM)[key : key + 1], key)
 
 
-def _no_slot(births: Births, *_: Any) -> Tensor:
-    """`Births.slots_to_empty`, while what the slots hold is found by the next plan."""
-    return births.keys[:0]
+def _no_slot(moves: RowMoves, keys: Tensor, ids: Tensor) -> None:
+    """`RowMoves.reinitialise`, while what the slots hold is found by the next plan."""
+    moves._host.reinitialise(keys, ids)
 
 
 FAULTS: dict[str, Any] = {
-    "states_kept": (MemoryRows, "begin_anew", _weights_alone),
-    "weights_by_row": (LazyRows, "begin_anew", _by_row),
+    "states_kept": (MemoryRows, "reinitialise", _weights_alone),
+    "weights_by_row": (LazyRows, "reinitialise", _by_row),
     "a_save_loses_its_rows": (FrozenRows, "put_aside", lambda *_: None),
-    "slots_of_the_dead_are_found": (Births, "slots_to_empty", _no_slot),
-    "nothing_begins_anew": (RowCache, "begin_anew", lambda *_: None),
+    "slots_of_the_dead_are_found": (RowMoves, "reinitialise", _no_slot),
+    "nothing_begins_anew": (RowCache, "reinitialise", lambda *_: None),
 }
 
 
@@ -339,26 +346,26 @@ def test_a_fault_is_noticed(fault):
 
 def test_rows_that_are_not_put_aside_for_births_alone_are_noticed():
     """Negative control: rows that are written back are, but those that begin anew are not."""
-    before_write, begin_anew = MemoryRows.before_write, MemoryRows.begin_anew
+    before_write, reinitialise = MemoryRows.before_write, MemoryRows.reinitialise
 
     def careless(host: MemoryRows, keys: Tensor, ids: Tensor) -> None:
         with mock.patch.object(MemoryRows, "before_write"):
-            begin_anew(host, keys, ids)
+            reinitialise(host, keys, ids)
         assert MemoryRows.before_write is before_write
 
-    with mock.patch.object(MemoryRows, "begin_anew", careless), pytest.raises(AssertionError, match="another step"):
+    with mock.patch.object(MemoryRows, "reinitialise", careless), pytest.raises(AssertionError, match="another step"):
         Run("lfu", prefetch=2).steps(80)
 
 
 def test_a_block_that_is_made_after_a_row_began_anew_is_noticed():
     """Negative control: its by-row weights would replace those of the id."""
-    begin_anew = MemoryRows.begin_anew
+    reinitialise = MemoryRows.reinitialise
 
     def careless(host: MemoryRows, keys: Tensor, ids: Tensor) -> None:
         with mock.patch.object(MemoryRows, "make"):
-            begin_anew(host, keys, ids)
+            reinitialise(host, keys, ids)
 
-    with mock.patch.object(MemoryRows, "begin_anew", careless), pytest.raises(AssertionError):
+    with mock.patch.object(MemoryRows, "reinitialise", careless), pytest.raises(AssertionError):
         Run("lfu", prefetch=2).steps(80)
 
 
@@ -387,9 +394,9 @@ class FailingRun(Run):
 
 
 PLACES: list[Any] = [
-    lambda run: (run.host, "begin_anew"),
+    lambda run: (run.host, "reinitialise"),
     lambda run: (run.host, "before_write"),
-    lambda run: (run.host._lazy, "begin_anew"),
+    lambda run: (run.host._lazy, "reinitialise"),
     lambda run: (run.cache._planner, "removal"),
     lambda run: (run.cache._planner, "plan"),
     lambda run: (run.cache._scores, "restore"),
@@ -428,11 +435,11 @@ def test_preparing_may_fail_anywhere_and_is_repeated(policy):
 def test_emptying_slots_that_is_interrupted_ends_the_pool(step):
     pool = Pool(num_slots=6, policy="lru", lazy=True)
     pool.step([1, 2, 3])
-    births = Births(torch.tensor([2]), torch.tensor([77]))
+    births = torch.tensor([2]), torch.tensor([77])
     with interrupted(pool.map, step):
-        pool.cache.begin_anew(births)
-    for use in (pool.cache.flush, lambda: pool.step([1]), lambda: pool.cache.begin_anew(births)):
-        with pytest.raises(CacheError, match=r"emptying the slots of rows that begin anew did not end .Keyboard"):
+        pool.cache.reinitialise(*births)
+    for use in (pool.cache.flush, lambda: pool.step([1]), lambda: pool.cache.reinitialise(*births)):
+        with pytest.raises(CacheError, match=r"emptying the slots of reinitialised rows did not end .Keyboard"):
             use()
 
 
@@ -440,16 +447,16 @@ def test_a_row_that_a_batch_in_flight_uses_does_not_begin_anew():
     """And nothing has changed; once the batch has trained, or is cancelled, it may."""
     pool = Pool(num_slots=6, policy="lru", lazy=True)
     number = pool.prepare([1, 2, 3])
-    births = Births(torch.tensor([5, 2]), torch.tensor([76, 77]))
+    births = torch.tensor([5, 2]), torch.tensor([76, 77])
     before = pool.observed()
-    with pytest.raises(CacheError, match=r"tables t0, t1, t2: row 2 is to begin anew while batch 1, which uses it"):
-        pool.cache.prepare(*pool.split_by_feature([2, 5]), births=births)
+    with pytest.raises(CacheError, match=r"tables t0, t1, t2: row 2 is to be reinitialised while batch 1, which uses"):
+        pool.cache.reinitialise(*births)
     assert pool.observed() == before
     pool.check()
     pool.prepare([7])
     pool.cancel(number)
-    pool.cache.begin_anew(births)  # the slot has the stamp of the batch that was cancelled
-    assert torch.equal(pool.cache.read(births.keys), torch.stack([weights_of_id(table_of(0), x) for x in (76, 77)]))
+    pool.cache.reinitialise(*births)  # the slot has the stamp of the batch that was cancelled
+    assert torch.equal(pool.cache.read(births[0]), torch.stack([weights_of_id(table_of(0), x) for x in (76, 77)]))
 
 
 def test_nothing_but_their_rows_changes_and_no_row_counts_as_trained():
@@ -457,7 +464,7 @@ def test_nothing_but_their_rows_changes_and_no_row_counts_as_trained():
     pool.cache.track_updates()
     pool.step([1, 2, 3])
     keys, lengths = pool.split_by_feature([2, 5])
-    ticket = pool.cache.prepare(keys, lengths, births=Births(torch.tensor([2, 5]), torch.tensor([7, 8])))
+    ticket = prepare_with(pool.cache, (torch.tensor([2, 5]), torch.tensor([7, 8])), keys, lengths)
     assert pool.cache.touched.take().tolist() == []
     pool.cache.begin_update(ticket)
     pool.cache.release(ticket)
@@ -467,11 +474,7 @@ def test_nothing_but_their_rows_changes_and_no_row_counts_as_trained():
 
 
 def test_births_where_rows_cannot_begin_anew_are_refused():
-    births = Births(torch.tensor([2]), torch.tensor([7]))
     pool = Pool(num_slots=6)
-    with pytest.raises(CacheError, match=r"weights from a counter.*give init_seed"):
-        pool.cache.begin_anew(births)
+    with pytest.raises(CacheError, match=r"reinitialised from a counter.*give init_seed"):
+        pool.cache.reinitialise(torch.tensor([2]), torch.tensor([7]))
     pool.check()
-    on_cuda = mock.patch.object(pool.map, "device", torch.device("cuda"))
-    with on_cuda, pytest.raises(CacheError, match="on cuda: tables of ids are cached on a CPU only"):
-        births.slots_to_empty(pool.cache.state, pool.cache._in_flight, "tables t0")

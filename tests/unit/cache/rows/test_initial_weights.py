@@ -73,7 +73,7 @@ def test_weights_of_ids_are_those_of_the_reference_in_any_row_and_shard(ids, dty
     rows = torch.full((3, 10, 8), -9.0, dtype=dtype)
     lazy = LazyRows(rows.view(30, 8), [10, 10, 10], tables)
     for table, first in enumerate((0, 10, 20)):
-        lazy.begin_anew(torch.arange(first, first + len(ids)).flip(0), torch.tensor(ids))
+        lazy.reinitialise(torch.arange(first, first + len(ids)).flip(0), torch.tensor(ids))
         expected = torch.stack([weights_of_id(tables[table], each) for each in reversed(ids)])
         column = tables[table].first_column
         assert torch.equal(rows[table, : len(ids)], expected[:, column : column + 8].to(dtype))
@@ -82,7 +82,7 @@ def test_weights_of_ids_are_those_of_the_reference_in_any_row_and_shard(ids, dty
 
 def test_the_weights_of_an_id_never_change_and_are_not_those_of_a_row():
     rows = torch.zeros(3, 4)
-    LazyRows(rows, [3], [ShardWeights("t_C1", 0, 4, -1.0, 1.0)]).begin_anew(torch.arange(3), torch.tensor([0, 1, -1]))
+    LazyRows(rows, [3], [ShardWeights("t_C1", 0, 4, -1.0, 1.0)]).reinitialise(torch.arange(3), torch.tensor([0, 1, -1]))
     assert [[round(w * 2**23) for w in row] for row in rows.tolist()] == [
         [286842, -6063492, -5506209, 686604],
         [1775315, 5273095, -6520146, -7885862],
