@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from embershard.cache.file.file_counts import FILE_COUNTS
 from embershard.cache.statistics import CacheReport
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
@@ -134,7 +133,7 @@ def _rank(
         seconds=step_parts(its_work, rates),
         step_seconds=float(replayed.own_seconds[rank]),
         bottleneck=replayed.bottleneck(rank),
-        files={} if files is None else {name: getattr(files, name) for name in FILE_COUNTS},
+        files={} if files is None else files.counts,
     )
 
 

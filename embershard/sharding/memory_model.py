@@ -172,8 +172,7 @@ def pool_memory(shards: Sequence[PlacedShard], shape: RunShape) -> PoolMemory:
     """Return the memory of the pool that these shards share; they have the same row payload."""
     rows = sum(shard.rows for shard in shards)
     kind = map_kind(shape.slot_map, rows, shape.device)
-    mark_bytes = shards[0].table.mark_bytes
-    return cache_memory(rows, shards[0].row_bytes + mark_bytes, shape.cache.policy, kind, shape.device)
+    return cache_memory(rows, shards[0].slot_row_bytes, shape.cache.policy, kind, shape.device)
 
 
 def cache_memory(rows: int, row_bytes: int, policy: CachePolicy, slot_map: MapKind, device: str) -> PoolMemory:

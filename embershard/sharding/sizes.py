@@ -145,6 +145,11 @@ class PlacedShard:
         return self.table.row_bytes(self.columns)
 
     @property
+    def slot_row_bytes(self) -> int:
+        """The same in a slot of a cached shard, with what a slot has beside its row."""
+        return self.row_bytes + self.table.mark_bytes
+
+    @property
     def host_row_bytes(self) -> int:
         """The same in host memory, where a cached row is moved to and from."""
         return self.table.host_weight_bytes(self.columns) + self.table.optimizer_bytes(self.columns)

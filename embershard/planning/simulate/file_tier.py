@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embershard.cache.file.file_counts import FILE_COUNTS
 from embershard.cache.file.places import READ_AHEAD, Claim, RowPlaces, leaving_together
 from embershard.cache.file.sizes import page_bytes_for
 from embershard.cache.next_use import KnownBatch
@@ -89,6 +90,11 @@ class FileTraffic:
     def moved_pages(self) -> float:
         """Pages that the disk reads and writes."""
         return self.pages_read + self.pages_written + self.pages_patched
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """What a run counts of it, by name."""
+        return {name: getattr(self, name) for name in FILE_COUNTS}
 
     def __add__(self, other: FileTraffic) -> FileTraffic:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
