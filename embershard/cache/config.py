@@ -121,8 +121,8 @@ class CacheConfig:
 
     slot_map: Free[MapKind | None] = None
     """Map from rows to slots. `array`: 4 bytes per row of the shard. `hashed`: 24 bytes per slot, more if more rows
-    than slots are known ahead; look-ups take longer. Default: `array`; on a GPU `hashed` for pools of more than 2^27
-    rows."""
+    than slots are known ahead; look-ups take longer. Default: `hashed` for pools of more than 2^27 rows, else `array`.
+    On a CPU the map is an array, whose pages are allocated as rows are cached."""
 
     overflow: Free[Overflow] = "grow"
     """Reaction to a batch with more rows than slots: `grow` enlarges the cache with a warning, `raise` raises."""

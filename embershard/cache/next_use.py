@@ -124,13 +124,11 @@ class NextUseIndex:
             IndexError: on a CPU, a key is not in [0, R). Nothing became known.
         """
         self._newest += 1
-        batch = (
-            self._know(keys) if self._map.array is None else self._know_in_loop(self._map.array, keys, feature_lengths)
-        )
+        batch = self._know(keys, feature_lengths)
         self._known.append(batch)
         return batch
 
-    def _know_in_loop(self, entries: loops.Int32s, keys: Tensor, feature_lengths: Tensor | None) -> KnownBatch:
+    def _know(self, keys: Tensor, feature_lengths: Tensor | None) -> KnownBatch:
         array, size = self._map.key_array(keys), keys.numel()
         lengths = np.array([size]) if feature_lengths is None else feature_lengths.contiguous().numpy()
         takes_part = np.ones(lengths.size, np.bool_) if self._takes_part is None else self._takes_part
@@ -138,37 +136,13 @@ class NextUseIndex:
         first_use = self._reserve(count)
         uses = np.empty(count, np.int32)
         positions = uses if self._all_take_part else np.empty(count, np.int32)
-        state = (entries, self.next_use_array, self._last_use_array, self._next_batch_array)
+        state = (self._map.array, self.next_use_array, self._last_use_array, self._next_batch_array)
         found = loops.know(array, lengths, takes_part, *state, first_use, self._newest, _WRAP, uses, positions)
         assert found >= 0, f"{lengths.sum()} ids in {lengths.size} features, {size} ids in the batch"
         start = count - found
         kept = torch.from_numpy(uses[start:].copy())  # without the memory of repeats
         places = kept if positions is uses else torch.from_numpy(positions[start:].copy())
         return KnownBatch(self._newest, first_use, kept, places)
-
-    def _know(self, keys: Tensor) -> KnownBatch:
-        keys, positions = (keys, None) if self._tables is None else self._tables.select(keys, self._map)
-        first_use, count = self._reserve(keys.numel()), keys.numel()
-        uses = self._numbers(first_use, torch.arange(count, dtype=torch.int32, device=keys.device))
-        entries = self._map.entries(keys)
-        cached = entries > 0
-        slots = entries.clamp_min(0).long()
-        last = torch.where(cached, self._last_use.gather(0, slots), -entries)
-        self._next_batch.index_fill_(0, self._cells(last), self._newest)
-        unused_so_far = cached.logical_and_(last == 0).nonzero().flatten()
-        self.next_use.index_fill_(0, slots.index_select(0, unused_so_far), self._newest)
-
-        # Of several uses of a row in this batch any one is kept; it stands for the others.
-        self._last_use.scatter_(0, slots, uses)
-        kept = self._last_use.gather(0, slots) == uses
-        absent = (entries <= 0).nonzero().flatten()
-        if absent.numel():
-            absent_keys, traces = keys.index_select(0, absent), -uses.index_select(0, absent)
-            self._map.set_traces(absent_keys, traces)
-            kept.scatter_(0, absent, self._map.entries(absent_keys) == traces)
-        chosen = kept.nonzero().flatten().int()
-        places = chosen if positions is None else positions.index_select(0, chosen)
-        return KnownBatch(self._newest, first_use, chosen, places)
 
     def arrive(self, batch: KnownBatch, slots: Tensor) -> tuple[Tensor, Tensor] | None:
         """Remove the oldest known batch, which was prepared; its ids are in `slots` (int64 [N]).
@@ -216,14 +190,8 @@ class NextUseIndex:
 
     def admit(self, keys: Tensor, slots: Tensor) -> None:
         """Take over the traces of `keys`, about to be bound to `slots` (both int64 [M]), while the map has them."""
-        soon = self._soon
-        if self._map.array is not None:
-            state = (self._map.array, self.next_use_array, self._last_use_array)
-            loops.admit(keys.numpy(), slots.numpy(), *state, soon)
-            return
-        last = -self._map.entries(keys)
-        self._last_use.scatter_(0, slots, last)
-        self.next_use.scatter_(0, slots, (last > 0).int() * soon)
+        state = (self._map.array, self.next_use_array, self._last_use_array)
+        loops.admit(keys.numpy(), slots.numpy(), *state, self._soon)
 
     @property
     def _soon(self) -> int:
@@ -347,11 +315,3 @@ class OtherTables:
         are_pinned = torch.isin(torch.tensor(row_offsets, dtype=torch.int64), pinned_keys)
         self.features = ~are_pinned[torch.tensor(table_of_feature, dtype=torch.int64)]
         self.num_pinned = pinned_keys.numel()
-
-    def select(self, keys: Tensor, slot_map: SlotMap) -> tuple[Tensor, Tensor | None]:
-        """Return those of `keys` (int64 [N]) that are not pinned, and their positions (int32; None: all)."""
-        if not self.num_pinned:
-            return keys, None
-        entries = slot_map.entries(keys)  # below 1: not cached, so not pinned
-        positions = ((entries < 1) | (entries > self.num_pinned)).nonzero().flatten().int()
-        return keys.index_select(0, positions), positions

@@ -210,7 +210,7 @@ def _places(mask: Tensor, count: int | None) -> Tensor:
 
 
 class CachePlanner(Planner):
-    """Plans batches on a CPU, by compiled loops; where the map is hashed, torch's operations look rows up.
+    """Plans batches on a CPU, by compiled loops.
 
     >>> from embershard.cache.policies import RecencyScores
     >>> from embershard.cache.slot_map import SlotMap
@@ -236,20 +236,21 @@ class CachePlanner(Planner):
             return Shortage(num_missing, fill_keys)
         num_free = fill_keys.numel() - victims.numel()
         fill_slots = torch.cat([self._map.next_free(num_free), victims]) if num_free else victims
-        if self._map.array is None:
-            slots.scatter_(0, missed, fill_slots.index_select(0, inverse))
-            evicted_keys, dirty = self._map.keys(victims), self.state.is_dirty(victims)
-            are_all_dirty = bool(dirty.all())
-        else:
-            evicted_keys, dirty = torch.empty_like(victims), torch.empty_like(victims, dtype=torch.bool)
-            ids = (missed.numpy(), inverse.numpy(), fill_slots.numpy(), victims.numpy())
-            state = (self._map.keys_array, self._map.stamps_array, self.state.clean_through)
-            num_dirty = loops.fill(*ids, *state, slots.numpy(), evicted_keys.numpy(), dirty.numpy())
-            are_all_dirty = num_dirty == victims.numel()
+        evicted_keys, dirty, num_dirty = self._fill(slots, missed, inverse, fill_slots, victims)
         fills, evictions, write_backs = (fill_keys, fill_slots), (evicted_keys, victims), (evicted_keys, victims)
-        if not are_all_dirty:
+        if num_dirty < victims.numel():
             write_backs = evicted_keys[dirty], victims[dirty]
         return CachePlan(batch, slots, *fills, *evictions, *write_backs, first_hits, missed)
+
+    def _fill(
+        self, slots: Tensor, missed: Tensor, inverse: Tensor, fill_slots: Tensor, victims: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Give the missed ids the slots of their rows; return the victims' keys, which of them are dirty, and how many.
+        Arguments as for `loops.fill`."""
+        evicted_keys, dirty = torch.empty_like(victims), torch.empty_like(victims, dtype=torch.bool)
+        ids = (missed.numpy(), inverse.numpy(), fill_slots.numpy(), victims.numpy())
+        state = (self._map.keys_array, self._map.stamps_array, self.state.clean_through)
+        return evicted_keys, dirty, loops.fill(*ids, *state, slots.numpy(), evicted_keys.numpy(), dirty.numpy())
 
     def worst(self, count: int, oldest_pinned: int) -> Tensor:
         """Return the `count` slots to evict first, by a new ranking; fewer if the others are pinned: int64. The caller

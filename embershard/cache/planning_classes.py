@@ -1,7 +1,6 @@
 """The classes that plan, by the device: the one place that says which.
 
-CPU: `SlotMap`, `NextUseIndex` and `CachePlanner` with `VictimQueue`, by compiled loops (`loops/`). A hashed map has no
-array for loops, so torch's operations look its rows up.
+CPU: `SlotMap`, `NextUseIndex` and `CachePlanner` with `VictimQueue`, by compiled loops (`loops/`).
 
 CUDA: `KernelSlotMap`, `KernelNextUseIndex` and `KernelPlanner` with `KernelVictimQueue`, by Triton kernels (`gpu/`).
 They make the plans of the CPU, to the slot. CUDA builds of torch for Linux bring Triton along; without it, caches on a

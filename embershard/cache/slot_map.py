@@ -19,7 +19,7 @@ from torch import Tensor
 
 from embershard.cache import loops
 from embershard.cache.config import MOST_POOL_ROWS, MapKind
-from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap
+from embershard.cache.key_map import ArrayKeyMap, KeyMap
 from embershard.cache.rows import memory
 from embershard.errors import CacheError
 
@@ -38,10 +38,10 @@ class SlotMap:
         num_keys: R, rows of the pool.
         num_slots: S, usable slots.
         device: planning device.
-        kind: of the map over the keys.
+        kind: of the map over the keys; on a CPU an array.
 
     Attributes:
-        array: int32 [R], the entries by key for compiled loops (`loops/`); None on a GPU and if the map is hashed.
+        array: int32 [R], on a CPU the entries by key, for compiled loops (`loops/`).
         key_of_slot: int32 [S + 1]; -1 when free.
         use_stamp: int64 [S + 1]; high half: the last batch that used the slot (0: none yet).
         keys_array, stamps_array: on a CPU, the memory of these two, for compiled loops.
@@ -66,12 +66,11 @@ class SlotMap:
         self.num_keys, self.num_slots = num_keys, num_slots
         self.device = torch.device(device)
         self._entries = self._make_entries(kind)
-        is_looped = isinstance(self._entries, ArrayKeyMap) and self.device.type == "cpu"
-        self.array: loops.Int32s | None = self._entries.dense().numpy() if is_looped else None
         free = torch.full((num_slots + 1,), _FREE, dtype=torch.int32, device=device)
         self._set_slots(free, torch.zeros(num_slots + 1, dtype=torch.int64, device=device))
         self.num_used = 0
         self._empty = torch.empty(0, dtype=torch.int64, device=device)  # among the used ones
+        self.array: loops.Int32s = memory.array_of(self._entries.dense() if kind == "array" else self._empty)
 
     def _set_slots(self, key_of_slot: Tensor, use_stamp: Tensor) -> None:
         self.key_of_slot, self.use_stamp = key_of_slot, use_stamp
@@ -79,8 +78,7 @@ class SlotMap:
         self.stamps_array: loops.Int64s = memory.array_of(use_stamp)
 
     def _make_entries(self, kind: MapKind) -> KeyMap:
-        if kind == "hashed":
-            return HashedKeyMap(self.num_keys, self.num_slots, self.device)
+        assert kind == "array", "only kernels look rows up in a hashed map"
         return ArrayKeyMap(self.num_keys, self.device)
 
     @staticmethod
@@ -139,21 +137,14 @@ class SlotMap:
             positions of the keys that are not cached, int64 [?], ascending.
 
         Raises:
-            IndexError: on a CPU, a key is not in [0, R). Nothing is stamped.
+            IndexError: a key is not in [0, R). Nothing is stamped.
         """
         first = self.first_stamp(batch)
-        if self.array is not None:
-            wanted, count = keys.contiguous().numpy(), keys.numel()
-            found, missing, hits = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
-            num_missed = loops.find(wanted, self.array, self.stamps_array, first, found, hits, missing)
-            self._check(wanted, -1 - num_missed)
-            return torch.from_numpy(found), torch.from_numpy(hits), torch.from_numpy(missing[count - num_missed :])
-        slots = self.lookup(keys)
-        stamps = torch.arange(first, first + slots.numel(), dtype=torch.int64, device=self.device)
-        self.use_stamp.scatter_(0, slots, stamps)
-        first_hits = self.use_stamp.gather(0, slots) == stamps
-        missed = (slots == NULL_SLOT).nonzero().flatten()
-        return slots, first_hits.index_fill_(0, missed, False), missed
+        wanted, count = keys.contiguous().numpy(), keys.numel()
+        found, missing, hits = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
+        num_missed = loops.find(wanted, self.array, self.stamps_array, first, found, hits, missing)
+        self._check(wanted, -1 - num_missed)
+        return torch.from_numpy(found), torch.from_numpy(hits), torch.from_numpy(missing[count - num_missed :])
 
     def key_array(self, keys: Tensor) -> loops.Int64s:
         """Return a batch's `keys` (int64 [N]) for compiled loops, which check nothing.
@@ -216,13 +207,8 @@ class SlotMap:
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Bind `keys` to `slots` (both int64 [M], distinct), used by `batch`."""
-        if self.array is not None:
-            places = (self.array, self.keys_array, self.stamps_array)
-            loops.bind(keys.numpy(), slots.numpy(), *places, self.first_stamp(batch))
-            return
-        self._entries.put(keys, slots.int())
-        self.key_of_slot.scatter_(0, slots, keys.int())
-        self.use_stamp.scatter_(0, slots, self.first_stamp(batch))
+        places = (self.array, self.keys_array, self.stamps_array)
+        loops.bind(keys.numpy(), slots.numpy(), *places, self.first_stamp(batch))
 
     def unbind(self, keys: Tensor, traces: Tensor | None = None) -> None:
         """Unbind `keys` and keep their traces (int32 [M], none above 0). The caller binds or frees their slots at

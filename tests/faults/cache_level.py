@@ -40,7 +40,6 @@ class Setting:
     name: str
     operations: tuple[Operation, ...]
     policy: str = "lookahead"
-    kind: str = "array"
     staged: bool = False
     overflow: str = "raise"
     pinned_table: int | None = None
@@ -58,7 +57,6 @@ class Setting:
             profile=[key % 5 for key in range(30)] if self.warmup else None,
             warmup=self.warmup,
             pinned_table=self.pinned_table,
-            kind=self.kind,  # type: ignore[arg-type]
             transfer=functools.partial(StagedTransfer, buffer_bytes=100) if self.staged else "plain",
             lazy=self.lazy,
         )
@@ -112,13 +110,13 @@ SETTINGS = {
     setting.name: setting
     for setting in (
         Setting("look-ahead", stream(10, 0, _MIXED)),
-        Setting("look-ahead, staged, hashed", stream(10, 1, _STAGED), staged=True, kind="hashed"),
+        Setting("look-ahead, staged", stream(10, 1, _STAGED), staged=True),
         Setting("look-ahead, grows, pinned table", stream(10, 2, _GROWS), overflow="grow", pinned_table=1),
-        Setting("look-ahead, grows, staged, hashed", stream(10, 3, _GROWS | _STAGED | {6: _GROWS[6]}), "lookahead",
-                "hashed", staged=True, overflow="grow", warmup=True),
+        Setting("look-ahead, grows, staged", stream(10, 3, _GROWS | _STAGED | {6: _GROWS[6]}), "lookahead", staged=True,
+                overflow="grow", warmup=True),
         Setting("lfu, warm-up", stream(10, 4, _MIXED), "lfu", warmup=True, pinned_table=1),
         Setting("lfu, staged, grows", stream(10, 5, _STAGED | {6: _GROWS[6]}), "lfu", staged=True, overflow="grow"),
-        Setting("lru, hashed", stream(10, 6, _MIXED), "lru", "hashed"),
+        Setting("lru", stream(10, 6, _MIXED), "lru"),
         Setting("lru, staged", stream(10, 7, _STAGED), "lru", staged=True),
         Setting("look-ahead, written under trained rows", stream(10, 8, _CHANGED_UNDER_TRAINED)),
         Setting("look-ahead, lazy rows", stream(10, 9, _LAZY), warmup=True, num_slots=14, lazy=True),

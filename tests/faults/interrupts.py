@@ -97,7 +97,7 @@ def interrupted_runs(count: int, seed: int) -> list[tuple[str, Ended]]:
 def _one(kind: str, interrupts: Interrupts, rng: random.Random) -> Ended:
     base = TRAININGS["inline" if kind in ("pipeline, inline", "plain loop") else "worker"]
     if kind == "pipeline, staged":
-        base = TRAININGS["worker, staged, hashed"]
+        base = TRAININGS["worker, staged"]
     case, run = base.case, base.run
     if kind == "plain loop":
         run = replace(run, policy="lfu", working_set_of=2)

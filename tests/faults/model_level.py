@@ -52,9 +52,9 @@ TRAININGS = {
         Training("inline", _CASE, replace(_RUN, worker=False)),
         Training("worker", _CASE, replace(_RUN, worker=True)),
         Training(
-            "worker, staged, hashed",
+            "worker, staged",
             _CASE,
-            replace(_RUN, worker=True, transfer="staged", slot_map="hashed", prefetch=1),
+            replace(_RUN, worker=True, transfer="staged", prefetch=1),
         ),
         Training("inline, lfu", replace(_CASE, ratio=0.4), replace(_RUN, worker=False, policy="lfu", prefetch=1)),
         Training("two ranks, inline", _ROW_WISE, replace(_RUN, worker=False), 2),

@@ -25,8 +25,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("worker, staged, hashed", 4), ("inline, lfu", 4), ("two ranks, worker", 2)]
-    + [matrix(name, 12) for name in TRAININGS],
+    [("worker, staged", 4), ("inline, lfu", 4), ("two ranks, worker", 2)] + [matrix(name, 12) for name in TRAININGS],
 )
 def test_a_fault_in_the_caches(name: str, count: int, pools: dict[int, RankPool], tmp_path: Path) -> None:
     training = TRAININGS[name]

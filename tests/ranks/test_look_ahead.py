@@ -183,9 +183,9 @@ def test_tables_that_stay_on_the_device(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("optimizer", keep(["adagrad"], OPTIMIZERS))
-def test_every_transfer_and_a_hashed_map(two_ranks: RankPool, optimizer: str) -> None:
+def test_every_transfer(two_ranks: RankPool, optimizer: str) -> None:
     """What a GPU uses, with a CPU in its place."""
-    runs = [Run(64, 3, 3, transfer="staged", slot_map="hashed"), Run(4, 2, 3, transfer="triton_uva", worker=False)]
+    runs = [Run(64, 3, 3, transfer="staged"), Run(4, 2, 3, transfer="triton_uva", worker=False)]
     _check_all(two_ranks, Case(sharding="row_wise", optimizer=optimizer), runs)
 
 

@@ -133,9 +133,6 @@ class PlacedHashedMap(HashedKeyMap):
         launch(_look_up, keys.numel(), cells, entries, keys, *self.table, **self.constants)
         return cells, entries
 
-    def _insert(self, keys: Tensor, entries: Tensor) -> None:
-        self.put(keys, entries)
-
     def _grow(self) -> None:
         num_live = self._most_live
         memory.record_stream(self.tallies)

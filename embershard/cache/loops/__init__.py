@@ -1,9 +1,9 @@
 """Compiled loops over the ids of a batch: what the cache's maps do on a CPU, in one pass each.
 
 The same work as a chain of torch operations passes over the batch 5 to 20 times, and at small batches the calls cost
-more than the work. Each loop changes its arrays exactly as the torch operations beside its call do (those run on a
-GPU and with hashed maps), and releases Python's lock while it runs. Numba compiles them once per machine. It takes a
-second to import, and is when the first of them is used: who scores on a CPU without a cache needs none.
+more than the work. Each loop changes its arrays exactly as torch operations would (tests compare the two), and releases
+Python's lock while it runs. Numba compiles them once per machine. It takes a second to import, and is when the first of
+them is used: who scores on a CPU without a cache needs none.
 
 Arrays are one-dimensional and contiguous: N keys and positions of a batch, S + 1 slots, R rows.
 """

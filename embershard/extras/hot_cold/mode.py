@@ -22,7 +22,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from embershard.cache.key_map import ArrayKeyMap, HashedKeyMap, KeyMap, map_kind
+from embershard.cache.key_map import ArrayKeyMap, KeyMap, map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.extras.hot_cold.hot_tables import HotTable, HotTables, OutputFeature
 from embershard.frequency.statistics import Ints
@@ -83,10 +83,13 @@ class HotIds:
     def __init__(self, tables: Sequence[HotTable], table_of_feature: dict[str, str], device: torch.device) -> None:
         num_rows = sum(table.num_rows for table in tables)
         num_hot = sum(len(table.hot) for table in tables)
-        is_array = map_kind(None, num_rows + 1, device.type) == "array"
-        self._numbers: KeyMap = (  # of the hot rows, from 1 on
-            ArrayKeyMap(num_rows + 1, device) if is_array else HashedKeyMap(num_rows + 1, num_hot, device)
-        )
+        self._numbers: KeyMap  # of the hot rows, from 1 on
+        if map_kind(None, num_rows + 1, device.type) == "array":
+            self._numbers = ArrayKeyMap(num_rows + 1, device)
+        else:
+            from embershard.cache.gpu.key_map import PlacedHashedMap  # on a GPU, which needs Triton
+
+            self._numbers = PlacedHashedMap(num_rows + 1, num_hot, device)
         self._first_key: dict[str, int] = {}
         first = 0
         keys = []

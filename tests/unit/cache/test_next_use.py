@@ -108,14 +108,11 @@ def check_bursts(resize: Resize | None = None) -> list[int]:
 
 
 @pytest.mark.slow
-@given(st.integers(0, 2**32), st.sampled_from([None, 0, 1]), st.booleans())
+@given(st.integers(0, 2**32), st.sampled_from([None, 0, 1]))
 @examples(15)
-def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, pinned_table, hashed):
+def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, pinned_table):
     num_slots = 18 if pinned_table is None else 18 + (17, 1)[pinned_table]
-    kind = "hashed" if hashed else "array"
-    _, cells = run_and_measure(
-        bursts(seed, 40), num_slots=num_slots, overflow="grow", pinned_table=pinned_table, kind=kind
-    )
+    _, cells = run_and_measure(bursts(seed, 40), num_slots=num_slots, overflow="grow", pinned_table=pinned_table)
     changes = [after > before for before, after in itertools.pairwise(cells)]
     assert set(changes) == {True, False}, cells
 
@@ -251,30 +248,6 @@ def test_a_forgotten_or_second_token_changes_nothing():
     for _ in range(2):
         pool.cache.release(pool.cache.prepare(ids, lengths, known=fresh))
         assert (next_use(pool, 1), next_use(pool, 3)) == (2, 0)
-
-
-# -- tables that stay ---------------------------------------------------------
-
-
-@pytest.mark.slow
-@given(st.lists(rows, min_size=1, max_size=6), st.sampled_from([0, 1, 2]))
-@examples(30)
-def test_where_keys_are_not_on_the_cpu_tables_that_stay_are_left_out_all_the_same(batches, pinned_table):
-    """There the slots tell which keys these are; cached or not, the others must be known."""
-    pools = [Pool(policy=POLICY, num_slots=25, pinned_table=pinned_table) for _ in range(2)]
-    pools[1].map.array = None  # as on a GPU
-    for keys in batches:
-        ids, _ = pools[0].split_by_feature(keys)
-        for pool in pools:
-            pool.know(keys)
-        on_cpu, elsewhere = (pool.known[-1][0] for pool in pools)
-        distinct = [ids[known.positions.long()].tolist() for known in (on_cpu, elsewhere)]
-        assert sorted(distinct[0]) == sorted(distinct[1]) == sorted(set(ids.tolist()) - pools[0].pinned_rows)
-    for pool in pools:
-        pool.check()
-        while pool.known:
-            pool.release(pool.prepare_known())
-            pool.check()
 
 
 # -- memory ---------------------------------------------------------

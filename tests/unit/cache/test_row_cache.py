@@ -117,12 +117,11 @@ TRANSFERS = ["plain", StagedTransfer, functools.partial(StagedTransfer, buffer_b
     window_operations.map(lambda found: [operation for operation in found if operation[0] != "fail_known"]),
     st.integers(1, 14),
     st.sampled_from(TRANSFERS),
-    st.sampled_from(["array", "hashed"]),
     st.sampled_from([None, 1]),
 )
 @examples(100)
-def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, transfer, kind, pinned_table):
-    """What a GPU uses: copies that land later, the kernel in Triton's interpreter, a hashed map."""
+def test_every_transfer_in_a_window(operations, num_slots, transfer, pinned_table):
+    """What a GPU uses: copies that land later, the kernel in Triton's interpreter."""
     run(
         Pool(
             num_slots=num_slots + 1 if pinned_table else num_slots,
@@ -130,18 +129,17 @@ def test_every_transfer_and_kind_of_map_in_a_window(operations, num_slots, trans
             overflow="grow",
             pinned_table=pinned_table,
             transfer=transfer,
-            kind=kind,
         ),
         operations,
     )
 
 
 @pytest.mark.slow
-@given(operations, st.sampled_from(POLICIES), st.sampled_from(TRANSFERS), st.sampled_from(["array", "hashed"]))
+@given(operations, st.sampled_from(POLICIES), st.sampled_from(TRANSFERS))
 @examples(60)
-def test_every_transfer_and_kind_of_map_with_every_policy(operations, policy, transfer, kind):
+def test_every_transfer_with_every_policy(operations, policy, transfer):
     kept = [operation for operation in operations if operation[0] != "fail"]
-    run(Pool(num_slots=8, policy=policy, overflow="grow", transfer=transfer, kind=kind), kept)
+    run(Pool(num_slots=8, policy=policy, overflow="grow", transfer=transfer), kept)
 
 
 @given(operations, st.sampled_from(POLICIES), st.integers(2, 12))
@@ -358,10 +356,10 @@ def test_growing_is_refused_while_batches_are_in_flight():
     pool.finish()
 
 
-@pytest.mark.parametrize(("policy", "kind"), covering((*POLICIES, "in a window"), ("array", "hashed")))
-def test_a_cache_that_grows_keeps_the_batches_that_train_together(policy, kind):
+@pytest.mark.parametrize("policy", [*POLICIES, "in a window"])
+def test_a_cache_that_grows_keeps_the_batches_that_train_together(policy):
     is_known = policy == "in a window"
-    pool = Pool(num_slots=6, policy="lookahead" if is_known else policy, overflow="grow", kind=kind)
+    pool = Pool(num_slots=6, policy="lookahead" if is_known else policy, overflow="grow")
     run(pool, held_operations(seed=2 if is_known else 3, steps=25, is_known=is_known))
     assert pool.expected["overflow_growths"].sum() >= 2
     assert pool.expected["evictions"].sum() >= 50

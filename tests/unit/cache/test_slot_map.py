@@ -102,9 +102,9 @@ def test_an_unknown_key_is_not_read_as_another(slot_map):
         slot_map.lookup(ids(-1))
 
 
-@given(st.lists(st.integers(0, 9), max_size=20), st.integers(1, 2**31 - 1), st.sampled_from(["array", "hashed"]))
-def test_a_batch_finds_its_slots_and_stamps_each_once(keys, batch, kind):
-    slot_map = SlotMap(10, 4, kind=kind)
+@given(st.lists(st.integers(0, 9), max_size=20), st.integers(1, 2**31 - 1))
+def test_a_batch_finds_its_slots_and_stamps_each_once(keys, batch):
+    slot_map = SlotMap(10, 4)
     slot_map.bind(ids(6, 3, 9, 0), take_free(slot_map, 4), batch=0)
     slot_of_key = {6: 1, 3: 2, 9: 3, 0: 4}
     slots, first_hits, missed = slot_map.find(ids(*keys), batch)
@@ -115,10 +115,9 @@ def test_a_batch_finds_its_slots_and_stamps_each_once(keys, batch, kind):
     assert slot_map.last_batch(ids(1, 2, 3, 4)).tolist() == [batch * (slot in marked) for slot in range(1, 5)]
 
 
-@pytest.mark.parametrize("kind", ["array", "hashed"])
 @pytest.mark.parametrize("key", [10, -1, 2**40])
-def test_a_key_out_of_range_stamps_nothing(key, kind):
-    slot_map = SlotMap(10, 4, kind=kind)
+def test_a_key_out_of_range_stamps_nothing(key):
+    slot_map = SlotMap(10, 4)
     slot_map.bind(ids(7, 2), take_free(slot_map, 2), batch=5)
     with pytest.raises(IndexError, match=rf"{key}.*, needed 0 to 9"):
         slot_map.find(ids(7, 2, key, 1), batch=6)

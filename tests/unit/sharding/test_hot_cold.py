@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import CachedEmbeddingBagCollectionSharder
-from embershard.cache.key_map import HashedKeyMap
+from embershard.cache.gpu.key_map import PlacedHashedMap
 from embershard.errors import ConfigError
 from embershard.extras.hot_cold import mode as hot_cold
 from embershard.extras.hot_cold.hot_tables import HotTable
@@ -62,7 +62,7 @@ def test_large_tables_on_a_gpu_have_a_hashed_map(monkeypatch):
     expected = [part.values().tolist() for part in HotIds(TABLES, FEATURES, CPU).split(ids)]
     monkeypatch.setattr(hot_cold, "map_kind", lambda *_: "hashed")
     hashed = HotIds(TABLES, FEATURES, CPU)
-    assert isinstance(hashed._numbers, HashedKeyMap)
+    assert isinstance(hashed._numbers, PlacedHashedMap)
     assert [part.values().tolist() for part in hashed.split(ids)] == expected
 
 

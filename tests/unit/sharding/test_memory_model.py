@@ -216,7 +216,7 @@ def test_large_pools_on_a_gpu_are_hashed():
     assert pool_memory([shard_of(size_of(2**27 + 1))], SETTINGS).map_bytes > 0
 
 
-def test_a_hashed_map_takes_what_was_predicted_for_its_slots():
+def test_a_map_that_would_be_hashed_on_a_gpu_is_an_array_on_a_cpu():
     rows = (40_000, 700)
     pool = make_pool(rows, CacheConfig(ratio=0.01, policy="lookahead", slot_map="hashed"))
     memory, array = (
@@ -225,7 +225,7 @@ def test_a_hashed_map_takes_what_was_predicted_for_its_slots():
     )
     slots = pool.cache.num_slots
     assert memory.device_bytes(slots) == pool.cache.device_bytes == sum(s.device_bytes for s in pool.stats())
-    assert memory.device_bytes(slots) < array.device_bytes(slots) / 5
+    assert memory.device_bytes(slots) == array.device_bytes(slots)
 
 
 def test_tables_that_exchange_rows_buffer_distinct_rows():

@@ -64,6 +64,22 @@ def test_a_map_without_room_grows_and_one_that_lost_keys_refuses(monkeypatch) ->
         lost.note_tallies(lost.tallies.tolist())
 
 
+def test_memory_follows_the_slots_and_not_the_keys() -> None:
+    small, large = (PlacedHashedMap(num_keys, 1000, CPU) for num_keys in (10_000, 2**31 - 1))
+    assert small.num_bytes == large.num_bytes == 24 * 1001 + 8 * (SPILL_CELLS + 1)
+
+
+def test_room_that_was_given_up_is_used_again() -> None:
+    hashed = PlacedHashedMap(10**6, 60, CPU)
+    before = hashed.num_bytes
+    for turn in range(8):
+        keys = torch.arange(turn * 50, (turn + 1) * 50)
+        hashed.put(keys, 7)
+        hashed.put(keys, 0)
+        hashed.note_tallies(hashed.tallies.tolist())
+    assert hashed.num_bytes == before
+
+
 def test_a_key_without_a_place_is_bound_without_a_write_before_the_map() -> None:
     around = torch.full((6,), 7, dtype=torch.int32)
     keys, slots = torch.tensor([3, 5]), torch.tensor([1, 2])
