@@ -465,15 +465,16 @@ def pools_made(num_slots: Sequence[int] | None = None) -> Iterator[list[RowCache
     made: list[RowCache] = []
     make_cache = CachedTableBatchedEmbeddings._make_cache
 
-    def sized(self: CachedTableBatchedEmbeddings, *args: Any) -> RowCache:
+    def sized(self: CachedTableBatchedEmbeddings, *args: Any, **named: Any) -> Any:
         if num_slots is None:
-            made.append(make_cache(self, *args))
+            found = make_cache(self, *args, **named)
         else:
             size = num_slots[len(made)]
             with mock.patch.object(CacheSpec, "num_slots", return_value=size):
-                made.append(make_cache(self, *args))
-            assert made[-1].num_slots == size
-        return made[-1]
+                found = make_cache(self, *args, **named)
+            assert found[0].num_slots == size
+        made.append(found[0])
+        return found
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(CachedTableBatchedEmbeddings, "_make_cache", sized))
