@@ -25,7 +25,7 @@ from embershard.launch.screen import silence_libraries
 from embershard.metrics.figures import main_values
 from embershard.settings.decoding import decode, to_toml
 from embershard.training.reports import EvalReport
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 
 _USERS, _ITEMS, _RATINGS, _DAY = 943, 1682, 100_000, 86_400
 

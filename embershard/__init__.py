@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from embershard.cache.ids.config import IdTable
     from embershard.cache.statistics import TableStats
     from embershard.distributed import process_group
+    from embershard.extras.warm_start.program import load_from
     from embershard.frequency.profile import FrequencyProfile
     from embershard.pipeline import LookAheadPipeline
     from embershard.sharding.torchrec import (
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from embershard.training.checkpoint.program import load_program, save_program
     from embershard.training.config import RunConfig
     from embershard.training.trainer import Trainer
-    from embershard.training.warm.program import load_from
 
 __version__ = "0.1.0"
 

@@ -4,7 +4,6 @@ not; and those that a table has as texts, since `embershard.extras` may have bee
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -32,7 +31,7 @@ def lazy_names(package: str) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(homes[name]), name)
+        return named(f"{homes[name]}:{name}")
 
     return get
 

@@ -82,6 +82,7 @@ CAPABILITIES = {
         ("inspect", "judg", "kinds", "suggest", "layouts", "lists", "own_data", ".csv"),
     ),
     "mlperf": Capability(("extras.mlperf",), ("mlperf",)),
+    "warm_start": Capability(("extras.warm_start",), ("warm", "load_from", "pretrained", "vectors")),
     "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
 }
 

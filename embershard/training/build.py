@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
@@ -29,7 +29,7 @@ from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import FrequencyProfile
 from embershard.models import build_model
-from embershard.models.table_modules import collections_of
+from embershard.models.table_modules import collections_of, tables_in
 from embershard.pipeline.pipelined_forward import sharded_modules
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec import (
@@ -43,8 +43,7 @@ from embershard.sharding.torchrec.planner.placement import check_built, torchrec
 from embershard.sharding.torchrec.sharders import comm_codecs
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
-from embershard.training.fit.model_size import table_rows, tables_of_run
-from embershard.training.warm.named_tables import freeze_tables
+from embershard.training.fit.model_size import named_tables, table_rows, tables_of_run
 
 #: Samples that are read and counted at a time.
 _COUNTED_AT_ONCE = 8192
@@ -161,7 +160,36 @@ def build_sharded_model(
 def _attach_optimizer(model: Any, config: RunConfig, device: torch.device) -> None:
     for _, collection in collections_of(model):
         config.embedding_optimizer.apply(collection, device)
-    freeze_tables(model, config)
+    _freeze_tables(model, config)
+
+
+def _freeze_tables(model: nn.Module, config: RunConfig) -> None:
+    """Let the tables in `model.frozen` need no gradient: the cached sharders then do not train them.
+
+    Args:
+        model: not sharded, with optimizers attached to its tables.
+
+    Raises:
+        ConfigError: there is no such table, or the settings train tables in a way that freezes none.
+    """
+    if not config.model.frozen:
+        return
+    tables = list(tables_in(model))
+    names = named_tables("model.frozen", config.model.frozen, tables)
+    problems = {
+        "cache.enabled = false": not config.cache.enabled,
+        f'sharding.mode = "{config.sharding.mode}"': config.sharding.mode != "sharded",
+        f'sharding.exchange = "{config.sharding.exchange}"': config.sharding.exchange != "pooled",
+        "sharding.plan, whose pools are of tables that are trained": config.sharding.plan is not None,
+    }
+    if problem := next((text for text, holds in problems.items() if holds), None):
+        raise ConfigError(
+            f'model.frozen: got {problem}; needed cached tables in the mode "sharded" with the exchange "pooled", '
+            "without a plan: no other way of training leaves rows as they are. Change it, or train the tables."
+        )
+    for table in tables:
+        if table.name in names:
+            model.get_parameter(table.tensor).requires_grad_(False)
 
 
 def features_of(model: DistributedModelParallel) -> Callable[[Batch], Mapping[str, Any]]:

@@ -229,6 +229,7 @@ class Optimizers:
         dense_parameters: those that it trains, by name.
         factor: of the learning rates in the last step; None before the first one.
         steps_before: that the schedule counted before the first step: those of a trained model that the run began with.
+        begun: what checkpoints say of that model.
     """
 
     def __init__(
@@ -246,10 +247,14 @@ class Optimizers:
         self._fused = model.fused_optimizer
         self.factor: float | None = None
         self.steps_before = self._state_steps_before = 0
+        self.begun: Mapping[str, Any] = {}
 
-    def begin_behind(self, schedule_steps: int, state_steps: int) -> None:
-        """Let the schedule, and the counts of steps that belong to states, begin behind so many steps."""
-        self.steps_before, self._state_steps_before = schedule_steps, state_steps
+    def begin_behind(self, begun: Mapping[str, Any], steps: int = 0) -> None:
+        """Let the schedule, and the counts of steps that belong to states, begin behind `schedule_steps` and
+        `state_steps` of a trained model; set the number of trained steps."""
+        self.begun = begun
+        self.steps_before, self._state_steps_before = begun.get("schedule_steps", 0), begun.get("state_steps", 0)
+        self.set_num_steps(steps)
 
     def begin_step(self, steps: int) -> None:
         """Drop the gradients, and set the learning rates of the step that follows `steps` trained ones."""

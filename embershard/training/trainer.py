@@ -36,8 +36,7 @@ from embershard.training.parts.part import Export, Part, Training
 from embershard.training.parts.saves import Saves
 from embershard.training.reports import EvalReport, Report, SaveReport, SkippedBatchReport, StopReport, TrainReport
 from embershard.training.steps import MicroBatches, open_stream
-from embershard.training.warm.part import WarmStarted
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 
 
 class _SkippedError(Exception):
@@ -80,8 +79,7 @@ class Trainer(Training):
         self._saves, self._evaluations = Saves(self), Evaluations(self)
         self.losses = Losses(self, before_stop=self._saves.wait)
         self.metrics = StepMetrics(self)
-        others = parts_of(self, self.losses, self.metrics, self._saves, self._evaluations)
-        self.parts = [WarmStarted(self, start), *others]
+        self.parts = parts_of(self, self.losses, self.metrics, self._saves, self._evaluations, start)
         opened = [source for part in self.parts if (source := part.open_source()) is not None]
         self.source: Source = opened[0] if opened else open_source(config.data, share=ranks.from_first)
         for part in self.parts:

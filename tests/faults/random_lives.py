@@ -33,7 +33,7 @@ from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 from embershard.training.reports import EvalReport, TrainReport
 from embershard.training.trainer import Trainer
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 from tests.faults.published_lives import export_quickly
 from tests.faults.rank_kills import KILLS
 from tests.ranks.planned import here

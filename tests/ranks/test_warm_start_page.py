@@ -17,7 +17,7 @@ from tests.ranks import commands
 from tests.unit.test_docs import blocks
 from tests.unit.training.warm.models import features, run_of, write_samples
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.extra, pytest.mark.ranks]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "warm_start.md"
 _OWN = re.compile(r"(yesterday|today)\.toml|runs/\w+|exported")

@@ -14,7 +14,7 @@ from tests.ranks.test_resharding import tensors_that_differ
 from tests.ranks.warm_starts import MORE, SAVED_AT
 from tests.ranks.workers import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.extra, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", keep(["small rows"], LAYOUTS))
 def test_as_a_resume_without_its_position(two_ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
     assert different(two_ranks, LAYOUTS[name], folder, tmp_path) == []

@@ -16,7 +16,7 @@ from embershard.settings.decoding import to_toml
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.checkpoint.identity import ORDER
 from embershard.training.trainer import Trainer
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 from tests.ranks.planned import here
 from tests.ranks.resharding import Layout, config_of
 from tests.small_rounding import round_fp16, round_int8, seed_of

@@ -37,11 +37,12 @@ from embershard.launch.launcher import default_ranks, has_small_batches, planned
 from embershard.launch.rank import PROGRAM, Job, is_rank, run_rank
 from embershard.launch.run_dir import check_run_dir, default_run_dir, was_resumed_by_this_job
 from embershard.launch.stop_signals import stop_code
+from embershard.lazy_names import named
 from embershard.machine import THREADS_VARIABLE, RankThreads, cores_of_a_rank
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 
 _HELP = """Train on this machine; CONFIG may be data, with the options of data inspect.
 
@@ -231,8 +232,7 @@ def _print_settings(job: TrainJob, num_ranks: int) -> None:
     if own:
         print(own)
     if job.start is not None:
-        from embershard.training.warm.start import plan_start  # it loads TorchRec
-
+        plan_start = named("embershard.extras.warm_start.start:plan_start")  # it loads TorchRec
         print("\n".join(f"# {line}" for line in str(plan_start(job.start, job.config)).splitlines()))
     if job.resume is not None:
         print("# The checkpoint was not looked at: a run that resumes compares its settings with these.")

@@ -37,7 +37,7 @@ from embershard.training.fit.model_size import table_rows, table_sizes, tables_o
 from embershard.training.parts.step_trace import StepTrace
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 
 if TYPE_CHECKING:
     from embershard.reports.tracking.trackers import Trackers

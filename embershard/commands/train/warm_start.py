@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from embershard.errors import ConfigError
 from embershard.settings.decoding import toml
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 
 if TYPE_CHECKING:
     from embershard.training.config import RunConfig

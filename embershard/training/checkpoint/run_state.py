@@ -46,6 +46,7 @@ from embershard.training.checkpoint.saved_run import SOURCE_STATE, SavedRun, Set
 from embershard.training.checkpoint.table_shards import MODEL, STATES
 from embershard.training.config import RunConfig
 from embershard.training.optimizers import Optimizers
+from embershard.training.warm_start import WARM_START
 
 #: Group of a checkpoint's tensors: the cached rows.
 _CACHE = "cache"
@@ -158,6 +159,7 @@ class RunState:
         scalars = {
             "samples": samples,
             "stream": position.to_dict(),
+            **({WARM_START: self._optimizers.begun} if self._optimizers.begun else {}),
             **of_parts,
             "tables": tables_of(self._config, self._source.schema),
             "settings": self._identity,
@@ -223,7 +225,7 @@ class RunState:
             fill(rows, CheckpointSaved(checkpoint), f"{MODEL}.{name}")
         self.model.fused_optimizer.load_state_dict({"state": tensors[STATES]})
         dense_optimizer.load_state_dict({"state": tensors["dense_optimizer"]})
-        self._optimizers.set_num_steps(saved.step)
+        self._optimizers.begin_behind(saved.of_parts.get(WARM_START, {}), saved.step)
         if saved.world_size == self._ranks.world_size:
             set_rng_state(saved.rng[self._ranks.rank], self._ranks.device)
         restore_contents(self.model, groups[_CACHE])

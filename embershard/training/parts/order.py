@@ -12,12 +12,21 @@ from embershard.training.parts.evaluations import Evaluations
 from embershard.training.parts.loss_monitor import Losses
 from embershard.training.parts.part import Part, Training
 from embershard.training.parts.saves import Saves
+from embershard.training.warm_start import WarmStart
 
 
-def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, evaluations: Evaluations) -> list[Part]:
+def parts_of(
+    run: Training,
+    losses: Losses,
+    metrics: StepMetrics,
+    saves: Saves,
+    evaluations: Evaluations,
+    start: WarmStart | None = None,
+) -> list[Part]:
     """Return the parts of a run; those that not every run has are imported where its settings ask for them.
 
-    * losses first: no checkpoint has what a loss that is not finite trained;
+    * a warm start before all that counts on the rows and the steps that it sets;
+    * losses before saves: no checkpoint has what a loss that is not finite trained;
     * the average before all that uses it;
     * publications before what may take long;
     * files before windows, and windows before the batch that trains their samples;
@@ -26,7 +35,10 @@ def parts_of(run: Training, losses: Losses, metrics: StepMetrics, saves: Saves, 
     * bad rows behind evaluations, which meet some. They come first in `finish`, in which the last save may be refused.
     """
     config = run.config
-    parts: list[Part] = [losses, metrics]
+    parts: list[Part] = []
+    if start is not None or config.model.pretrained:
+        parts.append(named("embershard.extras.warm_start.part:WarmStarted")(run, start))
+    parts += [losses, metrics]
     if config.train.ema is not None:
         from embershard.training.parts.average import AveragedWeights
 

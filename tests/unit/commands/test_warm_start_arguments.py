@@ -12,7 +12,7 @@ from embershard.commands.train.warm_start import frozen_overrides, warm_start_of
 from embershard.errors import ConfigError
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 
 CONFIG = "examples/quickstart.toml"
 

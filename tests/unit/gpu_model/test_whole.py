@@ -52,13 +52,13 @@ from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig
 from embershard.training.equivalence import _tensors_of
+from embershard.training.parts.order import parts_of
+from embershard.training.parts.part import Part
 from embershard.training.reports import TrainReport
 from embershard.training.steps import Steps
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
-from embershard.training.warm.part import WarmStarted
-from embershard.training.warm.request import WarmStart
-from embershard.training.warm.source import WARM_START
+from embershard.training.warm_start import WarmStart
 from tests.covering import matrix
 from tests.ranks import parity, rows_exchange
 from tests.ranks.parity import snapshot
@@ -367,21 +367,22 @@ def test_what_is_turned_on_lives_on_the_device(samples, tmp_path, monkeypatch, n
     _lives_on_the_device(samples, tmp_path)
 
 
+@pytest.mark.extra
 def test_a_warm_start_lives_on_the_device(samples, tmp_path, monkeypatch) -> None:
     """Tables have more rows or are new, and a layer has more columns."""
-    before, parts = tmp_path / "before", list[WarmStarted]()
+    before, runs = tmp_path / "before", list[Trainer]()
     _turn_on(monkeypatch, lambda config: _with_items(config, 300, "user"))
     life_on_cpu(_PLAIN, samples, before)
     (before / RUN_CONFIG).write_text(to_toml(config_of(_PLAIN, samples, before, "cpu")))
 
-    def begun(run: Trainer, _: object) -> WarmStarted:
-        parts.append(WarmStarted(run, WarmStart(before)))
-        return parts[-1]
+    def begun(run: Trainer, *others: Any) -> list[Part]:
+        runs.append(run)
+        return parts_of(run, *others[:-1], WarmStart(before))
 
-    monkeypatch.setattr(trainer_module, "WarmStarted", begun)
+    monkeypatch.setattr(trainer_module, "parts_of", begun)
     _turn_on(monkeypatch, lambda config: _with_items(config, 340))
     _lives_on_the_device(samples, tmp_path)
-    assert [part.state()[WARM_START]["state_steps"] for part in parts] == [STEPS] * 4
+    assert [run.optimizers.begun["state_steps"] for run in runs] == [STEPS] * 4
 
 
 def _with_items(config: RunConfig, num_rows: int, *without: str) -> RunConfig:

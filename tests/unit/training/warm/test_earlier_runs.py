@@ -13,12 +13,12 @@ from embershard.settings.decoding import read_toml, to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 from embershard.training.trained_run import open_trained
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 from tests.unit.distributed.checkpoints import make_manifest_right
 from tests.unit.training.warm.models import run_of, write_samples
 from tests.unit.training.warm.test_warm_starts import begun, train
 
-pytestmark = pytest.mark.slow  # a whole training run
+pytestmark = [pytest.mark.slow, pytest.mark.extra]  # a whole training run
 
 #: The sections, settings of the model and entries of a checkpoint of 2026-11-22.
 _SECTIONS = ("data", "model", "embedding_optimizer", "dense_optimizer", "train")

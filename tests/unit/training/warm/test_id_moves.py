@@ -12,11 +12,13 @@ import torch
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.distributed.checkpoint.boxes import Box, Saved
-from embershard.training.warm.id_moves import fill_ids
-from embershard.training.warm.shapes import TableShape
+from embershard.extras.warm_start.id_moves import fill_ids
+from embershard.extras.warm_start.shapes import TableShape
 from tests.oracle.id_dictionary import IdDictionary
 
 ROWS, FEWER, SEED = 240, 64, 5
+pytestmark = pytest.mark.extra
+
 KEY = "sparse.t.weight"
 
 

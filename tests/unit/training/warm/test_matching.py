@@ -11,16 +11,18 @@ import pytest
 
 from embershard.distributed.checkpoint.boxes import Saved
 from embershard.errors import ConfigError
+from embershard.extras.warm_start.columns import DENSE
+from embershard.extras.warm_start.matching import Matching, match
+from embershard.extras.warm_start.report import summary
+from embershard.extras.warm_start.shapes import ModelShape, shape_of
+from embershard.extras.warm_start.source import TrainedModel
+from embershard.extras.warm_start.start import new_shape, planned
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
-from embershard.training.warm.columns import DENSE
-from embershard.training.warm.matching import Matching, match
-from embershard.training.warm.report import summary
-from embershard.training.warm.request import WarmStart
-from embershard.training.warm.shapes import ModelShape, shape_of
-from embershard.training.warm.source import TrainedModel
-from embershard.training.warm.start import new_shape, planned
+from embershard.training.warm_start import WarmStart
 from tests.unit.training.warm.models import DIM, features, run_of, sparse
+
+pytestmark = pytest.mark.extra
 
 run = partial(run_of, "samples.parquet")
 

@@ -31,6 +31,8 @@ from embershard.errors import ConfigError, InvalidCheckpointError
 from tests.unit.training.warm.models import run_of, write_samples
 from tests.unit.training.warm.test_warm_starts import rows_of, train
 
+pytestmark = pytest.mark.extra
+
 CPU = torch.device("cpu")
 ROWS = {"user": 60, "item": 40, "shop": 30}
 
@@ -107,6 +109,7 @@ def save(model: DistributedModelParallel, dense: KeyedOptimizerWrapper, folder: 
     return tensors(model, dense)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "stock"])
 def test_a_program_begins_with_another_one(ranks, tmp_path, cached):
     trained = program()

@@ -27,14 +27,14 @@ from embershard.training.config import RunConfig
 from embershard.training.equivalence import _tensors_of, _train
 from embershard.training.rounding import TableRounding
 from embershard.training.trainer import Trainer
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 from tests.covering import matrix
 from tests.small_rounding import round_fp16, round_int8, seed_of
 from tests.unit.training.warm.models import DIM, features, record, run_of, write_samples
 from tests.unit.training.warm.test_program import program, save, step
 from tests.unit.training.warm.test_warm_starts import rows_of, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extra]
 
 SEED, WHOLE = 5, 35
 TYPES = pytest.mark.parametrize("host_dtype", ["int8", matrix("fp16")])

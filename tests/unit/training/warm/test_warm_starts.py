@@ -20,6 +20,8 @@ from embershard.distributed.checkpoint.boxes import Box, Saved
 from embershard.distributed.checkpoint.compact import compact
 from embershard.distributed.checkpoint.load import AVERAGE, load_group
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
+from embershard.extras.warm_start import fill, start
+from embershard.extras.warm_start.part import WarmStartReport
 from embershard.models.config import PretrainedTable
 from embershard.settings.files import load_config
 from embershard.sharding.torchrec.inspection import cached_embeddings
@@ -29,13 +31,11 @@ from embershard.training.parts.average import AveragedWeights
 from embershard.training.parts.part import Part
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
-from embershard.training.warm import fill, start
-from embershard.training.warm.part import WarmStartReport
-from embershard.training.warm.request import WarmStart
+from embershard.training.warm_start import WarmStart
 from tests.covering import covering, keep, matrix
 from tests.unit.training.warm.models import DIM, FEATURES, features, record, run_of, sparse, write_samples
 
-pytestmark = pytest.mark.slow  # whole training runs
+pytestmark = [pytest.mark.slow, pytest.mark.extra]  # whole training runs
 
 Tensors = dict[str, Tensor]
 OVER = "model.over_arch.model.0._mlp.0._linear.weight"
@@ -105,6 +105,7 @@ def state_of(table: str) -> str:
     return f"embedding_optimizer.{rows_of(table).removeprefix('model.')}.{table}.momentum1"
 
 
+@pytest.mark.smoke
 def test_an_unchanged_model(ranks, samples, before):
     old = before.tensors
     new, report, trainer = begun(run_of(samples, seed=1), ranks, WarmStart(before.folder))
@@ -405,6 +406,7 @@ def pretrained(path: Path, **settings: Any) -> dict[str, Any]:
 VECTORS = np.arange(5 * DIM, dtype=np.float32).reshape(5, DIM) / 7
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("mapping", "kind"), covering(("none", "text", "ids"), ("npz", "parquet")))
 def test_rows_of_a_file(ranks, samples, tmp_path, kind, mapping):
     import pyarrow as pa
@@ -480,6 +482,7 @@ def test_what_the_trained_model_has_is_not_read_from_a_file(ranks, samples, tmp_
     assert report.vectors == {}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sections", [{}, {"mapping": "ids"}], ids=["rows", "ids"])
 def test_frozen_tables_stay_as_they_are(ranks, samples, tmp_path, sections):
     from embershard.pipeline.config import LookAheadConfig
@@ -503,6 +506,7 @@ def test_frozen_tables_stay_as_they_are(ranks, samples, tmp_path, sections):
         assert not torch.equal(before[rows_of("t_user")], after[rows_of("t_user")])
 
 
+@pytest.mark.smoke
 def test_a_model_with_frozen_tables_scores_as_it_did(ranks, samples, tmp_path):
     config = run_of(samples, model={"frozen": ("item",)})
     config = replace(config, data=replace(config.data, eval_fraction=0.2))
@@ -534,6 +538,7 @@ class PutBack(Part):
         return ()
 
 
+@pytest.mark.smoke
 def test_the_others_train_as_beside_a_table_whose_rows_are_put_back(ranks, samples):
     """Bit for bit, for all other tables and layers."""
     found = []
@@ -547,6 +552,7 @@ def test_the_others_train_as_beside_a_table_whose_rows_are_put_back(ranks, sampl
     assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []
 
 
+@pytest.mark.smoke
 def test_frozen_tables_that_are_not_there(ranks, samples):
     from embershard.sharding.config import ShardingConfig
 

@@ -16,12 +16,12 @@ from torchrec.optim.keyed import KeyedOptimizer
 from embershard.cache.ids.config import IdTable
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import ConfigError
+from embershard.extras.warm_start.shapes import MODEL, shape_of
+from embershard.extras.warm_start.source import TrainedModel, open_model
+from embershard.extras.warm_start.start import PlannedStart, fill_model, init_states, planned
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.checkpoint.host_rows import taking_references
-from embershard.training.warm.request import IN_PROGRAM, Step, WarmStart
-from embershard.training.warm.shapes import MODEL, shape_of
-from embershard.training.warm.source import TrainedModel, open_model
-from embershard.training.warm.start import PlannedStart, fill_model, init_states, planned
+from embershard.training.warm_start import IN_PROGRAM, Step, WarmStart
 
 _ROW_STATES, _DENSE_STATES = "embedding_optimizer", "dense_optimizer"
 

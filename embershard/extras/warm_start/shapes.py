@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+from embershard.extras.warm_start.columns import LabelledDim, SeenFeatures, labelled_dims
 from embershard.models.config import FACTORIZED, Arch
-from embershard.training.warm.columns import LabelledDim, SeenFeatures, labelled_dims
 
 #: Group of the model's tensors in a checkpoint, which their names begin with.
 MODEL = "model."

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from embershard.training.warm.columns import Label, LabelledDim, renamed
-from embershard.training.warm.request import OF_COMMAND, Words
-from embershard.training.warm.shapes import LayerShape, ModelShape, TableShape
+from embershard.extras.warm_start.columns import Label, LabelledDim, renamed
+from embershard.extras.warm_start.shapes import LayerShape, ModelShape, TableShape
+from embershard.training.warm_start import OF_COMMAND, Words
 
 Fate = Literal["taken", "renamed", "grown", "moved", "widened", "new", "dropped", "refused"]
 #: Entries of a dimension: those of the saved tensor, and those of the new one that get them.

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.distributed.checkpoint.boxes import BLOCK_BYTES, Box, Saved, fill, parts_of
-from embershard.training.warm.matching import Entry, Matching
-from embershard.training.warm.shapes import MODEL, ModelShape, TableShape
+from embershard.extras.warm_start.matching import Entry, Matching
+from embershard.extras.warm_start.shapes import MODEL, ModelShape, TableShape
 
 _ROW_STATES, _DENSE_STATES = "embedding_optimizer", "dense_optimizer"
 

@@ -16,18 +16,18 @@ from embershard.distributed import Ranks
 from embershard.distributed.checkpoint.boxes import Saved, parts_of
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import ConfigError
+from embershard.extras.warm_start.fill import fill_layers, fill_tables
+from embershard.extras.warm_start.id_moves import clock_of, fill_ids
+from embershard.extras.warm_start.matching import Entry, Matching, match
+from embershard.extras.warm_start.report import refusal, summary
+from embershard.extras.warm_start.shapes import MODEL, ModelShape, shape_of
+from embershard.extras.warm_start.source import TrainedModel, open_model
 from embershard.models import ModelTable, build_model
 from embershard.training.checkpoint.host_rows import load_weights, tensors_to_fill
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import tables_of_run
-from embershard.training.warm.fill import fill_layers, fill_tables
-from embershard.training.warm.id_moves import clock_of, fill_ids
-from embershard.training.warm.matching import Entry, Matching, match
-from embershard.training.warm.report import refusal, summary
-from embershard.training.warm.request import OPTIMIZER, WarmStart, Words
-from embershard.training.warm.shapes import MODEL, ModelShape, shape_of
-from embershard.training.warm.source import TrainedModel, open_model
+from embershard.training.warm_start import OPTIMIZER, WarmStart, Words
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`WarmStart`: what a new run is asked to begin with."""
+"""`WarmStart`: what a new run is asked to begin with (`embershard.extras.warm_start`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal
 
 #: Step of a checkpoint, that of the best evaluation, or None: the newest valid one.
 Step = int | Literal["best"] | None
+#: The entry of a run that began so in the scalars of its checkpoints.
+WARM_START = "warm_start"
 #: In place of a name that begins anew: the states of both optimizers.
 OPTIMIZER = "optimizer"
 

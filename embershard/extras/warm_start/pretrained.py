@@ -21,12 +21,12 @@ from embershard.data.sources.table.decode import ChunkDecoder
 from embershard.data.sources.table.raw import RawChunk
 from embershard.distributed.checkpoint.boxes import Box, Saved, fill_rows
 from embershard.errors import ConfigError, DataError
+from embershard.extras.warm_start.id_moves import LiveIds, place_ids
 from embershard.models import ModelTable
 from embershard.models.config import PretrainedTable
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import named_tables, tables_of_run
-from embershard.training.warm.id_moves import LiveIds, place_ids
 
 _Ints = NDArray[np.int64]
 _VECTORS = "vectors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from embershard.training.warm.matching import Entry, Matching
+from embershard.extras.warm_start.matching import Entry, Matching
 
 _FATES = ("taken", "renamed", "grown", "moved", "widened", "new", "dropped")
 

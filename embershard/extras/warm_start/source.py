@@ -15,17 +15,15 @@ from embershard.distributed.checkpoint.load import SCALARS, newest_valid, read_s
 from embershard.distributed.checkpoint.manifest import MANIFEST
 from embershard.distributed.checkpoint.metadata import METADATA
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
+from embershard.extras.warm_start.shapes import ModelShape, shape_of
 from embershard.models import ModelTable
 from embershard.settings.decoding import decode, read_toml
 from embershard.settings.files import CHECKPOINTS, RUN_CONFIG
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import tables_of_run
-from embershard.training.warm.request import Step
-from embershard.training.warm.shapes import ModelShape, shape_of
+from embershard.training.warm_start import WARM_START, Step
 
-#: The entry of a warm-started run in the scalars of its checkpoints.
-WARM_START = "warm_start"
 _OPTIMIZERS = ("embedding_optimizer", "dense_optimizer")
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from embershard.cache import loops
 from embershard.cache.ids.config import Buckets, IdTable
 from embershard.distributed.checkpoint.boxes import Box, Saved, fill, fill_rows, parts_of
-from embershard.training.warm.fill import row_states, state_name
-from embershard.training.warm.shapes import MODEL, TableShape
+from embershard.extras.warm_start.fill import row_states, state_name
+from embershard.extras.warm_start.shapes import MODEL, TableShape
 
 _Ints = NDArray[np.int64]
 _ONCE = 1 << 32  # the uses of an id of which nobody knows more: one, long ago

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from embershard.distributed import complete_checkpoints
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import ConfigError, EmbershardError
+from embershard.extras.warm_start.pretrained import Vectors, read_pretrained
+from embershard.extras.warm_start.start import PlannedStart, fill_model, plan_start
 from embershard.training.checkpoint.host_rows import load_weights, tensors_to_fill
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import Report
-from embershard.training.warm.pretrained import Vectors, read_pretrained
-from embershard.training.warm.request import WarmStart
-from embershard.training.warm.source import WARM_START
-from embershard.training.warm.start import PlannedStart, fill_model, plan_start
+from embershard.training.warm_start import WarmStart
 
 
 @dataclass(frozen=True)
@@ -48,15 +46,14 @@ class WarmStarted(Part):
     from a checkpoint takes nothing, and its checkpoint says how it began.
 
     Args:
-        start: what to begin with; None: nothing is trained.
+        start: what to begin with; None: rows of files only.
     """
 
     def __init__(self, run: Training, start: WarmStart | None) -> None:
         super().__init__(run)
-        self._start, self._is_due = start, start is not None or bool(run.config.model.pretrained)
+        self._start, self._is_due = start, True
         self._plan: PlannedStart | None = None
         self._vectors: list[Vectors] | None = None
-        self._state: dict[str, Any] = {}
 
     def check(self) -> None:
         """Match before anything is built.
@@ -64,14 +61,14 @@ class WarmStarted(Part):
         Raises:
             ConfigError, CheckpointError, DataError: as `plan_start` and `read_pretrained`.
         """
-        if self._is_due and self.run.config.cache.host == "file":
+        if self.run.config.cache.host == "file":
             raise ConfigError(
                 'cache.host: got "file", needed "memory" or "mmap" where a run begins with a trained model, or with '
                 'rows of a file. Save its first step with cache.host = "mmap", then go on: --resume --set '
                 "cache.host=file --set cache.host_bytes=..."
             )
         folder = self.run.checkpoints
-        if self._is_due and not self.run.ranks.from_first(lambda: folder and complete_checkpoints(folder)):
+        if not self.run.ranks.from_first(lambda: folder and complete_checkpoints(folder)):
             self._prepare()
 
     def notes(self) -> list[str]:
@@ -82,8 +79,6 @@ class WarmStarted(Part):
 
     def read_state(self, saved: SavedRun, comparison: SettingsComparison) -> None:
         self._is_due, self._plan, self._vectors = False, None, None
-        self._state = dict(saved.of_parts.get(WARM_START, {}))
-        self._count_steps(saved.step)
 
     def begin(self) -> Iterable[Report]:
         """Fill the model, unless the run goes on from a checkpoint."""
@@ -95,20 +90,14 @@ class WarmStarted(Part):
         fates: Counter[str] = Counter()
         if (plan := self._plan) is not None:
             placed |= fill_model(plan, run.model, run.optimizers.dense, run.state.tensors)
-            self._state = {
-                "source": plan.model.title,
-                "schedule_steps": plan.schedule_steps,
-                "state_steps": plan.state_steps,
-            }
+            steps = {"schedule_steps": plan.schedule_steps, "state_steps": plan.state_steps}
+            run.optimizers.begin_behind({"source": plan.model.title, **steps})
             fates.update(f"{entry.kind}s_{entry.fate}" for entry in plan.matching.entries)
-            self._count_steps(0)
         vectors, self._vectors = self._vectors or [], []
         placed |= self._fill(vectors)
         numbers = {each.table.name: len(each.keys) for each in vectors}
-        yield WarmStartReport(run.steps, self._state.get("source", ""), dict(fates), self._of_all(placed), numbers)
-
-    def state(self) -> dict[str, Any]:
-        return {WARM_START: self._state} if self._state else {}
+        source = run.optimizers.begun.get("source", "")
+        yield WarmStartReport(run.steps, source, dict(fates), self._of_all(placed), numbers)
 
     def _prepare(self) -> None:
         run, taken = self.run, set[str]()
@@ -136,7 +125,3 @@ class WarmStarted(Part):
                 before = found.get(name, (0, 0))
                 found[name] = before[0] + with_row, before[1] + without
         return found
-
-    def _count_steps(self, steps: int) -> None:
-        self.run.optimizers.begin_behind(self._state.get("schedule_steps", 0), self._state.get("state_steps", 0))
-        self.run.optimizers.set_num_steps(steps)
