@@ -30,13 +30,13 @@ from benchmarks.plan_scale import NUM_SAMPLES, model
 from embershard.commands.plan.calibrate import measure, reference_setting, summarize
 from embershard.commands.plan.inputs import budget, make_workload
 from embershard.commands.plan.reference_steps import Segment, Segments
+from embershard.extras.what_if.simulate_scaling import simulate_plan, simulate_run
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.assumed import assumed_statistics
 from embershard.planning.cost.back_test import PUBLISHED, PublishedPoint
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.simulate_scaling import simulate_plan, simulate_run
 from embershard.planning.workload import Workload
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan

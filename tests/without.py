@@ -83,6 +83,8 @@ CAPABILITIES = {
     ),
     "mlperf": Capability(("extras.mlperf",), ("mlperf",)),
     "warm_start": Capability(("extras.warm_start",), ("warm", "load_from", "pretrained", "vectors")),
+    "what_if": Capability(("extras.what_if",), ("what_if", "simulat", "picture", "target", "price")),
+    "report_page": Capability(("extras.report_page",), ("page", "found_wherever", "html")),
     "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
 }
 

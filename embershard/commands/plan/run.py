@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rich.console import Console
 
-from embershard.commands.plan import view, what_if
+from embershard.commands.plan import view
 from embershard.commands.plan.inputs import budget, check_tables, make_workload, read_lookups, read_tables
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics, FrequencyProfile
 from embershard.launch.arguments import set_words
 from embershard.launch.screen import progress_bar, save_figure, say, wide_console
+from embershard.lazy_names import named
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.many_ranks import plan_with_care
 from embershard.planning.request import PlanRequest
-from embershard.planning.simulate_scaling import SimulatedRun, simulate_scaling
-from embershard.planning.what_if.cases import PlannedCase, cases_to, planned_case
-from embershard.planning.what_if.uncertainty import uncertainty
+from embershard.planning.uncertainty import PlannedCase, uncertainty
 from embershard.settings.files import load_config
 from embershard.sharding.sizes import ModelSize
 from embershard.training.config import RunConfig
 from embershard.training.fit.host_types import host_type_notes
 
-_MOST_RANKS = 4096
+MOST_RANKS = 4096
 #: Settings without effect beside `--plan`, which gives them.
 _OF_PLANNING = ("cache.ratio", "cache.device_bytes", "sharding.exchange", "sharding.plan")
 _DISK_NOTE = (
@@ -43,7 +41,7 @@ _HOT_COLD_NOTE = (
 
 
 @dataclass(frozen=True)
-class _Setup:
+class Setup:
     """The command line and its files, read."""
 
     config: RunConfig
@@ -57,11 +55,6 @@ class _Setup:
     """Of a rank for an hour."""
     machine: str = ""
     """The kind of it, where several are compared."""
-
-    def case(self, num_ranks: int, ratio: float | None = None) -> PlannedCase:
-        """Plan a number of ranks."""
-        request, topology = self.request(num_ranks, ratio), self.shaped(num_ranks)
-        return planned_case(request, topology, ratio, self.price, self.machine)
 
     def request(self, num_ranks: int, ratio: float | None = None) -> PlanRequest:
         """Return the request for so many ranks; `ratio` overrides the config's share of rows on the device."""
@@ -138,18 +131,19 @@ def plan(arguments: argparse.Namespace, command: str) -> int:
         setups = _read(arguments, command)
     setup = setups[0]
     ranks, ratios = arguments.ranks or [setup.topology.world_size], arguments.ratios or [None]
-    if max(ranks) > _MOST_RANKS:
-        raise ConfigError(f"--ranks {max(ranks)}: needed at most {_MOST_RANKS}.")
+    if max(ranks) > MOST_RANKS:
+        raise ConfigError(f"--ranks {max(ranks)}: needed at most {MOST_RANKS}.")
     if any(ratio > 1 for ratio in arguments.ratios or ()):
         raise ConfigError(f"--ratios {max(arguments.ratios):g}: needed shares of the rows, in (0, 1].")
-    if arguments.simulate:
-        return _simulate(setup, ranks, ratios, console)
-    if len(ranks) > 1 or len(ratios) > 1 or len(setups) > 1 or arguments.target is not None:
-        return _what_if(setups, ranks, ratios, console)
+    several = len(ranks) > 1 or len(ratios) > 1 or len(setups) > 1 or arguments.target is not None
+    if arguments.simulate or several:
+        what = "simulate" if arguments.simulate else "what_if"
+        compare: Callable[..., int] = named(f"embershard.extras.what_if.command:{what}")
+        return compare(setups, ranks, ratios, console)
     return _one_plan(setup, ranks[0], ratios[0], console)
 
 
-def _one_plan(setup: _Setup, num_ranks: int, ratio: float | None, console: Console) -> int:
+def _one_plan(setup: Setup, num_ranks: int, ratio: float | None, console: Console) -> int:
     arguments, request = setup.arguments, setup.request(num_ranks, ratio)
     with progress_bar(console, "pools replayed") as on_progress:
         made = plan_with_care(request, on_progress)
@@ -160,8 +154,8 @@ def _one_plan(setup: _Setup, num_ranks: int, ratio: float | None, console: Conso
         view.show_explanations(request, made, arguments.explain, console)
     else:
         view.show(made, console, top=arguments.top)
-        what_if.show_certainty(case, console)
-    _draw(arguments.png, lambda picture: picture.plan_figure(case, setup.topology), console)
+        view.show_certainty(case, console)
+    draw(arguments.png, console, "plan_figure", case, setup.topology)
     if arguments.output is not None:
         made.save(arguments.output)
         kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in _OF_PLANNING]
@@ -172,67 +166,14 @@ def _one_plan(setup: _Setup, num_ranks: int, ratio: float | None, console: Conso
     return 0
 
 
-def _draw(path: Path | None, make: Callable[[ModuleType], Any], console: Console) -> None:
-    """Draw what `make` returns, given the module of pictures, if a file was asked for."""
+def draw(path: Path | None, console: Console, figure: str, *given: Any) -> None:
+    """Draw a figure, named by the function that makes it, of what is given, if a file was asked for."""
     if path is not None:
-        from embershard.commands.plan import picture  # it loads matplotlib
-
-        save_figure(make(picture), path)
+        save_figure(named(f"embershard.extras.what_if.picture:{figure}")(*given), path)  # it loads matplotlib
         say(console, f"Drawn to {path}.")
 
 
-def _what_if(setups: Sequence[_Setup], ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
-    arguments, outcomes = setups[0].arguments, list[PlannedCase]()
-    if arguments.output is not None or arguments.explain:
-        raise ConfigError("-o and --explain are for one plan; give one number of --ranks and at most one of --ratios.")
-    for setup in setups:
-        if arguments.target is not None and arguments.ranks is None:
-            tell = what_if.Teller(setup.case, console)
-            per_node = setup.arguments.ranks_per_node or setup.topology.ranks_per_node
-            for ratio in ratios:
-                outcomes += cases_to(arguments.target, per_node, _MOST_RANKS, lambda n: tell(n, ratio))  # noqa: B023
-        else:
-            outcomes += what_if.try_all([(each, ratio) for ratio in ratios for each in ranks], setup.case, console)
-    console.print()
-    what_if.show_what_if(outcomes, console)
-    planned = [each for each in outcomes if each.plan is not None]
-    if arguments.target is not None:
-        found = what_if.show_target(outcomes, arguments.target, console)
-        planned = planned if found is None else [found]
-    if planned:
-        what_if.show_certainty(planned[-1], console)
-    _draw(arguments.png, lambda picture: picture.what_if_figure(outcomes, setups[0].topology), console)
-    return 0 if planned else 2
-
-
-def _simulate(setup: _Setup, ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
-    arguments = setup.arguments
-    if arguments.explain or len(ratios) > 1:
-        raise ConfigError("--simulate takes -o FILE.json and --png, and neither --explain nor several --ratios.")
-
-    def tell(run: SimulatedRun) -> None:
-        speed = run.problem or f"{run.step_seconds * 1e3:.2f} ms a step, {run.samples_per_second:,.0f} samples/s"
-        console.print(f"Simulated {run.num_ranks} ranks: {speed}", soft_wrap=True)
-        console.file.flush()
-
-    with console.status("simulating"):
-        runs = simulate_scaling(
-            sorted(set(ranks)),
-            lambda num_ranks: (setup.request(num_ranks, ratios[0]), setup.shaped(num_ranks)),
-            tell,
-        )
-    topology = setup.shaped(max(ranks))
-    view.show_simulation(runs, topology, console)
-    if arguments.output is not None:
-        view.write_simulation(runs, topology, arguments.output)
-        say(console, f"Written to {arguments.output}.")
-    if all(run.problem for run in runs):
-        return 2
-    _draw(arguments.png, lambda picture: picture.simulation_figure(runs, topology), console)
-    return 0
-
-
-def _read(arguments: argparse.Namespace, command: str) -> list[_Setup]:
+def _read(arguments: argparse.Namespace, command: str) -> list[Setup]:
     """Return what was asked for, once for each machine."""
     config, data, model, note = _read_data(arguments)
     names, prices = arguments.topology, arguments.price or [None]
@@ -241,7 +182,7 @@ def _read(arguments: argparse.Namespace, command: str) -> list[_Setup]:
     prices = prices * len(names) if len(prices) == 1 else prices
     several = len(names) > 1
     return [
-        _Setup(
+        Setup(
             config,
             data,
             _topology(config, name),

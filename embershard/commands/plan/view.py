@@ -1,21 +1,17 @@
-"""A plan on the screen; simulated scaling, also as JSON."""
+"""A plan on the screen."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from embershard.cache.file.file_counts import FILE_COUNTS
-from embershard.errors import ConfigError, naming_file
+from embershard.errors import ConfigError
 from embershard.launch.screen import make_table, say
 from embershard.planning.cost.rates import StepWork
-from embershard.planning.cost.topology import Topology
 from embershard.planning.exchange import exchange_reason
 from embershard.planning.explain import (
     alternatives,
@@ -26,17 +22,20 @@ from embershard.planning.explain import (
     own_time,
     sentences,
 )
-from embershard.planning.many_ranks import MOST_SEARCHED_RANKS
 from embershard.planning.request import PlanRequest
-from embershard.planning.simulate_scaling import SimulatedRun
+from embershard.planning.uncertainty import PlannedCase, Uncertainty
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
 from embershard.sharding.shards import shards_of
 from embershard.units import size
 
 _MOST_RANKS = 16
-_MOST_PARTS = 4
-_LEAST_LOSS = 0.01  # of a simulated step, that is shown
+_MOST_EFFECTS = 8
+_CALIBRATED = "from, to: the largest error that steps predicted for calibrated machines had."
+_INTERVAL = (
+    "from, to: in nine of ten cases the step lies between them, if each constant of the machine may be as far off as "
+    "docs/planning.md says. Errors of the model come on top."
+)
 HITS = ("hits", "first\ntouches", "long run")
 HITS_LEGEND = (
     "hits: lookups whose row is on the device, over the predicted steps. first touches: share of the misses that are "
@@ -250,46 +249,51 @@ def hits_cells(tables: Sequence[TablePrediction]) -> tuple[str, str, str]:
     return f"{hits:.2%}", "" if first is None else f"{first:.0%}", f"{later:.1%}" if is_known else ""
 
 
-def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: Console) -> None:
-    """Print one line per number of ranks, and the reservations."""
-    table = make_table(
-        "Simulated training (estimate)",
-        (),
-        ("ranks", "batch", "samples/s", "efficiency", "step ms", "limited by", "where a step's time goes", "lost to"),
-    )
-    for run in runs:
-        case, share = (str(run.num_ranks), f"{run.global_batch_size:,}"), run.efficiency(runs)
-        if share is None or run.parts is None:
-            table.add_row(*case, "does not fit")
-            continue
-        largest = sorted(run.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
-        parts = ", ".join(f"{name} {seconds / run.step_seconds:.0%}" for name, seconds in largest)
-        losses = run.losses(runs) if share < 1 - _LEAST_LOSS else {}
-        lost = ", ".join(f"{name} {lost:.0%}" for name, lost in losses.items() if abs(lost) >= _LEAST_LOSS)
-        speed = (f"{run.samples_per_second:,.0f}", f"{share:.0%}", f"{run.step_seconds * 1e3:.2f}")
-        table.add_row(*case, *speed, run.limit, parts, lost)
-    console.print(table)
-    limits = dict.fromkeys(run.limit for run in runs if not run.problem)
-    notes = [topology.note(runs[-1].num_ranks), *map(topology.error_note, limits)]
-    if any(not run.is_searched for run in runs):
-        notes.append(
-            f"Beyond {MOST_SEARCHED_RANKS} ranks placements are searched on as many nodes as tables could be on."
+def show_certainty(case: PlannedCase, console: Console) -> None:
+    """Print the interval of a case's step time, and a tornado: what it depends on most."""
+    certainty, prediction = case.certainty, case.prediction
+    if certainty is None or prediction is None:
+        return
+    low, high = case.range_per_second
+    if certainty.effects:
+        table = make_table(
+            f"What the step of {case.name} depends on ({prediction.step_seconds * 1e3:.2f} ms)",
+            ("constant",),
+            ("from", "to", "ms at from", "ms at to", "apart"),
         )
-    notes.append("Hit rates are from the profile's counts, in the long run. docs/planning.md has the errors.")
-    problems = [f"{run.num_ranks} ranks: {run.problem}" for run in runs if run.problem]
-    say(console, *problems, *(f"Note: {note}" for note in notes if note is not None))
+        for each in certainty.effects[:_MOST_EFFECTS]:
+            seconds = (each.low_seconds, each.high_seconds)
+            table.add_row(
+                each.constant.name,
+                f"{each.low:g}",
+                f"{each.high:g}",
+                *(f"{1e3 * value:.2f}" for value in seconds),
+                f"{each.seconds / prediction.step_seconds:.0%}",
+            )
+        table.caption = "one at a time, others as assumed"
+        console.print(table)
+    money = case.samples_per_money
+    price = "" if money is None else f", {count(money)} samples for 1 of the price's currency"
+    say(
+        console,
+        f"A step of {case.name}: {prediction.step_seconds * 1e3:.2f} ms (from {certainty.low_seconds * 1e3:.2f} to "
+        f"{certainty.high_seconds * 1e3:.2f}), {case.samples_per_second:,.0f} samples/s (from {low:,.0f} to "
+        f"{high:,.0f}), {case.samples_per_second / case.num_ranks:,.0f} per rank{price}. {interval(certainty)}",
+    )
 
 
-def write_simulation(runs: Sequence[SimulatedRun], topology: Topology, path: Path) -> None:
-    """Write the simulated runs as JSON."""
-    values = {
-        "what": "embershard plan --simulate: an estimate",
-        "topology": topology.name,
-        "source": topology.source,
-        "precision": topology.precision,
-        "runs": [
-            {**dataclasses.asdict(run), "efficiency": run.efficiency(runs), "losses": run.losses(runs)} for run in runs
-        ],
-    }
-    with naming_file(path):
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+def interval(certainty: Uncertainty) -> str:
+    """Return what the ends of the interval are."""
+    return _INTERVAL if certainty.effects else _CALIBRATED
+
+
+def count(value: float) -> str:
+    """Format a large number.
+
+    >>> count(1_620_000_000), count(950)
+    ('1.62 G', '950')
+    """
+    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.0f}"

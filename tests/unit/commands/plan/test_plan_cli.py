@@ -13,14 +13,14 @@ import torch
 from matplotlib.axes import Axes
 
 from embershard.commands import cli
-from embershard.commands.plan import picture
 from embershard.errors import DataError
+from embershard.extras.what_if import cases, picture
+from embershard.extras.what_if.simulate_scaling import SimulatedRun
 from embershard.frequency import FrequencyProfile
 from embershard.launch.screen import save_figure
 from embershard.models import table_name
 from embershard.planning.cost.topology import load_topology, save_topology
-from embershard.planning.simulate_scaling import SimulatedRun
-from embershard.planning.what_if import cases
+from embershard.planning.uncertainty import PlannedCase
 from embershard.sharding.plan import Plan
 from tests.covering import keep, matrix
 from tests.unit.planning.traces import profile_of, skewed
@@ -162,6 +162,7 @@ def test_several_ranks_are_compared_and_drawn(files, tmp_path, capsys):
     assert f"Drawn to {file}." in said
 
 
+@pytest.mark.extra
 def test_a_compared_case_is_told_when_it_is_done(files, capsys, monkeypatch):
     """Also to a pipe: before the next one is planned."""
     seen, make = [], cases.plan_quickly
@@ -220,8 +221,9 @@ def labels(axes: Axes) -> list[str]:
     return [axes.yaxis.get_major_formatter()(each) for each in places]
 
 
+@pytest.mark.extra
 def test_pictures_of_plans_say_what_they_show(files):
-    outcomes = [cases.PlannedCase(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
+    outcomes = [PlannedCase(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
     figure = picture.what_if_figure(outcomes, load_topology("h100x8"))
     title, *errors = figure.get_suptitle().split("\n")
     assert title == "Estimate: plans for h100x8. Nothing here was measured."
@@ -253,7 +255,7 @@ def test_one_plan_is_drawn_by_rank(files, tmp_path, capsys):
     assert main(given(files, "--ranks", "2", "--png", str(file))) == 0
     assert file.read_bytes()[:4] == b"\x89PNG"
     assert f"Drawn to {file}." in capsys.readouterr().out
-    times, memory = picture.plan_figure(cases.PlannedCase(2, None, small_plan()), load_topology("cpu")).axes
+    times, memory = picture.plan_figure(PlannedCase(2, None, small_plan()), load_topology("cpu")).axes
     assert times.get_ylabel() == "ms of a step"
     assert memory.get_ylabel() == "device memory of a rank, MiB"
     with pytest.raises(DataError, match=r"x.nonsense: cannot be drawn .* ends in .png"):
@@ -472,6 +474,7 @@ def test_scaling_is_simulated_and_written(files, tmp_path, capsys):
         assert f"{run['samples_per_second']:,.0f}" in said
 
 
+@pytest.mark.extra
 def test_simulated_ranks_of_a_cpu_fill_nodes(files, capsys):
     assert main(given(files, "--simulate", "--ranks", "4", "--topology", "cpu", "--types", "table_row_wise")) == 0
     assert "table_row_wise" not in capsys.readouterr().err
@@ -491,6 +494,7 @@ def test_a_range_of_ranks_that_is_none_is_refused(files, capsys, text):
     assert "--ranks" in capsys.readouterr().err
 
 
+@pytest.mark.extra
 def test_a_simulation_of_what_does_not_fit_says_why(files, capsys):
     assert main(given(files, "--simulate", "--ranks", "2", "--topology", "h100x8", "--device-memory", "1kB")) == 2
     said = capsys.readouterr().out

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from embershard.extras.what_if.simulate_scaling import SimulatedRun
 from embershard.planning.cost.topology import Topology
-from embershard.planning.simulate_scaling import SimulatedRun
-from embershard.planning.what_if.cases import PlannedCase
+from embershard.planning.uncertainty import PlannedCase
 from embershard.sharding.plan import Prediction, RankPrediction
 from embershard.units import size
 

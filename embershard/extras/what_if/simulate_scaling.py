@@ -5,10 +5,16 @@ Plans for few ranks are those of `embershard plan`; for more, the search looks a
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from embershard.errors import ShardingError
+from rich.console import Console
+
+from embershard.errors import ShardingError, naming_file
+from embershard.launch.screen import make_table, say
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.cost.topology import Topology
 from embershard.planning.many_ranks import MOST_SEARCHED_RANKS, fastest_candidate
@@ -16,6 +22,9 @@ from embershard.planning.request import PlanRequest
 from embershard.planning.simulate.step_replay import STRAGGLERS, Pipeline, StepReplay, replay_steps
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction
+
+_MOST_PARTS = 4
+_LEAST_LOSS = 0.01  # of a simulated step, that is shown
 
 
 @dataclass(frozen=True)
@@ -133,3 +142,48 @@ def _limit(replayed: StepReplay) -> str:
     part = replayed.bottleneck(replayed.slowest)
     waiting = replayed.mean_parts[STRAGGLERS]
     return STRAGGLERS if waiting > replayed.parts[part][replayed.slowest] else part
+
+
+def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: Console) -> None:
+    """Print one line per number of ranks, and the reservations."""
+    table = make_table(
+        "Simulated training (estimate)",
+        (),
+        ("ranks", "batch", "samples/s", "efficiency", "step ms", "limited by", "where a step's time goes", "lost to"),
+    )
+    for run in runs:
+        case, share = (str(run.num_ranks), f"{run.global_batch_size:,}"), run.efficiency(runs)
+        if share is None or run.parts is None:
+            table.add_row(*case, "does not fit")
+            continue
+        largest = sorted(run.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+        parts = ", ".join(f"{name} {seconds / run.step_seconds:.0%}" for name, seconds in largest)
+        losses = run.losses(runs) if share < 1 - _LEAST_LOSS else {}
+        lost = ", ".join(f"{name} {lost:.0%}" for name, lost in losses.items() if abs(lost) >= _LEAST_LOSS)
+        speed = (f"{run.samples_per_second:,.0f}", f"{share:.0%}", f"{run.step_seconds * 1e3:.2f}")
+        table.add_row(*case, *speed, run.limit, parts, lost)
+    console.print(table)
+    limits = dict.fromkeys(run.limit for run in runs if not run.problem)
+    notes = [topology.note(runs[-1].num_ranks), *map(topology.error_note, limits)]
+    if any(not run.is_searched for run in runs):
+        notes.append(
+            f"Beyond {MOST_SEARCHED_RANKS} ranks placements are searched on as many nodes as tables could be on."
+        )
+    notes.append("Hit rates are from the profile's counts, in the long run. docs/planning.md has the errors.")
+    problems = [f"{run.num_ranks} ranks: {run.problem}" for run in runs if run.problem]
+    say(console, *problems, *(f"Note: {note}" for note in notes if note is not None))
+
+
+def write_simulation(runs: Sequence[SimulatedRun], topology: Topology, path: Path) -> None:
+    """Write the simulated runs as JSON."""
+    values = {
+        "what": "embershard plan --simulate: an estimate",
+        "topology": topology.name,
+        "source": topology.source,
+        "precision": topology.precision,
+        "runs": [
+            {**dataclasses.asdict(run), "efficiency": run.efficiency(runs), "losses": run.losses(runs)} for run in runs
+        ],
+    }
+    with naming_file(path):
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -7,21 +7,15 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from embershard.commands.plan.view import HITS, HITS_LEGEND, hits_cells
+from embershard.commands.plan.view import HITS, HITS_LEGEND, count, hits_cells, interval
+from embershard.extras.what_if.cases import cheapest, efficiency
 from embershard.launch.screen import make_table, say
-from embershard.planning.what_if.cases import PlannedCase, cheapest, efficiency
-from embershard.planning.what_if.uncertainty import Uncertainty
+from embershard.planning.uncertainty import PlannedCase
 from embershard.units import size
 
-_MOST_EFFECTS = 8
-_CALIBRATED = "from, to: the largest error that steps predicted for calibrated machines had."
 _LEGEND = (
     "efficiency: samples/s per rank, over that of the fewest ranks. caches, device: memory of the fullest rank, "
     "its caches (slots and maps), and all of it (dense layers, activations, buffers, a reserve)."
-)
-_INTERVAL = (
-    "from, to: in nine of ten cases the step lies between them, if each constant of the machine may be as far off as "
-    "docs/planning.md says. Errors of the model come on top."
 )
 
 
@@ -63,7 +57,7 @@ def show_what_if(outcomes: Sequence[PlannedCase], console: Console) -> None:
         for note in () if outcome.plan is None else outcome.plan.notes:
             notes.setdefault(note, []).append(outcome)
     problems = [f"{each.name}: {each.problem}" for each in outcomes if each.problem]
-    intervals = {_interval(each.certainty): None for each in planned if each.certainty is not None}
+    intervals = {interval(each.certainty): None for each in planned if each.certainty is not None}
     lines = [f"Note{_of_which(of, planned)}: {note}" for note, of in notes.items()]
     say(console, _LEGEND, HITS_LEGEND, *intervals, *problems, *lines)
 
@@ -76,10 +70,6 @@ def _of_which(cases: Sequence[PlannedCase], planned: Sequence[PlannedCase]) -> s
     if len(cases) == sum(each.machine in machines for each in planned):
         return f" on {'; '.join(dict.fromkeys(each.machine for each in cases))}"
     return f" on {'; '.join(each.name for each in cases)}"
-
-
-def _interval(certainty: Uncertainty) -> str:
-    return _INTERVAL if certainty.effects else _CALIBRATED
 
 
 def _speed_table(outcomes: Sequence[PlannedCase]) -> Table:
@@ -134,39 +124,6 @@ def _cells(outcome: PlannedCase) -> list[str]:
     return [*([outcome.machine] if outcome.machine else []), str(outcome.num_ranks), ratio]
 
 
-def show_certainty(case: PlannedCase, console: Console) -> None:
-    """Print the interval of a case's step time, and a tornado: what it depends on most."""
-    certainty, prediction = case.certainty, case.prediction
-    if certainty is None or prediction is None:
-        return
-    low, high = case.range_per_second
-    if certainty.effects:
-        table = make_table(
-            f"What the step of {case.name} depends on ({prediction.step_seconds * 1e3:.2f} ms)",
-            ("constant",),
-            ("from", "to", "ms at from", "ms at to", "apart"),
-        )
-        for each in certainty.effects[:_MOST_EFFECTS]:
-            seconds = (each.low_seconds, each.high_seconds)
-            table.add_row(
-                each.constant.name,
-                f"{each.low:g}",
-                f"{each.high:g}",
-                *(f"{1e3 * value:.2f}" for value in seconds),
-                f"{each.seconds / prediction.step_seconds:.0%}",
-            )
-        table.caption = "one at a time, others as assumed"
-        console.print(table)
-    money = case.samples_per_money
-    price = "" if money is None else f", {count(money)} samples for 1 of the price's currency"
-    say(
-        console,
-        f"A step of {case.name}: {prediction.step_seconds * 1e3:.2f} ms (from {certainty.low_seconds * 1e3:.2f} to "
-        f"{certainty.high_seconds * 1e3:.2f}), {case.samples_per_second:,.0f} samples/s (from {low:,.0f} to "
-        f"{high:,.0f}), {case.samples_per_second / case.num_ranks:,.0f} per rank{price}. {_interval(certainty)}",
-    )
-
-
 def show_target(outcomes: Sequence[PlannedCase], target: float, console: Console) -> PlannedCase | None:
     """Print the cheapest case that reaches so many samples per second, as predicted, and for sure; return the first."""
     found, surely = cheapest(outcomes, target), cheapest(outcomes, target, surely=True)
@@ -195,15 +152,3 @@ def _machines(case: PlannedCase) -> str:
     shape = f"{nodes} nodes of {per_node}, " if nodes > 1 else ""
     cost = "" if case.price is None else f"{case.cost_per_hour:,.2f} an hour, "
     return f"{case.name} ({shape}{cost}{case.samples_per_second:,.0f} samples/s, at least {low:,.0f})"
-
-
-def count(value: float) -> str:
-    """Format a large number.
-
-    >>> count(1_620_000_000), count(950)
-    ('1.62 G', '950')
-    """
-    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        if value >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value:.0f}"

@@ -3,82 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from embershard.errors import ShardingError
 from embershard.planning.cost.topology import Topology
 from embershard.planning.many_ranks import plan_quickly
 from embershard.planning.request import PlanRequest
-from embershard.planning.what_if.uncertainty import Uncertainty, uncertainty
-from embershard.sharding.plan import Plan, Prediction
+from embershard.planning.uncertainty import PlannedCase, uncertainty
 
-_HOUR_SECONDS = 3600
 #: Twice the ranks with less gain than this: more of them will not reach a target either.
 _LEAST_GAIN = 1.02
 _MOST_USELESS = 2
-
-
-@dataclass(frozen=True)
-class PlannedCase:
-    """One case: its plan, or the reason why there is none.
-
-    Attributes:
-        ratio: share of the rows on the device; None: as the memory allows.
-        machine: the kind of it; empty where all cases are on one.
-        price: of a rank for an hour, in any currency; None: not given.
-        certainty: of the plan's step time.
-    """
-
-    num_ranks: int
-    ratio: float | None
-    plan: Plan | None
-    problem: str = ""
-    machine: str = ""
-    price: float | None = None
-    certainty: Uncertainty | None = None
-
-    @property
-    def name(self) -> str:
-        """The case in words: `2 ranks, ratio 0.05`."""
-        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
-        of_it = f" of {self.machine}" if self.machine else ""
-        return f"{ranks}{of_it}" if self.ratio is None else f"{ranks}{of_it}, ratio {self.ratio:g}"
-
-    @property
-    def sentence(self) -> str:
-        """The case, and its speed."""
-        if self.prediction is None:
-            return f"{self.name}: does not fit"
-        speed = f"{self.prediction.samples_per_second:,.0f} samples/s"
-        return f"{self.name}: {self.prediction.step_seconds * 1e3:.2f} ms a step, {speed}"
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """The plan's prediction; None without a plan."""
-        return None if self.plan is None else self.plan.prediction
-
-    @property
-    def samples_per_second(self) -> float:
-        """Of all ranks; 0 without a plan."""
-        return 0.0 if self.prediction is None else self.prediction.samples_per_second
-
-    @property
-    def range_per_second(self) -> tuple[float, float]:
-        """Samples per second at the slow and at the fast end of the interval; without one, as predicted."""
-        if self.prediction is None or self.certainty is None:
-            return self.samples_per_second, self.samples_per_second
-        samples = self.samples_per_second * self.prediction.step_seconds
-        return samples / self.certainty.high_seconds, samples / self.certainty.low_seconds
-
-    @property
-    def cost_per_hour(self) -> float:
-        """Of all ranks; without a price, their number."""
-        return self.num_ranks * (1.0 if self.price is None else self.price)
-
-    @property
-    def samples_per_money(self) -> float | None:
-        """Samples for one unit of the price's currency; None without a price."""
-        return None if self.price is None else _HOUR_SECONDS * self.samples_per_second / self.cost_per_hour
 
 
 def planned_case(

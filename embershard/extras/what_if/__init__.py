@@ -1,0 +1,1 @@
+"""What a model would need before machines are rented: plans compared, simulated scaling, and their pictures."""
