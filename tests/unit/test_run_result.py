@@ -14,7 +14,6 @@ from rich.console import Console
 
 from embershard.errors import ConfigError
 from embershard.reports import run_folder, sweep_tables
-from embershard.reports.page.write import write_page
 from embershard.reports.run_tables import show_run
 from embershard.reports.tracking.trackers import _numbers
 from embershard.run_result import FORMAT, RESULT, RunResult
@@ -116,6 +115,8 @@ def test_a_field_is_found_wherever_entries_are(tmp_path: Path, monkeypatch: pyte
     show_run(run_folder.RunFolder.read(tmp_path), result, Console(file=screen, width=140), 12)
     assert re.search(r"spilled +│ 1,234 rows +│ in 100 steps", screen.getvalue()), "the closing table"
     assert re.search(r"Spilled\s.*all +1234", screen.getvalue(), re.DOTALL), "a table of its own"
+    from embershard.extras.report_page.write import write_page
+
     write_page([tmp_path], tmp_path / "page.html")
     assert "1,234 rows" in (tmp_path / "page.html").read_text()
     assert _numbers("result", result.to_dict())["result/spilled"] == 1234, "trackers"

@@ -11,6 +11,7 @@ from typing import Any
 from embershard.errors import ConfigError, SetupError
 from embershard.launch.arguments import check_output, make_parser, positive
 from embershard.launch.screen import say, wide_console
+from embershard.lazy_names import named
 from embershard.planning.cost.topology import Topology, load_topology, save_topology
 from embershard.planning.recalibrate import Recalibration, recalibrated
 from embershard.planning.verify.compare import compare, notes
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     check_output(arguments.output)
     try:
-        from embershard.reports.page.write import write_page
+        write_page = named("embershard.extras.report_page.write:write_page")
     except ModuleNotFoundError as error:
         if error.name not in ("plotly", "jinja2"):
             raise

@@ -20,7 +20,6 @@ from embershard.commands.train.run import train_run
 from embershard.distributed import Supervision, process_group
 from embershard.metrics.config import MetricsConfig
 from embershard.metrics.figures import METRICS, Metric, OfSums, more_is_better
-from embershard.reports.page.write import write_page
 from embershard.reports.results import results_text
 from embershard.reports.sweep_tables import spread_tables
 from embershard.reports.tracking import trackers
@@ -107,6 +106,8 @@ def test_a_row_is_found_wherever_figures_are(name, title, tmp_path, monkeypatch,
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.count(title) >= 3, "closing table, slices, windows"
     assert title in results_text([run], "markdown")
+    from embershard.extras.report_page.write import write_page
+
     write_page([run], tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text().count(title) >= 4, "results, slices, windows, closing table"
     outcome = Outcome("run", "0", 0, 1, {}, "finished", "", 1.0, "", 1)

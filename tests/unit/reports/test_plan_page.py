@@ -11,14 +11,14 @@ import pytest
 
 pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
-from embershard.reports.page.parts import PageFigure
-from embershard.reports.page.plan import plan_section
-from embershard.reports.page.write import write_page
+from embershard.extras.report_page.parts import PageFigure
+from embershard.extras.report_page.plan import plan_section
+from embershard.extras.report_page.write import write_page
 from embershard.sharding.plan import Plan, TablePlacement
 from tests.unit.planning.runs import predicted_plan
 from tests.unit.sharding.plans import make_plan
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extra]
 
 
 def part(plan: Plan, title: str) -> Any:
@@ -71,6 +71,7 @@ def test_a_plan_without_a_prediction_has_its_places() -> None:
     assert "It predicts nothing" in section.text[1]
 
 
+@pytest.mark.smoke
 def test_a_plans_file_gives_a_page(tmp_path: Path) -> None:
     predicted_plan().save(tmp_path / "plan.json")
     write_page([tmp_path / "plan.json"], tmp_path / "page.html")

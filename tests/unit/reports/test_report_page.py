@@ -13,16 +13,16 @@ import pytest
 pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
 
 from embershard.commands import cli
-from embershard.reports.page import measured, predicted, runs, sweep
-from embershard.reports.page.parts import PageFigure, PageTable, Section
-from embershard.reports.page.runs import Run
+from embershard.extras.report_page import measured, predicted, runs, sweep
+from embershard.extras.report_page.parts import PageFigure, PageTable, Section
+from embershard.extras.report_page.runs import Run
 from embershard.reports.run_folder import RunFolder
 from embershard.sharding.plan import Plan
 from embershard.sweeps.spread import read_configurations
 from tests.unit.planning.runs import changed, predicted_plan, result_of, without_cache
 from tests.unit.reports.reported_runs import reports, write_run, write_sweep
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extra]
 
 
 @pytest.fixture
@@ -327,6 +327,7 @@ def test_names_are_texts_not_html(tmp_path: Path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.smoke
 def test_the_page_has_every_section(planned: Path, uncached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, output = write_sweep(tmp_path / "s"), tmp_path / "page.html"
     assert cli.main(["report", str(planned), str(uncached), str(folder), "-o", str(output)]) == 0
@@ -349,10 +350,10 @@ def test_what_is_missing_says_so(planned, tmp_path, capsys, monkeypatch):
     assert cli.main(["report", str(tmp_path / "s"), "-o", output]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"embershard: {tmp_path / 's' / 'states' / 'bad.json'}: cannot be read ("), "said once"
-    monkeypatch.setitem(sys.modules, "embershard.reports.page.write", None)
+    monkeypatch.setitem(sys.modules, "embershard.extras.report_page.write", None)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.delitem(sys.modules, "embershard.reports.page.write")
-    for module in [name for name in sys.modules if name.startswith("embershard.reports.page.")]:
+    monkeypatch.delitem(sys.modules, "embershard.extras.report_page.write")
+    for module in [name for name in sys.modules if name.startswith("embershard.extras.report_page.")]:
         monkeypatch.delitem(sys.modules, module)
     assert cli.main(["report", str(planned), "-o", output]) == 2
     assert "plotly is not installed. Try: pip install" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_a_folder_keeps_every_start(tmp_path: Path) -> None:
 
 def test_the_page_has_command_host_versions_and_the_model(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
-    from embershard.reports.page.runs import Run, begun, models
+    from embershard.extras.report_page.runs import Run, begun, models
 
     summary = ModelSummary.of(Model(), TABLES, ["bags"])
     for name, steps in (("a", (0, 30)), ("b", (0,))):
@@ -80,7 +80,7 @@ def test_the_page_has_command_host_versions_and_the_model(tmp_path: Path) -> Non
 
 def test_runs_of_earlier_versions_have_what_their_result_says() -> None:
     pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
-    from embershard.reports.page.runs import Run, begun, models
+    from embershard.extras.report_page.runs import Run, begun, models
     from embershard.run_result import RunResult
     from tests.unit.planning.runs import predicted_plan, result_of
 

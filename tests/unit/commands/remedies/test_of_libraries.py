@@ -118,7 +118,7 @@ def test_what_is_advised_for_a_page_helps(
     hidden: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """The run need not be there: what is missing is said first."""
-    for name in [name for name in sys.modules if name.startswith(("embershard.reports.page", hidden))]:
+    for name in [name for name in sys.modules if name.startswith(("embershard.extras.report_page", hidden))]:
         monkeypatch.delitem(sys.modules, name)
     finders = [*sys.meta_path]
 

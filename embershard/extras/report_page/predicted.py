@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.planning.verify.compare import Pair, PlanComparison, compare, notes
-from embershard.reports.page.parts import (
+from embershard.extras.report_page.parts import (
     PageFigure,
     PageTable,
     Section,
@@ -20,7 +19,8 @@ from embershard.reports.page.parts import (
     new_figure,
     text,
 )
-from embershard.reports.page.runs import Run
+from embershard.extras.report_page.runs import Run
+from embershard.planning.verify.compare import Pair, PlanComparison, compare, notes
 from embershard.sharding.plan import Prediction
 from embershard.units import size
 

@@ -14,8 +14,7 @@ import plotly.graph_objects as go
 
 from embershard.cache.totals import RankCaches
 from embershard.distributed.sent_bytes import SentBytes
-from embershard.metrics.figures import main_names, slice_rows, title_of
-from embershard.reports.page.parts import (
+from embershard.extras.report_page.parts import (
     PageFigure,
     PageTable,
     Section,
@@ -26,7 +25,8 @@ from embershard.reports.page.parts import (
     text,
     unit_of,
 )
-from embershard.reports.page.runs import HITS_DIFFER, Run
+from embershard.extras.report_page.runs import HITS_DIFFER, Run
+from embershard.metrics.figures import main_names, slice_rows, title_of
 from embershard.training.reports import Report
 from embershard.units import size
 

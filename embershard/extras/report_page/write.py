@@ -10,11 +10,20 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from embershard import __version__
-from embershard.reports.page.measured import by_slice, caches, curves, moved, reported, step_time, training, windows
-from embershard.reports.page.plan import plan_section
-from embershard.reports.page.predicted import predicted
-from embershard.reports.page.runs import Run, begun, models, settings, summary
-from embershard.reports.page.sweep import sweep_section
+from embershard.extras.report_page.measured import (
+    by_slice,
+    caches,
+    curves,
+    moved,
+    reported,
+    step_time,
+    training,
+    windows,
+)
+from embershard.extras.report_page.plan import plan_section
+from embershard.extras.report_page.predicted import predicted
+from embershard.extras.report_page.runs import Run, begun, models, settings, summary
+from embershard.extras.report_page.sweep import sweep_section
 from embershard.reports.run_folder import RunFolder, is_sweep
 from embershard.sharding.plan import Plan
 from embershard.sweeps.spread import read_configurations
@@ -55,7 +64,7 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
     sections += [make(named) for make in makers]
     names = ", ".join(map(str, folders))
     environment = Environment(
-        loader=PackageLoader("embershard.reports", "page"),
+        loader=PackageLoader("embershard.extras", "report_page"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

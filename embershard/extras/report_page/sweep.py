@@ -7,8 +7,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from embershard.metrics.figures import main_names, more_is_better, title_of
-from embershard.reports.page.parts import (
+from embershard.extras.report_page.parts import (
     PageFigure,
     PageTable,
     Section,
@@ -19,6 +18,7 @@ from embershard.reports.page.parts import (
     new_figure,
     text,
 )
+from embershard.metrics.figures import main_names, more_is_better, title_of
 from embershard.sweeps.experiments import shown
 from embershard.sweeps.outcomes import Outcome
 from embershard.sweeps.spread import Configuration, Spread, against_best, best_sentence, main_figures, spread_text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from embershard.reports.page.parts import (
+from embershard.extras.report_page.parts import (
     AMOUNTS,
     PageFigure,
     PageTable,

@@ -9,8 +9,8 @@ from typing import Any
 
 from embershard.cache.totals import RunCaches
 from embershard.errors import ConfigError, ShardingError
+from embershard.extras.report_page.parts import PageTable, Section
 from embershard.metrics.figures import form_of, main_names, title_of
-from embershard.reports.page.parts import PageTable, Section
 from embershard.reports.run_folder import RunFolder
 from embershard.reports.start import ModelSummary
 from embershard.run_result import RunResult, held_out_warning, steady_mark
