@@ -27,9 +27,9 @@ from typing import Any
 from benchmarks.common import machine, make_parser, report
 from benchmarks.plan_accuracy import profiled
 from benchmarks.plan_scale import NUM_SAMPLES, model
-from embershard.commands.plan.calibrate import measure, reference_setting, summarize
 from embershard.commands.plan.inputs import budget, make_workload
-from embershard.commands.plan.reference_steps import Segment, Segments
+from embershard.extras.calibrate.calibrate import measure, reference_setting, summarize
+from embershard.extras.calibrate.reference_steps import Segment, Segments
 from embershard.extras.what_if.simulate_scaling import simulate_plan, simulate_run
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.assumed import assumed_statistics

@@ -64,7 +64,10 @@ CAPABILITIES = {
     "time_order": Capability(
         ("data.order.time_windows", "training.parts.windows"), ("time", "window", "days"), carries=("following",)
     ),
-    "several_labels": Capability(("models.tasks",), ("task", "label", "tower", "mmoe", "ple", "bottom", "funnel")),
+    "networks": Capability(
+        ("extras.networks",),
+        ("task", "label", "tower", "mmoe", "ple", "bottom", "funnel", "fm", "deep", "din", "tbsm", "history"),
+    ),
     "trackers": Capability(
         ("reports.tracking",), ("track", "tensorboard", "wandb", "mlflow", "prometheus"), carries=("mlperf",)
     ),
@@ -85,6 +88,8 @@ CAPABILITIES = {
     "warm_start": Capability(("extras.warm_start",), ("warm", "load_from", "pretrained", "vectors")),
     "what_if": Capability(("extras.what_if",), ("what_if", "simulat", "picture", "target", "price")),
     "report_page": Capability(("extras.report_page",), ("page", "found_wherever", "html")),
+    "calibrate": Capability(("extras.calibrate",), ("calibrat", "back_test")),
+    "compare": Capability(("extras.compare",), ("compare", "compared")),
     "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
 }
 

@@ -30,7 +30,7 @@ _COMMANDS = (
     ("serve", "extras.server.command", "serve an exported model over HTTP: JSON in, scores out"),
     ("sweep", "sweep.command", "train many runs from one file, and gather their results in a table"),
     ("report", "report.command", "show what a run gave beside its plan, or draw runs and sweeps on a page"),
-    ("compare", "report.compare", "is one model better than another on the same samples, or is it chance?"),
+    ("compare", "extras.compare.command", "is one model better than another on the same samples, or is it chance?"),
     ("ckpt", "ckpt", "list, verify, compact, prune or compare checkpoints of a run"),
     ("doctor", "doctor.command", "check if this machine can train, and say what to do if not"),
     ("completion", "cli:completion", "print what makes Tab complete commands in bash, zsh or fish"),

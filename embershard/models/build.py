@@ -28,7 +28,7 @@ from embershard.models.tables import built_in_tables
 _OWN, _DLRM = "embershard.models.own_model:build_own", "embershard.models.build:build_dlrm"
 _BUILDERS = {
     **dict.fromkeys(WITH_HISTORY, "embershard.models.history:build_with_history"),
-    **dict.fromkeys(FACTORIZED, "embershard.models.factorization:build_factorized"),
+    **dict.fromkeys(FACTORIZED, "embershard.extras.networks.factorization:build_factorized"),
 }
 
 
@@ -71,8 +71,7 @@ def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) ->
             cross = config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
             model = DLRM_DCN(collection, len(schema.dense), *layers, *cross, dense_device=device)
         if has_towers:
-            from embershard.models.tasks import build_towers
-
+            build_towers = named("embershard.extras.networks.tasks:build_towers")
             width = next(each.in_features for each in model.over_arch.modules() if isinstance(each, nn.Linear))
             model.over_arch = build_towers(config, width, schema.target.heads)
         add_dropout(model.over_arch, config.dropout)

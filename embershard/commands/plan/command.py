@@ -21,6 +21,7 @@ from embershard.launch.arguments import (
     set_words,
     whole,
 )
+from embershard.lazy_names import named
 from embershard.settings.decoding import read_toml
 from embershard.sharding.plan import Plan
 from embershard.sharding.plan_diff import diff_lines
@@ -57,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
             if path in (arguments.config, arguments.tables, arguments.profile):
                 raise ConfigError(f"-o {path}: the plan is made from this file; give another one.")
     if arguments.calibrate:
-        from embershard.commands.plan.calibrate import run_calibration  # it loads TorchRec
-
+        run_calibration = named("embershard.extras.calibrate.calibrate:run_calibration")  # it loads TorchRec
         run_calibration(arguments.ranks or [1, 2, 4], arguments.output, quick=arguments.quick)
         return 0
     _check(arguments)

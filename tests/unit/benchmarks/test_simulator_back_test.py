@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import simulator_back_test as back_test
-from embershard.commands.plan.calibrate import REFERENCE, reference_setting
+from embershard.extras.calibrate.calibrate import REFERENCE, reference_setting
 from embershard.planning.cost.back_test import PUBLISHED
 from embershard.planning.cost.topology import load_topology
 from embershard.settings.decoding import decode

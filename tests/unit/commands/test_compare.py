@@ -15,17 +15,19 @@ import torch
 
 from embershard.commands import score
 from embershard.commands.cli import main as embershard
-from embershard.commands.report.compare import main
-from embershard.commands.report.compared import ComparedModel
 from embershard.commands.score import ScoresFile
 from embershard.data import Target
 from embershard.errors import ConfigError
+from embershard.extras.compare.command import main
+from embershard.extras.compare.compared import ComparedModel
 from embershard.metrics.config import MetricsConfig
 from embershard.metrics.evaluation import value_numbers
 from embershard.metrics.predictions import Predicted, judge
 from embershard.models.loss import class_logits
 from embershard.sweeps.outcomes import Outcome, keep_outcome
 from tests.unit.commands.conftest import start_here
+
+pytestmark = pytest.mark.extra
 
 
 def write(path: Path, seed: int, skill: float, **changed: Any) -> str:
@@ -39,6 +41,7 @@ def write(path: Path, seed: int, skill: float, **changed: Any) -> str:
     return str(path)
 
 
+@pytest.mark.smoke
 def test_the_better_model_is_named_and_the_same_one_is_not(tmp_path, capsys):
     a, b = write(tmp_path / "a.parquet", 1, 0.2), write(tmp_path / "b.parquet", 2, 2.0)
     assert main([a, b, "--group", "user_id", "--metrics", "auc,gauc,ndcg@3", "--json"]) == 0

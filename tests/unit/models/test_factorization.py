@@ -15,6 +15,8 @@ from embershard.errors import ConfigError
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import FACTORIZED
 
+pytestmark = pytest.mark.extra
+
 DIM = 8
 #: Bags of several ids, of one, of the same id twice, and of none; two features share a table of means.
 SPARSE = (
@@ -89,6 +91,7 @@ def plain_output(arch: str, weights: dict[str, Tensor], sample: int, num_outputs
     return found + plain_mlp(own, torch.cat([numbers, *embeddings])) if arch == "deepfm" else found
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("labels", [("click",), ("click", "buy", "like")], ids=["one", "three"])
 @pytest.mark.parametrize("arch", FACTORIZED)
 def test_outputs_and_gradients_are_the_formulas(arch, labels):

@@ -13,6 +13,8 @@ from embershard.data import Batch, Schema, SparseFeature
 from embershard.errors import ConfigError, DataError
 from embershard.models import ModelConfig, build_model, model_tables
 
+pytestmark = pytest.mark.extra
+
 SCHEMA = Schema(
     dense=("age",),
     sparse=(
@@ -79,6 +81,7 @@ def plain_tbsm(network: Any, target: Tensor, events: Tensor, others: Tensor) -> 
     return network.over(torch.cat([now, context, now * context])[None])[0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("arch", "plain"), [("din", plain_din), ("tbsm", plain_tbsm)])
 def test_logits_are_those_of_plain_loops(arch, plain):
     model = make_model(arch)
@@ -146,6 +149,7 @@ def test_without_dense_and_other_features(arch):
     assert model(Batch(torch.zeros(4, 0), ids, torch.zeros(4)))[1][1].shape == (4,)
 
 
+@pytest.mark.smoke
 def test_histories_of_different_lengths_are_refused():
     with pytest.raises(DataError, match=r"model.history \(past_item, past_shop\) have different numbers of ids"):
         make_model("din")(batch([[3], [4]], shops=[[1], []]))

@@ -11,11 +11,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, Schema, SparseFeature, Target
 from embershard.errors import ConfigError
+from embershard.extras.networks.tasks import PLE, MMoE, logit_of_both
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import WITH_TOWERS
 from embershard.models.loss import class_logits, label_losses, loss_of
 from embershard.models.table_modules import collections_of
-from embershard.models.tasks import PLE, MMoE, logit_of_both
 
 CPU = torch.device("cpu")
 SIZE = 40
@@ -168,6 +168,7 @@ def test_a_label_with_classes_has_one_tower(arch):
     assert all(each.grad is not None for each in model.parameters())
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("arch", WITH_TOWERS)
 @pytest.mark.parametrize("interaction", ["dlrm", "dlrm_dcn"])
 def test_all_parameters_train(arch, interaction):
@@ -217,6 +218,7 @@ def test_a_funnel_multiplies_probabilities():
     assert torch.allclose(found, own.cumprod(dim=1), rtol=1e-5)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("arch", WITH_TOWERS)
 def test_outputs_of_regressions_start_at_their_means(arch):
     target = Target(("click", "stars", "price"), ("binary", "regression", "regression"), label_means=(3.0, 500.0))

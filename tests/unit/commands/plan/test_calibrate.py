@@ -10,16 +10,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from embershard.commands.plan import calibrate
-from embershard.commands.plan.calibrate import REFERENCE, reference_setting, run_calibration, summarize
-from embershard.commands.plan.reference_steps import Segment, Segments, measure, simple_plan
 from embershard.distributed import process_group
 from embershard.errors import ConfigError, SetupError
+from embershard.extras.calibrate import calibrate
+from embershard.extras.calibrate.calibrate import REFERENCE, reference_setting, run_calibration, summarize
+from embershard.extras.calibrate.reference_steps import Segment, Segments, measure, simple_plan
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.topology import load_topology
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import check_plan
 from embershard.training.config import RunConfig
+
+pytestmark = pytest.mark.extra
 
 RATES = Rates(seconds_per_flop=1e-11, seconds_per_planned_id=1e-7, step_overhead_seconds=0.01)
 
@@ -75,6 +77,7 @@ def told(monkeypatch) -> list[tuple[int, Segments]]:
     return asked
 
 
+@pytest.mark.smoke
 def test_calibration_writes_what_it_found_per_number_of_ranks(told, tmp_path) -> None:
     shown = io.StringIO()
     found = run_calibration([2, 1, 2], tmp_path / "here.toml", console=Console(file=shown, width=200))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from embershard.commands import cli
-from embershard.commands.plan import calibrate
+from embershard.extras.calibrate import calibrate
 from embershard.frequency import FrequencyProfile
 from embershard.launch import launcher
 from embershard.launch.rank import Job

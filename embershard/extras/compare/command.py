@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from embershard.commands.report.compared import ComparedModel, Scores, read_pairs, seeds_text
 from embershard.errors import ConfigError
+from embershard.extras.compare.compared import ComparedModel, Scores, read_pairs, seeds_text
 from embershard.launch.arguments import add_trust, make_parser, positive
 from embershard.launch.screen import make_table, say, wide_console
 from embershard.metrics.figures import ETA, METRICS, form_of, names_of, title_of

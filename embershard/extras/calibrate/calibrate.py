@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from embershard.commands.plan.reference_steps import QUIET, Segment, Segments
 from embershard.errors import ConfigError, SetupError
+from embershard.extras.calibrate.reference_steps import QUIET, Segment, Segments
 from embershard.launch.launcher import start_ranks
 from embershard.launch.screen import make_table, plain_console, say
 from embershard.launch.versions import versions
@@ -27,7 +27,7 @@ from embershard.planning.cost.topology import Topology, save_topology
 from embershard.planning.recalibrate import fit_rates
 from embershard.settings.decoding import decode
 
-_MODULE = "embershard.commands.plan.reference_steps"
+_MODULE = "embershard.extras.calibrate.reference_steps"
 _BASE: dict[str, Any] = {
     "data": {"eval_fraction": 0.0, "synthetic": {"num_samples": 2_000_000, "scale": 0.02}},
     "model": {"embedding_dim": 16, "dense_arch_layer_sizes": [64, 32, 16], "over_arch_layer_sizes": [128, 64, 1]},

@@ -280,7 +280,7 @@ def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `python -m embershard.commands.plan.reference_steps PLAN RESULT`: paths of JSON files."""
+    """Run `python -m embershard.extras.calibrate.reference_steps PLAN RESULT`: paths of JSON files."""
     silence_libraries()
     warnings.filterwarnings("ignore", category=CacheGrowthWarning)  # slots are what is varied here
     plan = Segments(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))

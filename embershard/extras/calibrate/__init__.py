@@ -1,0 +1,1 @@
+"""`embershard plan --calibrate`: measures a machine, and writes a topology."""

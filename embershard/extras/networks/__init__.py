@@ -1,0 +1,1 @@
+"""Networks beside DLRM and DLRM-DCN: FM, DeepFM, wide and deep; DIN and TBSM; towers for several labels."""
