@@ -164,7 +164,7 @@ def make_result(
     Args:
         last: the last report of training, if there is one.
         evaluation: the last one; without one, the quality is that of the `windows`.
-        totals: of all ranks: what `Part.totals` gives.
+        totals: of all ranks: what `Part.result` gives.
     """
     quality = mean_quality(windows) if evaluation is None else evaluation.quality
     config, ranks, plan = trainer.config, trainer.ranks, trainer.plan
@@ -191,7 +191,7 @@ def make_result(
         plan=None if plan is None else ObeyedPlan(config.sharding.plan, plan.digest),
         versions=versions(),
         git_commit=git_commit(),
-        **{"hot_cold": None, **totals, **trainer.of_parts(lambda part: part.result())},
+        **{"hot_cold": None, **totals},
     )
 
 

@@ -112,8 +112,7 @@ class Trainer(Training):
             try:
                 begin = self._each(lambda part: part.begin())
                 for report in chain(begin, self._train_steps(), self._end()):
-                    for part in self.parts:
-                        part.note(report)
+                    self._evaluations.note(report)
                     yield report
             except Exception as error:
                 if error is self.input_failure.error and self.checkpoints and self.steps > first:
@@ -221,6 +220,11 @@ class Trainer(Training):
         None: a rank was asked to stop meanwhile.
         """
         return self._evaluations.evaluate()
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the training ends before its last step: evaluations gave nothing better. Empty where it goes on."""
+        return self._evaluations.stop_reason
 
     def save(self) -> SaveReport:
         """Write a checkpoint of all state that the rest of the run depends on, and wait until it is complete.

@@ -157,7 +157,7 @@ def train(
     maps, tensors = maps_of(trainer.model), _tensors(trainer)
     slots = tuple(sorted(pool.cache.num_slots for pool in cached_embeddings(trainer.model) if pool.keys.gives_rows))
     evicted_rows = sum(stats.evictions for stats in cache_stats(trainer.model))
-    totals = trainer.part(IdTables).totals()["ids"]
+    totals = trainer.part(IdTables).result()["ids"]
     found = Trained(losses, evaluations, maps, totals, tensors, placed, slots, evicted_rows)
     trainer.close()
     return found

@@ -119,7 +119,7 @@ def _take_run_dir(run_dir: Path, *, is_resumed: bool, step: int | None) -> None:
 def _finish(trainer: Trainer, outputs: _Outputs | None, same_run: str) -> None:
     """Record the totals of a run that is over. Collective."""
     end = trainer.metrics.end(trainer.steps)
-    totals = trainer.of_parts(lambda part: part.totals())
+    totals = trainer.of_parts(lambda part: part.result())
     if outputs is not None:
         outputs.add(end)
         outputs.finish(totals, same_run)

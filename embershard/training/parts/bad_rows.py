@@ -39,9 +39,6 @@ class BadRows(Part):
         self._read: Counter[Split] = Counter()
         self._of_epoch: Counter[Split] = Counter()
 
-    def after_evaluation(self, stream: BatchStream) -> None:
-        self._add(stream, "eval")
-
     def after_step(self) -> Iterable[BadRowsReport]:
         return self._count() if self.run.is_report_due else ()
 
@@ -52,7 +49,8 @@ class BadRows(Part):
     def result(self) -> dict[str, Any]:
         return {"bad_rows": self.num_bad}
 
-    def _add(self, stream: BatchStream, split: Split) -> None:
+    def add(self, stream: BatchStream, split: Split) -> None:
+        """Note what a stream has met since the last call."""
         self._new.append((split, stream.num_samples, stream.bad_rows.take()))
 
     def _count(self) -> Iterator[BadRowsReport]:
@@ -61,7 +59,7 @@ class BadRows(Part):
         Raises:
             DataError: on all ranks, if there were more than `data.bad_rows` allows.
         """
-        self._add(self.run.stream, "train")
+        self.add(self.run.stream, "train")
         new, self._new = self._new, []
         rows: list[BadRow] = []
         num_new = 0

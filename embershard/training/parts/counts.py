@@ -211,7 +211,7 @@ class StepMetrics(Part):
             **run.of_parts(lambda part: part.report_entries()),
         )
 
-    def totals(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         run = self.run
         has_files = run.config.cache.enabled and run.config.cache.host == "file"
         files = file_counts(run.model) if has_files else None

@@ -18,6 +18,7 @@ from embershard.metrics.figures import Judge
 from embershard.metrics.predictions import PredictionBuffer, predicted_of, until_stopped
 from embershard.training.arithmetic import autocast
 from embershard.training.checkpoint.saved_run import EvaluationProgress, SavedRun, SettingsComparison
+from embershard.training.parts.bad_rows import BadRows
 from embershard.training.parts.part import Part
 from embershard.training.reports import EvalReport, FailedSaveReport, Report, SaveReport
 from embershard.training.steps import open_stream
@@ -96,9 +97,8 @@ class Evaluations(Part):
             predictions = PredictionBuffer(target)
             for predicted in predicted_of(run.model, batches, device, lambda: autocast(run.config.train, device)):
                 predictions.add(predicted)
-            if source is run.source:  # of others, samples count when they train
-                for part in run.parts:
-                    part.after_evaluation(stream)
+            if source is run.source and (bad_rows := run.part(BadRows)) is not None:
+                bad_rows.add(stream, "eval")  # samples of other sources count when they train
         return None if run.supervision.agree(run.ranks) else self._evaluator.judge(predictions, source)
 
     # -- the best one
@@ -123,9 +123,11 @@ class Evaluations(Part):
             self._awaited = found
 
     def wants_save(self) -> bool:
+        """Return True if this step needs a checkpoint, and has none yet."""
         return self._awaited is not None and self._awaited.step == self.run.steps
 
     def note(self, report: Report) -> None:
+        """A part reported: learn what became of saves."""
         if isinstance(report, SaveReport | FailedSaveReport):
             self.note_save(report.step, is_complete=isinstance(report, SaveReport))
 
@@ -141,6 +143,7 @@ class Evaluations(Part):
 
     @property
     def stop_reason(self) -> str:
+        """See `Training.stop_reason`."""
         patience, best, count = self.run.config.train.early_stopping, self.progress.best, self.progress.num_worse
         if patience is None or count < patience:
             return ""
@@ -181,6 +184,9 @@ class Evaluations(Part):
         elif best != noted:
             best.write(folder)
         return best
+
+    def summary(self) -> str:
+        return self.stop_reason
 
     def result(self) -> dict[str, Any]:
         if not self.run.config.judges:

@@ -28,7 +28,7 @@ class IdTables(Part):
         last, self._last = self._last, self._counts()
         return {"ids": {table: _since(last[table], counts) for table, counts in self._last.items()}}
 
-    def totals(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Return what happened since the model was built, or a state was loaded."""
         return {"ids": {table: _since(IdCounts(), counts) for table, counts in self._counts().items()}}
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from embershard.distributed import PublishConfig
 from embershard.lazy_names import named
 from embershard.training.config import RunConfig
+from embershard.training.parts.bad_rows import BadRows
 from embershard.training.parts.counts import StepMetrics
 from embershard.training.parts.evaluations import Evaluations
 from embershard.training.parts.loss_monitor import Losses
@@ -57,8 +58,6 @@ def parts_of(
         parts.append(EvaluatedWindows(run, evaluations))
     parts += [evaluations, saves] if config.judges else [saves, evaluations]
     if config.data.bad_rows != "stop":
-        from embershard.training.parts.bad_rows import BadRows
-
         parts.append(BadRows(run))
     if config.sharding.hot_bytes is not None:
         parts.append(named("embershard.extras.hot_cold.part:HotCold")(run))

@@ -80,6 +80,11 @@ class Training(ABC):
         None: a rank was asked to stop meanwhile.
         """
 
+    @property
+    @abstractmethod
+    def stop_reason(self) -> str:
+        """Why the training ends before its last step, as a sentence; empty where it goes on."""
+
     def part(self, kind: type[P]) -> P | None:
         """Return the part of this kind; None where the run has none."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
@@ -108,7 +113,7 @@ class Training(ABC):
     @property
     def is_over(self) -> bool:
         """True after the last step of the whole run, which may be an earlier one than planned."""
-        return self.is_last or any(part.stop_reason for part in self.parts)
+        return self.is_last or bool(self.stop_reason)
 
     @property
     def is_report_due(self) -> bool:
@@ -213,26 +218,11 @@ class Part:
         """No batch is whole yet: training waits for samples."""
         return ()
 
-    def after_evaluation(self, stream: BatchStream) -> None:
-        """The held-out part was read, by this stream."""
-
-    def note(self, report: Report) -> None:
-        """A part reported."""
-
     def report_entries(self) -> dict[str, Any]:
         """Return entries of a line of progress, fields of `TrainReport` by name, since the last one. Collective."""
         return {}
 
-    @property
-    def stop_reason(self) -> str:
-        """Why the training ends before its last step, as a sentence; empty where it goes on."""
-        return ""
-
     # -- checkpoints
-
-    def wants_save(self) -> bool:
-        """Return True if this step needs a checkpoint, and has none yet."""
-        return False
 
     def before_save(self) -> Callable[[], None] | None:
         """A checkpoint is about to be prepared. Return what waits until it may be complete, if anything must."""
@@ -277,12 +267,9 @@ class Part:
 
     def summary(self) -> str:
         """Return what to say of the part when the run ended, as sentences; on the first rank."""
-        return self.stop_reason
-
-    def totals(self) -> dict[str, Any]:
-        """Return entries of the run's result that take all ranks, fields of `RunResult` by name. Collective."""
-        return {}
+        return ""
 
     def result(self) -> dict[str, Any]:
-        """Return entries of the run's result, fields of `RunResult` by name; on the first rank."""
+        """Return entries of the run's result, fields of `RunResult` by name; those of the first rank count.
+        Collective."""
         return {}

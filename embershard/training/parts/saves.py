@@ -21,6 +21,7 @@ from embershard.errors import CheckpointError, ConfigError, FailedSaveError
 from embershard.sharding.torchrec import without_flushes
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.checkpoint.save_chain import SaveChain
+from embershard.training.parts.evaluations import Evaluations
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import FailedSaveReport, SaveReport
 
@@ -126,7 +127,8 @@ class Saves(Part):
 
     @property
     def _is_wanted(self) -> bool:
-        return any(part.wants_save() for part in self.run.parts)
+        evaluations = self.run.part(Evaluations)
+        return evaluations is not None and evaluations.wants_save()
 
     def prepare(self, copy_bytes: int) -> PreparedSave:
         """Return the checkpoint of this step, with copies of up to this many bytes.

@@ -75,11 +75,10 @@ def result(step_seconds=(*[9.0] * 10, *[0.1] * 30), loss=0.5, is_evaluated=True,
         steps=40,
         state=SimpleNamespace(changes=()),
         samples=800,
-        of_parts=lambda entries: entries(SimpleNamespace(result=lambda: {"skipped_batches": 3})),
         step_seconds=array("d", step_seconds),
     )
     sent = SentTotals(ids=8e6, embeddings=4e7, gradients=4e7, dense_all_reduce=8e5, other=1e3, ranks=())
-    totals = {"cache": None, "look_ahead": None, "sent_bytes": sent, **changes}
+    totals = {"cache": None, "look_ahead": None, "sent_bytes": sent, "skipped_batches": 3, **changes}
     last = None if loss is None else SimpleNamespace(loss=loss, label_losses={})
     return make_result(trainer, last, eval_report(40) if is_evaluated else None, totals)
 

@@ -296,7 +296,7 @@ def test_what_was_read_is_told(ranks: Ranks, tmp_path: Path) -> None:
     trainer = Trainer(make_config(tmp_path, 0.06), ranks)
     for _ in trainer.train():
         pass
-    files = trainer.of_parts(lambda part: part.totals())["look_ahead"].files
+    files = trainer.of_parts(lambda part: part.result())["look_ahead"].files
     trainer.close()
     assert isinstance(files, FileCounts)
     assert 0 < files.pages_read <= files.rows_read

@@ -187,5 +187,6 @@ def test_a_skipped_batch_is_recorded(ranks, tmp_path):
     (found,) = (line for line in lines if line["kind"] == "skipped_batch")
     del found["time"]
     assert found == {"kind": "skipped_batch", **values}
-    totals = {"cache": None, "look_ahead": None, "sent_bytes": SentTotals(**dataclasses.asdict(SentBytes()), ranks=())}
+    sent = SentTotals(**dataclasses.asdict(SentBytes()), ranks=())
+    totals = {"cache": None, "look_ahead": None, "sent_bytes": sent, **trainer.losses.result()}
     assert make_result(trainer, None, None, totals).skipped_batches == 1
