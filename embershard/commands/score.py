@@ -269,7 +269,7 @@ def run_config(arguments: argparse.Namespace, *, needs_samples: bool = True) -> 
 
 def check_kept(data: DataConfig, names: Sequence[str]) -> None:
     """Raise `ConfigError` where the data have no columns with names, or scores have a column with one of these."""
-    if names and data.kind not in ("table", "parquet"):
+    if names and not data.has_names:
         raise ConfigError(
             f'{", ".join(names)}: needed data of kind "table" or "parquet", whose columns have names, to stand beside '
             "scores. Leave it out."

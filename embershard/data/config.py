@@ -10,7 +10,7 @@ from embershard.data.label_needs import label_needs
 from embershard.data.schema import Pooling, Target, Task
 from embershard.data.synthetic_config import NUM_CRITEO_SPARSE, SyntheticConfig
 from embershard.data.text_form import TextForm
-from embershard.data.time_config import TimeConfig
+from embershard.data.time_config import WITH_NAMES, TimeConfig
 from embershard.errors import ConfigError
 from embershard.settings.resume_rules import AsEvalFiles, AsFiles, Free, OfModel, OfTraining
 
@@ -468,7 +468,7 @@ class DataConfig:
 
     def _check_split(self) -> None:
         split, share = self.split, self.eval_fraction
-        is_usual, has_names = split in ("tail", "random"), self.kind in ("table", "parquet")
+        is_usual, has_names = split in ("tail", "random"), self.has_names
         by_value, by_time, by_chance = split in ("hash", "last"), split in ("time", "last"), split in ("random", "hash")
         no_effect, a_name = f'it has no effect with data.split = "{split}"', "the name of a column"
         check_fields(
@@ -499,6 +499,11 @@ class DataConfig:
                 "an integer in [0, 2**63)" if by_chance else f"0: {no_effect}",
             ),
         )
+
+    @property
+    def has_names(self) -> bool:
+        """True if columns of the files have names."""
+        return self.kind in WITH_NAMES
 
     @property
     def has_ids(self) -> bool:

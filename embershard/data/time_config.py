@@ -10,6 +10,8 @@ from embershard.settings.resume_rules import OfTraining
 
 TimeFiles = Literal["together", "in_turn"]
 _MOST_SECONDS = 10**11
+#: Kinds of data whose columns have names.
+WITH_NAMES = ("table", "parquet")
 
 
 class OrderedData(Protocol):
@@ -68,7 +70,7 @@ class TimeConfig:
         if self.column is None:
             return
         until = "each window is held out until it trains (data.time.column)"
-        if kind not in ("table", "parquet"):
+        if kind not in WITH_NAMES:
             raise ConfigError(
                 f'data.kind = "{kind}"; needed "table" or "parquet" in time order: their columns have names'
             )

@@ -306,7 +306,7 @@ class RunConfig:
                 raise ConfigError(f"{section}.{name} has no effect: nothing is held out ({self.data.why_nothing}).")
         if self.metrics == MetricsConfig() and self.train.metric is None:
             return
-        is_table = self.data.kind in ("parquet", "table")
+        is_table = self.data.has_names
         target = columns_of_files(self.data).target if is_table else Target()
         if self.metrics != MetricsConfig():
             if not self.holds_out and self.data.time.column is None:  # else windows are evaluated
@@ -380,7 +380,7 @@ class RunConfig:
     def _check_times(self) -> None:
         """Raise where the ids of the model's times would not be seconds."""
         setting = f"model.{self.model.arch}.times"
-        if self.model.times and self.data.kind not in ("parquet", "table"):
+        if self.model.times and not self.data.has_names:
             raise ConfigError(f'{setting}: got data.kind = "{self.data.kind}", needed "parquet" or "table".')
         for name in self.model.times:
             feature = columns_of_files(self.data).of_kind("sparse").get(name)

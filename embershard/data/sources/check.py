@@ -28,7 +28,7 @@ def check_data(
     if config.follow and next_file(Path(str(config.path)).expanduser(), config.file_patterns, ())[0] is None:
         return
     files, _ = list_files(config)
-    if config.kind in ("parquet", "table"):
+    if config.has_names:
         from embershard.data.sources.table.source import check_table  # it loads pyarrow
 
         check_table(config, files, of_metrics, kept, needs_labels=needs_labels)

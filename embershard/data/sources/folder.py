@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 
+from embershard.data.time_config import WITH_NAMES
+
 #: Endings of the names of files that are being written.
 UNFINISHED = (".tmp", ".partial")
 #: Names of files that lie beside data, and are none, unless a pattern is "*", or begins with a letter.
@@ -65,7 +67,7 @@ class Listing:
     def of(folder: Path, patterns: tuple[str, ...], kind: str) -> Listing:
         """Look into a folder; of kinds with named columns, also into those in it that are called NAME=VALUE."""
         found = Listing(folder, patterns, f"data.{kind}.files")
-        for path in found._below(folder, is_parted=kind in ("table", "parquet")):
+        for path in found._below(folder, is_parted=kind in WITH_NAMES):
             if reason := found._reason(path):
                 found.left_out[str(path.relative_to(folder))] = reason
             elif fits(path.name, patterns):

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from embershard.data.config import DataConfig
 from embershard.data.sources.folder import UNFINISHED, Listing, fits
+from embershard.data.time_config import WITH_NAMES
 from embershard.errors import ConfigError, DataError, near_file, os_problem
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -215,7 +216,7 @@ def files_at(
         if not files:
             raise DataError(listing.problem)
     found = [InputFile.at(file, sums=sums) for file in files]
-    above = _above(root) if kind in ("table", "parquet") else ()
+    above = _above(root) if kind in WITH_NAMES else ()
     return [replace(file, folders=_folders(file.path, root), above=above) for file in found]
 
 

@@ -47,7 +47,7 @@ def open_source(config: DataConfig, *, needs_labels: bool = True, share: Share =
         DataError: files are missing, empty, or damaged.
     """
     need_path(config)
-    if config.kind in ("parquet", "table"):
+    if config.has_names:
         return TableSource(config, needs_labels=needs_labels, share=share)
     return _SOURCES[config.kind](config, share=share)
 
@@ -90,7 +90,7 @@ def serving_inputs(config: DataConfig) -> dict[str, Any]:
     """
     schema = schema_of(config)
     rows = {feature.name: feature.num_rows for feature in schema.sparse}
-    if config.kind in ("parquet", "table"):
+    if config.has_names:
         settings = columns_of_files(config)
         dense = [
             {"name": name, "column": feature.column, "scale": feature.scale}

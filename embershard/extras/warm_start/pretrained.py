@@ -172,7 +172,7 @@ def _row_numbers(path: Path, key: str, column: pa.Array, num_rows: int) -> _Ints
 
 def _keys_of_values(setting: str, path: Path, key: str, column: pa.Array, table: ModelTable, data: DataConfig) -> _Ints:
     """Return the row, or the id, of each value, as training finds it."""
-    if data.kind not in ("parquet", "table"):
+    if not data.has_names:
         raise ConfigError(
             f'{setting}.values: data of kind "{data.kind}" have no columns of values. Give row numbers: rows = NAME.'
         )
