@@ -23,13 +23,13 @@ if TYPE_CHECKING:
         CachedEmbeddingCollectionSharder,
         StockEmbeddingBagCollectionSharder,
         StockEmbeddingCollectionSharder,
-        accumulating,
         cache_stats,
         file_counts,
         flush,
         host_rows_changed,
         plan_sharding,
     )
+    from embershard.sharding.torchrec.accumulation import accumulating
     from embershard.sharding.torchrec.ids.id_tables import id_counts
     from embershard.training.checkpoint.program import load_program, save_program
     from embershard.training.config import RunConfig

@@ -59,6 +59,20 @@ CAPABILITIES = {
         ),
         ("ids", "id_", "_id"),
     ),
+    "file": Capability(
+        tuple(f"cache.file.{name}" for name in ("disk_rates", "file_part", "file_rows", "filed_rows")),
+        ("file", "disk", "tier", "host"),
+    ),
+    "small_rows": Capability(
+        (
+            *(f"cache.homes.{name}" for name in ("quantised", "small_rows", "small_transfers")),
+            *(f"cache.gpu.{name}" for name in ("small_rows", "small_transfer")),
+            "cache.loops.small",
+            "training.rounding",
+        ),
+        ("small", "int8", "fp16", "rounded", "quantised", "host_dtype", "host_types"),
+    ),
+    "accumulation": Capability(("sharding.torchrec.accumulation",), ("accumul", "micro", "pieces")),
     "publications": Capability(("extras.publications",), ("publish", "publication", "replica")),
     "following": Capability(("extras.following",), ("follow", "journal", "idle", "arriv")),
     "time_order": Capability(

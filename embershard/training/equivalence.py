@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import refuse_ids
 from embershard.training.fit.model_size import table_groups, tables_of_run
 from embershard.training.parts.order import without_parts
-from embershard.training.rounding import TableRounding
 from embershard.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from embershard.training.rounding import TableRounding
 
 #: Tensors of a rank by name, each with the number of its first row in the whole tensor.
 _Tensors = dict[str, tuple[int, Tensor]]
@@ -213,6 +215,8 @@ class _Runs:
             rounding = None
             if self._config.cache.rounds_rows:
                 profile = find_profile(self._config, stock.source)
+                from embershard.training.rounding import TableRounding  # of a capability that may be taken out
+
                 rounding = TableRounding(self._config, profile, stock.model.state_dict(), self._ranks)
             losses = list(_train(stock, steps, rounding))
             stock.close()

@@ -17,7 +17,7 @@ from embershard.distributed import Ranks, Supervision, verify_checkpoint
 from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.metrics.predictions import Predicted
 from embershard.models.dropout import seed_masks
-from embershard.sharding.torchrec import accumulating, cancel_forward
+from embershard.sharding.torchrec import cancel_forward
 from embershard.stages import stage
 from embershard.training.arithmetic import arithmetic, autocast, check_process
 from embershard.training.build import build_sharded_model, divided_once, find_plan, find_profile
@@ -179,6 +179,8 @@ class Trainer(Training):
 
     def _train_micro_batches(self, micro_batches: MicroBatches) -> Predicted:
         """Train once for all micro-batches; a loss is a mean over samples, so that each has its share of it."""
+        from embershard.sharding.torchrec.accumulation import accumulating  # of a capability that may be taken out
+
         num_samples, losses, predictions = micro_batches.num_samples, list[Tensor](), list[Predicted]()
         with accumulating(self.model):
             for number, micro_batch in enumerate(micro_batches):

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from embershard.cache.config import HostKind
-from embershard.cache.file.file_part import FilePart
-from embershard.cache.file.filed_rows import FiledRows
 from embershard.cache.homes.home import Home
 from embershard.cache.homes.mapped import MappedRows
 from embershard.cache.homes.memory import MemoryRows
-from embershard.cache.homes.quantised import QuantisedRows
 from embershard.cache.homes.shape import PoolShape
 from embershard.cache.homes.shared import NodeShare, SharedRows
 from embershard.cache.homes.small_sizes import SmallType
-from embershard.cache.parts.part import PoolPart, PoolParts
+from embershard.cache.parts.part import PoolParts
+from embershard.lazy_names import named
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +51,18 @@ def _quantised(request: HomeRequest) -> Home | None:
     if request.small_type is None:
         return None
     where = {"folder": request.folder, "whole_pages": request.is_locked}
-    return QuantisedRows(request.shape, request.small_type, request.full_keys, **where)  # type: ignore[arg-type]
+    home = named("embershard.cache.homes.quantised:QuantisedRows")
+    made: Home = home(request.shape, request.small_type, request.full_keys, **where)
+    return made
 
 
 def _filed(request: HomeRequest) -> Home | None:
     if request.host != "file":
         return None
     assert request.folder is not None, "the settings were checked"
-    return FiledRows(request.shape, request.num_places, request.folder)
+    home = named("embershard.cache.file.filed_rows:FiledRows")
+    made: Home = home(request.shape, request.num_places, request.folder)
+    return made
 
 
 def _mapped(request: HomeRequest) -> Home | None:
@@ -91,9 +93,9 @@ def choose_home(request: HomeRequest) -> Home:
     return next(home for make in HOMES.values() if (home := make(request)) is not None)
 
 
-#: What a kind of home adds to its pool: made of the home, of what returns the scores [R] of rows, and of whether the
-#: pool plans on a GPU.
-PARTS: dict[type[Home], Callable[..., PoolPart]] = {FiledRows: FilePart}
+#: What a home adds to its pool, by the name of the home's class: made of the home, of what returns the scores [R] of
+#: rows, and of whether the pool plans on a GPU.
+PARTS = {"FiledRows": "embershard.cache.file.file_part:FilePart"}
 
 
 def parts_of(home: Home, scores: Callable[[], Tensor | None], is_on_gpu: bool) -> PoolParts:
@@ -102,5 +104,5 @@ def parts_of(home: Home, scores: Callable[[], Tensor | None], is_on_gpu: bool) -
     >>> parts_of(MemoryRows(PoolShape([3], dim=4)), lambda: None, is_on_gpu=False).num_coming
     0
     """
-    make = PARTS.get(type(home))
-    return PoolParts([] if make is None else [make(home, scores, is_on_gpu)])
+    place = PARTS.get(type(home).__name__)
+    return PoolParts([] if place is None else [named(place)(home, scores, is_on_gpu)])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from embershard.cache.config import CacheConfig, TransferKind
+from embershard.cache.config import TransferKind
 from embershard.cache.homes.home import Home, no_memory
 from embershard.cache.homes.mapped import MappedPages
 from embershard.cache.homes.memory import RowPages
@@ -20,7 +18,6 @@ from embershard.cache.homes.small_sizes import MARK_BYTES, SmallType, small_row_
 from embershard.cache.homes.small_transfers import SmallStagedTransfer, SmallTransfer
 from embershard.cache.rows.memory import copy_block
 from embershard.cache.rows.transfer import MakeTransfer, row_copier
-from embershard.errors import ConfigError
 
 
 class QuantisedRows(Home):
@@ -129,14 +126,3 @@ class QuantisedRows(Home):
     def mark(self, keys: Tensor) -> None:
         if self.small.small_type == "int8":
             self.small.keep_full(keys)
-
-
-def check_transfer(config: CacheConfig, on_cuda: bool) -> None:
-    """Raise `ConfigError` where nothing narrows and widens the rows of `cache.host_dtype`."""
-    got = f"cache.host_dtype asks for {' and '.join(config.small_types)}"
-    if on_cuda and find_spec("triton") is None:
-        raise ConfigError(f'{got}, whose kernels need triton, and it is not installed; install it, or set "fp32"')
-    if on_cuda and config.transfer == "plain":
-        raise ConfigError(f'{got}, and cache.transfer="plain" moves fp32 on a GPU; leave it out, or set "staged"')
-    if not on_cuda and config.transfer not in (None, "plain") and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError(f'{got}, and cache.transfer="{config.transfer}" moves them by kernels of a GPU; leave it out')

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from embershard.cache.config import CacheConfig, TransferKind
 from embershard.cache.homes.home import Home
-from embershard.cache.homes.quantised import check_transfer
 from embershard.cache.rows.page_lock import PageLock, lock_for
 from embershard.cache.rows.transfer import MakeTransfer, ScoresTransfer, Transfer
 from embershard.errors import ConfigError
@@ -27,7 +26,7 @@ def transfer_kind(config: CacheConfig, device: torch.device) -> TransferKind:
     """
     on_cuda = device.type == "cuda"
     if config.rounds_rows:
-        check_transfer(config, on_cuda)
+        _check_small_rows(config, on_cuda)
     if config.transfer is None:
         if not on_cuda:
             return "plain"
@@ -134,3 +133,14 @@ class WhenLocked:
 
     def discard(self) -> int:
         return self._transfer.discard()
+
+
+def _check_small_rows(config: CacheConfig, on_cuda: bool) -> None:
+    """Raise `ConfigError` where nothing narrows and widens the rows of `cache.host_dtype`."""
+    got = f"cache.host_dtype asks for {' and '.join(config.small_types)}"
+    if on_cuda and find_spec("triton") is None:
+        raise ConfigError(f'{got}, whose kernels need triton, and it is not installed; install it, or set "fp32"')
+    if on_cuda and config.transfer == "plain":
+        raise ConfigError(f'{got}, and cache.transfer="plain" moves fp32 on a GPU; leave it out, or set "staged"')
+    if not on_cuda and config.transfer not in (None, "plain") and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(f'{got}, and cache.transfer="{config.transfer}" moves them by kernels of a GPU; leave it out')

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embershard.cache.file.file_part import FilePart
 from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.homes.shape import PoolShape
 from embershard.cache.next_use import KnownBatch
@@ -60,6 +59,8 @@ def bare_cache(
         owner="replay",
     )
     if tier is not None:
+        from embershard.cache.file.file_part import FilePart  # of a capability that may be taken out
+
         cache.parts = PoolParts([FilePart(tier, cache.state.scores.of_rows, is_on_gpu=False)])
     return cache
 

@@ -2,7 +2,6 @@
 this folder."""
 
 from embershard.cache.homes.frozen_rows import FrozenRows
-from embershard.sharding.torchrec.accumulation import accumulating
 from embershard.sharding.torchrec.inspection import (
     cache_stats,
     cached_embeddings,
@@ -29,7 +28,6 @@ __all__ = [
     "FrozenRows",
     "StockEmbeddingBagCollectionSharder",
     "StockEmbeddingCollectionSharder",
-    "accumulating",
     "cache_stats",
     "cached_embeddings",
     "cancel_forward",
