@@ -68,7 +68,7 @@ CAPABILITIES = {
             *(f"cache.homes.{name}" for name in ("quantised", "small_rows", "small_transfers")),
             *(f"cache.gpu.{name}" for name in ("small_rows", "small_transfer")),
             "cache.loops.small",
-            "training.rounding",
+            "extras.verify.rounding",
         ),
         ("small", "int8", "fp16", "rounded", "quantised", "host_dtype", "host_types"),
     ),
@@ -104,6 +104,9 @@ CAPABILITIES = {
     "report_page": Capability(("extras.report_page",), ("page", "found_wherever", "html")),
     "calibrate": Capability(("extras.calibrate",), ("calibrat", "back_test")),
     "compare": Capability(("extras.compare",), ("compare", "compared")),
+    "convert": Capability(("extras.convert",), ("convert", "join", "movielens")),
+    "verify": Capability(("extras.verify",), ("verify", "equivalence", "stock")),
+    "step_trace": Capability(("extras.step_trace",), ("trace", "stages")),
     "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
 }
 

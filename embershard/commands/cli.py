@@ -22,7 +22,11 @@ _COMMANDS = (
     ("profile", "profile.command", "count how often every row of a data set is looked up, or show such a profile"),
     ("plan", "plan.command", "place tables and size caches, without a GPU at hand; predict memory and speed"),
     ("data", "data.command", "look at files of data, convert them, check them, or make samples of a log of events"),
-    ("verify", "verify", "train the first steps with the cache and with stock TorchRec, and compare every bit"),
+    (
+        "verify",
+        "extras.verify.command",
+        "train first steps with the cache and with stock TorchRec, and compare every bit",
+    ),
     ("predict", "score:predict", "score samples with a trained model, into a Parquet file"),
     ("eval", "score:evaluate", "measure a trained model on held-out or other samples"),
     ("export", "export", "write tables, a plain torch module and the mapping of ids, to serve without embershard"),

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import torch
 
 from embershard.distributed import PublishConfig
+from embershard.extras.verify.equivalence import Equivalence, compare_with_stock
 from embershard.settings.decoding import to_toml
 from embershard.training.config import RunConfig
-from embershard.training.equivalence import Equivalence, compare_with_stock
 from tests.ranks import own_models, parity, planned, replicated_tables, rows_exchange, small_rows
 from tests.ranks.rows_exchange import Case
 from tests.ranks.workers import RankPool

@@ -9,11 +9,11 @@ from typing import Any
 from embershard.cache import CacheConfig
 from embershard.data import StreamState
 from embershard.data.config import SyntheticConfig
+from embershard.extras.verify.equivalence import Equivalence, compare_with_stock
 from embershard.pipeline.config import LookAheadConfig
 from embershard.settings.files import load_config
 from embershard.sharding.torchrec import cache_stats
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.equivalence import Equivalence, compare_with_stock
 from embershard.training.reports import TrainReport
 from embershard.training.steps import open_stream
 from embershard.training.trainer import Trainer

@@ -23,6 +23,7 @@ from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.changed_rows import TouchedRows
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.extras.publications import write
+from embershard.extras.verify.equivalence import _contents
 from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.serving.serving_model import table_names, weights_of
@@ -33,7 +34,6 @@ from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedRows
 from embershard.training.checkpoint.host_rows import taking_references
 from embershard.training.config import RunConfig
-from embershard.training.equivalence import _contents
 from embershard.training.reports import PublicationReport
 from embershard.training.trainer import Trainer
 from tests.ranks.planned import here, make_config

@@ -174,7 +174,7 @@ class _OneLabel(argparse.Action):
 
 def _add_convert(actions: Any) -> None:
     text = "write text files as Parquet, with other files joined to them"
-    action = add_action(actions, "convert", text, _CONVERT_HELP, run="embershard.commands.data.convert:convert")
+    action = add_action(actions, "convert", text, _CONVERT_HELP, run="embershard.extras.convert:convert")
     action.add_argument("data", type=Path, metavar="FILE_OR_FOLDER", help="CSV, TSV, JSON lines or Parquet")
     action.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="the new Parquet file")
     text = "a file to join, with the names of its columns if it has no header; may be repeated"

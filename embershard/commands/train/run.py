@@ -19,6 +19,7 @@ from embershard.errors import FailedSaveError
 from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.run_dir import check_run_dir, lock_run_dir, note_resume
 from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
+from embershard.lazy_names import named
 from embershard.pipeline.pipelined_forward import sharded_modules
 from embershard.reports.progress import ProgressDisplay, closing_table
 from embershard.reports.record import RunRecord, make_result, report_line
@@ -34,7 +35,6 @@ from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.fit.host_types import as_in_slots, host_type_notes
 from embershard.training.fit.model_size import table_rows, table_sizes, tables_of_run
-from embershard.training.parts.step_trace import StepTrace
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
 from embershard.training.warm_start import WarmStart
@@ -79,12 +79,17 @@ def train_run(
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
     _announce(trainer, console, run_dir, same_run)
-    trainer.parts += [] if profile_steps is None else [StepTrace(trainer, *profile_steps, run_dir / TRACES)]
+    trace: Any = None
+    if profile_steps is not None:
+        trace = named("embershard.extras.step_trace:StepTrace")(trainer, *profile_steps, run_dir / TRACES)
+        trainer.parts.append(trace)
     with closing(_Outputs(trainer, run_dir, resumed_at, console)) if ranks.is_first else nullcontext() as outputs:
         if ranks.is_first and not supervision.has_launcher:
             supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
         failed_save = _train_and_report(trainer, outputs)
-        _close(trainer, console)
+        trainer.close()
+        if trace is not None:
+            say(console, trace.describe())
         if not supervision.must_stop:
             _finish(trainer, outputs, same_run)
         elif not supervision.notice:
@@ -138,13 +143,6 @@ def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveE
             raise
         return error
     return None
-
-
-def _close(trainer: Trainer, console: Console) -> None:
-    """Write what is left to be written, and say where traces are."""
-    trainer.close()
-    if (trace := trainer.part(StepTrace)) is not None:
-        say(console, trace.describe())
 
 
 class _Outputs:

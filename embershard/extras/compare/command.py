@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from embershard.metrics.comparison import PairedDifference, Samples
+    from embershard.extras.compare.comparison import PairedDifference, Samples
 
     _Floats = NDArray[np.float64]
     _Found = tuple[int, list[PairedDifference]]
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     if arguments.metrics:
-        from embershard.metrics.comparison import check_metric  # it loads torch
+        from embershard.extras.compare.comparison import check_metric  # it loads torch
 
         for metric in arguments.metrics:  # before runs are scored
             check_metric(metric, has_groups=arguments.group is not None)
@@ -261,7 +261,7 @@ def _with_classes(arguments: argparse.Namespace, labels: Sequence[str], pairs: _
 def _differences(
     arguments: argparse.Namespace, samples: Samples, a: _Floats, b: _Floats, metrics: Sequence[str]
 ) -> list[PairedDifference]:
-    from embershard.metrics import comparison
+    from embershard.extras.compare import comparison
 
     options: dict[str, Any] = {"num_replicates": arguments.replicates, "seed": arguments.seed}
     return comparison.compare(samples, a, b, metrics, confidence=_LEVEL, **options)
@@ -271,7 +271,7 @@ def _samples(arguments: argparse.Namespace, table: pa.Table, labels: _Floats, th
     import numpy as np
     import pyarrow as pa
 
-    from embershard.metrics.comparison import Samples
+    from embershard.extras.compare.comparison import Samples
     from embershard.metrics.evaluation import value_numbers
 
     weights = _numbers(table, arguments.weight)[there] if arguments.weight else None

@@ -15,9 +15,9 @@ import torch
 
 from embershard.cache.gpu import small_rows as kernels
 from embershard.distributed import CheckpointConfig, PublishConfig
-from embershard.training.equivalence import compare_with_stock
+from embershard.extras.verify.equivalence import compare_with_stock
+from embershard.extras.verify.rounding import TableRounding
 from embershard.training.optimizers import EmbeddingOptimizerConfig
-from embershard.training.rounding import TableRounding
 from tests.covering import keep
 from tests.ranks.small_rows import Found, compare, small_case
 from tests.unit.gpu_model.cases import config_of, write_samples

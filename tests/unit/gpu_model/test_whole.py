@@ -39,6 +39,7 @@ from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
 from embershard.extras.hot_cold.hot_tables import HotTables
+from embershard.extras.verify.equivalence import _tensors_of
 from embershard.models.config import WITH_HISTORY, PretrainedTable
 from embershard.pipeline.config import LookAheadConfig
 from embershard.settings.decoding import to_toml
@@ -51,7 +52,6 @@ from embershard.sharding.torchrec import accumulation, slots
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig
-from embershard.training.equivalence import _tensors_of
 from embershard.training.parts.order import parts_of
 from embershard.training.parts.part import Part
 from embershard.training.reports import TrainReport

@@ -13,9 +13,9 @@ import torch
 from embershard.commands import cli
 from embershard.commands.score import ScoreJob
 from embershard.commands.train.command import TrainJob
-from embershard.commands.verify import VerifyJob
 from embershard.distributed import Ranks, Supervision
 from embershard.errors import DataError
+from embershard.extras.verify.command import VerifyJob
 from embershard.launch import launcher, rank
 from embershard.settings.decoding import decode
 from embershard.settings.files import load_config

@@ -11,11 +11,13 @@ import torch
 
 from embershard.data import Target
 from embershard.errors import ConfigError
-from embershard.metrics import comparison
-from embershard.metrics.comparison import Samples, compare
+from embershard.extras.compare import comparison
+from embershard.extras.compare.comparison import Samples, compare
+from embershard.extras.compare.resampling import resampled_auc, resampled_sums
 from embershard.metrics.figures import names_of
 from embershard.metrics.predictions import Predicted, judge
-from embershard.metrics.resampling import resampled_auc, resampled_sums
+
+pytestmark = pytest.mark.extra
 
 
 def clicks(count: int, seed: int, noise: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -27,6 +29,7 @@ def clicks(count: int, seed: int, noise: float = 1.0) -> tuple[np.ndarray, np.nd
     return labels, a, b
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("task", ["binary", "regression"])
 def test_figures_are_those_of_an_evaluation(task: Any, weighted: bool) -> None:
@@ -43,6 +46,7 @@ def test_figures_are_those_of_an_evaluation(task: Any, weighted: bool) -> None:
     assert all(each.low == each.high == 0 and not each.is_different for each in found)
 
 
+@pytest.mark.smoke
 def test_replicates_are_those_of_written_out_draws() -> None:
     """Each unit counts as often for sums and for areas, whichever order the samples have."""
     labels, a, _ = clicks(200, seed=3)

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.commands.verify import VerifyJob
 from embershard.data import Batch, Schema, open_source
 from embershard.distributed import Ranks, Supervision
 from embershard.errors import CheckpointError, ConfigError, SetupError
+from embershard.extras.verify.command import VerifyJob
+from embershard.extras.verify.equivalence import _Runs, compare_with_stock
 from embershard.launch.rank import do
 from embershard.models import build_model
 from embershard.models.config import WITH_TOWERS, Arch
@@ -30,7 +31,6 @@ from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.arithmetic import arithmetic, check_process, prepare_process, rank_threads
 from embershard.training.checkpoint.identity import RULES
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.equivalence import _Runs, compare_with_stock
 from embershard.training.reports import EvalReport, TrainReport
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer

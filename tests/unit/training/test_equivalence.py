@@ -12,14 +12,14 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.cache.planner import CachePlan
 from embershard.cache.rows.copies import RowCopies
-from embershard.commands.verify import lines
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
+from embershard.extras.verify.command import lines
+from embershard.extras.verify.equivalence import CachedRun, Difference, Equivalence, _differences, compare_with_stock
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import TablePlacement
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.equivalence import CachedRun, Difference, Equivalence, _differences, compare_with_stock
 from embershard.training.fit.model_size import tables_of_run
 from embershard.training.optimizers import DenseOptimizerConfig
 from embershard.training.trainer import Trainer
@@ -29,7 +29,7 @@ from tests.unit.cache.faults import FAULTS
 from tests.unit.gpu_model.device import CUDA, Gpu
 from tests.unit.sharding.plans import make_plan
 
-pytestmark = pytest.mark.slow  # whole training runs
+pytestmark = [pytest.mark.slow, pytest.mark.extra]  # whole training runs
 
 STEPS = 12
 
@@ -43,6 +43,7 @@ def make_config(lookahead: int, **train: Any) -> RunConfig:
     )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("lookahead", "init"), covering((0, 8), ("counter", "torchrec")))
 def test_the_cache_equals_stock_torchrec(ranks: Ranks, lookahead: int, init: str) -> None:
     verdict = compare_with_stock(make_config(lookahead, init=init), ranks, STEPS)
@@ -52,6 +53,7 @@ def test_the_cache_equals_stock_torchrec(ranks: Ranks, lookahead: int, init: str
     assert "EQUAL: 12 steps on 1 rank" in " ".join(lines(verdict, 1))
 
 
+@pytest.mark.smoke
 def test_a_written_back_row_that_is_wrong_is_found(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """One number of one row changes by as little as it can when it is written back in step 7."""
     right, damaged, plans = RowCopies.write_back_evicted, [], {}
@@ -126,6 +128,7 @@ def with_larger_cache(lookahead: int, ranks: Ranks, folder: Path | None) -> RunC
     return dataclasses.replace(config, sharding=ShardingConfig(plan=str(folder / "plan.json")))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("lookahead", "by_plan"), [matrix(0, False), matrix(8, False), (8, True)])
 def test_caches_are_made_smaller_until_pins_matter(ranks: Ranks, lookahead: int, by_plan: bool, tmp_path: Path) -> None:
     config = with_larger_cache(lookahead, ranks, tmp_path if by_plan else None)
@@ -203,6 +206,7 @@ def test_a_plan_that_trains_in_another_way_is_refused(ranks: Ranks, tmp_path: Pa
         compare_with_stock(config, dataclasses.replace(ranks, world_size=2), 2)
 
 
+@pytest.mark.smoke
 def test_rows_in_host_memory_are_compared_with_those_of_a_gpu() -> None:
     """As a cached run has them and stock TorchRec: on the model of a GPU, which refuses operations on both."""
     rows = torch.arange(6.0).reshape(3, 2)

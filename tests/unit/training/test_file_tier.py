@@ -22,11 +22,11 @@ from embershard.cache.next_use import KnownBatch
 from embershard.data import open_source
 from embershard.distributed import CheckpointConfig, Manifest, Ranks, Supervision, complete_checkpoints
 from embershard.errors import CacheError, ConfigError
+from embershard.extras.verify.equivalence import _tensors_of, compare_with_stock
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.equivalence import _tensors_of, compare_with_stock
 from embershard.training.fit.model_size import table_rows
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from embershard.training.trained_run import Scorer, open_trained

@@ -22,13 +22,13 @@ from embershard.distributed import CheckpointConfig, Manifest, Ranks, complete_c
 from embershard.distributed.checkpoint.compact import compact
 from embershard.distributed.checkpoint.load import load_group
 from embershard.errors import CacheError, ConfigError
+from embershard.extras.verify.equivalence import _tensors_of, compare_with_stock
 from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, flush
 from embershard.training.config import RunConfig, TrainConfig
-from embershard.training.equivalence import _tensors_of, compare_with_stock
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
 from embershard.training.fit.model_size import table_rows
 from embershard.training.optimizers import EmbeddingOptimizerConfig

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from embershard import stages
 from embershard.distributed import Ranks
+from embershard.extras.step_trace import Span, StepTrace, mean_stages
 from embershard.pipeline.config import LookAheadConfig
-from embershard.training.parts.step_trace import Span, StepTrace, mean_stages
 from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.unit.training.test_trainer import make_config
 
-pytestmark = pytest.mark.slow  # whole training runs
+pytestmark = [pytest.mark.slow, pytest.mark.extra]  # whole training runs
 
 STAGES = {"input", "id exchange", "know", "plan", "fills", "lookup", "forward", "backward", "optimizer"}
 
@@ -35,6 +35,7 @@ def train(ranks: Ranks, *traced: Any) -> tuple[list[float], str]:
     return [report.loss for report in reports if isinstance(report, TrainReport)], trace.describe() if trace else ""
 
 
+@pytest.mark.smoke
 def test_a_trace_names_all_stages_and_changes_no_bit(ranks: Ranks, tmp_path: Path):
     losses, said = train(ranks, 5, 8, tmp_path)
     assert losses == train(ranks)[0]

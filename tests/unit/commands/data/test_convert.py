@@ -12,6 +12,8 @@ import pytest
 from embershard.commands import cli
 from embershard.data.sources.table import whole_columns
 
+pytestmark = pytest.mark.extra
+
 #: Counts what it lends; it must outlive the arrays that it lent to.
 COUNTED = pa.proxy_memory_pool(pa.default_memory_pool())
 
@@ -27,6 +29,7 @@ def convert(*arguments: str) -> pa.Table:
     return pq.read_table("out.parquet")
 
 
+@pytest.mark.smoke
 def test_a_join_keeps_the_order_of_the_rows(monkeypatch):
     monkeypatch.setattr(whole_columns, "_BATCH_ROWS", 64)
     draw = np.random.default_rng(0)
@@ -86,6 +89,7 @@ def test_integers_that_no_number_has_are_named(capsys):
     assert not Path("out.parquet").exists()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("written", ['{{"click": {}, "id": {}}}\n', "{},{}\n"])
 def test_long_ids_stay_exact(written):
     ids = [2**63 - 1 - n for n in range(300)]

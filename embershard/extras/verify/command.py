@@ -28,7 +28,7 @@ from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once
-    from embershard.training.equivalence import Equivalence
+    from embershard.extras.verify.equivalence import Equivalence
 
 _SHOWN = 8  # differences
 _HELP = """Train the first steps of a run twice, with the cache and with stock TorchRec, and compare every bit of
@@ -65,7 +65,7 @@ class VerifyJob(Job):
 
     def run(self, ranks: distributed.Ranks, supervision: distributed.Supervision) -> int:
         """Compare; return 0 for equal, 1 for different. Collective."""
-        from embershard.training.equivalence import compare_with_stock
+        from embershard.extras.verify.equivalence import compare_with_stock
 
         verdict = compare_with_stock(self.config, ranks, self.steps)
         say(plain_console(quiet=not ranks.is_first), *lines(verdict, ranks.world_size))

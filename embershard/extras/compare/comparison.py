@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from embershard.data.schema import Task
 from embershard.errors import ConfigError
+from embershard.extras.compare.resampling import resampled_auc, resampled_sums
 from embershard.metrics.figures import OfGroups, OfOwn, OfPairs, OfSums, check_name, known_row, more_is_better
 from embershard.metrics.own_metric import own_values
 from embershard.metrics.ranking import by_group
-from embershard.metrics.resampling import resampled_auc, resampled_sums
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -30,7 +30,7 @@ from embershard.training.parts.order import without_parts
 from embershard.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from embershard.training.rounding import TableRounding
+    from embershard.extras.verify.rounding import TableRounding
 
 #: Tensors of a rank by name, each with the number of its first row in the whole tensor.
 _Tensors = dict[str, tuple[int, Tensor]]
@@ -215,7 +215,7 @@ class _Runs:
             rounding = None
             if self._config.cache.rounds_rows:
                 profile = find_profile(self._config, stock.source)
-                from embershard.training.rounding import TableRounding  # of a capability that may be taken out
+                from embershard.extras.verify.rounding import TableRounding  # of a capability that may be taken out
 
                 rounding = TableRounding(self._config, profile, stock.model.state_dict(), self._ranks)
             losses = list(_train(stock, steps, rounding))
