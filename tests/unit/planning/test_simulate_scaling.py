@@ -1,4 +1,4 @@
-"""Simulated scaling: what it says of each number of ranks, and plain placements for those that are not searched."""
+"""Simulated scaling: what it says of each number of ranks."""
 
 from __future__ import annotations
 
