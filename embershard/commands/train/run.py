@@ -79,17 +79,12 @@ def train_run(
         say(console, f"{run_dir} is finished: step {trainer.steps} was its last. Nothing was changed.")
         return
     _announce(trainer, console, run_dir, same_run)
-    trace: Any = None
-    if profile_steps is not None:
-        trace = named("embershard.extras.step_trace:StepTrace")(trainer, *profile_steps, run_dir / TRACES)
-        trainer.parts.append(trace)
+    trainer.parts += (traces := _traces(trainer, profile_steps, run_dir))
     with closing(_Outputs(trainer, run_dir, resumed_at, console)) if ranks.is_first else nullcontext() as outputs:
         if ranks.is_first and not supervision.has_launcher:
             supervision.notice = f"embershard: stopping after this step. Go on with:    {go_on}"
         failed_save = _train_and_report(trainer, outputs)
-        trainer.close()
-        if trace is not None:
-            say(console, trace.describe())
+        _close(trainer, console, traces)
         if not supervision.must_stop:
             _finish(trainer, outputs, same_run)
         elif not supervision.notice:
@@ -143,6 +138,19 @@ def _train_and_report(trainer: Trainer, outputs: _Outputs | None) -> FailedSaveE
             raise
         return error
     return None
+
+
+def _traces(trainer: Trainer, steps: tuple[int, int] | None, run_dir: Path) -> list[Any]:
+    """Return the part that traces steps, if some are to be traced."""
+    if steps is None:
+        return []
+    return [named("embershard.extras.step_trace:StepTrace")(trainer, *steps, run_dir / TRACES)]
+
+
+def _close(trainer: Trainer, console: Console, traces: Sequence[Any]) -> None:
+    """Write what is left to be written, and say where traces are."""
+    trainer.close()
+    say(console, *(trace.describe() for trace in traces))
 
 
 class _Outputs:
