@@ -62,7 +62,7 @@ def test_an_import_is_noticed_wherever_it_runs():
 
 def test_a_test_file_that_needs_a_room_through_another_is_found():
     assert needs(PROJECT / "tests" / "unit" / "sharding" / "test_id_tables.py", rooms_of(["ids"]))  # a lazy name
-    rooms = rooms_of(["several_labels"])
+    rooms = rooms_of(["networks"])
     assert needs(PROJECT / "tests" / "unit" / "models" / "test_tasks.py", rooms)
     assert not needs(Path(__file__), rooms)
 
