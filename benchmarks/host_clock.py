@@ -17,7 +17,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embershard.cache import loops
-from embershard.cache.loops import ids, initial_rows, next_uses, rows, slots, victims
+from embershard.cache.ids import loops as ids
+from embershard.cache.loops import initial_rows, next_uses, rows, slots, victims
 from embershard.sharding.torchrec.feature_keys import FeatureKeys
 
 #: The part of what is in no other.

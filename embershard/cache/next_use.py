@@ -185,13 +185,13 @@ class NextUseIndex:
 
     def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Bind `keys` to `slots` in the map, as its `bind` does, with the traces that it has of them."""
-        self.admit(keys, slots)
+        self.take_traces(keys, slots)
         self._map.bind(keys, slots, batch)
 
-    def admit(self, keys: Tensor, slots: Tensor) -> None:
+    def take_traces(self, keys: Tensor, slots: Tensor) -> None:
         """Take over the traces of `keys`, about to be bound to `slots` (both int64 [M]), while the map has them."""
         state = (self._map.array, self.next_use_array, self._last_use_array)
-        loops.admit(keys.numpy(), slots.numpy(), *state, self._soon)
+        loops.take_traces(keys.numpy(), slots.numpy(), *state, self._soon)
 
     @property
     def _soon(self) -> int:

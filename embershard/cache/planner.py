@@ -188,7 +188,7 @@ class Planner(ABC):
             known: the batch as `NextUseIndex.know` returned it.
         """
         self._map.claim(plan.fill_slots.numel() - plan.evicted_slots.numel())
-        self.state.admit(plan.fill_keys, plan.fill_slots, plan.batch)
+        self.state.bind(plan.fill_keys, plan.fill_slots, plan.batch)
         self._scores.used(plan.slots, plan.first_hits, plan.fill_slots)
         if known is not None:
             assert self._next_use_index is not None, "only an index of next uses knows batches"

@@ -63,7 +63,7 @@ class SlotState:
         else:
             self.next_use_index.unbind(keys, slots)
 
-    def admit(self, keys: Tensor, slots: Tensor, batch: int) -> None:
+    def bind(self, keys: Tensor, slots: Tensor, batch: int) -> None:
         """Bind `keys` to claimed `slots` (both int64 [M], distinct), used by `batch`."""
         if not keys.numel():
             return
@@ -75,7 +75,7 @@ class SlotState:
     def preload(self, keys: Tensor, slots: Tensor) -> None:
         """Claim the next free `slots` and bind `keys` to them (both int64 [M], distinct), used by no batch."""
         self.map.claim(slots.numel())
-        self.admit(keys, slots, batch=0)
+        self.bind(keys, slots, batch=0)
 
     def contents(self, newest: int) -> CacheContents:
         """Return the cached rows, without the pinned ones, in the order of their slots; ages count from batch

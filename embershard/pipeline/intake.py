@@ -71,7 +71,7 @@ class Intake:
         self._agreement.start(state, wish)
         self._is_asked = True
 
-    def admit(self, let_in: Callable[[Any, Any], None]) -> bool:
+    def enter(self, let_in: Callable[[Any, Any], None]) -> bool:
         """After :meth:`offer`: call `let_in(batch, checked)` if every rank has a batch, with what the check
         read of it; return False if not now, or never. After an exception of `let_in` it is called again, and the other
         ranks, which have let theirs in, are not asked again.
@@ -97,6 +97,6 @@ class Intake:
         return True
 
     def note_entered(self, batch: Any) -> None:
-        """Note that `batch` is in, although an exception may have ended :meth:`admit` early."""
+        """Note that `batch` is in, although an exception may have ended :meth:`enter` early."""
         if batch is self._offered:
             self._offered, self._checked, self._is_due = _NO_BATCH, None, False

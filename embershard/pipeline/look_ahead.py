@@ -256,18 +256,18 @@ class LookAheadPipeline:
         if self._worker is not None:
             self._worker.check()  # what failed beside the last step: that step was complete
         self._weigh()
-        admitted = True
+        is_in = True
         while len(self._window) < self._lookahead + self._known_together:
             if not self._window.num_arriving:
-                admitted = self._admit(batches)
-                if not admitted:
+                is_in = self._let_next_in(batches)
+                if not is_in:
                     break
             with self._exchange:
                 self._window.arrive()
             self._know()  # how much does it take?
             self._weigh()
-        while admitted and self._window.num_arriving < _MOST_ARRIVING:
-            admitted = self._admit(batches)
+        while is_in and self._window.num_arriving < _MOST_ARRIVING:
+            is_in = self._let_next_in(batches)
         if self._window and torch.is_grad_enabled():
             self._know()
             self._window.first.make_resident(critical_path=True)
@@ -362,10 +362,10 @@ class LookAheadPipeline:
         self._intake.note_entered(self._window.newest_arriving)
         self._intake.offer(batches, self._is_full, self._depth.wish)
 
-    def _admit(self, batches: Iterator[Any]) -> bool:
+    def _let_next_in(self, batches: Iterator[Any]) -> bool:
         """Let the next batch in if every rank has one; return False if not now, or never."""
         self._offer(batches)
-        is_in = self._intake.admit(self._let_in)
+        is_in = self._intake.enter(self._let_in)
         self._depth.agree(self._intake.wish)
         return is_in
 

@@ -26,7 +26,7 @@ from embershard.pipeline.staged_batch import StagedBatch
 _CYCLES_PER_SECOND = 1.5e9
 
 STAGES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (Intake, ("offer", "admit")),
+    (Intake, ("offer", "enter")),
     (LookAheadPipeline, ("_let_in",)),
     (StagedBatch, ("send", "receive", "make_resident")),
     (ModuleInput, ("know", "make_resident", "forward")),

@@ -1,5 +1,5 @@
-"""Index of next uses whose work on a batch is done by kernels: they do what the loops `know`, `arrive` and `admit` of
-`loops/next_uses.py` do on a CPU.
+"""Index of next uses whose work on a batch is done by kernels: they do what the loops `know`, `arrive` and
+`take_traces` of `loops/next_uses.py` do on a CPU.
 
 A batch's uses are numbered by position, from `first`; of several uses of a row in the batch, the last one stands.
 """

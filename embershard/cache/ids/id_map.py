@@ -266,7 +266,9 @@ class IdMap:
         born, changes = np.empty(3 * min(num, self.num_rows), np.int64), np.empty(3 * num * counts_candidates, np.int64)
         is_due = np.zeros(self._num, np.bool_)
         state, found = (*self._index, self._candidates), (rows, born, changes, is_due)
-        num_born, num_changes, refused = loops.admit_ids(ids[order], missing[order], clock, self._rules, *state, *found)
+        num_born, num_changes, refused = loops.give_rows_to_ids(
+            ids[order], missing[order], clock, self._rules, *state, *found
+        )
         assert num_born >= 0, "ids of another rank's buckets"
         born, changes = born.reshape(-1, 3)[:num_born].copy(), changes.reshape(-1, 3)[:num_changes].copy()
         return born, changes, refused, np.flatnonzero(is_due)

@@ -15,26 +15,26 @@ from embershard.interrupts import interrupts_wait
 from embershard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from embershard.cache.ids.loops import buckets_of_ids as buckets_of_ids
+    from embershard.cache.ids.loops import evict_ids as evict_ids
+    from embershard.cache.ids.loops import find_ids as find_ids
+    from embershard.cache.ids.loops import give_rows_to_ids as give_rows_to_ids
+    from embershard.cache.ids.loops import mix_ids as mix_ids
+    from embershard.cache.ids.loops import rank_ids as rank_ids
+    from embershard.cache.ids.loops import rebuild_ids as rebuild_ids
+    from embershard.cache.ids.loops import use_ids as use_ids
     from embershard.cache.loops.compiled import Counters as Counters
     from embershard.cache.loops.compiled import Int32s as Int32s
     from embershard.cache.loops.compiled import Int64s as Int64s
-    from embershard.cache.loops.ids import admit_ids as admit_ids
-    from embershard.cache.loops.ids import buckets_of_ids as buckets_of_ids
-    from embershard.cache.loops.ids import evict_ids as evict_ids
-    from embershard.cache.loops.ids import find_ids as find_ids
-    from embershard.cache.loops.ids import mix_ids as mix_ids
-    from embershard.cache.loops.ids import rank_ids as rank_ids
-    from embershard.cache.loops.ids import rebuild_ids as rebuild_ids
-    from embershard.cache.loops.ids import use_ids as use_ids
     from embershard.cache.loops.initial_rows import make_blocks as make_blocks
     from embershard.cache.loops.initial_rows import make_blocks_of as make_blocks_of
     from embershard.cache.loops.initial_rows import read_blocks as read_blocks
     from embershard.cache.loops.initial_rows import read_rows as read_rows
     from embershard.cache.loops.initial_rows import write_rows as write_rows
     from embershard.cache.loops.initial_rows import write_rows_of_ids as write_rows_of_ids
-    from embershard.cache.loops.next_uses import admit as admit
     from embershard.cache.loops.next_uses import arrive as arrive
     from embershard.cache.loops.next_uses import know as know
+    from embershard.cache.loops.next_uses import take_traces as take_traces
     from embershard.cache.loops.pages import are_set as are_set
     from embershard.cache.loops.pages import pages_to_keep as pages_to_keep
     from embershard.cache.loops.pages import read_pages as read_pages

@@ -116,7 +116,7 @@ def arrive(
 
 
 @compiled
-def admit(keys: Int64s, slots: Int64s, entries: Int32s, next_uses: Int32s, last_uses: Int32s, soon: int) -> None:
+def take_traces(keys: Int64s, slots: Int64s, entries: Int32s, next_uses: Int32s, last_uses: Int32s, soon: int) -> None:
     """Take over the traces of `keys` [M], about to be bound to `slots` [M]; with one, the next use is `soon`."""
     for i in range(keys.size):
         slot, last = slots[i], -entries[keys[i]]

@@ -207,7 +207,7 @@ FAULTS: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "bind": (5, _less_one),
     "know": (8, lambda batch: batch + 1),
     "arrive": (3, _less_one),
-    "admit": (5, lambda soon: soon + 1),
+    "take_traces": (5, lambda soon: soon + 1),
     "offer": (3, lambda next_use: next_use + 1),
     "candidates": (8, _less_one),
     "choose": (4, _less_one),

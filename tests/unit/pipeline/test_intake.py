@@ -17,7 +17,7 @@ Batches = list[str]
 def fill(intake: Intake, batches: Any, entered: Batches, number: int) -> None:
     for _ in range(number):
         intake.offer(batches, is_full=False, wish=1)
-        intake.admit(lambda batch, _: entered.append(batch))
+        intake.enter(lambda batch, _: entered.append(batch))
 
 
 def test_a_batch_that_could_not_be_let_in_is_let_in_later() -> None:
@@ -29,7 +29,7 @@ def test_a_batch_that_could_not_be_let_in_is_let_in_later() -> None:
     with mock.patch.object(Agreement, "start", autospec=True, side_effect=Agreement.start) as asked:
         intake.offer(batches, is_full=False, wish=1)
         with pytest.raises(MemoryError, match="a"):
-            intake.admit(out_of_memory)
+            intake.enter(out_of_memory)
         fill(intake, batches, entered, 4)
     assert entered == ["a", "b", "c"]
     assert intake.is_over
@@ -46,7 +46,7 @@ def test_a_batch_that_is_in_does_not_enter_again() -> None:
 
     intake.offer(batches, is_full=False, wish=1)
     with pytest.raises(KeyboardInterrupt):
-        intake.admit(interrupted)
+        intake.enter(interrupted)
     intake.note_entered(entered[-1])
     fill(intake, batches, entered, 3)
     assert entered == ["a", "b", "c"]
@@ -58,10 +58,10 @@ def test_what_the_check_read_enters_with_its_batch() -> None:
     intake = Intake(torch.device("cpu"), lambda batch: checked.append(batch) or batch.upper())
     batches, entered = iter("ab"), []
     intake.offer(batches, is_full=True, wish=1)
-    assert not intake.admit(lambda *given: entered.append(given))
+    assert not intake.enter(lambda *given: entered.append(given))
     for _ in range(3):
         intake.offer(batches, is_full=False, wish=1)
-        intake.admit(lambda *given: entered.append(given))
+        intake.enter(lambda *given: entered.append(given))
     assert checked == ["a", "b"]
     assert entered == [("a", "A"), ("b", "B")]
 
@@ -69,7 +69,7 @@ def test_what_the_check_read_enters_with_its_batch() -> None:
 def test_a_batch_waits_while_there_is_no_room() -> None:
     intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("ab"), Batches()
     intake.offer(batches, is_full=True, wish=1)
-    assert not intake.admit(lambda batch, _: entered.append(batch))
+    assert not intake.enter(lambda batch, _: entered.append(batch))
     fill(intake, batches, entered, 2)
     assert entered == ["a", "b"]
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embershard.cache.ids import loops
 from embershard.cache.ids.config import Buckets, IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
-from embershard.cache.loops import ids as loops
 from embershard.errors import CacheError, ConfigError
 from tests.covering import covering, keep, matrix
 from tests.oracle.id_dictionary import IdDictionary, mix

@@ -190,7 +190,7 @@ def _give_row(
 
 
 @compiled
-def admit_ids(
+def give_rows_to_ids(
     mixed: Int64s, positions: Int64s, clock: int, rules: Int64s, cells: Int32s, records: Int64s, ring: Int32s,
     heads: Int64s, num_free: Int64s, candidates: Int64s, rows: Int64s, born: Int64s, changes: Int64s, is_due: Bools,
 ) -> tuple[int, int, int]:  # fmt: skip
