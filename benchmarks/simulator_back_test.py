@@ -33,7 +33,7 @@ from embershard.extras.calibrate.reference_steps import Segment, Segments
 from embershard.extras.what_if.simulate_scaling import simulate_plan, simulate_run
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.assumed import assumed_statistics
-from embershard.planning.cost.back_test import PUBLISHED, PublishedPoint
+from embershard.planning.cost.back_test import PUBLIC_POINTS, PublicPoint
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget, PlanRequest
@@ -215,7 +215,7 @@ def _case(ranks: int, found: Segment, predicted_seconds: float) -> dict[str, Any
 
 
 def public_points() -> dict[str, Any]:
-    cases = [_public(point) for point in PUBLISHED]
+    cases = [_public(point) for point in PUBLIC_POINTS]
     assumed = {name: asdict(each) for name, each in ASSUMED.items()}
     summary = {}
     for precision in ("fp32", "tf32"):  # of the points of which it is not known
@@ -226,7 +226,7 @@ def public_points() -> dict[str, Any]:
     return {"summary": summary, "sources": SOURCES, "assumed": assumed, "not_simulated": NOT_SIMULATED, "cases": cases}
 
 
-def _public(point: PublishedPoint) -> dict[str, Any]:
+def _public(point: PublicPoint) -> dict[str, Any]:
     topology, assumed = load_topology(point.machine).at(point.precision), ASSUMED[point.model]
     tables, dim, dense = model("criteo_1tb" if point.model == "dlrm" else "mlperf_dcnv2")
     rows = DLRM_ROWS if point.model == "dlrm" else [table.num_rows for table in tables]
@@ -269,10 +269,10 @@ def _public(point: PublishedPoint) -> dict[str, Any]:
         "machine": point.machine,
         "precision": point.precision,
         "global_batch_size": shape.global_batch_size,
-        "published_samples_per_second": point.published,
+        "published_samples_per_second": point.reported,
         "simulated_samples_per_second": round(found.samples_per_second),
-        "error": round(found.samples_per_second / point.published - 1, 3),
-        "published_ms": round(shape.global_batch_size / point.published * 1e3, 2),
+        "error": round(found.samples_per_second / point.reported - 1, 3),
+        "published_ms": round(shape.global_batch_size / point.reported * 1e3, 2),
         "simulated_ms": round(found.step_seconds * 1e3, 2),
         "host_ms": round(topology.rates_for().step_overhead_seconds * 1e3, 2),
         "limited_by": found.limit,

@@ -7,7 +7,7 @@ Streams: `zipf` (1M rows, lookups independent of each other), `zipf moving` (in 
 largest table of the generator, without and with drift.
 
 Errors are differences of hit rate in points (of 100), over sizes from 0.1 % to 100 % of the stream's distinct rows,
-evenly spread by logarithm. The table's number decides which rows are followed, so every estimate is made for several
+evenly spread by logarithm. The table's number decides which rows are sampled, so every estimate is made for several
 numbers. `shards` is the package's default, `plain` the same sample without the counts of the rows, `counts` the counts
 without a sample.
 """
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from benchmarks.common import machine, make_parser, report
 from embershard.data import SyntheticConfig
 from embershard.data.sources.synthetic import CRITEO_KAGGLE, SyntheticTable
-from embershard.frequency import CountHistogram, StackDistances, is_followed, row_hashes
-from embershard.frequency.stack_distances import exact, from_followed
+from embershard.frequency import CountHistogram, StackDistances, is_sampled, row_hashes
+from embershard.frequency.stack_distances import exact, from_sampled
 
 Rows = NDArray[np.int64]
 
@@ -93,21 +93,21 @@ def measure(name: str, rows: Rows, rate: float, num_samples: int) -> Point:
     sizes = np.unique((counts.num_rows * shares).round().clip(1))
     distances, exact_seconds = _timed(partial(exact, rows))
     truth = distances.hit_rate(sizes)
-    by_shards, plain, seconds, followed = [], [], [], []
+    by_shards, plain, seconds, sampled = [], [], [], []
     for number in range(num_samples):
         estimate, taken = _timed(partial(shards, number, rows, rate))
         seconds.append(taken)
         by_shards.append(estimate.hit_rate(sizes) - truth)
-        sample = rows[is_followed(row_hashes(number, rows), rate)]
-        followed.append(len(sample))
-        plain.append(from_followed(sample, rate, len(rows)).hit_rate(sizes) - truth)
-    none_followed = from_followed(rows[:0], rate, len(rows), counts)
+        sample = rows[is_sampled(row_hashes(number, rows), rate)]
+        sampled.append(len(sample))
+        plain.append(from_sampled(sample, rate, len(rows)).hit_rate(sizes) - truth)
+    none_sampled = from_sampled(rows[:0], rate, len(rows), counts)
     errors = _errors(by_shards)
     return Point(
         stream=name,
         lookups=len(rows),
         distinct_rows=int(counts.num_rows),
-        followed_lookups=int(np.median(followed)),
+        followed_lookups=int(np.median(sampled)),
         hit_rates={
             f"{share:.1%}": round(float(distances.hit_rate(np.array(counts.num_rows * share))), 4)
             for share in (0.001, 0.01, 0.1, 1.0)
@@ -118,17 +118,17 @@ def measure(name: str, rows: Rows, rate: float, num_samples: int) -> Point:
         bins=len(distances.distances),
         shards=errors,
         plain=_errors(plain),
-        counts=_errors([none_followed.hit_rate(sizes) - truth]),
+        counts=_errors([none_sampled.hit_rate(sizes) - truth]),
         reached=errors.mean <= TARGET_POINTS,
     )
 
 
 def shards(table_number: int, rows: Rows, rate: float) -> StackDistances:
     """Estimate from the share `rate` of the rows, of all lookups of a table, `rows` [M] in order. The lookups of every
-    row are counted, also of those that are not followed."""
-    followed = rows[is_followed(row_hashes(table_number, rows), rate)]
+    row are counted, also of those that are not sampled."""
+    sampled = rows[is_sampled(row_hashes(table_number, rows), rate)]
     counts = CountHistogram.of_counts(np.unique(rows, return_counts=True)[1])
-    return from_followed(followed, rate, len(rows), counts)
+    return from_sampled(sampled, rate, len(rows), counts)
 
 
 def _errors(differences: list[NDArray[np.float64]]) -> Errors:

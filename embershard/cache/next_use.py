@@ -5,7 +5,7 @@ is furthest (Belady 1966), so every slot needs the batch of its row's next use. 
 over a batch's ids when the batch becomes known and one when it is prepared, however many batches are known.
 
 The uses of a row in the known batches form a chain. Every use has a number; for each use, the chain holds the batch of
-the row's following use, so preparing a batch tells at once when each of its rows is used again. Appending to a chain
+the row's next use, so preparing a batch tells at once when each of its rows is used again. Appending to a chain
 needs the row's last known use: its number is kept beside the slot of a cached row and, negated, in the slot map's entry
 of a row that is not cached (its *trace*). That entry would be 0 otherwise, so the index takes no memory per row.
 """
@@ -155,10 +155,10 @@ class NextUseIndex:
             return None
         self._known.popleft()
         uses, positions = batch.uses.numpy(), batch.positions.numpy()
-        distinct, following = np.empty(uses.size, np.int64), np.empty(uses.size, np.int32)
+        distinct, later = np.empty(uses.size, np.int64), np.empty(uses.size, np.int32)
         state = (self._next_batch_array, self.next_use_array, self._last_use_array)
-        loops.arrive(slots.numpy(), uses, positions, batch.first_use, _WRAP, *state, distinct, following)
-        return torch.from_numpy(distinct), torch.from_numpy(following)
+        loops.arrive(slots.numpy(), uses, positions, batch.first_use, _WRAP, *state, distinct, later)
+        return torch.from_numpy(distinct), torch.from_numpy(later)
 
     def skip(self, batch: KnownBatch, keys: Tensor) -> None:
         """Remove the oldest known batch, with these keys (int64 [N]), which will not be prepared."""
@@ -170,9 +170,9 @@ class NextUseIndex:
     def _take_back(self, batch: KnownBatch, keys: Tensor) -> None:
         distinct = keys.index_select(0, batch.positions)
         entries = self._map.entries(distinct)
-        following = self._following(batch)
-        self._advance(entries.clamp_min(0).long(), following)
-        over = ((entries < 0) & (following == 0)).nonzero().flatten()
+        later = self._later(batch)
+        self._advance(entries.clamp_min(0).long(), later)
+        over = ((entries < 0) & (later == 0)).nonzero().flatten()
         self._map.set_traces(distinct.index_select(0, over), 0)
 
     def unbind(self, keys: Tensor, slots: Tensor) -> None:
@@ -220,15 +220,15 @@ class NextUseIndex:
             self._known.popleft()
         return bool(self._known) and self._known[0] is batch
 
-    def _following(self, batch: KnownBatch) -> Tensor:
+    def _later(self, batch: KnownBatch) -> Tensor:
         """Return the known batch that uses each of the batch's distinct rows next: int32 [U], 0 for none."""
         return self._next_batch.index_select(0, self._cells(self._numbers(batch.first_use, batch.uses)))
 
-    def _advance(self, slots: Tensor, following: Tensor) -> None:
-        """Set the next uses of `slots` (int64 [U]) to `following` (int32 [U]); without one, clear the last use."""
-        self.next_use.scatter_(0, slots, following)
+    def _advance(self, slots: Tensor, later: Tensor) -> None:
+        """Set the next uses of `slots` (int64 [U]) to `later` (int32 [U]); without one, clear the last use."""
+        self.next_use.scatter_(0, slots, later)
         last = self._last_use.gather(0, slots)
-        self._last_use.scatter_(0, slots, last.masked_fill_(following == 0, 0))
+        self._last_use.scatter_(0, slots, last.masked_fill_(later == 0, 0))
 
     def _reserve_ascending(self, count: int) -> tuple[int, int]:
         """Reserve `count` uses whose numbers do not start again among them; return what `_reserve` does, and the number

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         StackDistances,
         TableStatistics,
         TableTrace,
-        is_followed,
+        is_sampled,
         row_hashes,
     )
 else:
@@ -32,6 +32,6 @@ __all__ = [
     "StackDistances",
     "TableStatistics",
     "TableTrace",
-    "is_followed",
+    "is_sampled",
     "row_hashes",
 ]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from embershard.errors import IdOutOfRangeError
 from embershard.frequency.compare import measure_drift
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, sum_counts
-from embershard.frequency.downsampling import Following, TraceBuilder
+from embershard.frequency.downsampling import SampledRows, TraceBuilder
 from embershard.frequency.statistics import DataStatistics, Ints, SampledTrace, TableStatistics, TableTrace
 from embershard.frequency.summary import padded_sum, summarize_table
 
@@ -30,7 +30,7 @@ class TablePart:
         counts: of its rows.
         bag_counts: int64 [longest + 1] samples with so many lookups.
         window_rows: int64 [K] distinct rows, summed over the part's whole windows of each size in `WINDOWS`.
-        trace: lookups of the rows that are followed; samples counted from the part's first, and maybe of a narrower
+        trace: lookups of the rows that are sampled; samples counted from the part's first, and maybe of a narrower
             type.
     """
 
@@ -54,7 +54,7 @@ def count_part(
     rows: Iterable[Ints],
     bag_sizes: Sequence[int | NDArray[np.integer]],
     num_samples: int,
-    following: Following | None = None,
+    sampled: SampledRows | None = None,
     read_seconds: float = 0.0,
 ) -> CountedSamples:
     """Count the lookups of every table in consecutive samples.
@@ -64,22 +64,22 @@ def count_part(
         rows: int64 [M] lookups of every table, sample after sample.
         bag_sizes: for every table the lookups of every sample [num_samples], or one number for all.
         num_samples: samples of the part.
-        following: rows to put into the trace; others may be in it.
+        sampled: rows to put into the trace; others may be in it.
         read_seconds: see `CountedSamples`.
 
     Raises:
         IdOutOfRangeError: a lookup is not of a row of its table.
     """
-    following = following or Following()
+    sampled = sampled or SampledRows()
     tables = tuple(
-        _count_table(number, *table, num_samples, following)
+        _count_table(number, *table, num_samples, sampled)
         for number, table in enumerate(zip(num_rows, rows, bag_sizes, strict=True))
     )
     return CountedSamples(num_samples, tables, read_seconds)
 
 
 def _count_table(
-    number: int, num_rows: int, rows: Ints, bag_sizes: int | NDArray[np.integer], num_samples: int, following: Following
+    number: int, num_rows: int, rows: Ints, bag_sizes: int | NDArray[np.integer], num_samples: int, sampled: SampledRows
 ) -> TablePart:
     bag_counts, samples = _bags(bag_sizes, num_samples)
     if not len(rows):
@@ -98,8 +98,8 @@ def _count_table(
     counts = RowCounts(ordered[starts], np.diff(starts, append=len(ordered)))
     windows = np.array([_distinct_in_windows(samples[places], starts, size, num_samples) for size in WINDOWS])
     trace = TableTrace(samples, rows)
-    if not following.takes_all:
-        kept = np.sort(places[np.repeat(following.mask(number, counts.rows), counts.hits)])
+    if not sampled.takes_all:
+        kept = np.sort(places[np.repeat(sampled.mask(number, counts.rows), counts.hits)])
         trace = TableTrace(samples[kept], rows[kept])
     return TablePart(counts, bag_counts, windows, trace)
 
@@ -144,7 +144,7 @@ class Collected:
 class Collector:
     """Puts parts together, in the order of training.
 
-    The result depends on the parts alone, not on the `following` that they were counted with.
+    The result depends on the parts alone, not on the `sampled` that they were counted with.
 
     Args:
         num_rows: rows of every table, by name, in the model's order.
@@ -167,9 +167,9 @@ class Collector:
         self._read_seconds = 0.0
 
     @property
-    def following(self) -> Following:
+    def sampled(self) -> SampledRows:
         """Rows that the next part's trace needs at most."""
-        return self._trace.following
+        return self._trace.sampled
 
     def add(self, part: CountedSamples) -> None:
         counters = self._halves[self.num_parts % len(self._halves)]

@@ -110,7 +110,7 @@ def measure_drift(trace: SampledTrace | None, share_of_rows: float = 0.01) -> Dr
         parts = itertools.pairwise(np.searchsorted(table.samples, edges))
         of_parts = [np.bincount(places[start:stop], minlength=len(distinct)) for start, stop in parts]
         blocks.append(np.stack(of_parts).astype(np.int32))
-    counts = np.concatenate(blocks, axis=1)  # [P, rows that were followed, all tables one after another]
+    counts = np.concatenate(blocks, axis=1)  # [P, rows that were sampled, all tables one after another]
     num_constant = sum(len(rows) for rows in trace.constant_rows.values())
     constant_hits = sum(int(hits.sum()) for hits in trace.constant_lookups.values()) / num_parts
     occurring = counts.shape[1] / trace.rate + num_constant

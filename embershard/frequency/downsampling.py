@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embershard.frequency.counts import RowCounts, sum_counts
-from embershard.frequency.statistics import Ints, SampledTrace, TableTrace, is_followed, row_hashes
+from embershard.frequency.statistics import Ints, SampledTrace, TableTrace, is_sampled, row_hashes
 
 #: A row with so many lookups per sample is in about every batch.
 CONSTANT_HITS_PER_SAMPLE = 1 / 512
-#: A rate below 1 marks a trace without its constant rows, though nearly all of the others may be followed.
+#: A rate below 1 marks a trace without its constant rows, though nearly all of the others may be sampled.
 _NEARLY_ALL = 1.0 - 2.0**-20
 
 
 @dataclass(frozen=True, eq=False)
-class Following:
+class SampledRows:
     """The rows that a trace takes: a share `rate` of those that are not `constant` (table number -> rows)."""
 
     rate: float = 1.0
@@ -30,8 +30,8 @@ class Following:
         return self.rate >= 1.0 and not self.constant
 
     def mask(self, table_number: int, rows: Ints) -> NDArray[np.bool_]:
-        """Return True for each of these rows [M] that is followed: bool [M]."""
-        kept = is_followed(row_hashes(table_number, rows), self.rate)
+        """Return True for each of these rows [M] that is sampled: bool [M]."""
+        kept = is_sampled(row_hashes(table_number, rows), self.rate)
         constant = self.constant.get(table_number)
         return kept if constant is None or not len(constant) else kept & ~np.isin(rows, constant)
 
@@ -42,11 +42,11 @@ class TraceBuilder:
     Args:
         tables: their names; a table's place is its number.
         max_lookups: most lookups to keep.
-        following: rows to take at first.
+        sampled: rows to take at first.
     """
 
-    def __init__(self, tables: Sequence[str], max_lookups: int, following: Following | None = None) -> None:
-        self.following = following or Following()
+    def __init__(self, tables: Sequence[str], max_lookups: int, sampled: SampledRows | None = None) -> None:
+        self.sampled = sampled or SampledRows()
         self.num_samples = 0
         self._names = list(tables)
         self._max_lookups = max_lookups
@@ -58,7 +58,7 @@ class TraceBuilder:
         return sum(len(part.rows) for parts in self._parts for part in parts) > self._max_lookups
 
     def add(self, tables: Sequence[TableTrace], num_samples: int) -> None:
-        """Add the next samples' lookups, their samples counted from 0; of rows that are followed, and maybe others."""
+        """Add the next samples' lookups, their samples counted from 0; of rows that are sampled, and maybe others."""
         for number, (parts, table) in enumerate(zip(self._parts, tables, strict=True)):
             moved = TableTrace(table.samples.astype(np.int64) + self.num_samples, table.rows)
             parts.append(self._filtered(number, moved))
@@ -68,34 +68,34 @@ class TraceBuilder:
         """Leave out constant rows, by the counts [tables] so far; then follow ever fewer of the others, if needed."""
         self._leave_out_constant(counts)
         while self.is_too_long:
-            halved = self.following.rate / 2 if self.following.rate <= 0.5 else 0.5
-            self._follow(Following(halved, self.following.constant))
+            halved = self.sampled.rate / 2 if self.sampled.rate <= 0.5 else 0.5
+            self._sample(SampledRows(halved, self.sampled.constant))
 
     def finish(self, counts: Sequence[RowCounts]) -> SampledTrace:
         """Return the trace; `counts` [tables] are those of all samples."""
-        if self.following.constant:
+        if self.sampled.constant:
             self._leave_out_constant(counts)
-        rows = {self._names[number]: rows for number, rows in self.following.constant.items()}
-        hits = {self._names[number]: counts[number].hits_of(rows) for number, rows in self.following.constant.items()}
+        rows = {self._names[number]: rows for number, rows in self.sampled.constant.items()}
+        hits = {self._names[number]: counts[number].hits_of(rows) for number, rows in self.sampled.constant.items()}
         tables = {name: _joined(parts) for name, parts in zip(self._names, self._parts, strict=True)}
-        return SampledTrace(self.following.rate, self.num_samples, tables, rows, hits)
+        return SampledTrace(self.sampled.rate, self.num_samples, tables, rows, hits)
 
     def _leave_out_constant(self, counts: Sequence[RowCounts]) -> None:
         least = max(2.0, CONSTANT_HITS_PER_SAMPLE * self.num_samples)
         constant = {
-            number: np.union1d(self.following.constant.get(number, []), table.at_least(least).rows).astype(np.int64)
+            number: np.union1d(self.sampled.constant.get(number, []), table.at_least(least).rows).astype(np.int64)
             for number, table in enumerate(counts)
         }
-        self._follow(Following(min(self.following.rate, _NEARLY_ALL), constant))
+        self._sample(SampledRows(min(self.sampled.rate, _NEARLY_ALL), constant))
 
-    def _follow(self, following: Following) -> None:
-        self.following = following
+    def _sample(self, sampled: SampledRows) -> None:
+        self.sampled = sampled
         self._parts = [[self._filtered(number, _joined(parts))] for number, parts in enumerate(self._parts)]
 
     def _filtered(self, number: int, table: TableTrace) -> TableTrace:
-        if self.following.takes_all:
+        if self.sampled.takes_all:
             return table
-        kept = self.following.mask(number, table.rows)
+        kept = self.sampled.mask(number, table.rows)
         return TableTrace(table.samples[kept], table.rows[kept])
 
 
@@ -108,14 +108,14 @@ def _joined(parts: Sequence[TableTrace]) -> TableTrace:
 
 
 def downsampled(trace: SampledTrace, max_lookups: int) -> SampledTrace:
-    """Return the same trace with fewer rows followed, where it is longer than this."""
+    """Return the same trace with fewer rows sampled, where it is longer than this."""
     if trace.num_lookups <= max_lookups:
         return trace
     names = list(trace.tables)
     constant = {number: trace.constant_rows[name] for number, name in enumerate(names) if name in trace.constant_rows}
-    builder = TraceBuilder(names, max_lookups, Following(trace.rate, constant))
+    builder = TraceBuilder(names, max_lookups, SampledRows(trace.rate, constant))
     builder.add([trace.tables[name] for name in names], trace.num_samples)
-    counts = []  # of the rows that were followed or are constant; other rows are missing
+    counts = []  # of the rows that were sampled or are constant; other rows are missing
     for name in names:
         parts = [RowCounts.of_rows(trace.tables[name].rows)]
         if name in trace.constant_rows:

@@ -164,15 +164,15 @@ def encode(statistics: DataStatistics) -> tuple[dict[str, Any], dict[str, Array]
         header["drift"] = {"parts": len(drift.hit_rates)} | {name: getattr(drift, name) for name in _DRIFT_SHARES}
     arrays = {_NUMBERS: np.concatenate(numbers)}
     if trace is not None:
-        followed = list(trace.tables.values())
+        sampled = list(trace.tables.values())
         header["trace"] = {
             "rate": trace.rate,
             "num_samples": trace.num_samples,
-            "lookups": [len(table.rows) for table in followed],
+            "lookups": [len(table.rows) for table in sampled],
             "constant": [len(rows) for rows in trace.constant_rows.values()],
         }
-        arrays[_TRACE_ROWS] = _packed([table.rows for table in followed])
-        arrays[_STEPS] = _packed([np.diff(table.samples, prepend=0) for table in followed])
+        arrays[_TRACE_ROWS] = _packed([table.rows for table in sampled])
+        arrays[_STEPS] = _packed([np.diff(table.samples, prepend=0) for table in sampled])
         arrays[_CONSTANT_ROWS] = _packed(list(trace.constant_rows.values()))
         arrays[_CONSTANT_HITS] = _packed(list(trace.constant_lookups.values()))
     return header, arrays

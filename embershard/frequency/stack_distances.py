@@ -2,7 +2,7 @@
 
 Exact distances come from an offline count without a loop over lookups. Estimates come from the lookups of a hashed
 share of the rows (SHARDS: Waldspurger et al., FAST'15). On skewed tables the error of estimates is mostly luck: whether
-a few hot rows are followed. Where the lookups of every row are counted, the luck is known and taken out again.
+a few hot rows are sampled. Where the lookups of every row are counted, the luck is known and taken out again.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def exact(rows: NDArray[np.int64]) -> StackDistances:
     return StackDistances(*_compact(distances, lookups), num_lookups=float(len(rows)), rate=1.0)
 
 
-def from_followed(
+def from_sampled(
     rows: NDArray[np.int64], rate: float, num_lookups: float, counts: CountHistogram | None = None
 ) -> StackDistances:
-    """Estimate stack distances from the lookups of the rows that were followed, in order.
+    """Estimate stack distances from the lookups of the rows that were sampled, in order.
 
     Without `counts` this is SHARDS with its adjustment: distances and lookups are divided by the rate, and the lookups
     that are then missing count as lookups of the shortest distance.
 
     With `counts` the estimate is a difference (a control variate). If each row's lookups lay at random places, the
-    curve would follow from the counts alone, for all rows as for those followed. The difference between SHARDS and this
-    formula on the rows followed is added to the formula's curve for all rows. The (1 - rate) / rate hottest rows are
-    taken out of `rows` first, and left to the formula: the chance of following one of them or not adds more error than
+    curve would follow from the counts alone, for all rows as for those sampled. The difference between SHARDS and this
+    formula on the rows sampled is added to the formula's curve for all rows. The (1 - rate) / rate hottest rows are
+    taken out of `rows` first, and left to the formula: the chance of sampling one of them or not adds more error than
     order does. They may be missing from the start.
 
     Args:
         rows: int64 [M], all lookups of these rows.
-        rate: share of the rows that is followed.
-        num_lookups: lookups of all rows of the table, followed or not.
+        rate: share of the rows that is sampled.
+        num_lookups: lookups of all rows of the table, sampled or not.
         counts: of all rows of the table.
 
     Raises:
@@ -78,12 +78,12 @@ def _corrected(rows: NDArray[np.int64], rate: float, num_lookups: float, counts:
     place = int(np.searchsorted(np.cumsum(counts.rows), (1.0 - rate) / rate, side="right"))
     hottest = counts.counts[place] if place < len(counts.counts) else 0.0  # rows with more lookups are left out
     _, row_of, hits = np.unique(rows, return_inverse=True, return_counts=True)
-    followed = CountHistogram.of_counts(hits[hits <= hottest])
+    sampled = CountHistogram.of_counts(hits[hits <= hottest])
     distances, lookups = _count(_reuse_distances(rows[(hits <= hottest)[row_of]]))
     num_slots = _sizes(counts.num_rows)
     found = np.interp(num_slots * rate, np.append(0.0, distances + 1), np.append(0.0, np.cumsum(lookups) / rate))
-    followed = CountHistogram(followed.counts, followed.rows * (1 / rate))
-    found += _hits_by_counts(counts, num_slots) - _hits_by_counts(followed, num_slots)
+    sampled = CountHistogram(sampled.counts, sampled.rows * (1 / rate))
+    found += _hits_by_counts(counts, num_slots) - _hits_by_counts(sampled, num_slots)
     most = counts.num_lookups - counts.num_rows  # all rows fit: only first uses miss
     found[-1:] = most
     # What is found by few slots is the least certain, so it gives way where more slots would find less.

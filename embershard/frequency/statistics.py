@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TableTrace:
-    """One table's lookups of the rows that are followed.
+    """One table's lookups of the rows that are sampled.
 
     >>> TableTrace(samples=np.array([0, 0, 2]), rows=np.array([7, 9, 7])).rows.tolist()
     [7, 9, 7]
@@ -35,7 +35,7 @@ class TableTrace:
 class SampledTrace:
     """A smaller data set with the same locality: a cache with `rate` times the slots misses as often on it.
 
-    Which rows are followed is a function of (table, row) alone (spatially hashed sampling, Waldspurger et al.,
+    Which rows are sampled is a function of (table, row) alone (spatially hashed sampling, Waldspurger et al.,
     FAST'15). Rows that nearly every batch uses stay in every cache, and would be most of the trace and of its sampling
     error. Where rows are sampled (`rate` < 1), these *constant* rows are left out of it, and only counted.
 
@@ -44,7 +44,7 @@ class SampledTrace:
     3
 
     Attributes:
-        rate: share of the other rows that is followed; 1: all.
+        rate: share of the other rows that is sampled; 1: all.
         num_samples: samples that the trace covers.
         tables: by name; a table without lookups has empty arrays.
         constant_rows: by table, rows that were left out as constant: int64 [C].
@@ -67,7 +67,7 @@ class SampledTrace:
 
 
 def row_hashes(table_number: int, rows: Ints) -> NDArray[np.uint64]:
-    """Return uniform 64-bit hashes [M] of rows [M] of a table: a row is followed when its hash is below rate * 2**64.
+    """Return uniform 64-bit hashes [M] of rows [M] of a table: a row is sampled when its hash is below rate * 2**64.
 
     >>> int(row_hashes(0, np.arange(1000)).max()) > 2**63
     True
@@ -78,10 +78,10 @@ def row_hashes(table_number: int, rows: Ints) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def is_followed(hashes: NDArray[np.uint64], rate: float) -> NDArray[np.bool_]:
-    """Return True for each hash of a followed row: bool [M].
+def is_sampled(hashes: NDArray[np.uint64], rate: float) -> NDArray[np.bool_]:
+    """Return True for each hash of a sampled row: bool [M].
 
-    >>> int(is_followed(row_hashes(0, np.arange(1000)), rate=0.1).sum())
+    >>> int(is_sampled(row_hashes(0, np.arange(1000)), rate=0.1).sum())
     101
     """
     if rate >= 1.0:
@@ -143,10 +143,10 @@ class StackDistances:
 
     Attributes:
         distances: [K] stack distances, ascending; 0 is the row used just before. Scaled to the whole table where only a
-            share of the rows was followed.
+            share of the rows was sampled.
         lookups: [K] lookups with this distance (or between it and the one before it).
         num_lookups: all lookups, first uses included.
-        rate: share of the rows that was followed; 1: exact.
+        rate: share of the rows that was sampled; 1: exact.
     """
 
     distances: Floats
@@ -178,7 +178,7 @@ class TableStatistics:
         bag_sizes: [longest + 1] share of samples with so many lookups.
         window_samples: [K] ascending numbers of consecutive samples, and
         window_rows: [K] the mean number of distinct rows in so many samples.
-        stack: stack distances of lookups, None where they were not followed.
+        stack: stack distances of lookups, None where they were not sampled.
         undercount: a row's count may be too low by this much (memory was bounded); 0: exact.
     """
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from embershard.frequency.compare import measure_drift
 from embershard.frequency.counts import RowCounts, histogram_of
 from embershard.frequency.curves import pooled
-from embershard.frequency.downsampling import Following, TraceBuilder, downsampled
-from embershard.frequency.stack_distances import from_followed
+from embershard.frequency.downsampling import SampledRows, TraceBuilder, downsampled
+from embershard.frequency.stack_distances import from_sampled
 from embershard.frequency.statistics import (
     CountHistogram,
     DataStatistics,
@@ -80,7 +80,7 @@ def padded_sum(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 def stack_of_all(statistics: DataStatistics, max_lookups: int = 1_000_000) -> StackDistances | None:
     """Return the stack distances of all tables in one cache; None without a trace. At most so many lookups are
-    followed."""
+    sampled."""
     if statistics.trace is None:
         return None
     trace = downsampled(statistics.trace, max_lookups)
@@ -93,12 +93,12 @@ def stack_of_all(statistics: DataStatistics, max_lookups: int = 1_000_000) -> St
 
 
 def _stack_of(rows: NDArray[np.int64], rate: float, num_lookups: int, histogram: CountHistogram) -> StackDistances:
-    """Return stack distances from the lookups [M] of the rows that were followed, in order.
+    """Return stack distances from the lookups [M] of the rows that were sampled, in order.
 
     Constant rows are not among these rows; the histogram has them.
     """
     is_complete = abs(histogram.num_lookups - num_lookups) <= 0.001 * num_lookups
-    return from_followed(rows, rate, float(num_lookups), histogram if is_complete else None)
+    return from_sampled(rows, rate, float(num_lookups), histogram if is_complete else None)
 
 
 def merge_statistics(
@@ -154,7 +154,7 @@ def _merge_traces(traces: Sequence[SampledTrace], counts: Mapping[str, RowCounts
         for number, table in enumerate(tables)
     }
     constant = constant if any(len(rows) for rows in constant.values()) else {}
-    builder = TraceBuilder(tables, max_lookups, Following(min(trace.rate for trace in traces), constant))
+    builder = TraceBuilder(tables, max_lookups, SampledRows(min(trace.rate for trace in traces), constant))
     for trace in traces:
         builder.add([trace.tables[table] for table in tables], trace.num_samples)
     by_number = [counts[table] for table in tables]

@@ -29,13 +29,13 @@ class BackwardWatch:
     def __init__(self) -> None:
         self.is_done = False
 
-    def follow(self, output: Any) -> None:
+    def watch(self, output: Any) -> None:
         """Watch the tensors in `output` (a tensor, or tuples, lists and dicts of them) for a backward pass."""
         if isinstance(output, tuple | list):
             for part in output:
-                self.follow(part)
+                self.watch(part)
         elif isinstance(output, dict):
-            self.follow(list(output.values()))
+            self.watch(list(output.values()))
         elif isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(self._begin)
 

@@ -57,8 +57,8 @@ class ModelInputs:
         ranks count on it."""
         if self._handle is None:
             self.forwards = pipelined_forwards(self._model, batch, self.step, self._features)
-            watch = self.backward  # not self: the model would keep the pipeline alive
-            self._handle = self._model.register_forward_hook(lambda *called: watch.follow(called[-1]))
+            backward = self.backward  # not self: the model would keep the pipeline alive
+            self._handle = self._model.register_forward_hook(lambda *called: backward.watch(called[-1]))
         return [forward.check(batch) for forward in self.forwards]
 
     def remove(self) -> None:

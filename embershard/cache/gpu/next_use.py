@@ -173,14 +173,14 @@ def _mark_last(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _advance(  # type: ignore[no-untyped-def]
-    slots, marks, next_batches, next_uses, last_uses, following, first, capacity, count, BLOCK: tl.constexpr
+    slots, marks, next_batches, next_uses, last_uses, later, first, capacity, count, BLOCK: tl.constexpr
 ):
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < count
     marked = tl.load(marks + position, mask=inside, other=0) != 0
     batch = tl.load(next_batches + ((first + position) & (capacity - 1)), mask=marked, other=-1)
     slot = tl.load(slots + position, mask=marked, other=0)
-    tl.store(following + position, batch, mask=inside)
+    tl.store(later + position, batch, mask=inside)
     tl.store(next_uses + slot, batch, mask=marked)
     tl.store(last_uses + slot, tl.zeros_like(batch), mask=marked & (batch == 0))
 
@@ -193,7 +193,7 @@ def advance(
     Returns:
         The batches that use the rows next, int32 [N]; 0 for none, -1 where `marks` is False.
     """
-    following = torch.empty_like(slots, dtype=torch.int32)
+    later = torch.empty_like(slots, dtype=torch.int32)
     capacity = next_batches.numel() - 1
-    launch(_advance, slots.numel(), slots, marks, next_batches, next_uses, last_uses, following, first, capacity)
-    return following
+    launch(_advance, slots.numel(), slots, marks, next_batches, next_uses, last_uses, later, first, capacity)
+    return later

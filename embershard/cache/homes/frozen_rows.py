@@ -81,7 +81,7 @@ class FrozenRows:
             most_aside_bytes = min(max(share, _LEAST_ASIDE), _MOST_ASIDE)
         places = 1 + min(self._num_rows, max(1, most_aside_bytes // max(1, self._row_bytes)))
         self._heads = np.zeros((self._num_rows >> _GROUP_SHIFT) + 1, np.int32)
-        self._following, self._kept = np.zeros(places, np.int32), np.zeros(places, np.int64)
+        self._next_places, self._kept = np.zeros(places, np.int32), np.zeros(places, np.int64)
         self._free = np.zeros(2, np.int64)
         self._blocks, self._in_block = home.shape.empty(min(self.block_rows, self._num_rows)), (0, 0)
         self._asides = home.shape.empty(places)  # no page yet
@@ -115,7 +115,7 @@ class FrozenRows:
                     return
                 self._is_whole = False  # until the copies are there: an interrupt must not leave places without rows
                 position, count = loops.give_places(
-                    numbers, position, self._lowest, _GROUP_SHIFT, self._heads, self._following, self._kept,
+                    numbers, position, self._lowest, _GROUP_SHIFT, self._heads, self._next_places, self._kept,
                     self._free, places, placed,
                 )  # fmt: skip
                 to, of = torch.from_numpy(places[:count]), torch.from_numpy(placed[:count])
@@ -211,13 +211,13 @@ class FrozenRows:
                 )
             first, self._lowest = self._lowest, stop
             count = loops.take_places(
-                first, stop, _GROUP_SHIFT, self._heads, self._following, self._kept, places, placed
+                first, stop, _GROUP_SHIFT, self._heads, self._next_places, self._kept, places, placed
             )
         return places[:count], placed[:count]
 
     def _give_back(self, places: NDArray[np.int64]) -> None:
         with self._changed:
-            loops.free_places(places, self._following, self._free)
+            loops.free_places(places, self._next_places, self._free)
             self._num_aside -= places.size
             self._changed.notify_all()
 

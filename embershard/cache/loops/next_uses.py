@@ -94,14 +94,14 @@ def know(
 @compiled
 def arrive(
     slots: Int64s, uses: Int32s, positions: Int32s, first_use: int, wrap: int, next_batches: Int32s,
-    next_uses: Int32s, last_uses: Int32s, distinct_slots: Int64s, following: Int32s,
+    next_uses: Int32s, last_uses: Int32s, distinct_slots: Int64s, later: Int32s,
 ) -> None:  # fmt: skip
     """Give the slots of a known batch their rows' next uses.
 
     Args:
         slots: [N].
         uses, positions: [U], of the batch's distinct rows.
-        distinct_slots, following: [U], written: their slots, and the batches that use them next; 0 for none.
+        distinct_slots, later: [U], written: their slots, and the batches that use them next; 0 for none.
     """
     capacity = next_batches.size - 1
     for i in range(uses.size):
@@ -109,7 +109,7 @@ def arrive(
         number = ((first_use + uses[i]) & (wrap - 1)) + 1
         batch = next_batches[number & (capacity - 1)]
         distinct_slots[i] = slot
-        following[i] = batch
+        later[i] = batch
         next_uses[slot] = batch
         if batch == 0:
             last_uses[slot] = 0

@@ -2,7 +2,7 @@
 of bags' gradients by row; and which rows were put aside, with a copy of their earlier contents.
 
 For the last: keys are in groups of 2^shift. Each group has a chain of places: it begins at `heads[group]`, and
-`following[place]` is the next one. Places count from 1, and 0 ends a chain. `kept[place]` is the key of the row there.
+`next_places[place]` is the next one. Places count from 1, and 0 ends a chain. `kept[place]` is the key of a row.
 `free[0]` begins the chain of places that were given back, `free[1]` is the highest place that was ever given out.
 """
 
@@ -124,7 +124,7 @@ def pool_gradients(
 
 @compiled
 def give_places(
-    keys: Int64s, start: int, lowest: int, shift: int, heads: Int32s, following: Int32s, kept: Int64s, free: Int64s,
+    keys: Int64s, start: int, lowest: int, shift: int, heads: Int32s, next_places: Int32s, kept: Int64s, free: Int64s,
     places: Int64s, placed: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
     """Give a place to each of `keys[start:]` that is at least `lowest` and has none, until no place is free.
@@ -140,18 +140,18 @@ def give_places(
         group = key >> shift
         place = heads[group]
         while place and kept[place] != key:
-            place = following[place]
+            place = next_places[place]
         if place:
             continue
         place = free[0]
         if place:
-            free[0] = following[place]
+            free[0] = next_places[place]
         elif free[1] + 1 < kept.size:
             free[1] += 1
             place = free[1]
         else:
             return position, count
-        kept[place], following[place], heads[group] = key, heads[group], place
+        kept[place], next_places[place], heads[group] = key, heads[group], place
         places[count], placed[count] = place, key
         count += 1
     return keys.size, count
@@ -159,7 +159,7 @@ def give_places(
 
 @compiled
 def take_places(
-    first: int, stop: int, shift: int, heads: Int32s, following: Int32s, kept: Int64s, places: Int64s,
+    first: int, stop: int, shift: int, heads: Int32s, next_places: Int32s, kept: Int64s, places: Int64s,
     placed: Int64s,
 ) -> int:  # fmt: skip
     """Remove the keys below `stop` from the chains of the groups of [first, stop).
@@ -170,14 +170,14 @@ def take_places(
     for group in range(first >> shift, ((stop - 1) >> shift) + 1):
         place, before = heads[group], 0
         while place:
-            after = following[place]
+            after = next_places[place]
             if kept[place] >= stop:
                 before = place
             else:
                 places[count], placed[count] = place, kept[place]
                 count += 1
                 if before:
-                    following[before] = after
+                    next_places[before] = after
                 else:
                     heads[group] = after
             place = after
@@ -185,8 +185,8 @@ def take_places(
 
 
 @compiled
-def free_places(places: Int64s, following: Int32s, free: Int64s) -> None:
+def free_places(places: Int64s, next_places: Int32s, free: Int64s) -> None:
     """Give `places` back."""
     for place in places:
-        following[place] = free[0]
+        next_places[place] = free[0]
         free[0] = place

@@ -72,7 +72,7 @@ class RowCopies:
             if tensor.is_cuda:  # if a copy fails, copies queued before it still read the tensor
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            self.follow_training(training)
+            self.wait_for_training(training)
             self.transfer.write_back(plan.write_back_slots, write_back_keys)
 
     def fill_missed(self, plan: CachePlan) -> torch.cuda.Event | None:
@@ -123,7 +123,7 @@ class RowCopies:
         began, so its copies need not wait for what these do later."""
         return self._last_trained
 
-    def follow_training(self, until: torch.cuda.Event | None = None) -> None:
+    def wait_for_training(self, until: torch.cuda.Event | None = None) -> None:
         """Make the current stream wait for the updates of all trained batches and the newest batch's forward, `until`
         an event of `newest_training`."""
         until = self._last_trained if until is None else until
@@ -132,7 +132,7 @@ class RowCopies:
 
     def finish(self) -> None:
         """Make the current stream wait for all plans' copies, and the CPU for all rows that were written back."""
-        self.follow_training()
+        self.wait_for_training()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.transfer.finish()

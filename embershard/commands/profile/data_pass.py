@@ -26,7 +26,7 @@ from embershard.frequency import FrequencyProfile
 from embershard.frequency.collect import Collected, Collector, CountedSamples, count_part
 from embershard.frequency.compare import half_split
 from embershard.frequency.curves import pooled, unseen_share
-from embershard.frequency.downsampling import Following
+from embershard.frequency.downsampling import SampledRows
 from embershard.lazy_names import named
 from embershard.models import ModelConfig, model_tables
 
@@ -92,7 +92,7 @@ class PartReader:
         """Read positions [start, stop)."""
         return [self._source.read("train", chunk, rows) for chunk, rows in self._order.locate(start, stop)]
 
-    def count(self, start: int, stop: int, following: Following | None = None) -> CountedSamples:
+    def count(self, start: int, stop: int, sampled: SampledRows | None = None) -> CountedSamples:
         """Count positions [start, stop)."""
         began = time.process_time()
         blocks = self.read(start, stop)
@@ -102,7 +102,7 @@ class PartReader:
             _rows(blocks, features) if table not in self.ids else rows_of_ids(_rows(blocks, features), self.ids[table])
             for table, features in zip(self.num_rows, self._features, strict=True)
         )
-        return count_part(list(self.num_rows.values()), rows, sizes, stop - start, following, seconds)
+        return count_part(list(self.num_rows.values()), rows, sizes, stop - start, sampled, seconds)
 
     def part_samples(self) -> int:
         """Return the number of samples per part that bounds the memory of a part."""
@@ -137,7 +137,7 @@ def profile_data(
     )
     done = 0
     make = partial(_make_counter, dataclasses.replace(data, num_workers=0), reader.model, reader.held_out, reader.ids)
-    for part in in_parts(ranges, options, make, reader.count, lambda: (collector.following,)):
+    for part in in_parts(ranges, options, make, reader.count, lambda: (collector.sampled,)):
         collector.add(part)
         done += part.num_samples
         if on_progress is not None:
@@ -210,7 +210,7 @@ def _bag_sizes(blocks: list[Block], feature: int) -> int | NDArray[np.integer]:
 
 def _make_counter(
     config: DataConfig, model: ModelConfig, held_out: HeldOut, ids: Mapping[str, Buckets]
-) -> Callable[[int, int, Following], CountedSamples]:
+) -> Callable[[int, int, SampledRows], CountedSamples]:
     return PartReader(config, model, held_out, ids).count
 
 

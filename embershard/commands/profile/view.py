@@ -207,9 +207,9 @@ def _trust_sentence(statistics: DataStatistics) -> str:
     if trace is not None:
         # Beside constant rows, all but one in a million may be followed.
         constant = sum(len(rows) for rows in trace.constant_rows.values())
-        followed = "all rows are" if trace.rate > 0.99 else f"{trace.rate:.3%} of the rows are"
+        sampled = "all rows are" if trace.rate > 0.99 else f"{trace.rate:.3%} of the rows are"
         beside = f", beside {constant:,} that are in about every batch" if constant else ""
-        text += f"; {followed} followed in order ({trace.num_lookups:,} lookups){beside}"
+        text += f"; {sampled} followed in order ({trace.num_lookups:,} lookups){beside}"
     forgotten = max((table.undercount for table in tables), default=0)
     if forgotten:
         text += f"; counts are low by up to {forgotten} (memory was bounded: --memory)"

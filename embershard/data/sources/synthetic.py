@@ -114,10 +114,10 @@ class SyntheticSource:
 class SyntheticTable:
     """The ids of one table: popularity rank -> row, the same rank mostly being the same row."""
 
-    def __init__(self, seed: int, number: int, published: PublishedTable, settings: SyntheticConfig) -> None:
-        self.num_rows = scaled_rows(published, settings)
-        self.popularity = Popularity(published, self.num_rows - 1)
-        self._most_weight = published.top_10
+    def __init__(self, seed: int, number: int, public: PublicTable, settings: SyntheticConfig) -> None:
+        self.num_rows = scaled_rows(public, settings)
+        self.popularity = Popularity(public, self.num_rows - 1)
+        self._most_weight = public.top_10
         self._locality, self._correlation = settings.locality, settings.correlation
         self._weight_key = make_key(seed, _WEIGHT, number)
         self._draw_key = make_key(seed, _TABLE, number)
@@ -230,9 +230,9 @@ class HiddenModel:
         return total, (dense @ self._dense_weights).astype(np.float64)
 
 
-def scaled_rows(published: PublishedTable, settings: SyntheticConfig) -> int:
+def scaled_rows(public: PublicTable, settings: SyntheticConfig) -> int:
     """Return the rows of a table at the scale of the settings."""
-    return max(3, round(published.num_rows * settings.scale))
+    return max(3, round(public.num_rows * settings.scale))
 
 
 def scatter(key: int, num_ids: int) -> tuple[int, int]:
@@ -263,7 +263,7 @@ def _sigmoid(logits: Floats) -> Floats:
     return 1.0 / (1.0 + np.exp(-logits))
 
 
-class PublishedTable(NamedTuple):
+class PublicTable(NamedTuple):
     """Measured popularity of one table: rows, shares of lookups, and the exponent of rank ** -exponent."""
 
     num_rows: int
@@ -272,8 +272,8 @@ class PublishedTable(NamedTuple):
     zipf_exponent: float
 
 
-CRITEO_KAGGLE: tuple[PublishedTable, ...] = tuple(
-    PublishedTable(*row)
+CRITEO_KAGGLE: tuple[PublicTable, ...] = tuple(
+    PublicTable(*row)
     for row in (
         (1460, 0.503, 0.909, 1.90),
         (583, 0.126, 0.429, 1.19),
@@ -316,7 +316,7 @@ class Popularity:
     keeps its shares, and so gets a flat or even a rising tail.
     """
 
-    def __init__(self, table: PublishedTable, num_ids: int) -> None:
+    def __init__(self, table: PublicTable, num_ids: int) -> None:
         num_head = min(NUM_HEAD, num_ids)
         tail = 0.0 if num_ids <= NUM_HEAD else max(1.0 - table.top_10, _LEAST_TAIL)
         self.num_ids = num_ids

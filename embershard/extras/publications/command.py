@@ -116,8 +116,8 @@ def _ids_behind(path: Path, found: Publication, have: Publication | None, ids: _
         if is_known and not is_same:
             raise PublicationError(f"{path}: its ids are not those of delta_{found.seq}")
         return own
-    follows = bool(ids) and have is not None and have.seq == found.seq - 1
-    return ids_behind(ids, path, found, read_files(path, found)) if follows else {}
+    is_next = bool(ids) and have is not None and have.seq == found.seq - 1
+    return ids_behind(ids, path, found, read_files(path, found)) if is_next else {}
 
 
 def _base(folder: Path) -> int:

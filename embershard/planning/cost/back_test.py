@@ -8,17 +8,17 @@ from embershard.planning.cost.rates import Precision
 
 
 @dataclass(frozen=True)
-class PublishedPoint:
+class PublicPoint:
     """A throughput that others measured, beside the simulated one; `benchmarks/simulator_back_test.py` has the sources,
     and what is assumed of each run.
 
-    >>> PublishedPoint("dlrm", "a100-40x1", 16_384, published=740_065, simulated=501_832, limited_by="dense").error
+    >>> PublicPoint("dlrm", "a100-40x1", 16_384, reported=740_065, simulated=501_832, limited_by="dense").error
     -0.322
 
     Attributes:
         machine: the topology's name.
         batch_size: samples per rank.
-        published, simulated: samples per second of all ranks.
+        reported, simulated: samples per second of all ranks.
         limited_by: the part that takes most of the simulated step.
         precision: of the simulated dense layers, as far as is known of the measured ones; Tensor Cores are as fast in
             fp16 as in bf16.
@@ -27,32 +27,32 @@ class PublishedPoint:
     model: str
     machine: str
     batch_size: int
-    published: int
+    reported: int
     simulated: int
     limited_by: str
     precision: Precision = "fp32"
 
     @property
     def error(self) -> float:
-        """Simulated over published samples per second, minus 1."""
-        return round(self.simulated / self.published - 1, 3)
+        """Simulated over reported samples per second, minus 1."""
+        return round(self.simulated / self.reported - 1, 3)
 
 
 #: What `python -m benchmarks.simulator_back_test --public` found.
-PUBLISHED = (
-    PublishedPoint("dlrm", "a100-40x1", 16_384, 740_065, 794_410, "dense"),
-    PublishedPoint("dlrm", "a100-40x1", 16_384, 740_065, 1_535_546, "dense", "tf32"),
-    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 1_726_311, "dense"),
-    PublishedPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 1_726_228, "overhead", "tf32"),
-    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 1_811_126, "overhead"),
-    PublishedPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 1_811_210, "overhead", "tf32"),
-    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 5_352_229, "dense"),
-    PublishedPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 6_311_569, "overhead", "tf32"),
-    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 236_595, "overhead"),
-    PublishedPoint("dlrm", "a100-40x8", 256, 284_615, 236_603, "overhead", "tf32"),
-    PublishedPoint("dlrm_dcnv2", "a100-40x8", 16_384, 1_190_128, 1_073_548, "dense"),
-    PublishedPoint("mlperf_dcnv2", "h100x8", 6_912, 15_300_000, 12_954_020, "dense", "bf16"),
-    PublishedPoint("mlperf_dcnv2", "h100x8x16", 1_056, 70_800_000, 37_918_164, "network", "bf16"),
+PUBLIC_POINTS = (
+    PublicPoint("dlrm", "a100-40x1", 16_384, 740_065, 794_410, "dense"),
+    PublicPoint("dlrm", "a100-40x1", 16_384, 740_065, 1_535_546, "dense", "tf32"),
+    PublicPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 1_726_311, "dense"),
+    PublicPoint("dlrm", "a100-40x4", 4_096, 1_458_176, 1_726_228, "overhead", "tf32"),
+    PublicPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 1_811_126, "overhead"),
+    PublicPoint("dlrm", "a100-40x8", 2_048, 1_671_168, 1_811_210, "overhead", "tf32"),
+    PublicPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 5_352_229, "dense"),
+    PublicPoint("dlrm", "a100-40x8", 8_192, 5_373_952, 6_311_569, "overhead", "tf32"),
+    PublicPoint("dlrm", "a100-40x8", 256, 284_615, 236_595, "overhead"),
+    PublicPoint("dlrm", "a100-40x8", 256, 284_615, 236_603, "overhead", "tf32"),
+    PublicPoint("dlrm_dcnv2", "a100-40x8", 16_384, 1_190_128, 1_073_548, "dense"),
+    PublicPoint("mlperf_dcnv2", "h100x8", 6_912, 15_300_000, 12_954_020, "dense", "bf16"),
+    PublicPoint("mlperf_dcnv2", "h100x8x16", 1_056, 70_800_000, 37_918_164, "network", "bf16"),
 )
 #: Median and largest error of `python -m benchmarks.simulator_back_test`: step times on a calibrated CPU.
 CALIBRATED_MEDIAN, CALIBRATED_LARGEST, CALIBRATED_CASES = 0.052, 0.179, 21
@@ -80,9 +80,9 @@ def error_note(limit: str, *, is_calibrated: bool, is_gpu: bool) -> str:
         return f"{of_such} {'not known for a GPU; ' if is_gpu else ''}{compared}."
     if not is_gpu:
         return f"{of_such} not known, no CPU's assumed speed was compared with a measured one. {_CALIBRATE}"
-    alike = [point for point in PUBLISHED if point.limited_by == limit]
+    alike = [point for point in PUBLIC_POINTS if point.limited_by == limit]
     known = f"{of_such} " if alike else f"{of_such} not known, no published figure is. Over all limits: "
-    points = alike or PUBLISHED
+    points = alike or PUBLIC_POINTS
     errors, models = [point.error for point in points], sorted({point.model for point in points})
     machines = " and ".join(sorted({point.machine[:4].upper() for point in points}))
     return (

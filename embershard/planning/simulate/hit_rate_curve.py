@@ -79,8 +79,8 @@ def hit_rate_curve(
     for done, num_slots in enumerate(sizes, start=1):
         replayed = replay_pool(trace, shards, num_slots, global_batch_size, settings, num_steps=steps)
         stream = stream or _Stream.of([batches.get(step)[0].numpy() for step in range(steps)])
-        followed_slots = max(1, num_slots if trace.rate >= 1 else round((num_slots - settled) * trace.rate))
-        fewest = _fills(stream, followed_slots, prefetch=0, lookahead=steps)
+        sampled_slots = max(1, num_slots if trace.rate >= 1 else round((num_slots - settled) * trace.rate))
+        fewest = _fills(stream, sampled_slots, prefetch=0, lookahead=steps)
         if progress is not None:
             progress(done, len(sizes))
         if replayed.grew or fewest is None:
@@ -140,11 +140,11 @@ class _Stream:
         distinct = [np.unique(batch) for batch in batches]
         keys = np.unique(np.concatenate(distinct))
         numbered = [np.searchsorted(keys, batch) for batch in distinct]
-        upcoming, following = np.full(keys.size, len(batches), dtype=np.int64), []
+        upcoming, next_uses = np.full(keys.size, len(batches), dtype=np.int64), []
         for now in reversed(range(len(batches))):
-            following.append(upcoming[numbered[now]])
+            next_uses.append(upcoming[numbered[now]])
             upcoming[numbered[now]] = now
-        return cls(numbered, following[::-1], keys.size)
+        return cls(numbered, next_uses[::-1], keys.size)
 
 
 def _fills(stream: _Stream, capacity: int, prefetch: int, lookahead: int, counts_known: bool = False) -> int | None:
@@ -154,11 +154,11 @@ def _fills(stream: _Stream, capacity: int, prefetch: int, lookahead: int, counts
     if counts_known:
         num_uses = np.bincount(np.concatenate(stream.batches), minlength=stream.num_keys)
     fills = held = 0
-    for now, (batch, following) in enumerate(zip(stream.batches, stream.next_uses, strict=True)):
+    for now, (batch, next_uses) in enumerate(zip(stream.batches, stream.next_uses, strict=True)):
         missing = batch.size - int(resident[batch].sum())
         fills += missing
         held += missing
-        resident[batch], next_use[batch], last_use[batch] = True, following, now
+        resident[batch], next_use[batch], last_use[batch] = True, next_uses, now
         num_uses[batch] += not counts_known
         if (excess := held - capacity) > 0:
             in_training = max(0, now - prefetch)

@@ -57,8 +57,8 @@ def replay_pool(
     steps = _steps(trace, global_batch_size, num_steps)
     settled = [SettledRows.of(trace, shard, shard.table in pinned_tables) for shard in shards]
     slots = num_slots if trace.rate >= 1 else round((num_slots - sum(rows.num_rows for rows in settled)) * trace.rate)
-    followed = [number for number, rows in enumerate(settled) if not rows.is_whole]
-    parts = [shards[number] for number in followed]
+    sampled = [number for number, rows in enumerate(settled) if not rows.is_whole]
+    parts = [shards[number] for number in sampled]
     mixed = settings.profile_samples, settings.shuffle_window
     batches = TraceBatches(trace, parts, global_batch_size, *mixed, rank_batch_size)
     stay = pinned_tables if trace.rate >= 1 else ()
@@ -67,7 +67,7 @@ def replay_pool(
     touches = _FirstTouches(batches.rows_per_table, [part.table in stay for part in parts])
     halves = _Halves(cache, touches, steps // 2, tier)
     run_stages(cache, batches.get, steps, settings, tier=tier, at_step=halves.at_step, at_batch=halves.at_batch)
-    held = {number: stats.slots / trace.rate for number, stats in zip(followed, cache.stats(), strict=False)}
+    held = {number: stats.slots / trace.rate for number, stats in zip(sampled, cache.stats(), strict=False)}
     sizes, warmup, late = (trace, global_batch_size, rank_batch_size), settings.policy.warmup, steps - steps // 2
     each = ((steps, False), (late, True))
     of_settled = [[rows.report(*sizes, *part, warmup) for rows in settled] for part in each]

@@ -148,9 +148,9 @@ class TorchNextUseIndex(NextUseIndex):
             return None
         self._known.popleft()
         distinct = slots.index_select(0, batch.positions)
-        following = self._following(batch)
-        self._advance(distinct, following)
-        return distinct, following
+        later = self._later(batch)
+        self._advance(distinct, later)
+        return distinct, later
 
 
 class TorchVictimQueue(VictimQueue):

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.errors import IdOutOfRangeError
-from embershard.frequency import SampledTrace, TableTrace, is_followed, row_hashes
+from embershard.frequency import SampledTrace, TableTrace, is_sampled, row_hashes
 from embershard.frequency.collect import BYTES_PER_ROW, WINDOWS, Collector, count_part
 from embershard.frequency.counts import RowCounter, RowCounts, bound_memory, histogram_of, sum_counts
-from embershard.frequency.downsampling import Following, downsampled
+from embershard.frequency.downsampling import SampledRows, downsampled
 from embershard.frequency.profile_file import decode, encode
 from tests.covering import examples
 
@@ -40,10 +40,10 @@ def cut(tables, borders):
     return parts
 
 
-def collect(parts, following=None, **options):
+def collect(parts, sampled=None, **options):
     collector = Collector(ROWS, **(PLENTY | options))
     for rows, sizes, samples in parts:
-        given = collector.following if following is None else following
+        given = collector.sampled if sampled is None else sampled
         collector.add(count_part(list(ROWS.values()), rows, sizes, samples, given))
     return collector.finish()
 
@@ -97,7 +97,7 @@ def test_an_id_that_is_no_row_is_named(bad):
 
 def test_ids_too_large_to_carry_their_place_are_sorted_all_the_same():
     rows = np.array([2**61, 5, 2**61, 7])
-    part = count_part([2**62], [rows], [1], 4, Following(1.0, {0: np.array([5])}))
+    part = count_part([2**62], [rows], [1], 4, SampledRows(1.0, {0: np.array([5])}))
     assert part.tables[0].counts.rows.tolist() == [5, 7, 2**61]
     assert part.tables[0].counts.hits.tolist() == [1, 1, 2]
     assert part.tables[0].trace.rows.tolist() == [2**61, 2**61, 7]
@@ -115,7 +115,7 @@ def test_a_long_trace_follows_fewer_rows_and_leaves_constant_ones_out():
         constant = short.constant_rows[table]
         assert set(counts.at_least(3000 / 512).rows) <= set(constant)
         assert short.constant_lookups[table].tolist() == counts.hits_of(constant).tolist()
-        kept = is_followed(row_hashes(number, rows), short.rate) & ~np.isin(rows, constant)
+        kept = is_sampled(row_hashes(number, rows), short.rate) & ~np.isin(rows, constant)
         assert short.tables[table].rows.tolist() == rows[kept].tolist()
         assert short.tables[table].samples.tolist() == whole.tables[table].samples[kept].tolist()
 
@@ -123,7 +123,7 @@ def test_a_long_trace_follows_fewer_rows_and_leaves_constant_ones_out():
 def test_what_workers_filter_early_changes_nothing():
     parts = cut(zipf_samples(2000), [0, 300, 700, 1100, 2000])
     early = collect(parts, max_lookups=500).statistics
-    late = collect(parts, max_lookups=500, following=Following()).statistics
+    late = collect(parts, max_lookups=500, sampled=SampledRows()).statistics
     assert early.trace.rate == late.trace.rate < 1
     for table in ROWS:
         assert early.trace.tables[table].rows.tolist() == late.trace.tables[table].rows.tolist()

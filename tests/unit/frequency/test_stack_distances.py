@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from benchmarks.stack_distances import bursts, measure, shards, streams, zipf
 from embershard.errors import DataError
-from embershard.frequency import CountHistogram, StackDistances, is_followed, row_hashes
+from embershard.frequency import CountHistogram, StackDistances, is_sampled, row_hashes
 from embershard.frequency import stack_distances as module
-from embershard.frequency.stack_distances import exact, from_followed
+from embershard.frequency.stack_distances import exact, from_sampled
 from tests.covering import examples
 
 STREAMS = st.lists(st.integers(-3, 12), max_size=60)
@@ -98,13 +98,13 @@ def test_following_all_rows_is_exact(stream: list[int]) -> None:
 @examples(40)
 @given(STREAMS, st.sampled_from([0.1, 0.5, 0.99]))
 def test_estimates_are_curves(stream: list[int], rate: float) -> None:
-    """Whatever was followed: rising, and with all rows in the cache only first uses miss."""
+    """Whatever was sampled: rising, and with all rows in the cache only first uses miss."""
     rows = as_rows(stream)
     with_counts = shards(1, rows, rate)
     num_rows = len(set(stream))
     hit_rate = float(with_counts.hit_rate(np.array(float(num_rows))))
     assert hit_rate == pytest.approx((len(stream) - num_rows) / max(len(stream), 1))
-    without = from_followed(rows[is_followed(row_hashes(1, rows), rate)], rate, len(rows))
+    without = from_sampled(rows[is_sampled(row_hashes(1, rows), rate)], rate, len(rows))
     for stack in (with_counts, without):
         assert (np.diff(stack.distances) > 0).all()
         assert (stack.lookups >= 0).all()
@@ -119,9 +119,9 @@ def test_curves_rise_where_the_counts_mislead() -> None:
 
 def test_without_counts_what_the_sample_lacks_goes_to_the_shortest_distance() -> None:
     rows = as_rows([7, 8, 7, 8, 8])  # distances 1, 1 and 0
-    more = from_followed(rows, 0.5, 14)
+    more = from_sampled(rows, 0.5, 14)
     assert (more.distances.tolist(), more.lookups.tolist()) == ([0.0, 2.0], [6.0, 4.0])
-    less = from_followed(rows, 0.5, 7)
+    less = from_sampled(rows, 0.5, 7)
     assert less.lookups.tolist() == [0.0, 3.0]  # 3 too many: the shortest has only 2 of them
 
 
@@ -136,23 +136,23 @@ def test_hot_rows_may_be_missing_from_the_followed_ones() -> None:
     counts = np.bincount(rows)
     histogram = CountHistogram.of_counts(counts)
     hottest = np.argsort(counts)[-4:]
-    followed = rows[is_followed(row_hashes(0, rows), 0.2) | np.isin(rows, hottest)]
-    estimate = from_followed(followed, 0.2, len(rows), histogram)
-    assert same(estimate, from_followed(followed[~np.isin(followed, hottest)], 0.2, len(rows), histogram))
-    others = followed[~np.isin(followed, hottest)]
-    assert not same(estimate, from_followed(others[others != others[0]], 0.2, len(rows), histogram))
+    sampled = rows[is_sampled(row_hashes(0, rows), 0.2) | np.isin(rows, hottest)]
+    estimate = from_sampled(sampled, 0.2, len(rows), histogram)
+    assert same(estimate, from_sampled(sampled[~np.isin(sampled, hottest)], 0.2, len(rows), histogram))
+    others = sampled[~np.isin(sampled, hottest)]
+    assert not same(estimate, from_sampled(others[others != others[0]], 0.2, len(rows), histogram))
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 def test_no_lookups(rate: float) -> None:
     none = as_rows([])
-    for stack in (exact(none), shards(0, none, rate), from_followed(none, rate, 0)):
+    for stack in (exact(none), shards(0, none, rate), from_sampled(none, rate, 0)):
         assert stack.hit_rate(np.array([0.0, 1.0, 100.0])).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_sample_without_any_row_leaves_the_counts() -> None:
     rows = zipf(1.0, 1000, 50_000)
-    stack = from_followed(rows[:0], 0.01, len(rows), CountHistogram.of_counts(np.bincount(rows)))
+    stack = from_sampled(rows[:0], 0.01, len(rows), CountHistogram.of_counts(np.bincount(rows)))
     sizes = np.array([1.0, 30.0, 300.0, 900.0])
     assert np.abs(stack.hit_rate(sizes) - exact(rows).hit_rate(sizes)).max() < 0.005  # lookups do lie at random places
 
@@ -161,9 +161,9 @@ def test_errors() -> None:
     rows = as_rows([1, 1, 2])
     for rate in (0.0, 1.5, -1.0, float("nan")):
         with pytest.raises(DataError, match="share of the rows in"):
-            from_followed(rows, rate, 3)
+            from_sampled(rows, rate, 3)
     with pytest.raises(DataError, match="counts hold 2 lookups and the table has 3"):
-        from_followed(rows, 0.5, 3, CountHistogram(np.array([2.0]), np.array([1.0])))
+        from_sampled(rows, 0.5, 3, CountHistogram(np.array([2.0]), np.array([1.0])))
 
 
 BOUNDS = {
@@ -185,7 +185,7 @@ def test_every_stream_has_a_bound() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_small_stream_is_estimated_from_a_twentieth_of_its_rows(name: str) -> None:
-    """200,000 lookups, of which some 9,000 are of followed rows; the benchmark has 10 million."""
+    """200,000 lookups, of which some 9,000 are of sampled rows; the benchmark has 10 million."""
     point = measure(name, streams(20_000)[name](200_000), 0.05, num_samples=4)
     assert point.shards.mean < BOUNDS[name]
     assert point.shards.mean < 0.6 * point.plain.mean

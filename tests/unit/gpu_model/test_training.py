@@ -227,7 +227,7 @@ def _own_turn(self: StreamOrder) -> Any:
 
 CONTROLS: dict[str, tuple[Callable[[], Any], str, Setting, str]] = {
     "copies do not follow the training": (
-        _without(RowCopies, "follow_training"),
+        _without(RowCopies, "wait_for_training"),
         "copy rows",
         Setting(prefetch=1),
         "what was written by",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embershard.planning.cost import back_test
-from embershard.planning.cost.back_test import PUBLISHED, error_note
+from embershard.planning.cost.back_test import PUBLIC_POINTS, error_note
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget
@@ -22,18 +22,18 @@ def test_published_figures_are_those_of_the_benchmark() -> None:
     cases = json.loads((RESULTS / "simulator_public.json").read_text())["cases"]
     names = ("model", "machine", "published_samples_per_second", "simulated_samples_per_second", "error", "limited_by")
     assert [tuple(case[name] for name in names) for case in cases] == [
-        (each.model, each.machine, each.published, each.simulated, each.error, each.limited_by) for each in PUBLISHED
+        (each.model, each.machine, each.reported, each.simulated, each.error, each.limited_by) for each in PUBLIC_POINTS
     ]
-    assert [case["precision"] for case in cases] == [each.precision for each in PUBLISHED]
+    assert [case["precision"] for case in cases] == [each.precision for each in PUBLIC_POINTS]
     assert [case["global_batch_size"] for case in cases] == [
-        each.batch_size * load_topology(each.machine).world_size for each in PUBLISHED
+        each.batch_size * load_topology(each.machine).world_size for each in PUBLIC_POINTS
     ]
 
 
 def test_the_log_shows_them() -> None:
     page = (ROOT / "docs" / "log" / "planning.md").read_text()
-    for each in PUBLISHED:
-        assert f"| {each.published:,} | {each.simulated:,} | {each.error:+.0%} |" in page, each
+    for each in PUBLIC_POINTS:
+        assert f"| {each.reported:,} | {each.simulated:,} | {each.error:+.0%} |" in page, each
 
 
 def test_errors_after_a_calibration_are_those_of_the_benchmark() -> None:
