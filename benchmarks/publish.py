@@ -73,16 +73,16 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def train(trainer: Any, training: Any, reports: list[Any]) -> dict[str, Any]:
     """Train to the end, with tracking and without by turns; rows without are not published."""
-    from embershard.cache.rows.touched import TouchedKeys
+    from embershard.cache.parts.changed import ChangedKeys
     from embershard.training.reports import PublicationReport
 
-    add, is_tracked = TouchedKeys.add, [True]
+    changed, is_tracked = ChangedKeys.changed, [True]
 
-    def switched(self: TouchedKeys, keys: Any) -> None:
+    def switched(self: ChangedKeys, keys: Any) -> None:
         if is_tracked[0]:
-            add(self, keys)
+            changed(self, keys)
 
-    with mock.patch.object(TouchedKeys, "add", switched):
+    with mock.patch.object(ChangedKeys, "changed", switched):
         for each in training:  # a report per step, at least
             is_tracked[0] = trainer.steps // _BLOCK % 2 == 0
             if isinstance(each, PublicationReport):

@@ -25,7 +25,6 @@ from embershard.cache.policies import SlotScores, make_scores, most_frequent
 from embershard.cache.rows.choose_transfer import transfer_maker
 from embershard.cache.rows.copies import RowCopies
 from embershard.cache.rows.moves import RowMoves
-from embershard.cache.rows.touched import TouchedKeys
 from embershard.cache.rows.transfer import MakeTransfer, Transfer
 from embershard.cache.slot_state import CacheContents, SlotState
 from embershard.cache.statistics import CacheCounters, TableStats, table_stats
@@ -76,7 +75,6 @@ class RowCache:
         state: rows, scores and next uses of the slots, for inspection.
         next_use_index: part of `state`; None if the policy does not look ahead.
         parts: hear of the batches; set before the first one.
-        touched: rows that updates trained; None: they are not tracked (`track_updates`).
 
     >>> from embershard.cache import MemoryRows, PoolShape
     >>> host = MemoryRows(PoolShape([6], dim=2))
@@ -137,7 +135,6 @@ class RowCache:
         self._moves = RowMoves(host, self._copies, self.state, self._planner, self._in_flight, self.counters, *guards)
         self._attach(num_slots)
         self._lock, self._stream_order = threading.RLock(), StreamOrder(device)
-        self.touched: TouchedKeys | None = None
 
     # -- training
 
@@ -245,7 +242,7 @@ class RowCache:
             assert isinstance(found, CachePlan), "the cache grew by what was missing"
         with self.parts.moving(found, batch.known, self._copies, self._map):
             filled = self._moves.execute(found, batch.known, batch.lengths, batch.critical_path, batch.training)
-        has_keys = self.touched is not None or self.host.rounds
+        has_keys = self.parts.hears_changes or self.host.rounds
         ticket = Ticket(batch.number, found.slots, filled=filled, keys=batch.keys if has_keys else None)
         self._in_flight.add(ticket, None if batch.known is None else batch.known.num_rows)
         return ticket
@@ -259,6 +256,7 @@ class RowCache:
             CacheError: a batch in flight uses such a row, or the host tier draws no weights.
         """
         self._moves.check()
+        self.parts.changed(keys)
         self._moves.reinitialise(keys, numbers)
 
     def wait(self, ticket: Ticket) -> None:
@@ -276,9 +274,9 @@ class RowCache:
     def begin_update(self, ticket: Ticket) -> None:
         """Begin the update of a batch's rows in its backward; `release` ends it."""
         self._updates.begin(ticket)
-        if self.touched is not None:  # now: an update that fails may have trained some
-            assert ticket.keys is not None, "prepared before updates were tracked"
-            self.touched.add(ticket.keys)
+        if self.parts.hears_changes:  # now: an update that fails may have trained some
+            assert ticket.keys is not None, "prepared before a part heard changes"
+            self.parts.changed(ticket.keys)
 
     def hold(self, ticket: Ticket) -> None:
         """Keep a batch's slots beyond its backward: `training` updates its rows with those of other batches."""
@@ -318,10 +316,6 @@ class RowCache:
             with self._guard.change("skipping a known batch"):
                 self.next_use_index.skip(known, keys)
         self.parts.skipped(keys, known)
-
-    def track_updates(self) -> None:
-        """Note in `touched`, from now on, which rows are trained. Call it first before any batch is prepared."""
-        self.touched = TouchedKeys(self.host.num_rows, self._map.device)
 
     def train_nothing(self) -> None:
         """Let the rows stay as they are: nobody updates slots, and none is ever dirty."""
@@ -421,6 +415,7 @@ class RowCache:
     @one_at_a_time
     def host_rows_changed(self, keys: Tensor | Sequence[range] | None = None) -> None:
         """Fill the slots of host rows that somebody wrote to; arguments and errors as for `RowMoves.fetch_again`."""
+        self.parts.changed(keys)
         self._moves.check()
         self._moves.fetch_again(keys)
 

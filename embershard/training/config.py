@@ -413,11 +413,6 @@ class RunConfig:
         return self.data.eval_path is not None or self.data.held_out_share > 0
 
     @property
-    def tracks_trained_rows(self) -> bool:
-        """True if it is noted which rows train, for publications."""
-        return self.publish.folder is not None
-
-    @property
     def keeps_best(self) -> bool:
         """True if the checkpoint of the best evaluation is saved and kept."""
         if self.checkpoint.keep_best is None:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, ResolvedIds, mixed
-from embershard.cache.rows.touched import TouchedKeys
+from embershard.cache.parts.changed import ChangedKeys
 from embershard.distributed import PublishConfig
 from embershard.distributed.changed_rows import NO_ID, BehindRows, ChangedRows, TouchedRows
 from embershard.distributed.publish.published import PublicationError, tensors_in
@@ -79,22 +79,23 @@ class _Pool:
 
     def __init__(self, table: str, rows: Tensor) -> None:
         self.table, self.rows = table, rows
-        self.cache = SimpleNamespace(tables=[table], touched=None)
+        self.cache = SimpleNamespace(tables=[table])
+        self._marks = ChangedKeys(len(rows), torch.device("cpu"))
 
-    def forget_touched(self) -> None:
-        self.cache.touched = TouchedKeys(len(self.rows), torch.device("cpu"))
+    def forget(self) -> None:
+        self._marks.take()
 
     def touch(self, table: str, behind: BehindRows) -> None:
         if table == self.table:
-            self.cache.touched.add(behind.keys)
+            self._marks.changed(behind.keys)
 
-    def take_touched(self) -> list[TouchedRows]:
-        keys = self.cache.touched.take()
+    def take(self) -> list[TouchedRows]:
+        keys = self._marks.take()
         return [TouchedRows(self.table, 0, keys, self.rows[keys])]
 
     def train(self, random: torch.Generator) -> None:
         keys = torch.randint(len(self.rows), (3,), generator=random)
-        self.cache.touched.add(keys)
+        self._marks.changed(keys)
         self.rows[keys] = torch.randn(3, self.rows.shape[1], generator=random)
 
     def state(self) -> dict[str, Tensor]:
@@ -117,16 +118,16 @@ class _IdPool(_Pool):
         self._maps = PoolIdMaps([self._map], [0], [0], SimpleNamespace(name=table))  # type: ignore[arg-type]
         self._ahead = deque[ResolvedIds]()
 
-    def forget_touched(self) -> None:
-        super().forget_touched()
+    def forget(self) -> None:
+        super().forget()
         self._maps.note_changes()
 
     def touch(self, table: str, behind: BehindRows) -> None:
         super().touch(table, behind)
         self._maps.touch(table, 0, behind.id_rows, behind.ids)
 
-    def take_touched(self) -> list[TouchedRows]:
-        keys, (changed,) = self._maps.take_changes(self.cache.touched.take())
+    def take(self) -> list[TouchedRows]:
+        keys, (changed,) = self._maps.take_changes(self._marks.take())
         return [TouchedRows(self.table, 0, keys, self.rows[keys], changed)]
 
     def train(self, random: torch.Generator) -> None:
@@ -137,7 +138,7 @@ class _IdPool(_Pool):
             self._ahead.append(found)
         used = torch.from_numpy(self._ahead.popleft().rows).unique()
         self._map.commit()
-        self.cache.touched.add(used)
+        self._marks.changed(used)
         self.rows[used] = torch.randn(len(used), self.rows.shape[1], generator=random)
 
     def state(self) -> dict[str, Tensor]:
@@ -207,7 +208,9 @@ class Life:
         how = {"every_steps": PUBLISH_EVERY, "base_every": 3, "keep_bases": 2, **published}
         config = PublishConfig(str(root / "published"), **how)
         tables = tuple(SimpleNamespace(name=name, num_rows=r, dim=c, tensor="") for name, (r, c) in TABLES.items())
-        with mock.patch.object(publisher_module, "cached_embeddings", return_value=self._pools):
+        with mock.patch.multiple(
+            publisher_module, cached_embeddings=lambda _: self._pools, PublishedPool=lambda pool: pool
+        ):
             self.publisher = Publisher(config, None, tables, _OneRank(), root / "checkpoints", self._export)
             self.publisher._state = dict
             self.publisher._dense = lambda: {name: weight.clone() for name, weight in self.dense.items()}
@@ -364,8 +367,8 @@ def break_code(what: str | None) -> None:
     if what == "correction":
         publisher_module.write.touched_since = lambda *_: {}
     if what == "touches":  # as dirtiness: what was written back is clean
-        add = TouchedKeys.add
-        TouchedKeys.add = lambda self, keys: add(self, keys[::2])
+        changed = ChangedKeys.changed
+        ChangedKeys.changed = lambda self, keys: changed(self, keys[::2])
     if what in ("deleted", "reused", "given"):
         take = PoolIdMaps.take_changes
 

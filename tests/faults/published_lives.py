@@ -170,7 +170,7 @@ def whole_state(model: Any) -> list[tuple[str, int, int, Tensor]]:
             for shard in hot._shards:
                 if shard.host is pool.host and not hot._is_behind:
                     rows[shard.keys] = shard.rows.payload[0][shard.start : shard.start + len(shard.keys)]
-        for place, (first, count) in zip(pool._shards, pool.host.own_rows, strict=True):
+        for place, (first, count) in zip(pool.shards, pool.host.own_rows, strict=True):
             cached.add(place.table)
             key = place.first_key + first
             found.append((place.table, place.first_row + first, place.column, rows[key : key + count].clone()))

@@ -113,7 +113,7 @@ def _snapshot(model: DistributedModelParallel, is_ours: bool) -> dict[str, Tenso
         pool.cache.write_back()
         every = torch.arange(pool.host.num_rows)
         states = pool.host.select(every)[1:]
-        for shard in pool._shards:
+        for shard in pool.shards:
             own = slice(shard.first_key, shard.first_key + shard.num_rows)
             for number, part in enumerate((pool.cache.read(every), *states)):
                 found[f"{number}/{shard.table}/{shard.first_row}/{shard.column}"] = part[own].clone()

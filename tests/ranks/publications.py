@@ -17,10 +17,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard.cache import CacheConfig
 from embershard.cache.homes import small_sizes as sizes
+from embershard.cache.parts.changed import ChangedKeys
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import Ticket
 from embershard.distributed import CheckpointConfig, PublishConfig
-from embershard.distributed.changed_rows import TouchedRows
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.extras.publications import write
 from embershard.extras.verify.equivalence import _contents
@@ -30,8 +30,7 @@ from embershard.serving.serving_model import table_names, weights_of
 from embershard.serving.serving_replica import Replica
 from embershard.serving.write import export_base
 from embershard.sharding.torchrec import cache_stats, cached_embeddings
-from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.modes.replicated_rows import ReplicatedRows
+from embershard.sharding.torchrec.host_tables import HostTables
 from embershard.training.checkpoint.host_rows import taking_references
 from embershard.training.config import RunConfig
 from embershard.training.reports import PublicationReport
@@ -135,9 +134,7 @@ def live(
     return Life(different, evictions, names, problems, follower.have.name)
 
 
-def differences(
-    state: dict[str, Any], replica: Replica, away: Sequence[CachedTableBatchedEmbeddings] = ()
-) -> list[str]:
+def differences(state: dict[str, Any], replica: Replica, away: Sequence[HostTables] = ()) -> list[str]:
     """Names of this rank's weights in which a replica differs; those of pools `away` are not in memory."""
     found = []
     with replica.state() as (model, _):
@@ -178,16 +175,16 @@ def with_fault(what: str) -> Iterator[None]:
         with mock.patch.object(write, "touched_since", return_value={}):
             yield
     elif what == "dirtiness":
-        take = CachedTableBatchedEmbeddings.take_touched
+        take = HostTables.take_changed
 
-        def of_dirty(self: CachedTableBatchedEmbeddings) -> list[TouchedRows]:
+        def of_dirty(self: HostTables, marks: ChangedKeys) -> Tensor:
             cache = self.cache
             used = cache._map.used_slots()
-            cache.touched.take()
-            cache.touched.add(cache._map.keys(used[cache.state.is_dirty(used)]))
-            return take(self)
+            marks.take()
+            marks.changed(cache._map.keys(used[cache.state.is_dirty(used)]))
+            return take(self, marks)
 
-        with mock.patch.object(CachedTableBatchedEmbeddings, "take_touched", of_dirty):
+        with mock.patch.object(HostTables, "take_changed", of_dirty):
             yield
     elif what == "host rows":
 
@@ -207,7 +204,9 @@ def with_fault(what: str) -> Iterator[None]:
         with mock.patch.object(RowCache, "begin_update", by_slots):
             yield
     elif what == "hot rows":
-        with mock.patch.object(ReplicatedRows, "_begin_update", return_value=None):
+        with mock.patch.object(
+            HostTables, "write_copies", lambda pool: pool.copies and pool.copies.write_to(pool.host)
+        ):
             yield
     else:
         raise ValueError(what)

@@ -14,11 +14,11 @@ import torch
 
 from embershard.cache import CacheConfig
 from embershard.cache.homes.frozen_rows import FrozenRows
-from embershard.cache.homes.home import Home
-from embershard.cache.row_cache import RowCache
+from embershard.cache.parts.changed import ChangedKeys
 from embershard.distributed import CheckpointConfig, Manifest, PublishConfig, complete_checkpoints
 from embershard.extras.publications.part import Publisher
 from embershard.pipeline.config import LookAheadConfig
+from embershard.sharding.torchrec.host_tables import HostTables
 from embershard.sharding.torchrec.inspection import cache_stats, cached_embeddings
 from embershard.training.checkpoint import save_chain, table_shards
 from embershard.training.checkpoint.identity import ORDER
@@ -150,30 +150,29 @@ def _cleared_by_a_publication() -> Iterator[None]:
     def clear(publisher: Publisher, step: int) -> None:
         cut(publisher, step)
         for pool in cached_embeddings(publisher._model):
-            pool.write_back()
-            assert pool.host.written is not None
-            pool.host.written.forget()
+            for part in pool.cache.parts._parts:
+                assert isinstance(part, ChangedKeys)
+                part.take()
 
     with mock.patch.object(Publisher, "cut", clear):
         yield
 
 
 @contextmanager
-def _write_backs_unnoticed() -> Iterator[None]:
-    """Rows that evictions write back are not marked; a save's own write-backs are."""
-    note, write_back = Home.note_written, RowCache.write_back
+def _evicted_rows_left_out() -> Iterator[None]:
+    """Of the rows that changed, those count that are cached when a save is cut."""
+    take = HostTables.take_changed
 
-    def noting(cache: RowCache) -> None:
-        with mock.patch.object(Home, "note_written", note):
-            write_back(cache)
+    def cached(pool: HostTables, marks: ChangedKeys) -> torch.Tensor:
+        keys = take(pool, marks)
+        return keys[pool.cache._map.lookup(keys) > 0]
 
-    unnoticed = mock.patch.object(Home, "note_written", return_value=None)
-    with unnoticed, mock.patch.object(RowCache, "write_back", noting):
+    with mock.patch.object(HostTables, "take_changed", cached):
         yield
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "states left out": _states_left_out,
     "marks cleared by a publication": _cleared_by_a_publication,
-    "write-backs unnoticed": _write_backs_unnoticed,
+    "evicted rows left out": _evicted_rows_left_out,
 }

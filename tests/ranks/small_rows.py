@@ -116,7 +116,7 @@ def snapshot(model: DistributedModelParallel) -> dict[str, Tensor]:
         states = {name: value for name, value in parity.snapshot(model).items() if name.startswith("state")}
     for pool in cached_embeddings(model):
         every = pool.cache.read(torch.arange(pool.host.num_rows, device=pool.cache.state.map.device)).cpu()
-        for shard in pool._shards:
+        for shard in pool.shards:
             rows = every[shard.first_key : shard.first_key + shard.num_rows]
             found[f"weight/{shard.table}/{shard.first_row}/{shard.column}"] = rows
     return {**found, **states}

@@ -67,7 +67,7 @@ def shards_not_rounded(layout: Layout, folder: Path) -> tuple[list[str], int]:
     names = {name.split(".")[-2]: name for name in saved.sizes() if name.endswith(".weight") and ".t_" in name}
     oracle = round_int8 if layout.host_dtype == "int8" else round_fp16
     for pool in cached_embeddings(trainer.model):
-        for shard in pool._shards:
+        for shard in pool.shards:
             table, first, column = shard.table, shard.first_row, shard.column
             key, num_rows = shard.first_key, shard.num_rows
             whole, numbers = saved.whole(names[table]), np.arange(first, first + num_rows)

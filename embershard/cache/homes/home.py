@@ -12,7 +12,6 @@ from embershard.cache.config import TransferKind
 from embershard.cache.file.file_counts import FileCounts
 from embershard.cache.homes.frozen_rows import FrozenRows
 from embershard.cache.homes.shape import PoolShape, RowViews
-from embershard.cache.rows.touched import TouchedKeys
 from embershard.cache.rows.transfer import MakeTransfer
 from embershard.errors import CacheError
 
@@ -32,7 +31,6 @@ class Home:
         rows_per_table, num_rows, row_offsets, dim: of the shape.
         views: the rows as TorchRec refers to them.
         parts: the memory that transfers, page locks and kernels take.
-        written: rows that were written to; None: they are not tracked (`track_writes`).
     """
 
     #: Weights are rounded to what the home can hold: behind each update (`round`), and as they are loaded (`put`).
@@ -43,7 +41,6 @@ class Home:
     mark_bytes: ClassVar[int] = 0
     parts: list[Tensor]
     _frozen: FrozenRows | None = None
-    written: TouchedKeys | None = None
 
     def __init__(
         self, shape: PoolShape, held: Sequence[Tensor | None], own_rows: Sequence[tuple[int, int]] | None = None
@@ -212,25 +209,11 @@ class Home:
 
     def before_write(self, keys: Tensor) -> None:
         """Note that rows `keys` ([M]) are about to change; a reader of frozen rows keeps their contents."""
-        self.note_written(keys)
         if self._frozen is not None:
             if self._frozen.is_closed:
                 self._frozen = None
             else:
                 self._frozen.put_aside(keys)
-
-    def track_writes(self, device: torch.device) -> None:
-        """Note in `written`, from now on, which rows are written to; on the device that their keys are on."""
-        self.written = TouchedKeys(self.num_rows, device)
-
-    def note_written(self, keys: Tensor | Sequence[range] | None = None) -> None:
-        """Count rows `keys` ([M], or ranges), or all, as written to, by somebody else than the cache."""
-        if self.written is None:
-            return
-        if isinstance(keys, Tensor):
-            self.written.add(keys)
-        else:
-            self.written.add_ranges([range(self.num_rows)] if keys is None else keys)
 
 
 def no_memory(kept: str, fix: str) -> CacheError:

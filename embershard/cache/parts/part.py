@@ -17,22 +17,26 @@ from embershard.cache.slot_map import SlotMap
 class PoolPart:
     """Hears of a pool's batches. A method that a part has no use for does nothing.
 
-    What a batch goes through, in this order::
+        What a batch goes through, in this order::
 
-        known       its uses of rows are known; it is prepared after all batches known so far, or skipped
-        coming      it is prepared some steps later: bring its rows nearer
-        entering    rows are about to be copied to slots, for it or before the first batch
-        left        rows have left their slots for it
-        skipped     in place of the last two
+            known       its uses of rows are known; it is prepared after all batches known so far, or skipped
+            coming      it is prepared some steps later: bring its rows nearer
+            entering    rows are about to be copied to slots, for it or before the first batch
+            left        rows have left their slots for it
+            skipped     in place of the last two
 
-    Attributes:
-        num_coming: so many batches behind the one in training are coming.
+    and beside them `changed`: an update of rows begins, or somebody else writes to them.
 
-    >>> PoolPart().coming(torch.tensor([5]), None)
-    True
+        Attributes:
+            num_coming: so many batches behind the one in training are coming.
+
+        >>> PoolPart().coming(torch.tensor([5]), None)
+        True
     """
 
     num_coming = 0
+    #: It hears which rows change, and of no other stage.
+    hears_changes = False
 
     def known(self, keys: Tensor, feature_lengths: Tensor, known: KnownBatch) -> None:
         """Note a batch; arguments as for `RowCache.know`, and its result."""
@@ -54,6 +58,9 @@ class PoolPart:
     def forgotten(self) -> None:
         """Forget all known batches that were not prepared."""
 
+    def changed(self, keys: Tensor | Sequence[range] | None) -> None:
+        """Note that rows (int64 [N], not distinct, or ranges; None: all) train from now on, or are written to."""
+
     @property
     def known_bytes(self) -> int:
         """Memory of what is known of batches, where the cache plans, in bytes."""
@@ -71,6 +78,11 @@ class PoolParts(PoolPart):
     def __init__(self, parts: Sequence[PoolPart] = ()) -> None:
         self._parts = tuple(parts)
         self.num_coming = max((part.num_coming for part in parts), default=0)
+
+    def add(self, part: PoolPart) -> None:
+        """Let a part that hears changes hear them from now on: before the first batch, where rows train."""
+        self._parts = (*self._parts, part)
+        self.hears_changes = True
 
     def known(self, keys: Tensor, feature_lengths: Tensor, known: KnownBatch) -> None:
         for part in self._parts:
@@ -95,6 +107,10 @@ class PoolParts(PoolPart):
         for part in self._parts:
             part.forgotten()
 
+    def changed(self, keys: Tensor | Sequence[range] | None) -> None:
+        for part in self._parts:
+            part.changed(keys)
+
     @property
     def known_bytes(self) -> int:
         return sum(part.known_bytes for part in self._parts)
@@ -107,7 +123,7 @@ class PoolParts(PoolPart):
     def moving(self, plan: CachePlan, known: KnownBatch | None, copies: RowCopies, rows: SlotMap) -> Iterator[None]:
         """Tell of the rows that a plan brings to slots before the body moves them, and of those that left behind it:
         after an exception, those that are in none."""
-        if not self._parts:  # nobody needs the plan's keys on the host
+        if all(part.hears_changes for part in self._parts):  # nobody needs the plan's keys on the host
             yield
             return
         entering, left = plan.on_host.fill, plan.on_host.evicted

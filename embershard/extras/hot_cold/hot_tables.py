@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,11 @@ from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_typ
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.homes.home import Home
-from embershard.cache.rows.touched import TouchedKeys, rows_that_differ
+from embershard.cache.parts.changed import rows_that_differ
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
 from embershard.sharding.torchrec.modes.replicated_rows import CopiesOptimizer, ReplicatedBags, ReplicatedRows
-
-if TYPE_CHECKING:
-    from embershard.distributed.changed_rows import TouchedRows
 
 
 @dataclass(frozen=True)
@@ -208,8 +205,8 @@ class HotTables:
         self._shards.append(HotShard(host, numbers - rows[0] + first_key, table, column, numbers, group.rows, start))
 
     @torch.no_grad()
-    def write_to(self, host: Home) -> None:
-        """Write the rows of this rank's shards in a host tier.
+    def write_to(self, host: Home) -> Tensor:
+        """Write the rows of this rank's shards in a host tier; return the keys of those that changed by it.
 
         Nothing is written over contents that were loaded into it since :meth:`load`.
 
@@ -219,58 +216,20 @@ class HotTables:
         for group in self._groups:
             group.rows.guard.check()
         if self._is_behind or host.version != self._versions[id(host)]:
-            return
+            return torch.empty(0, dtype=torch.int64)
         self._up_to_date.add(id(host))  # first: a backward in another thread takes it back
+        found = [torch.empty(0, dtype=torch.int64)]
         for shard in self._shards:
             if shard.host is host:
                 own = [copies[shard.start : shard.start + len(shard.keys)].cpu() for copies in shard.rows.payload]
                 pairs = zip(own, host.parts, strict=True)
                 changed = torch.cat([rows_that_differ(new, rows.detach()[shard.keys].cpu()) for new, rows in pairs])
                 changed = changed.unique()
-                host.before_write(shard.keys[changed])
+                found.append(shard.keys[changed])
+                host.before_write(found[-1])
                 for new, rows in zip(own, host.parts, strict=True):
-                    rows.data[shard.keys[changed]] = new[changed].to(rows.device)
-
-    def forget_touched(self) -> None:
-        """Track updates of the copies from now on."""
-        for group in self._groups:
-            group.rows.track_updates()
-
-    def touch(self, host: Home, table: str, rows: Tensor) -> Tensor:
-        """Count those of the rows (int64 [K], numbered in the whole table) that are hot as trained, if they are in this
-        host tier; return the others."""
-        for shard in self._shards:
-            if shard.host is host and shard.table == table:
-                places = torch.isin(shard.numbers, rows).nonzero().flatten() + shard.start
-                self._touched(shard).add(places.to(shard.rows.payload[0].device))
-        return rows[~torch.isin(rows, self.tables[table].hot)] if table in self.tables else rows
-
-    def take_touched(self, host: Home) -> list[TouchedRows]:
-        """Return the hot rows of this host tier that were trained since the last call, as they are now.
-
-        Raises:
-            CacheError: a backward did not end on this rank.
-        """
-        from embershard.distributed.changed_rows import TouchedRows
-
-        found = []
-        for shard in self._shards:
-            if shard.host is host:
-                shard.rows.guard.check()
-                places = self._touched(shard).take(shard.start, shard.start + len(shard.keys))
-                numbers, keys = shard.numbers[places.cpu()], shard.keys[places.cpu()]
-                if self._is_behind:  # no batch has taken the rows since they were loaded
-                    host.make(keys)
-                    rows = host.parts[0].detach()[keys]
-                else:
-                    rows = shard.rows.payload[0][shard.start + places].cpu()
-                found.append(TouchedRows(shard.table, shard.column, numbers, rows))
-        return found
-
-    @staticmethod
-    def _touched(shard: HotShard) -> TouchedKeys:
-        assert shard.rows.touched is not None, "updates are not tracked"
-        return shard.rows.touched
+                    rows.data[found[-1]] = new[changed].to(rows.device)
+        return torch.cat(found)
 
     def host_was_loaded(self) -> None:
         """Let the next batch take its rows from the host tiers. All ranks call it."""

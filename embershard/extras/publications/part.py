@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.distributed import PublishConfig, Ranks
@@ -33,79 +33,19 @@ from embershard.distributed.publish.published import (
 from embershard.distributed.ranks import keep_to_one_core
 from embershard.errors import CheckpointError, ConfigError, FailedPublicationError, os_problem
 from embershard.extras.publications import compact, write
-from embershard.extras.publications.disk import bytes_of_bases, check_disk_for_bases
+from embershard.extras.publications.sources import ComparedTable, PublishedPool, RowSource
 from embershard.models import ModelTable
 from embershard.run_result import PublishedState
 from embershard.sharding.torchrec import cached_embeddings, without_flushes
 from embershard.training.checkpoint.run_state import PreparedSave
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
-from embershard.training.fit.machine_limits import disk_of
-from embershard.training.fit.model_size import tables_of_run
+from embershard.training.config import RunConfig
+from embershard.training.fit.machine_limits import disk_of, nearest_folder
+from embershard.training.fit.model_size import model_size, table_rows, tables_of_run
 from embershard.training.parts.part import Export, Part
 from embershard.training.reports import PublicationReport, Report
+from embershard.units import size
 from embershard.whole_file import whole_file
-
-
-class RowSource(Protocol):
-    """Rows of tables on this rank, which knows of each whether it was trained: a pool, or a `ComparedTable`."""
-
-    def forget_touched(self) -> None:
-        """Count no row as trained."""
-
-    def touch(self, table: str, behind: BehindRows) -> None:
-        """Count rows of a table as trained, and as had by these ids until now; those of other ranks are ignored."""
-
-    def take_touched(self) -> list[TouchedRows]:
-        """Return the rows that were trained since the last call, as they are now."""
-
-
-class ComparedTable:
-    """A table on a device, or one that every rank has. No cache knows which of its rows updates train, so they are
-    compared with a copy in host memory, bit by bit.
-
-    >>> table = ComparedTable("clicks", [(0, 0, rows := torch.zeros(3, 2))])
-    >>> rows[1] += 1
-    >>> [found.keys.tolist() for found in table.take_touched()]
-    [[1]]
-
-    Args:
-        shards: of this rank: first row, first column, and the live weights [rows, columns].
-    """
-
-    def __init__(self, name: str, shards: Sequence[tuple[int, int, Tensor]]) -> None:
-        self.name, self._shards = name, shards
-        self.forget_touched()
-
-    @classmethod
-    def of(cls, name: str, weights: Any, is_first: bool) -> ComparedTable:
-        """Return the table with these weights of a state dict; those that all ranks have are the first rank's."""
-        if isinstance(weights, ShardedTensor):
-            found = [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in weights.local_shards()]
-            return cls(name, [(row, column, rows) for (row, column), rows in found])
-        return cls(name, [(0, 0, weights.detach())] if is_first else [])
-
-    def forget_touched(self) -> None:
-        """Compare with the rows as they are now."""
-        self._before = [rows.to("cpu", copy=True) for *_, rows in self._shards]
-        self._marks = [torch.zeros(len(rows), dtype=torch.bool) for rows in self._before]
-
-    def touch(self, table: str, behind: BehindRows) -> None:
-        """Count rows, numbered in the whole table, as changed, if the table is this; others are ignored."""
-        rows = behind.keys
-        for (first, _, _), marks in zip(self._shards, self._marks, strict=True):
-            own = rows[(rows >= first) & (rows < first + len(marks))] - first
-            marks[own if table == self.name else own[:0]] = True
-
-    def take_touched(self) -> list[TouchedRows]:
-        """Return the rows that changed since the last call, as they are now."""
-        found = []
-        for (first, column, rows), before, marks in zip(self._shards, self._before, self._marks, strict=True):
-            now = rows.cpu()
-            keys = ((now.view(torch.uint8) != before.view(torch.uint8)).any(1) | marks).nonzero().flatten()
-            before[keys] = new = now[keys]
-            marks.zero_()
-            found.append(TouchedRows(self.name, column, keys + first, new))
-        return found
 
 
 @dataclass(frozen=True)
@@ -184,9 +124,7 @@ class Publisher:
         self._checkpoints, self._export = checkpoints, export
         assert config.folder is not None, "nothing is published"
         self._folder = Path(config.folder)
-        self._sources: list[RowSource] = list(cached_embeddings(model))
-        for source in self._sources:
-            source.forget_touched()  # batches that are prepared from now on are tracked
+        self._sources: list[RowSource] = [PublishedPool(pool) for pool in cached_embeddings(model)]
         if export is None:
             raise ConfigError("publish.folder: make the trainer with `export`, as `embershard train` does.")
         self.starts_again = False  # a resume found no checkpoint
@@ -239,7 +177,7 @@ class Publisher:
                 if other.name not in cached:
                     self._sources.append(ComparedTable.of(other.name, state[other.tensor], self._ranks.is_first))
         for source in self._sources:
-            source.forget_touched()
+            source.forget()
         self._life, self._name, have = found.life, found.name, found.have
         if have is None:
             tables = {table.name: (table.num_rows, table.dim) for table in self._tables}
@@ -347,9 +285,7 @@ class Publisher:
         self._num_cuts += 1
         delta = write.next_delta(self._have, self._life, f"{self._name}.{self._num_cuts}", step)
         dtype = ROW_TYPES[self._config.dtype]
-        touched = [
-            [replace(found, rows=found.rows.to(dtype)) for found in source.take_touched()] for source in self._sources
-        ]
+        touched = [[replace(found, rows=found.rows.to(dtype)) for found in source.take()] for source in self._sources]
         dense = self._dense()
         if self._own_group is None:
             self._own_group = self._ranks.with_own_group()
@@ -489,6 +425,45 @@ class Publisher:
         except (OSError, PublicationError) as error:
             reason = os_problem(error) if isinstance(error, OSError) else str(error)
             self._reports.append(PublicationReport(delta.step, "", 0, 0, 0.0, 0.0, f"{what}: {reason}"))
+
+
+def check_disk_for_bases(config: RunConfig, folder: Path, ranks: Ranks) -> None:
+    """Raise unless the bases of a run can be written to a folder. Collective.
+
+    Raises:
+        ConfigError: on all ranks, with the figures.
+    """
+
+    def check() -> None:
+        try:
+            needed, free = bytes_of_bases(config, folder), shutil.disk_usage(nearest_folder(folder)).free
+        except OSError as error:
+            raise ConfigError(f"publish.folder: {os_problem(error)}; choose another folder.") from error
+        if needed > free:
+            changes = {"publish.dtype = fp16": replace(config.publish, dtype="fp16")}
+            if config.publish.base_every is not None:
+                changes["publish.keep_bases = 1"] = replace(config.publish, keep_bases=1)
+            sizes = {text: bytes_of_bases(replace(config, publish=each), folder) for text, each in changes.items()}
+            fitting = [text for text, num_bytes in sizes.items() if num_bytes <= free]
+            also = f", or set {' or '.join(fitting)}" if fitting else ""
+            raise ConfigError(
+                f"publish.folder: {folder} needs {size(needed)} more for bases, beside deltas, and {size(free)} are "
+                f"free. Free some, choose a folder on a larger disk{also}."
+            )
+
+    ranks.from_first(check)
+
+
+def bytes_of_bases(config: RunConfig, folder: Path) -> int:
+    """Return how many bytes more than those in the folder bases, and the checkpoint that the first one is made of, take
+    at one time; below 0 where there are more."""
+    model, publish = model_size(config, table_rows(config)), config.publish
+    number_bytes = 2 if publish.dtype == "fp16" else 4
+    base = number_bytes * sum(table.rows * table.dim for table in model.tables) + model.dense_parameter_bytes
+    count = 1 if publish.base_every is None else publish.keep_bases + 1
+    files = (path for _, found in published(folder, "base") for path in found.rglob("*"))
+    there = sum(path.stat().st_size for path in files if path.is_file())
+    return max(count * base, base + model.table_bytes + model.dense_state_bytes) - there
 
 
 class Publishing(Part):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from embershard.cache.key_map import map_kind
 from embershard.cache.next_use import pinned_tables
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.choose_transfer import transfer_kind
-from embershard.cache.rows.copies import read_to_host
 from embershard.cache.slot_state import CacheContents
 from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
@@ -37,12 +35,9 @@ from embershard.sharding.torchrec.row_updates import NoUpdates, RowUpdates
 from embershard.sharding.torchrec.slots import SlotTable
 from embershard.sharding.torchrec.spec import CacheSpec, first_column, first_row, take_spec
 
-if TYPE_CHECKING:
-    from embershard.distributed.changed_rows import BehindRows, TouchedRows
-
 
 @dataclass(frozen=True)
-class _Shard:
+class PoolShard:
     """A table's rows in a pool; a table may have several, by columns. `first_row` and `column` are in the whole table,
     `first_key` and `num_rows` in the pool."""
 
@@ -113,7 +108,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         else:
             self.keys = giver.pool_keys(spec, tables, self.cache, self._table_of_feature)
         places = zip(tables, self.host.row_offsets, self.host.rows_per_table, strict=True)
-        self._shards = [_Shard(t.name, first_row(t), first_column(t), key, num_rows) for t, key, num_rows in places]
+        self.shards = [PoolShard(t.name, first_row(t), first_column(t), key, num_rows) for t, key, num_rows in places]
         self._prefetched: deque[tuple[Ticket, Tensor]] = deque()  # by TorchRec's hook, with the ids
         self._handed: list[Ticket | None] = []  # by a pipeline: one or none. Modules set attributes slowly
 
@@ -296,7 +291,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         with torch.set_grad_enabled(self.updates.has_gradients):
             output = self.slots(ticket.slots, offsets.long(), **arguments)
         self.cache.read_by_forward(ticket)
-        return self.updates.follow(ticket, output, has_zeros)
+        return self.updates.train_behind(ticket, output, has_zeros)
 
     def hold(self) -> None:
         """Let the rows of all forwards from now on train together, in `updates.training_held`."""
@@ -345,7 +340,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         Raises:
             CacheError: a weight is NaN, infinite or too large.
         """
-        for shard in self._shards_of(table):
+        for shard in self.shards_of(table):
             for rows, weights in read(shard.first_row, shard.first_row + shard.num_rows):
                 columns = weights[:, shard.column : shard.column + self.host.dim]
                 self.host.put(rows - shard.first_row + shard.first_key, columns)
@@ -355,13 +350,13 @@ class CachedTableBatchedEmbeddings(HostTables):
     def marked_rows(self) -> dict[str, Tensor]:
         """Rows that the home marks (`Home.marked_keys`), by table: int64, ascending, numbered in the whole table."""
         keys = self.host.marked_keys
-        return {} if keys is None else {shard.table: shard.rows_of(keys) for shard in self._shards}
+        return {} if keys is None else {shard.table: shard.rows_of(keys) for shard in self.shards}
 
     def mark(self, rows: Mapping[str, Tensor]) -> None:
         """Let these rows be the marked ones, as `marked_rows` of all ranks names them; before any row is trained or
         loaded. Tables that are not named have none."""
         none = torch.empty(0, dtype=torch.int64)
-        found = [shard.keys_of(rows.get(shard.table, none)).unique() for shard in self._shards]
+        found = [shard.keys_of(rows.get(shard.table, none)).unique() for shard in self.shards]
         self.host.mark(torch.cat([none, *found]))
 
     def host_rows_changed(self, table: str, rows: Tensor | None = None) -> None:
@@ -371,84 +366,30 @@ class CachedTableBatchedEmbeddings(HostTables):
             table: its name.
             rows: int64 [K] row numbers in the whole table; those outside of this shard are ignored. None: all rows.
         """
-        ranges = [range(each.first_key, each.first_key + each.num_rows) for each in self._shards_of(table)]
-        keys = ranges if rows is None else self._keys_of(table, rows)
-        self.host.note_written(keys)
+        ranges = [range(each.first_key, each.first_key + each.num_rows) for each in self.shards_of(table)]
+        keys = ranges if rows is None else self.keys_of(table, rows)
         self.cache.host_rows_changed(keys)
 
-    def _keys_of(self, table: str, rows: Tensor) -> Tensor:
-        found = [shard.keys_of(rows.flatten().long().cpu()) for shard in self._shards_of(table)]
+    def keys_of(self, table: str, rows: Tensor) -> Tensor:
+        """Return the keys of those of the rows [K], numbered in the whole table, that are here, on the device."""
+        found = [shard.keys_of(rows.flatten().long().cpu()) for shard in self.shards_of(table)]
         return torch.cat([torch.empty(0, dtype=torch.int64), *found]).to(self._device)
 
-    def _shards_of(self, table: str) -> list[_Shard]:
-        return [shard for shard in self._shards if shard.table == table]
-
-    def touch(self, table: str, behind: BehindRows) -> None:
-        """Count rows of a table, numbered in the whole of it, as trained, and as had by these ids until now; others
-        are ignored."""
-        assert self.cache.touched is not None, "updates are not tracked"
-        rows = behind.keys
-        for shard in self._shards_of(table):
-            self.keys.touch(table, shard.first_row, behind.id_rows, behind.ids)
-        if self.copies is not None:
-            rows = self.copies.touch(self.host, table, rows)
-        self.cache.touched.add(self._keys_of(table, rows))
-
-    def forget_touched(self) -> None:
-        """Track updates from now on."""
-        self.cache.track_updates()
-        self.keys.note_changes()
-        if self.copies is not None:
-            self.copies.forget_touched()
-
-    def take_touched(self) -> list[TouchedRows]:
-        """Return the rows that updates trained since the last call, as they are now, in host memory, by table shard.
-
-        Call it between steps. Of rows that ranks share, each returns those that it writes back.
-
-        Raises:
-            CacheError: rows of which other ranks have copies, and a backward that did not end on this rank.
-        """
-        from embershard.distributed.changed_rows import TouchedRows
-
-        assert self.cache.touched is not None, "updates are not tracked"
-        if self.copies_guard is not None:
-            self.copies_guard.check()
-        keys = self.cache.touched.take_to_host()
-        if (is_own := self.host.is_own(keys)) is not None:
-            keys = keys[is_own]
-        keys, changes = self.keys.take_changes(keys)
-        rows = self._rows_on_host(keys)
-        bounds = torch.searchsorted(keys, torch.tensor([*self.host.row_offsets, self.host.num_rows])).tolist()
-        found = [
-            TouchedRows(shard.table, shard.column, shard.rows_of(keys[start:stop]), rows[start:stop])
-            for shard, (start, stop) in zip(self._shards, itertools.pairwise(bounds), strict=True)
-        ]
-        if changes is not None:
-            found = [
-                replace(part, changed=replace(ids, rows=ids.rows + shard.first_row))
-                for part, ids, shard in zip(found, changes, self._shards, strict=True)
-            ]
-        return found if self.copies is None else [*found, *self.copies.take_touched(self.host)]
-
-    def _rows_on_host(self, keys: Tensor) -> Tensor:
-        """Return the weights of `keys` (int64 [N]) as they are now: [N, D]; all in host memory."""
-        if self._device.type == "cpu":
-            return self.cache.read(keys)
-        dim, dtype = self.host.dim, self.host.shape.dtype
-        return read_to_host(lambda some: self.cache.read(some.to(self._device)), keys, dim, dtype)
+    def shards_of(self, table: str) -> list[PoolShard]:
+        """Return the shards of a table in this pool."""
+        return [shard for shard in self.shards if shard.table == table]
 
     def contents(self) -> Iterator[tuple[str, CacheContents]]:
         """Yield the name of every table shard, and its cached rows (this rank's own), numbered in the whole table."""
         found = self.cache.contents()
-        for shard, (first, num_rows) in zip(self._shards, self.host.own_rows, strict=True):
+        for shard, (first, num_rows) in zip(self.shards, self.host.own_rows, strict=True):
             yield shard.table, found.between(shard.first_key + first, num_rows, shard.first_row + first)
 
     def restore(self, contents: Mapping[str, CacheContents]) -> None:
         """Fill the cache before the next batch with cached rows of tables, numbered in the whole table."""
         parts = [
             contents[shard.table].between(shard.first_row, shard.num_rows, shard.first_key)
-            for shard in self._shards
+            for shard in self.shards
             if shard.table in contents
         ]
         if any(len(part.rows) for part in parts):  # otherwise a profile's rows are better than none

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -14,28 +14,16 @@ from torch import Tensor, nn
 from embershard.cache.guards import CopiesGuard
 from embershard.cache.homes.frozen_rows import FrozenRows
 from embershard.cache.homes.home import Home
+from embershard.cache.parts.changed import ChangedKeys
 from embershard.cache.row_cache import RowCache
 from embershard.sharding.torchrec.slots import SlotTable
-
-if TYPE_CHECKING:
-    from embershard.distributed.changed_rows import TouchedRows
 
 
 class CopiesOfRows(Protocol):
     """Rows that a mode trains outside of the cache."""
 
-    def write_to(self, host: Home) -> None:
-        """Write what the copies of rows of this host tier learned."""
-
-    def forget_touched(self) -> None:
-        """Track updates of the copies from now on."""
-
-    def touch(self, host: Home, table: str, rows: Tensor) -> Tensor:
-        """Count those of the rows (int64 [K], numbered in the whole table) that have copies as trained, if they are in
-        this host tier; return the rows without copies."""
-
-    def take_touched(self, host: Home) -> list[TouchedRows]:
-        """Return the copies of rows of this host tier that were trained since the last call, as they are now."""
+    def write_to(self, host: Home) -> Tensor:
+        """Write what the copies of rows of this host tier learned; return the keys of the rows that changed by it."""
 
 
 class HostTables(nn.Module):
@@ -145,8 +133,32 @@ class HostTables(nn.Module):
         if self.copies_guard is not None:
             self.copies_guard.check()
         self.cache.write_back()
+        self.write_copies()
+
+    def write_copies(self) -> None:
+        """Write what rows with copies learned to the host tier: they count as changed."""
         if self.copies is not None:
-            self.copies.write_to(self.host)
+            self.cache.parts.changed(self.copies.write_to(self.host))
+
+    def track_changes(self) -> ChangedKeys:
+        """Return what has marks, from now on, of the rows that change. Call it before a batch is prepared."""
+        marks = ChangedKeys(self.host.num_rows, self.cache.state.map.device)
+        self.cache.parts.add(marks)
+        return marks
+
+    def take_changed(self, marks: ChangedKeys) -> Tensor:
+        """Return those of the marked rows that this rank writes back, in host memory: int64 [M] ascending; remove all
+        marks. Call it between steps.
+
+        Raises:
+            CacheError: rows of which other ranks have copies, and a backward that did not end on this rank.
+        """
+        if self.copies_guard is not None:
+            self.copies_guard.check()
+        self.write_copies()
+        keys = marks.take()
+        is_own = self.host.is_own(keys)
+        return keys if is_own is None else keys[is_own]
 
     def freeze(self) -> FrozenRows:
         """Write trained rows back; return the host tier as it is then, to be read while training goes on.

@@ -230,7 +230,6 @@ def host_rows_changed(model: nn.Module, table: str | None = None, rows: Tensor |
     try:
         for pool in cached_embeddings(model):
             if table is None:
-                pool.host.note_written()
                 pool.cache.host_rows_changed()
             else:
                 pool.host_rows_changed(table, rows)

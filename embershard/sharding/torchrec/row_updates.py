@@ -27,7 +27,7 @@ class RowUpdates:
     def __init__(self, cache: RowCache, slots: SlotTable) -> None:
         self._cache, self._slots = cache, slots
 
-    def follow(self, ticket: Ticket, output: Tensor, has_zeros: bool) -> Tensor:
+    def train_behind(self, ticket: Ticket, output: Tensor, has_zeros: bool) -> Tensor:
         """Return the output of a forward whose rows train, and end the ticket once they have.
 
         Args:
@@ -67,7 +67,7 @@ class HeldUpdates(RowUpdates):
     def num_held(self) -> int:
         return len(self._tickets)
 
-    def follow(self, ticket: Ticket, output: Tensor, has_zeros: bool) -> Tensor:
+    def train_behind(self, ticket: Ticket, output: Tensor, has_zeros: bool) -> Tensor:
         self._cache.hold(ticket)
         self._tickets.append(ticket)
         self._have_zeros = self._have_zeros or has_zeros
@@ -94,7 +94,7 @@ class NoUpdates(RowUpdates):
         super().__init__(cache, slots)
         cache.train_nothing()
 
-    def follow(self, ticket: Ticket, output: Tensor, has_zeros: bool) -> Tensor:
+    def train_behind(self, ticket: Ticket, output: Tensor, has_zeros: bool) -> Tensor:
         self._cache.release(ticket)
         return _Frozen.apply(torch.empty(0, device=output.device, requires_grad=True), output)  # type: ignore[no-any-return]
 

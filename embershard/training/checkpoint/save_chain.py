@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.cache.homes.home import Home
-from embershard.cache.rows.touched import rows_that_differ
+from embershard.cache.parts.changed import ComparedRows
 from embershard.distributed import Ranks
 from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.distributed.checkpoint.manifest import Parent
@@ -68,20 +68,11 @@ class _PoolRows:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class _PreparedLink:
-    """A save that was prepared, and the rows in it, which count as changed again if it fails."""
-
-    link: NewLink
-    of_pools: Sequence[Tensor]
-    of_shards: Mapping[_Key, Tensor]
-
-
 class SaveChain:
     """The saves of a run: whole ones, each followed by deltas. All ranks call its methods in the same steps.
 
-    A row of a pool changed if something was written to its place in the host tier: what was trained is written back
-    before. Other tables, and the ids of rows, are compared with a copy of what the last save has, bit by bit.
+    Pools tell which of their rows changed (`PoolPart.changed`). Other tables, and the ids of rows, are compared with a
+    copy of what the last save has, bit by bit.
 
     Args:
         full_every: of so many saves, one is whole.
@@ -90,15 +81,13 @@ class SaveChain:
     def __init__(self, model: DistributedModelParallel, ranks: Ranks, full_every: int) -> None:
         self._ranks, self._full_every = ranks, full_every
         self._pools, self._tables = list(cached_embeddings(model)), sorted(model.fused_optimizer.params)
-        for pool in self._pools:
-            pool.host.track_writes(pool.cache.transfer.key_device)
+        self._marks = [pool.track_changes() for pool in self._pools]
         self._versions = list[int]()  # of the host tiers, at the last save
-        self._copies = dict[_Key, list[Tensor | None]]()  # of what is compared, as the last save has it
-        self._again = dict[_Key, Tensor]()  # rows of saves that failed
+        self._compared = dict[_Key, ComparedRows]()  # what no pool has; and rows of saves that failed
         self._row_tables: set[str] | None = None  # whose changed rows deltas have
         self._parent: Parent | str = "the first one"  # or why the next save follows none
         self._num_deltas = 0  # since the last whole save
-        self._open: _PreparedLink | None = None
+        self._open: NewLink | None = None  # of a save that was prepared
 
     def go_on_from(
         self, parent: Parent | str, num_deltas: int, tensors: Mapping[str, Any], saved: Mapping[str, torch.Size]
@@ -114,7 +103,7 @@ class SaveChain:
         for pool in self._pools:
             pool.write_back()  # which notices what was loaded
         shards = self._shards(tensors)
-        self._changed(shards, self._take_written())
+        self._changed(shards)
         with without_known_warnings():
             names = {name: t.size() for parts in tables_in(tensors, self._tables).values() for name, t in parts.items()}
         other = next((name for name, size in names.items() if saved.get(name) != size), None)
@@ -131,25 +120,23 @@ class SaveChain:
             frozen: the rows of each pool, in which all trained ones were written back.
         """
         token, shards = self._ranks.from_first(lambda: uuid.uuid4().hex), self._shards(tensors)
-        why = self._why_none_follows()
-        keys = self._take_written()
-        changed = self._changed(shards, keys)
+        why = self._why_no_parent()
+        changed = self._changed(shards)
         parent, why = self._parent, self._why_whole(why, shards, changed)
         if why or isinstance(parent, str):
-            self._open = _PreparedLink(NewLink(token, why_whole=why), (), {})
-            return dict(tensors), self._open.link
+            self._open = NewLink(token, why_whole=why)
+            return dict(tensors), self._open
         pools = [_PoolRows(rows, own) for rows, own in zip(frozen, self._last_keys(shards, changed), strict=True)]
         parts = [
             ChangedShard(shard.names, shard.offsets, shard.tensors, rows, partial(self._read, shard, place, pools))
             for (shard, place), rows in zip(shards, changed, strict=True)
         ]
-        of_shards = {shard.key: rows for (shard, _), rows in zip(shards, changed, strict=True)}
-        self._open = _PreparedLink(NewLink(token, parent, tuple(parts)), keys, of_shards)
+        self._open = NewLink(token, parent, tuple(parts))
         tables = tables_in(tensors, self._tables)
         names = {name for table in self._row_tables or () for name in (*weights_and_ids(table), *tables.get(table, ()))}
-        return without(tensors, names), self._open.link
+        return without(tensors, names), self._open
 
-    def _why_none_follows(self) -> str:
+    def _why_no_parent(self) -> str:
         if isinstance(self._parent, str):
             return self._parent
         if self._open is not None:
@@ -173,18 +160,17 @@ class SaveChain:
     def written(self, step: int) -> None:
         """The save is complete: the next one may follow it."""
         assert self._open is not None, "a save was cut"
-        self._num_deltas = 0 if self._open.link.parent is None else self._num_deltas + 1
-        self._parent, self._open = Parent(step, self._open.link.token), None
+        self._num_deltas = 0 if self._open.parent is None else self._num_deltas + 1
+        self._parent, self._open = Parent(step, self._open.token), None
 
     def failed(self) -> None:
         """The save was not written: its rows are in the next one."""
         assert self._open is not None, "a save was cut"
-        if self._open.link.parent is None:
+        if self._open.parent is None:
             self._parent = _NOT_WRITTEN
         else:
-            for pool, keys in zip(self._pools, self._open.of_pools, strict=True):
-                pool.host.note_written(keys)
-            self._again.update(self._open.of_shards)
+            for compared in self._compared.values():
+                compared.add(compared.taken)
         self._open = None
 
     def _shards(self, tensors: Mapping[str, Any]) -> list[tuple[TableShard, _Place]]:
@@ -203,36 +189,24 @@ class SaveChain:
         kept = [(shard, place) for shard, place in found if shard.table in self._row_tables]
         return sorted(kept, key=lambda each: (each[1].pool is None, each[1].pool or 0, each[1].first))
 
-    def _take_written(self) -> list[Tensor]:
-        """Return the rows of each pool that were written to since the last call: int64 [n], ascending."""
-        self._versions, found = [pool.host.version for pool in self._pools], []
-        for pool in self._pools:
-            assert pool.host.written is not None, "writes are tracked"
-            if (device := pool.cache.transfer.key_device).type == "cuda":  # plans mark on a stream of their own
-                torch.cuda.synchronize(device)
-            found.append(pool.host.written.take_to_host())
-            pool.host.make(found[-1])  # where somebody said that all were
-        return found
-
-    def _changed(self, shards: Sequence[tuple[TableShard, _Place]], keys: Sequence[Tensor]) -> list[Tensor]:
+    def _changed(self, shards: Sequence[tuple[TableShard, _Place]]) -> list[Tensor]:
         """Return the rows of each shard that are not as the last save has them, int64 [n] ascending; what is compared
         is copied."""
+        self._versions = [pool.host.version for pool in self._pools]
+        of_pools = [pool.take_changed(marks) for pool, marks in zip(self._pools, self._marks, strict=True)]
+        for pool, keys in zip(self._pools, of_pools, strict=True):
+            pool.host.make(keys)  # where somebody said that all were written to
         found = []
         for shard, place in shards:
-            rows = [self._again.pop(shard.key, torch.empty(0, dtype=torch.int64))]
+            others = [tensor for tensor, number in zip(shard.tensors, place.numbers, strict=True) if number is None]
+            if shard.key not in self._compared:
+                self._compared[shard.key] = ComparedRows(others)
+            compared = self._compared[shard.key]
             if place.pool is not None:
-                of_pool = keys[place.pool]
+                of_pool = of_pools[place.pool]
                 start, stop = torch.searchsorted(of_pool, torch.tensor([place.first, place.first + shard.num_rows]))
-                rows.append(of_pool[start:stop] - place.first)
-            before = self._copies.get(shard.key)
-            now = [
-                tensor.to("cpu", copy=True).contiguous() if number is None else None
-                for tensor, number in zip(shard.tensors, place.numbers, strict=True)
-            ]
-            pairs = zip(before or (), now, strict=False)
-            rows += [rows_that_differ(old, new) for old, new in pairs if old is not None and new is not None]
-            self._copies[shard.key] = now
-            found.append(torch.cat(rows).unique())
+                compared.add(of_pool[start:stop] - place.first)
+            found.append(compared.take(others))
         return found
 
     def _last_keys(self, shards: Sequence[tuple[TableShard, _Place]], changed: Sequence[Tensor]) -> list[int]:
@@ -245,8 +219,8 @@ class SaveChain:
 
     def _read(self, shard: TableShard, place: _Place, pools: Sequence[_PoolRows], rows: Tensor) -> list[Tensor]:
         of_pool = [] if place.pool is None else pools[place.pool].select(rows + place.first)
-        copies = zip(place.numbers, self._copies[shard.key], strict=True)
-        return [copy[rows] if number is None and copy is not None else of_pool[number or 0] for number, copy in copies]
+        copies = iter(self._compared[shard.key].copies)
+        return [next(copies)[rows] if number is None else of_pool[number] for number in place.numbers]
 
 
 def _place_of(shard: TableShard, hosts: Sequence[Home]) -> _Place:

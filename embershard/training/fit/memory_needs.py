@@ -118,19 +118,19 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
     21609472
     """
     model, shape = model_size(config, rows), _shape(config, ranks)
-    shards = _shards(config, model, shape, plan)
     has_one_copy = config.sharding.mode == "data_parallel" and ranks.world_size > 1
     per_sample = sum((lookups := _lookups_per_sample(config)).values())
     host, device = Counter[str](), list[Counter[str]]()
-    for here in shards[ranks.first : ranks.first + ranks.ranks_per_node]:
+    for here in _shards(config, model, shape, plan)[ranks.first : ranks.first + ranks.ranks_per_node]:
         # One copy is of whole tables, on this machine, and every rank caches rows of them.
         cacheable = [replace(each, row_start=0, row_stop=each.table.rows) for each in here] if has_one_copy else here
         slots = _slots(config, cacheable, shape) if plan is None else planned_slots(plan.pools, by_pool(cacheable))
         arriving = [_arriving(shard, lookups[shard.table.table], shape) for shard in cacheable]
         memory = rank_memory(model, cacheable, slots, shape, arriving, per_sample)
-        device.append(Counter(memory.device))
-        if config.tracks_trained_rows:
-            device[-1]["marks"] = sum(shard.rows for shard in cacheable if shard.kernel == "cached")
+        readers = (config.publish.folder is not None) + (config.checkpoint.full_every > 1)  # of which rows changed
+        marks = readers * sum(shard.rows for shard in cacheable if shard.kernel == "cached")
+        device.append(Counter({**memory.device, "marks": marks}))
+        if config.publish.folder is not None:
             device[-1]["publication"] = _PUBLICATION_BYTES if ranks.device == "cuda" else 0
             host["compared"] += _compared_bytes(here, is_first=not ranks.first and len(device) == 1)
         cached = [shard for shard in here if shard.kernel == "cached"]
@@ -227,7 +227,7 @@ def _compared_bytes(shards: Sequence[PlacedShard], is_first: bool) -> int:
     """Return the host memory of a rank for copies of tables outside of caches, with which they are compared to know
     which of their rows were trained. Those that all ranks have are compared by the first."""
     return sum(
-        shard.rows * (shard.table.weight_bytes(shard.columns) + 1)
+        shard.rows * shard.table.weight_bytes(shard.columns)
         for shard in shards
         if shard.kernel == "device" or (shard.kernel == "replicated" and is_first)
     )

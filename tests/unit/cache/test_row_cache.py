@@ -19,6 +19,7 @@ from embershard.cache import CacheGrowthWarning
 from embershard.cache.config import CachePolicy, Policy
 from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.homes.shape import PoolShape
+from embershard.cache.parts.changed import ChangedKeys
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.transfer import StagedTransfer
 from embershard.cache.rows.uva_transfer import UvaTransfer
@@ -747,10 +748,10 @@ def test_updates_alone_touch_rows():
     cache = RowCache(
         ["t"], host, lambda count: [torch.zeros(count + 1, 2)], 4, [0], CachePolicy("lru"), torch.device("cpu")
     )
-    cache.track_updates()
+    cache.parts.add(changed := ChangedKeys(9, torch.device("cpu")))
     ends = [cache.prepare(torch.tensor(keys), torch.tensor([len(keys)])) for keys in ([1, 2, 1], [3])]
     cache.read(torch.tensor([7]))
-    assert cache.touched.take().tolist() == []
+    assert changed.take().tolist() == []
     first, second = ends
     assert first is not None
     cache.begin_update(first)
@@ -758,6 +759,6 @@ def test_updates_alone_touch_rows():
     second.cancel()
     third = cache.prepare(torch.tensor([5, 6, 7, 8]), torch.tensor([4]))  # evicts all others
     assert third is not None
-    assert cache.touched.take().tolist() == [1, 2]
+    assert changed.take().tolist() == [1, 2]
     cache.begin_update(third)  # and then fails
-    assert cache.touched.take().tolist() == [5, 6, 7, 8]
+    assert changed.take().tolist() == [5, 6, 7, 8]

@@ -14,10 +14,12 @@ from embershard.cache.gpu.next_use import KernelNextUseIndex
 from embershard.cache.gpu.readback import Readback
 from embershard.cache.gpu.slot_map import KernelSlotMap
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
+from embershard.cache.parts import changed
 from embershard.cache.policies import make_scores
-from embershard.cache.rows import copies, touched, transfer
+from embershard.cache.rows import copies, transfer
 from embershard.cache.slot_state import SlotState
 from embershard.distributed.changed_rows import BehindRows
+from embershard.extras.publications.sources import PublishedPool
 from tests.covering import matrix
 from tests.unit.gpu_model.device import CUDA, Gpu
 from tests.unit.gpu_model.training import DIM, Setting, modelled, train
@@ -51,18 +53,18 @@ def test_a_publication_comes_in_blocks(policy: str) -> None:
     setting, block, keys = Setting(rows=(3000, 5, 900), steps=6, policy=policy), 1 << 13, 1 << 8
     with modelled(setting) as (gpu, model, may_lock):
         pool = model.pool
-        pool.forget_touched()
+        source = PublishedPool(pool)
         train(setting, model, may_lock)
         every = torch.arange(pool.host.num_rows)
         expected = pool.cache.read(every.to(CUDA)).cpu()
         gc.collect()
-        pool.touch("t0", BehindRows(every[:3000]))
-        pool.touch("t2", BehindRows(every[:900]))
+        source.touch("t0", BehindRows(every[:3000]))
+        source.touch("t2", BehindRows(every[:900]))
         gpu.bytes.begin()
         gpu.pinned.begin()
         before, pinned = gpu.bytes.held, gpu.pinned.held
-        with mock.patch.object(copies, "BLOCK_BYTES", block), mock.patch.object(touched, "_BLOCK", keys):
-            found = pool.take_touched()
+        with mock.patch.object(copies, "BLOCK_BYTES", block), mock.patch.object(changed, "_BLOCK", keys):
+            found = source.take()
         assert gpu.bytes.held - before < 2 * block + 100 * block // (4 * DIM)
         assert gpu.pinned.held - pinned == block
         assert [part.keys.tolist() for part in (found[0], found[2])] == [list(range(3000)), list(range(900))]
@@ -75,17 +77,16 @@ def test_all_rows_are_written_to_without_a_number_of_each() -> None:
     """Of the pool, or of a table: on the device nothing is taken beside the marks."""
     with modelled(Setting(rows=(30_000, 5, 9000))) as (gpu, model, _):
         pool = model.pool
-        pool.host.track_writes(CUDA)
+        marks = pool.track_changes()
         gpu.bytes.begin()
         before = gpu.bytes.held
-        pool.host.note_written()
+        pool.cache.parts.changed(None)
         assert gpu.bytes.held == before
-        assert pool.host.written is not None
-        assert pool.host.written.take_to_host().numel() == 39_005
+        assert marks.take().numel() == 39_005
         gpu.bytes.begin()
         pool.host_rows_changed("t2")
         assert gpu.bytes.held - before < 1000
-        assert pool.host.written.take_to_host().tolist() == list(range(30_005, 39_005))
+        assert marks.take().tolist() == list(range(30_005, 39_005))
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -17,9 +17,11 @@ from embershard.cache import eviction, slot_map
 from embershard.cache.config import CacheConfig
 from embershard.cache.gpu import victim_queue
 from embershard.cache.gpu.victim_queue import KernelVictimQueue
-from embershard.cache.rows import copies, moves, touched
+from embershard.cache.parts import changed
+from embershard.cache.rows import copies, moves
 from embershard.cache.slot_map import SlotMap
 from embershard.distributed.changed_rows import BehindRows
+from embershard.extras.publications.sources import PublishedPool
 from embershard.sharding.memory_model import (
     known_batch_bytes,
     known_batches,
@@ -92,7 +94,7 @@ def small_blocks(case: Case) -> Iterator[None]:
         mock.patch.object(slot_map, "BLOCK", 500),
         mock.patch.object(moves, "BLOCK", 500),
         mock.patch.object(copies, "BLOCK_BYTES", _BLOCK_BYTES),
-        mock.patch.object(touched, "_BLOCK", 500),
+        mock.patch.object(changed, "_BLOCK", 500),
     ):
         yield
 
@@ -108,9 +110,9 @@ def counted(case: Case) -> int:
         assert refills.call_count
         cache.write_back()
         cache.contents()
-        model.pool.forget_touched()  # with a mark for each row from now on
-        model.pool.touch("t0", BehindRows(torch.arange(0, case.setting.rows[0], 7)))
-        model.pool.take_touched()
+        source = PublishedPool(model.pool)  # with a mark for each row from now on
+        source.touch("t0", BehindRows(torch.arange(0, case.setting.rows[0], 7)))
+        source.take()
         return gpu.bytes.held - cache.host.num_rows
 
 

@@ -39,6 +39,7 @@ from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
 from embershard.extras.hot_cold.hot_tables import HotTables
+from embershard.extras.publications.sources import PublishedPool
 from embershard.extras.verify.equivalence import _tensors_of
 from embershard.models.config import WITH_HISTORY, PretrainedTable
 from embershard.pipeline.config import LookAheadConfig
@@ -128,12 +129,10 @@ def _alone(config: RunConfig, ranks: Ranks, folder: Path, goes_on: bool) -> Life
 
 def _first_of_two(config: RunConfig, ranks: Ranks) -> Life:
     trainer = Trainer(config, ranks)
-    pools = list(cached_embeddings(trainer.model))
-    for pool in pools:
-        pool.forget_touched()
+    sources = [PublishedPool(pool) for pool in cached_embeddings(trainer.model)]
     life = _train(trainer)
-    for number, pool in enumerate(pools):
-        for part in pool.take_touched():
+    for number, source in enumerate(sources):
+        for part in source.take():
             name = f"touched/{number}/{part.table}/{part.first_column}"
             life.rows.update({f"{name}/keys": part.keys, f"{name}/rows": part.rows})
     return life

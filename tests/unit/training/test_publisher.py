@@ -12,16 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from embershard.distributed import PublishConfig
+from embershard.distributed import PublishConfig, Ranks
 from embershard.distributed.changed_rows import BehindRows
 from embershard.distributed.publish.published import published, read_publication
 from embershard.errors import ConfigError
 from embershard.extras.publications import part as publisher_module
 from embershard.extras.publications import write
-from embershard.extras.publications.part import ComparedTable
+from embershard.extras.publications.sources import ComparedTable, PublishedPool
 from embershard.serving.serving_replica import Replica
+from embershard.sharding.torchrec import flush, host_rows_changed
+from embershard.sharding.torchrec.inspection import cached_embeddings
+from embershard.training.config import TrainConfig
+from embershard.training.trainer import Trainer
+from tests.covering import keep
 from tests.faults import publications
 from tests.faults.publications import Life
+from tests.small_runs import small_run
 
 pytestmark = pytest.mark.extra
 
@@ -170,19 +176,40 @@ def test_settings_that_were_changed_lead_to_a_base(tmp_path, layers):
     assert not differs(tmp_path, life)
 
 
+@pytest.mark.parametrize("how", keep(["of a table"], ["of a table", "of all tables", "by torch"]))
+def test_rows_that_a_program_writes_are_published(ranks: Ranks, how: str):
+    trainer = Trainer(small_run(train=TrainConfig(batch_size=4, max_steps=1, device="cpu")), ranks)
+    pools = list(cached_embeddings(trainer.model))
+    pool, sources = pools[0], [PublishedPool(each) for each in pools]
+    flush(trainer.model)
+    assert not any(len(part.keys) for source in sources for part in source.take())
+    shard = pool.shards[-1]
+    if how == "by torch":
+        with torch.no_grad():
+            pool.host.weights[shard.first_key + 2] = 7.0
+    else:
+        pool.host.weights.data[shard.first_key + 2] = 7.0
+        given = (shard.table, torch.tensor([shard.first_row + 2])) if how == "of a table" else ()
+        host_rows_changed(trainer.model, *given)
+    found = next(part for part in sources[0].take() if part.table == shard.table)
+    assert found.keys.tolist() == ([2] if how == "of a table" else list(range(shard.num_rows)))
+    assert bool((found.rows[found.keys.tolist().index(2)] == 7.0).all())
+    trainer.close()
+
+
 def test_a_table_outside_of_caches_has_the_rows_that_changed():
     rows = torch.zeros(6, 2)
     table = ComparedTable("t", [(10, 4, rows)])
     rows[[1, 3]] = torch.tensor([[0.0, -0.0], [0.0, float("nan")]])
-    (found,) = table.take_touched()
+    (found,) = table.take()
     assert (found.keys.tolist(), found.first_column) == ([11, 13], 4)  # by their bits
-    assert table.take_touched()[0].keys.tolist() == []
+    assert table.take()[0].keys.tolist() == []
     table.touch("t", BehindRows(torch.tensor([9, 10, 15, 16])))
     table.touch("other", BehindRows(torch.tensor([12])))
-    assert table.take_touched()[0].keys.tolist() == [10, 15]
+    assert table.take()[0].keys.tolist() == [10, 15]
     rows += 1
-    table.forget_touched()
-    assert table.take_touched()[0].keys.tolist() == []
+    table.forget()
+    assert table.take()[0].keys.tolist() == []
 
 
 class FullDisk:

@@ -18,7 +18,6 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.optim.fused import FusedOptimizer
 
 from embershard.cache.guards import CopiesGuard
-from embershard.cache.rows.touched import TouchedKeys
 from embershard.distributed.row_gradients import sum_rows
 from embershard.sharding.torchrec.modes.bags import Bags, DistinctIds
 from embershard.sharding.torchrec.slots import SlotTable
@@ -103,10 +102,7 @@ class ReplicatedRows(nn.Module):
     Attributes:
         slots: the rows, from slot 1 on.
         guard: of the copies. Check it before the rows are read or saved.
-        touched: rows that updates trained; None: they are not tracked (`track_updates`).
     """
-
-    touched: TouchedKeys | None = None
 
     def __init__(
         self,
@@ -136,18 +132,6 @@ class ReplicatedRows(nn.Module):
         """Weights [R, D], then every per-row optimizer state [R, ...]: views."""
         return [rows.detach()[1 : self._num_rows + 1] for rows in self.slots.payload]
 
-    def track_updates(self) -> None:
-        """Note in `touched`, from now on, which rows are trained, by whichever rank."""
-        self.touched = TouchedKeys(self._num_rows, self.slots.payload[0].device)
-
-    def _begin_update(self, slots: Tensor) -> None:
-        if self.touched is not None:
-            self.touched.add(slots - 1)
-
-    def _train(self, slots: Tensor, gradients: Tensor) -> None:
-        self._begin_update(slots)
-        self.slots.train_rows(slots, gradients)
-
     def prepare(self, rows: Tensor, offsets: Tensor, scales: Tensor | None = None) -> ReplicatedBags:
         """Return what :meth:`forward` takes for a batch. It may be made ahead.
 
@@ -175,14 +159,12 @@ class ReplicatedRows(nn.Module):
         self.guard.check()
         slots, bags = batch
         if self._is_alone:
-            pooled: Tensor = self.slots(slots, bags.offsets, per_sample_weights=bags.scales)
-            if pooled.requires_grad:
-                pooled.register_hook(lambda _: self._begin_update(slots))
-            return pooled
+            alone: Tensor = self.slots(slots, bags.offsets, per_sample_weights=bags.scales)
+            return alone
         if not torch.is_grad_enabled():
             self.slots.count_reading()
         rows = self.slots.payload[0].detach().index_select(0, slots).float()
-        rows = trained_alike(rows, slots, self._group, self.guard, self._train)
+        rows = trained_alike(rows, slots, self._group, self.guard, self.slots.train_rows)
         return bags.pool(rows).to(self.slots.output_dtype)
 
 

@@ -46,7 +46,7 @@ TYPES = {
     "*i16": "steps halfs",
     "*fp32": "scores rows full",
     "*i32": "entries missed_keys counts ends digits fill_of_id key_of_slot queue_uses next_uses score_bits last_uses "
-    "next_batches following held_keys held_entries values absent words",
+    "next_batches later held_keys held_entries values absent words",
     "*i64": "keys places use_stamps numbers slots order fill_keys fill_slots queue_slots worst queue_stamps "
     "queue_ranks offered ranks ascending victims kept picks found cells tallies tally sample gathered total "
     "missed evicted_keys dirty_keys feature_ends table_of_feature table_ends ids offsets first_keys lengths tables "

@@ -189,15 +189,3 @@ def test_rows_of_a_checkpoint_are_put_back(make: Any, tmp_path: Path) -> None:
         for rows, part in zip(home.views.tensors, before, strict=True):
             rows.data[10:30] = part
     assert_same(home.select(torch.arange(10, 30))[: len(before)], before)
-
-
-@every_home
-def test_writes_are_noted(make: Any, tmp_path: Path) -> None:
-    training = Training(make(tmp_path))
-    training.home.track_writes(torch.device("cpu"))
-    before = [part.clone() for part in training.rows]
-    training.steps(4)
-    training.written_back()
-    changed = (training.rows[1] != before[1]).nonzero().flatten()
-    assert training.home.written is not None
-    assert training.home.written.take_to_host().tolist() == changed.tolist()

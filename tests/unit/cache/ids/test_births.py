@@ -23,6 +23,7 @@ from embershard.cache import KnownBatch, RowCache, Ticket
 from embershard.cache.config import Policy
 from embershard.cache.homes.frozen_rows import FrozenRows
 from embershard.cache.homes.memory import MemoryRows
+from embershard.cache.parts.changed import ChangedKeys
 from embershard.cache.policies import LfuScores
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
@@ -459,16 +460,16 @@ def test_a_row_that_a_batch_in_flight_uses_does_not_begin_anew():
     assert torch.equal(pool.cache.read(births[0]), torch.stack([weights_of_id(table_of(0), x) for x in (76, 77)]))
 
 
-def test_nothing_but_their_rows_changes_and_no_row_counts_as_trained():
+def test_nothing_but_their_rows_changes():
     pool = Pool(num_slots=6, policy="lru", lazy=True)
-    pool.cache.track_updates()
+    pool.cache.parts.add(changed := ChangedKeys(pool.host.num_rows, torch.device("cpu")))
     pool.step([1, 2, 3])
     keys, lengths = pool.split_by_feature([2, 5])
     ticket = prepare_with(pool.cache, (torch.tensor([2, 5]), torch.tensor([7, 8])), keys, lengths)
-    assert pool.cache.touched.take().tolist() == []
+    assert changed.take().tolist() == [2, 5]
     pool.cache.begin_update(ticket)
     pool.cache.release(ticket)
-    assert pool.cache.touched.take().tolist() == [2, 5]
+    assert changed.take().tolist() == [2, 5]
     assert made_rows(pool.host).nonzero().flatten().tolist() == list(range(6)), "blocks of 2 rows"
     assert torch.equal(pool.cache.read(torch.tensor([1, 3])), pool.rows[0][[1, 3]])
 

@@ -133,7 +133,7 @@ def test_rows_that_somebody_else_wrote_are_saved(ranks: Ranks, tmp_path: Path, h
         if report.step == 2:
             flush(trainer.model)
             pool = max(cached_embeddings(trainer.model), key=lambda pool: pool.host.num_rows)
-            shard = pool._shards[0]
+            shard = pool.shards[0]
             if how == "torch":
                 with torch.no_grad():
                     pool.host.weights[0] += 1

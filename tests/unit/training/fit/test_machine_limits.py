@@ -11,9 +11,8 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.distributed import CheckpointConfig, PublishConfig, Ranks
 from embershard.errors import ConfigError
-from embershard.extras.publications import disk as publish_disk
-from embershard.extras.publications.disk import bytes_of_bases, check_disk_for_bases
-from embershard.extras.publications.part import Publishing
+from embershard.extras.publications import part as publications
+from embershard.extras.publications.part import Publishing, bytes_of_bases, check_disk_for_bases
 from embershard.training.fit import machine_limits
 from embershard.training.fit.machine_limits import check_disk_for_run, disk_of
 from embershard.training.fit.memory_needs import RanksHere, memory_needs
@@ -45,7 +44,7 @@ def test_bases_need_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     rows = sum(table_rows(config).values()) * config.model.embedding_dim * 4
     needed = bytes_of_bases(config, folder)
     assert needed == 4 * (rows + model_size(config, table_rows(config)).dense_parameter_bytes)
-    monkeypatch.setattr(publish_disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    monkeypatch.setattr(publications.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(ConfigError, match=r"publish\.folder: .*published needs .* more for bases.*are free"):
         check_disk_for_bases(config, folder, OneRank())
     (folder / "base_0").mkdir(parents=True)

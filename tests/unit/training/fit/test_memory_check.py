@@ -188,8 +188,10 @@ def test_publications_take_a_mark_per_cached_row_and_a_copy_of_others() -> None:
         **dict.fromkeys(plain, 0), "marks": sum(table_rows(config_of()).values()),
     }  # fmt: skip
     uncached = needs_of("cache.enabled=false", *publishing).host
-    assert uncached["compared"] == sum(table_rows(config_of()).values()) * (16 * 4 + 1)
+    assert uncached["compared"] == sum(table_rows(config_of()).values()) * 16 * 4
     assert "marks" not in uncached
+    chains = needs_of(*publishing, "checkpoint.every_steps=5", "checkpoint.full_every=4").host
+    assert chains["marks"] == 2 * publishes["marks"], "saves of what changed have marks of their own"
 
 
 def test_a_deep_window_in_front_of_a_file_takes_what_its_batches_take():
