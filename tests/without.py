@@ -65,7 +65,7 @@ CAPABILITIES = {
     ),
     "small_rows": Capability(
         (
-            *(f"cache.homes.{name}" for name in ("quantised", "small_rows", "small_transfers")),
+            *(f"cache.homes.{name}" for name in ("quantised", "small_rows")),
             *(f"cache.gpu.{name}" for name in ("small_rows", "small_transfer")),
             "cache.loops.small",
             "extras.verify.rounding",

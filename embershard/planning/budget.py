@@ -215,7 +215,7 @@ def least_need_of_some_caches(request: PlanRequest, need: LeastNeed) -> LeastNee
 def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence[TablePlacement]]:
     shape, allowed = request.workload.shape, request.allowed
     if shape.world_size == 1:
-        alike = _alike(request)
+        alike = [cached(table, request.allowed[table.table][0], [0]) for table in request.sharded]
         if not largest_pool_problem(request.placed(alike), 1):
             return [alike]
         # Tables that are sharded in different ways share no cache, even on one rank.
@@ -233,11 +233,6 @@ def _small_placements(request: PlanRequest, only_by_rows: bool) -> list[Sequence
             f"{sorted({name for types in allowed.values() for name in types})}; allow row_wise or table_wise"
         )
     return found
-
-
-def _alike(request: PlanRequest) -> list[TablePlacement]:
-    """Return the tables on one rank, each sharded in the first way that it may be."""
-    return [cached(table, request.allowed[table.table][0], [0]) for table in request.sharded]
 
 
 def by_rows(request: PlanRequest) -> list[Sequence[TablePlacement]]:

@@ -159,12 +159,6 @@ class CostArrays:
         return float(self.formula.seconds(self.formula.columns(least), 1))
 
     @property
-    def all_bytes(self) -> float:
-        """Bytes of a rank with all tables: a limit that never binds."""
-        most = [np.max([option.total_memory for option in options], axis=0) for options in self.options]
-        return float(self.device_bytes(sum(most, self.base_memory)) + self.less_bytes.max())
-
-    @property
     def rank_memory(self) -> Floats:
         """Memory of each rank without a sharded table, [R, columns]: what it may not use is taken."""
         memory = np.tile(self.base_memory, (self.world_size, 1))

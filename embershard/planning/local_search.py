@@ -372,7 +372,9 @@ class _SearchState:
         if self._limit < math.inf:
             excess = excess + self._over_limit(memory).sum(axis=-1) / self._limit
         if self._host_limit < math.inf:
-            excess = excess + np.maximum(0.0, self._of_nodes(host) - self._host_limit).sum(axis=-1) / self._host_limit
+            firsts = np.arange(0, host.shape[-1], self._costs.ranks_per_node)
+            of_nodes = np.add.reduceat(host, firsts, axis=-1)
+            excess = excess + np.maximum(0.0, of_nodes - self._host_limit).sum(axis=-1) / self._host_limit
         if (most := self._costs.most_pool_rows) is not None:
             excess = excess + sum(max(0, rows - most) for rows in self._pools.values()) / most
         return np.asarray(excess)
@@ -380,10 +382,6 @@ class _SearchState:
     def _over_limit(self, memory: Floats) -> Floats:
         """Return the bytes above the limit, [..., R], of ranks with so much in memory, [..., R, columns]."""
         return np.asarray(np.maximum(0.0, self._costs.device_bytes(memory) - self._limit))
-
-    def _of_nodes(self, host: Floats) -> Floats:
-        """Return the bytes of each node, [..., nodes], from those of the ranks."""
-        return np.asarray(np.add.reduceat(host, np.arange(0, host.shape[-1], self._costs.ranks_per_node), axis=-1))
 
 
 @dataclass(frozen=True, eq=False)

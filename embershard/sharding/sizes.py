@@ -66,11 +66,6 @@ class TableSize:
             return self.weight_bytes(columns)
         return small_row_bytes(self.host_dtype, self.dim if columns is None else columns)
 
-    @property
-    def mark_bytes(self) -> int:
-        """Bytes of a slot beside its row, of a cached table."""
-        return 0 if self.host_dtype is None else MARK_BYTES
-
     def full_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that the full ones of so many rows take in host memory besides."""
         return 4 * columns * round(self.full_share * rows) if self.host_dtype == "int8" else 0
@@ -147,7 +142,7 @@ class PlacedShard:
     @property
     def slot_row_bytes(self) -> int:
         """The same in a slot of a cached shard, with what a slot has beside its row."""
-        return self.row_bytes + self.table.mark_bytes
+        return self.row_bytes + (0 if self.table.host_dtype is None else MARK_BYTES)
 
     @property
     def host_row_bytes(self) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.gpu.small_transfer import SmallUvaTransfer
+from embershard.cache.homes.quantised import SmallStagedTransfer, SmallTransfer
 from embershard.cache.homes.small_rows import SmallRows
-from embershard.cache.homes.small_transfers import SmallStagedTransfer, SmallTransfer
 from embershard.cache.rows import memory
 from embershard.cache.rows.page_lock import lock_for
 from embershard.errors import CacheError

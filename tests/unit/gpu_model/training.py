@@ -32,8 +32,8 @@ from embershard.cache.gpu import small_rows as small_kernels
 from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.homes import memory as homes
 from embershard.cache.homes import quantised
+from embershard.cache.homes.quantised import SmallStagedTransfer
 from embershard.cache.homes.small_rows import SmallRows
-from embershard.cache.homes.small_transfers import SmallStagedTransfer
 from embershard.cache.rows import lazy_rows, memory, page_lock
 from embershard.cache.rows.choose_transfer import WhenLocked
 from embershard.cache.rows.initial_weights import ShardWeights

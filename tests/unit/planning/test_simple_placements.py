@@ -75,7 +75,7 @@ def test_what_the_search_finds_fits(seed):
     """A search without the memory finds placements that are faster and do not fit; what is left of them is slow."""
     request = tight_task(seed)
     costs = cost_arrays(request, resident=True, cached=False)
-    limits = (costs.device_limit, costs.all_bytes)
+    limits = (costs.device_limit, 2.0**60)
     within, without = (local_search(replace(costs, device_limit=limit), 100)[0] for limit in limits)
     assert all_sized(request, [request.placed(within.tables)])
     assert without.step_seconds < within.step_seconds

@@ -9,12 +9,11 @@ import pytest
 
 from embershard.planning import uncertainty as module
 from embershard.planning.cost import topology as topologies
-from embershard.planning.cost.constants import CONSTANTS
 from embershard.planning.cost.topology import Assumptions, load_topology, read_topologies
 from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import predict
 from embershard.planning.request import Budget, PlanRequest
-from embershard.planning.uncertainty import uncertainty
+from embershard.planning.uncertainty import CONSTANTS, uncertainty
 from embershard.planning.workload import Layout
 from embershard.sharding.memory_model import planned_slots
 from tests.unit.planning.requests import make_request, make_workload

@@ -78,17 +78,13 @@ def model_groups(model: nn.Module, sharders: Sequence[ModuleSharder]) -> dict[st
         {
             table.name: (
                 table.path,
-                poolings.get(table.path, {}).get(table.name, "") + _own_host_type(table.name, table.sharder),
+                poolings.get(table.path, {}).get(table.name, "")
+                + (inner_sharder(table.sharder).cache.group_suffix(table.name) if has_cache(table.sharder) else ""),
                 _own_types(table.name, table.weight.shape[0], table.sharder) is not None,
             )
             for table in tables
         }
     )
-
-
-def _own_host_type(table: str, sharder: ModuleSharder) -> str:
-    """Return what a table's own type of host rows adds to its group's name; nothing where all tables have one type."""
-    return inner_sharder(sharder).cache.group_suffix(table) if has_cache(sharder) else ""
 
 
 def _own_types(table: str, num_rows: int, sharder: ModuleSharder) -> Sequence[str] | None:

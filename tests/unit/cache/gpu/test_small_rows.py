@@ -16,8 +16,8 @@ from embershard.cache import CacheConfig, loops
 from embershard.cache.gpu import small_rows as kernels
 from embershard.cache.gpu.small_rows import SmallSlots
 from embershard.cache.gpu.small_transfer import SmallUvaTransfer
+from embershard.cache.homes.quantised import SmallStagedTransfer, SmallTransfer
 from embershard.cache.homes.small_rows import SmallRows
-from embershard.cache.homes.small_transfers import SmallStagedTransfer, SmallTransfer
 from embershard.cache.rows.choose_transfer import transfer_kind
 from embershard.errors import CacheError, ConfigError
 from tests.covering import keep, matrix
