@@ -235,7 +235,7 @@ def test_transfers_that_know_only_rows_of_float32_are_refused(
 
 
 def test_kernels_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embershard.cache.homes.quantised.find_spec", lambda name: None)
+    monkeypatch.setattr("embershard.cache.rows.choose_transfer.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="whose kernels need triton, and it is not installed"):
         transfer_kind(CacheConfig(host_dtype="fp16"), torch.device("cuda"))
 
