@@ -15,7 +15,8 @@ from embershard.cache.gpu.readback import Reads
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.compat import batch_sizes
-from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings, Known
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.feature_keys import FeatureIds, Known
 from embershard.sharding.torchrec.inspection import narrowed, pools_with_features
 from embershard.stages import is_stage
 
@@ -71,14 +72,17 @@ class ModuleInput:
         together = [self, *others]
         for number, (pool, _) in enumerate(self._pools):
             if any(number not in each._known for each in together):
-                features = [each._pools[number][1] for each in together]
-                for each, own in zip(together, pool.know_together(features), strict=True):
+                ids = [FeatureIds.of(each._pools[number][1]) for each in together]
+                for each, own in zip(together, pool.keys.know(*ids), strict=True):
                     each._known[number] = own
 
     def bring_nearer(self) -> bool:
         """Bring the batch's rows nearer to the device, where they are far; False if they do not fit there yet."""
-        pools = [each for each in enumerate(self._pools) if each[1][0].num_coming]
-        return all(pool.bring_nearer(features, self._known.get(number)) for number, (pool, features) in pools)
+        return all(
+            pool.keys.bring_nearer(FeatureIds.of(features), self._known.get(number))
+            for number, (pool, features) in enumerate(self._pools)
+            if pool.num_coming
+        )
 
     def forget(self, pools: Collection[CachedTableBatchedEmbeddings]) -> None:
         """Note that these pools forgot the batch."""
@@ -105,7 +109,8 @@ class ModuleInput:
         """Bring the batch's rows to the device, as far as they fit beside those in use; return True when all are."""
         complete = True
         for number, (pool, features) in self._absent():
-            ticket = pool.prefetch_if_it_fits(features, self._known.get(number), critical_path)
+            known = self._known.get(number)
+            ticket = pool.keys.prepare(FeatureIds.of(features), critical_path, known, if_it_fits=True)
             complete &= self._keep(number, ticket)
         return complete
 
@@ -116,7 +121,8 @@ class ModuleInput:
     def _prefetching(
         self, number: int, pool: tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor], critical_path: bool
     ) -> Reads[bool]:
-        ticket = yield from pool[0].prefetching(pool[1], self._known.get(number), critical_path)
+        ids, known = FeatureIds.of(pool[1]), self._known.get(number)
+        ticket = yield from pool[0].keys.preparing(ids, critical_path, known, if_it_fits=True)
         return self._keep(number, ticket)
 
     def _absent(self) -> list[tuple[int, tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]]]:
@@ -163,9 +169,10 @@ class ModuleInput:
                 not ticket.released and not ticket.held
             ):  # a forward without a backward may hold it, too, and be kept for long
                 ticket.cancel()
-        if any(known is not None for known in self._known.values()):
-            for number, (pool, features) in enumerate(self._pools):
-                pool.skip(features, self._known.get(number))
+        for number, known in self._known.items():
+            if known is not None:
+                pool, features = self._pools[number]
+                pool.keys.skip(FeatureIds.of(features), known)
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until `stream` is done with it."""

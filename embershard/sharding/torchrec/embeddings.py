@@ -13,9 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.modules.embedding_configs import data_type_to_dtype, data_type_to_sparse_type
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embershard.cache.gpu.readback import Reads
 from embershard.cache.homes.choose import HomeRequest, choose_home, parts_of
 from embershard.cache.homes.home import Home
 from embershard.cache.homes.shape import PoolShape
@@ -29,7 +27,7 @@ from embershard.cache.statistics import TableStats
 from embershard.cache.tickets import Ticket
 from embershard.errors import CacheError, ShardingError
 from embershard.sharding.shards import rows_problem
-from embershard.sharding.torchrec.feature_keys import FeatureIds, FeatureKeys, Known, PoolKeys, RowNumbers
+from embershard.sharding.torchrec.feature_keys import FeatureIds, FeatureKeys, PoolKeys
 from embershard.sharding.torchrec.host_tables import HostTables
 from embershard.sharding.torchrec.row_updates import NoUpdates, RowUpdates
 from embershard.sharding.torchrec.slots import SlotTable
@@ -62,8 +60,8 @@ class CachedTableBatchedEmbeddings(HostTables):
     """All cached tables of one TorchRec group (same dim, dtype, optimizer, pooling) on one rank: one pool.
 
     A forward with gradients makes its rows resident, reads them from their slots, and releases them after its backward.
-    Rows can be brought in before: by TorchRec's hook :meth:`prefetch`, or by a pipeline that keeps the tickets
-    (:meth:`know`, :meth:`prefetch_if_it_fits`, :meth:`hand`).
+    Rows can be brought in before: by TorchRec's hook :meth:`prefetch`, or by a pipeline, which has `keys` make tickets
+    and hands them over (:meth:`hand`).
 
     Attributes:
         keys: which rows the ids of a batch are.
@@ -104,7 +102,7 @@ class CachedTableBatchedEmbeddings(HostTables):
         self.updates = self._updates_alone = (RowUpdates if spec.trains else NoUpdates)(self.cache, self.slots)
         if giver is None:
             first_keys = [self.host.row_offsets[t] for t in self._table_of_feature]
-            self.keys: PoolKeys = RowNumbers(self.cache, FeatureKeys(first_keys, self._device), first_slots)
+            self.keys = PoolKeys(self.cache, FeatureKeys(first_keys, self._device), first_slots)
         else:
             self.keys = giver.pool_keys(spec, tables, self.cache, self._table_of_feature)
         places = zip(tables, self.host.row_offsets, self.host.rows_per_table, strict=True)
@@ -165,26 +163,14 @@ class CachedTableBatchedEmbeddings(HostTables):
             assert ticket is not None
             self._prefetched.append((ticket, indices))
 
-    def know(self, features: KeyedJaggedTensor) -> Known:
-        """Announce a batch that will be made resident after all those known; see :meth:`RowCache.know`."""
-        return self.know_together([features])[0]
-
-    def know_together(self, batches: Sequence[KeyedJaggedTensor]) -> list[Known]:
-        """Announce batches that train together: what `know` returns of each. Their ids get rows as those of one."""
-        return self.keys.know(*(FeatureIds.of(features) for features in batches))
-
     @property
     def num_coming(self) -> int:
-        """Batches behind the one in training whose rows are brought nearer (`bring_nearer`)."""
+        """Batches behind the one in training whose rows are brought nearer (`PoolKeys.bring_nearer`)."""
         return self.cache.parts.num_coming
-
-    def bring_nearer(self, features: KeyedJaggedTensor, known: Known) -> bool:
-        """Bring a known batch's rows nearer, some steps before they are made resident; False if they do not fit yet."""
-        return self.keys.bring_nearer(FeatureIds.of(features), known)
 
     @property
     def known_bytes(self) -> int:
-        """Memory of what is known of batches, beside what `know` returns, in bytes."""
+        """Memory of what is known of batches, beside what `PoolKeys.know` returns, in bytes."""
         index = self.cache.next_use_index
         return (0 if index is None else index.chain_bytes) + self.cache.parts.known_bytes
 
@@ -194,30 +180,9 @@ class CachedTableBatchedEmbeddings(HostTables):
         index = self.cache.next_use_index
         return (index is not None and index.knows_most) or self.cache.parts.knows_most
 
-    def prefetch_if_it_fits(self, features: KeyedJaggedTensor, known: Known, critical_path: bool) -> Ticket | None:
-        """Make a batch resident; return the ticket to :meth:`hand` before its forward, None if it does not fit beside
-        those in flight.
-
-        Args:
-            features: the batch.
-            known: what :meth:`know` returned for it.
-            critical_path: the batch trains next.
-        """
-        return self.keys.prepare(FeatureIds.of(features), critical_path, known, if_it_fits=True)
-
-    def prefetching(self, features: KeyedJaggedTensor, known: Known, critical_path: bool) -> Reads[Ticket | None]:
-        """Do `prefetch_if_it_fits` in parts: yield where the host needs numbers of the device."""
-        return self.keys.preparing(FeatureIds.of(features), critical_path, known, if_it_fits=True)
-
     def hand(self, ticket: Ticket | None) -> None:
         """Give the next forward with gradients its ticket; None: its batch has none."""
         self._handed[:] = (ticket,)
-
-    def skip(self, features: KeyedJaggedTensor, known: Known) -> None:
-        """Take back the announcement of the next known batch: what `know` or `announce` returned; None: it was taken
-        back or became resident."""
-        if known is not None:
-            self.keys.skip(FeatureIds.of(features), known)
 
     def look_ahead_for(self, owner: object) -> bool:
         """Let `owner` announce the batches from now on; drop what another owner announced. Return True if what `owner`

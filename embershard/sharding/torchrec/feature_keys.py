@@ -138,36 +138,55 @@ def add_per_feature(ids: Tensor, addends: Tensor, lengths: Tensor) -> Tensor:
 
 
 class PoolKeys:
-    """Which rows of its pool a batch's ids are, and how the batch becomes resident with them.
+    """Which rows of its pool a batch's ids are, and how the batch becomes resident with them. In this class, ids are
+    row numbers of their table's shard.
+
+    Args:
+        cache: of the pool.
+        feature_keys: of its features.
+        first_slots: what `SlotTable.set_pinned_slots` returned.
 
     Attributes:
-        gives_rows: ids have the rows that a batch gives them when it becomes known. They are lost when new rows come,
-            and a row may be reinitialised for another id. Else ids are row numbers of their table's shard.
+        gives_rows: instead, ids have the rows that a batch gives them when it becomes known. They are lost when new
+            rows come, and a row may be reinitialised for another id.
         has_zeros: an id may have no row; its embedding is zero.
     """
 
     gives_rows = False
     has_zeros = False
 
-    def know(self, *batches: FeatureIds) -> list[Known]:
-        """Make a batch known, or several that train together, as `RowCache.know` does; return what is known of each."""
-        raise NotImplementedError
+    def __init__(self, cache: RowCache, feature_keys: FeatureKeys, first_slots: Tensor | None) -> None:
+        self._cache, self._feature_keys, self._first_slots = cache, feature_keys, first_slots
+
+    def know(self, *batches: FeatureIds) -> Sequence[Known]:
+        """Announce a batch, or several that train together, as `RowCache.know` does; return what is known of each."""
+        if self._cache.next_use_index is None:
+            return [None] * len(batches)
+        return [self._cache.know(*self._feature_keys.of(ids)) for ids in batches]
+
+    def bring_nearer(self, ids: FeatureIds, known: Known) -> bool:
+        """Bring a known batch's rows nearer, some steps before it is prepared; return False if they do not fit yet."""
+        return self._cache.parts.coming(self._feature_keys.of(ids)[0], known)
 
     def prepare(self, ids: FeatureIds, critical_path: bool, known: Known, if_it_fits: bool) -> Ticket | None:
         """Make a batch resident, as `RowCache.prepare` does."""
-        raise NotImplementedError
+        keys, lengths = self._feature_keys.of(ids)
+        return self._in_pinned_slots(self._cache.prepare(keys, lengths, critical_path, known, if_it_fits), lengths)
 
     def preparing(self, ids: FeatureIds, critical_path: bool, known: Known, if_it_fits: bool) -> Reads[Ticket | None]:
         """Do `prepare` in parts: yield where the host needs numbers of the device."""
-        yield from ()
-        return self.prepare(ids, critical_path, known, if_it_fits)
+        keys, lengths = self._feature_keys.of(ids)
+        ticket = yield from self._cache.preparing(keys, lengths, critical_path, known, if_it_fits)
+        return self._in_pinned_slots(ticket, lengths)
 
-    def bring_nearer(self, ids: FeatureIds, known: Known) -> bool:
-        """Bring a batch's rows nearer, some steps before it is prepared; return False if they do not fit yet."""
-        return True
+    def _in_pinned_slots(self, ticket: Ticket | None, lengths: Tensor) -> Ticket | None:
+        if ticket is not None and self._first_slots is not None:
+            ticket.slots = add_per_feature(ticket.slots, -self._first_slots, lengths)
+        return ticket
 
     def skip(self, ids: FeatureIds, known: Known) -> None:
-        """Take back the oldest known batch."""
+        """Take back the announcement of the next known batch, which will not be prepared."""
+        self._cache.skip(self._feature_keys.of(ids)[0], known)
 
     def begin(self, ticket: Ticket) -> bool:
         """Note that a prepared batch begins to train; return True if ids of it have zeros."""
@@ -175,7 +194,7 @@ class PoolKeys:
 
     def find(self, ids: FeatureIds) -> Tensor:
         """Return the keys [N] of a batch that is only read, as the newest batch that trained has them; -1 for zeros."""
-        raise NotImplementedError
+        return self._feature_keys.of(ids)[0]
 
     def forget(self) -> None:
         """Take back all batches that were known and have not begun to train."""
@@ -202,44 +221,3 @@ class PoolKeys:
     def touch(self, table: str, first_row: int, rows: Tensor, ids: Tensor) -> None:
         """Note that replicas have rows of a table (int64 [K], numbered in the whole of it; the shard here begins with
         `first_row`) with these ids."""
-
-
-class RowNumbers(PoolKeys):
-    """Ids are row numbers.
-
-    Args:
-        cache: of the pool.
-        feature_keys: of its features.
-        first_slots: what `SlotTable.set_pinned_slots` returned.
-    """
-
-    def __init__(self, cache: RowCache, feature_keys: FeatureKeys, first_slots: Tensor | None) -> None:
-        self._cache, self._feature_keys, self._first_slots = cache, feature_keys, first_slots
-
-    def know(self, *batches: FeatureIds) -> list[Known]:
-        if self._cache.next_use_index is None:
-            return [None] * len(batches)
-        return [self._cache.know(*self._feature_keys.of(ids)) for ids in batches]
-
-    def prepare(self, ids: FeatureIds, critical_path: bool, known: Known, if_it_fits: bool) -> Ticket | None:
-        keys, lengths = self._feature_keys.of(ids)
-        return self._in_pinned_slots(self._cache.prepare(keys, lengths, critical_path, known, if_it_fits), lengths)
-
-    def preparing(self, ids: FeatureIds, critical_path: bool, known: Known, if_it_fits: bool) -> Reads[Ticket | None]:
-        keys, lengths = self._feature_keys.of(ids)
-        ticket = yield from self._cache.preparing(keys, lengths, critical_path, known, if_it_fits)
-        return self._in_pinned_slots(ticket, lengths)
-
-    def _in_pinned_slots(self, ticket: Ticket | None, lengths: Tensor) -> Ticket | None:
-        if ticket is not None and self._first_slots is not None:
-            ticket.slots = add_per_feature(ticket.slots, -self._first_slots, lengths)
-        return ticket
-
-    def bring_nearer(self, ids: FeatureIds, known: Known) -> bool:
-        return self._cache.parts.coming(self._feature_keys.of(ids)[0], known)
-
-    def skip(self, ids: FeatureIds, known: Known) -> None:
-        self._cache.skip(self._feature_keys.of(ids)[0], known)
-
-    def find(self, ids: FeatureIds) -> Tensor:
-        return self._feature_keys.of(ids)[0]

@@ -25,9 +25,7 @@ from embershard.known_bounds import bounds_of, note_bounds
 from embershard.pipeline.config import LookAheadConfig
 from embershard.settings.decoding import decode
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
-from embershard.sharding.torchrec.feature_keys import FeatureIds
-from embershard.sharding.torchrec.ids.id_tables import maps_of
+from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps, maps_of
 from embershard.training.config import TrainConfig
 from embershard.training.reports import Report, SkippedBatchReport, TrainReport
 from tests.covering import matrix
@@ -190,13 +188,10 @@ def test_ids_of_all_pieces_get_rows_together(one_rank: Ranks, tmp_path: Path, mo
         found, _ = _maps(_with_ids(tmp_path, pieces), one_rank)
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], values) for name, values in whole.items())
-    monkeypatch.setattr(CachedTableBatchedEmbeddings, "know_together", _one_by_one)
+    know = PoolIdMaps.know
+    monkeypatch.setattr(PoolIdMaps, "know", lambda self, *batches: [know(self, each)[0] for each in batches])
     with pytest.raises(CacheError, match="3 batches in one update, and the ids of 1 got rows together"):
         _maps(_with_ids(tmp_path, 3), one_rank)
-
-
-def _one_by_one(self: CachedTableBatchedEmbeddings, batches: list[KeyedJaggedTensor], *_: Any) -> list[Any]:
-    return [self.keys.know(FeatureIds.of(features))[0] for features in batches]
 
 
 def test_ids_need_batches_that_become_known_together(one_rank: Ranks, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
+from embershard.cache.gpu.readback import Reads
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import ChangedIds, IdCounts, IdGuard, IdMap, mixed
 from embershard.cache.next_use import KnownBatch
@@ -257,6 +258,12 @@ class PoolIdMaps(PoolKeys):
             slots[known.is_row] = ticket.slots
             ticket.slots = slots
         return ticket
+
+    def preparing(
+        self, ids: FeatureIds, critical_path: bool, known: KnownIds | None, if_it_fits: bool
+    ) -> Reads[Ticket | None]:
+        yield from ()  # on a CPU
+        return self.prepare(ids, critical_path, known, if_it_fits)
 
     def skip(self, ids: FeatureIds, known: KnownIds) -> None:
         """Take back the announcement of a batch's rows. Its ids stay counted if a later batch trains."""
