@@ -159,6 +159,7 @@ class RowCache:
             self.parts.known(keys, feature_lengths, known)
         return known
 
+    @one_at_a_time
     def prepare(
         self,
         keys: Tensor,

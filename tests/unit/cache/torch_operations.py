@@ -138,7 +138,7 @@ class TorchNextUseIndex(NextUseIndex):
         positions = ((entries < 1) | (entries > self._tables.num_pinned)).nonzero().flatten().int()
         return keys.index_select(0, positions), positions
 
-    def admit(self, keys: Tensor, slots: Tensor) -> None:
+    def take_traces(self, keys: Tensor, slots: Tensor) -> None:
         last = -self._map.entries(keys)
         self._last_use.scatter_(0, slots, last)
         self.next_use.scatter_(0, slots, (last > 0).int() * self._soon)
