@@ -337,16 +337,13 @@ class Workload:
             needed = math.ceil(sum(report.unique_ids for report in counted))
             if grows and num_slots < needed:
                 counted, num_slots = self.counted_reports(shards, needed), needed
-            return (
-                counted,
-                num_slots,
-                None
-                if levels is None
-                else levels.in_the_long_run(
+            traffic: FileTraffic | None = None
+            if levels is not None:
+                traffic = levels.in_the_long_run(
                     sum(shard.rows for shard in shards),
                     lambda held: sum(report.fills for report in self.counted_reports(shards, held)),
-                ),
-            )
+                )
+            return counted, num_slots, traffic
         trace = self.data.trace
         assert trace is not None, "nothing to replay"
         pinned = pinned_tables([shard.rows for shard in shards], num_slots)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import simulator_back_test as back_test
 from embershard.extras.calibrate.calibrate import REFERENCE, reference_setting
-from embershard.planning.cost.back_test import PUBLISHED
+from embershard.planning.cost.back_test import PUBLIC_POINTS
 from embershard.planning.cost.topology import load_topology
 from embershard.settings.decoding import decode
 from embershard.training.config import RunConfig
@@ -30,7 +30,7 @@ def test_the_machine_file_has_every_number_of_ranks() -> None:
 
 @pytest.mark.slow
 def test_a_public_point_is_simulated_and_its_error_stated() -> None:
-    found = back_test._public(PUBLISHED[1])
+    found = back_test._public(PUBLIC_POINTS[1])
     error = found["simulated_samples_per_second"] / found["published_samples_per_second"] - 1
     assert found["error"] == pytest.approx(error, abs=1e-3)
     step_ms = 1e3 * found["global_batch_size"] / found["simulated_samples_per_second"]
