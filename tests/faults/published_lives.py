@@ -163,10 +163,10 @@ def whole_state(model: Any) -> list[tuple[str, int, int, Tensor]]:
     """This rank's weights: name, first row, first column, rows. Nothing is written back: that would change what is
     dirty. The weights around the tables have the row -1."""
     found, cached = [], set()
+    hots: list[Any] = [module._hot for module in model.modules() if hasattr(module, "_hot")]
     for pool in cached_embeddings(model):
         rows = pool.cache.read(torch.arange(pool.host.num_rows))
-        if pool.copies is not None:
-            hot: Any = pool.copies
+        for hot in hots:
             for shard in hot._shards:
                 if shard.host is pool.host and not hot._is_behind:
                     rows[shard.keys] = shard.rows.payload[0][shard.start : shard.start + len(shard.keys)]

@@ -22,6 +22,7 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import Ticket
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.publish.published import published, read_files, read_publication
+from embershard.extras.hot_cold.hot_tables import HotPart
 from embershard.extras.publications import write
 from embershard.extras.verify.equivalence import _contents
 from embershard.frequency.config import ProfileConfig
@@ -204,9 +205,8 @@ def with_fault(what: str) -> Iterator[None]:
         with mock.patch.object(RowCache, "begin_update", by_slots):
             yield
     elif what == "hot rows":
-        with mock.patch.object(
-            HostTables, "write_copies", lambda pool: pool.copies and pool.copies.write_to(pool.host)
-        ):
+        written = HotPart.written_back
+        with mock.patch.object(HotPart, "written_back", lambda part: written(part)[:0]):
             yield
     else:
         raise ValueError(what)

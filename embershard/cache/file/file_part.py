@@ -70,6 +70,7 @@ class FilePart(PoolPart):
     """
 
     num_coming = READ_AHEAD
+    hears_moves = True
 
     def __init__(self, filed: PlacedRows, scores: Callable[[], Tensor | None], is_on_gpu: bool) -> None:
         self._filed, self._is_on_gpu = filed, is_on_gpu

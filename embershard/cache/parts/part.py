@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from embershard.cache.guards import ChangeGuard
 from embershard.cache.next_use import KnownBatch
 from embershard.cache.planner import CachePlan
 from embershard.cache.rows.copies import RowCopies
@@ -17,26 +18,31 @@ from embershard.cache.slot_map import SlotMap
 class PoolPart:
     """Hears of a pool's batches. A method that a part has no use for does nothing.
 
-        What a batch goes through, in this order::
+    What a batch goes through, in this order::
 
-            known       its uses of rows are known; it is prepared after all batches known so far, or skipped
-            coming      it is prepared some steps later: bring its rows nearer
-            entering    rows are about to be copied to slots, for it or before the first batch
-            left        rows have left their slots for it
-            skipped     in place of the last two
+        known       its uses of rows are known; it is prepared after all batches known so far, or skipped
+        coming      it is prepared some steps later: bring its rows nearer
+        entering    rows are about to be copied to slots, for it or before the first batch
+        left        rows have left their slots for it
+        skipped     in place of the last two
 
-    and beside them `changed`: an update of rows begins, or somebody else writes to them.
+    and beside them `changed`: an update of rows begins, or somebody else writes to them; `written_back`: somebody is
+    about to read the host tier.
 
-        Attributes:
-            num_coming: so many batches behind the one in training are coming.
+    Attributes:
+        num_coming: so many batches behind the one in training are coming.
+        hears_moves: of rows that enter slots and leave them.
+        hears_changes: of rows that change.
+        guard: of the slots or of what the part trains beside them: it refuses forwards, and reads of the host tier.
 
-        >>> PoolPart().coming(torch.tensor([5]), None)
-        True
+    >>> PoolPart().coming(torch.tensor([5]), None)
+    True
     """
 
     num_coming = 0
-    #: It hears which rows change, and of no other stage.
+    hears_moves = False
     hears_changes = False
+    guard: ChangeGuard | None = None
 
     def known(self, keys: Tensor, feature_lengths: Tensor, known: KnownBatch) -> None:
         """Note a batch; arguments as for `RowCache.know`, and its result."""
@@ -61,6 +67,10 @@ class PoolPart:
     def changed(self, keys: Tensor | Sequence[range] | None) -> None:
         """Note that rows (int64 [N], not distinct, or ranges; None: all) train from now on, or are written to."""
 
+    def written_back(self) -> Tensor | None:
+        """Write what the part trains beside the slots to the host tier; return the keys of rows that changed by it."""
+        return None
+
     @property
     def known_bytes(self) -> int:
         """Memory of what is known of batches, where the cache plans, in bytes."""
@@ -76,13 +86,28 @@ class PoolParts(PoolPart):
     """All parts of a pool: each hears what this one is told."""
 
     def __init__(self, parts: Sequence[PoolPart] = ()) -> None:
-        self._parts = tuple(parts)
-        self.num_coming = max((part.num_coming for part in parts), default=0)
+        self._parts: tuple[PoolPart, ...] = ()
+        self.guards: tuple[ChangeGuard, ...] = ()
+        for part in parts:
+            self.add(part)
 
     def add(self, part: PoolPart) -> None:
-        """Let a part that hears changes hear them from now on: before the first batch, where rows train."""
+        """Let a part hear, too, from now on: of changes before the first batch, where rows train."""
         self._parts = (*self._parts, part)
-        self.hears_changes = True
+        self.num_coming = max(self.num_coming, part.num_coming)
+        self.hears_moves |= part.hears_moves
+        self.hears_changes |= part.hears_changes
+        if part.guard is not None:
+            self.guards = (*self.guards, part.guard)
+
+    def check(self) -> None:
+        """Refuse rows that a guard refuses.
+
+        Raises:
+            CacheError: rows of which other ranks have copies, and a backward that did not end on this rank.
+        """
+        for guard in self.guards:
+            guard.check()
 
     def known(self, keys: Tensor, feature_lengths: Tensor, known: KnownBatch) -> None:
         for part in self._parts:
@@ -92,8 +117,9 @@ class PoolParts(PoolPart):
         return all(part.coming(keys, known) for part in self._parts)
 
     def entering(self, keys: Tensor, known: KnownBatch | None) -> None:
-        for part in self._parts:
-            part.entering(keys.cpu(), known)
+        if self.hears_moves:
+            for part in self._parts:
+                part.entering(keys.cpu(), known)
 
     def left(self, keys: Tensor) -> None:
         for part in self._parts:
@@ -111,6 +137,11 @@ class PoolParts(PoolPart):
         for part in self._parts:
             part.changed(keys)
 
+    def written_back(self) -> None:
+        for part in self._parts:
+            if (keys := part.written_back()) is not None:
+                self.changed(keys)
+
     @property
     def known_bytes(self) -> int:
         return sum(part.known_bytes for part in self._parts)
@@ -123,7 +154,7 @@ class PoolParts(PoolPart):
     def moving(self, plan: CachePlan, known: KnownBatch | None, copies: RowCopies, rows: SlotMap) -> Iterator[None]:
         """Tell of the rows that a plan brings to slots before the body moves them, and of those that left behind it:
         after an exception, those that are in none."""
-        if all(part.hears_changes for part in self._parts):  # nobody needs the plan's keys on the host
+        if not self.hears_moves:  # nobody needs the plan's keys on the host
             yield
             return
         entering, left = plan.on_host.fill, plan.on_host.evicted

@@ -30,6 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.cache.config import CacheConfig
 from embershard.cache.guards import CopiesGuard
 from embershard.cache.homes.shared import CELLS_PER_RANK, Barriers, NodeShare
+from embershard.cache.parts.part import PoolPart
 from embershard.distributed.ranks import Ranks
 from embershard.errors import ConfigError
 from embershard.extras.data_parallel.node_memory import NodeMemory
@@ -137,9 +138,10 @@ class UnionOutput(nn.Module):
         super().__init__()
         self._group = group
         tables = ", ".join(table for pool in pools for table in pool.cache.tables)
-        self._guard = CopiesGuard(f"rank {dist.get_rank(group)}, data-parallel tables {tables}")
+        part = PoolPart()
+        part.guard = self._guard = CopiesGuard(f"rank {dist.get_rank(group)}, data-parallel tables {tables}")
         for pool in pools:
-            pool.copies_guard = self._guard
+            pool.cache.parts.add(part)
 
     def forward(self, rows: Tensor, context: RowsContext) -> Awaitable[Tensor]:
         """Return rows [M, D] of this rank's distinct ids, of rows [U, D]. The backward is collective."""

@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.homes.home import Home
 from embershard.cache.parts.changed import rows_that_differ
+from embershard.cache.parts.part import PoolPart
 from embershard.distributed.traffic import counted_as_other
 from embershard.errors import CacheError
 from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
@@ -331,3 +332,13 @@ class _HotOptimizer(CopiesOptimizer):
     def post_load_state_dict(self) -> None:
         """Take the rows from the host tier again: it has new states."""
         self._tables.host_was_loaded()
+
+
+class HotPart(PoolPart):
+    """Hot rows as a part of a pool: what the copies of its rows learned is written before somebody reads."""
+
+    def __init__(self, tables: HotTables, host: Home) -> None:
+        self._tables, self._host = tables, host
+
+    def written_back(self) -> Tensor:
+        return self._tables.write_to(self._host)

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from embershard.cache.key_map import ArrayKeyMap, KeyMap, map_kind
 from embershard.errors import ConfigError, ShardingError
-from embershard.extras.hot_cold.hot_tables import HotTable, HotTables, OutputFeature
+from embershard.extras.hot_cold.hot_tables import HotPart, HotTable, HotTables, OutputFeature
 from embershard.frequency.statistics import Ints
 from embershard.sharding.torchrec.compat import as_keyed_jagged
 from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
@@ -168,7 +168,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         self._looked_up, self._output_places = (FeaturePlaces(each, device) for each in (list(table_of_feature), names))
         self._has_mean_pooling_callback = False  # sums are divided here, once hot and cold ones are added
         for tables_of_kernel, pool in cached_kernels(self):
-            pool.copies = self._hot
+            pool.cache.parts.add(HotPart(self._hot, pool.host))
             for table, first_key in zip(tables_of_kernel, pool.host.row_offsets, strict=True):
                 row, column = table.local_metadata.shard_offsets
                 self._hot.add_shard(pool.host, table.name, (row, table.local_rows), column, first_key)

@@ -25,7 +25,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from embershard.cache.guards import CopiesGuard
+from embershard.cache.guards import ChangeGuard
 from embershard.errors import CacheError, ConfigError
 from embershard.sharding.torchrec.compat import lookups_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
@@ -294,7 +294,7 @@ class _HeldTables:
         self._stock: list[SplitTableBatchedEmbeddingBagsCodegen] = []
         self._hot: list[Any] = []
         self._lookups: list[nn.Module] = []
-        self._guards: list[CopiesGuard] = []
+        self._guards: list[ChangeGuard] = []
         self._dense = _DenseGradients(model)
         for module in model.modules():
             for lookup in lookups_of(module):
@@ -302,7 +302,9 @@ class _HeldTables:
             if isinstance(module, CachedModule) and (hot := getattr(module, "_hot", None)) is not None:
                 self._hot.append(hot)
                 self._add_copies(hot.copies)
-        self._guards = list(dict.fromkeys([*self._guards, *(p.copies_guard for p in self._pools if p.copies_guard)]))
+        for pool in self._pools:
+            self._guards += pool.cache.parts.guards
+        self._guards = list(dict.fromkeys(self._guards))  # pools may share one
         self._num_run = 0
 
     def _find_tables(self, lookup: nn.Module) -> None:

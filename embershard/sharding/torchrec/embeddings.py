@@ -238,8 +238,7 @@ class CachedTableBatchedEmbeddings(HostTables):
             per_sample_weights: [N] or None.
             variable_batch: FBGEMM's arguments for a batch size per feature.
         """
-        if self.copies_guard is not None:
-            self.copies_guard.check()
+        self.cache.parts.check()
         ids = FeatureIds(indices, offsets, variable_batch.get("batch_size_per_feature_per_rank"))
         arguments = dict(per_sample_weights=per_sample_weights, **variable_batch)
         if not torch.is_grad_enabled():

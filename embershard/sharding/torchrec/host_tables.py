@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor, nn
 
-from embershard.cache.guards import CopiesGuard
 from embershard.cache.homes.frozen_rows import FrozenRows
 from embershard.cache.homes.home import Home
 from embershard.cache.parts.changed import ChangedKeys
 from embershard.cache.row_cache import RowCache
 from embershard.sharding.torchrec.slots import SlotTable
-
-
-class CopiesOfRows(Protocol):
-    """Rows that a mode trains outside of the cache."""
-
-    def write_to(self, host: Home) -> Tensor:
-        """Write what the copies of rows of this host tier learned; return the keys of the rows that changed by it."""
 
 
 class HostTables(nn.Module):
@@ -38,9 +30,6 @@ class HostTables(nn.Module):
         host: the rows.
         slots: the rows' places on the device.
         cache: moves rows between the two.
-        copies: of rows that are trained outside of the cache, and are written here before somebody reads; None: there
-            are none.
-        copies_guard: of slots that are equal on all ranks; None: they are not.
     """
 
     host: Home
@@ -50,8 +39,6 @@ class HostTables(nn.Module):
     prefetch_pipeline = True
     _is_flushed = True
     _takes_references = False
-    copies: CopiesOfRows | None = None
-    copies_guard: CopiesGuard | None = None
 
     @property
     def embedding_specs(self) -> list[tuple[int, int, EmbeddingLocation, ComputeDevice]]:
@@ -125,20 +112,10 @@ class HostTables(nn.Module):
             self.cache.flush()
 
     def write_back(self) -> None:
-        """Write trained rows back to the host tier.
-
-        Raises:
-            CacheError: rows of which other ranks have copies, and a backward that did not end on this rank.
-        """
-        if self.copies_guard is not None:
-            self.copies_guard.check()
+        """Write trained rows back to the host tier; errors as of `PoolParts.check`."""
+        self.cache.parts.check()
         self.cache.write_back()
-        self.write_copies()
-
-    def write_copies(self) -> None:
-        """Write what rows with copies learned to the host tier: they count as changed."""
-        if self.copies is not None:
-            self.cache.parts.changed(self.copies.write_to(self.host))
+        self.cache.parts.written_back()
 
     def track_changes(self) -> ChangedKeys:
         """Return what has marks, from now on, of the rows that change. Call it before a batch is prepared."""
@@ -148,14 +125,9 @@ class HostTables(nn.Module):
 
     def take_changed(self, marks: ChangedKeys) -> Tensor:
         """Return those of the marked rows that this rank writes back, in host memory: int64 [M] ascending; remove all
-        marks. Call it between steps.
-
-        Raises:
-            CacheError: rows of which other ranks have copies, and a backward that did not end on this rank.
-        """
-        if self.copies_guard is not None:
-            self.copies_guard.check()
-        self.write_copies()
+        marks. Call it between steps. Errors as of `PoolParts.check`."""
+        self.cache.parts.check()
+        self.cache.parts.written_back()
         keys = marks.take()
         is_own = self.host.is_own(keys)
         return keys if is_own is None else keys[is_own]

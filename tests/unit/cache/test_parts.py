@@ -10,10 +10,13 @@ from torch import Tensor
 
 from embershard.cache import MemoryRows, PoolShape
 from embershard.cache.config import CachePolicy
+from embershard.cache.guards import ChangeGuard
 from embershard.cache.next_use import KnownBatch
+from embershard.cache.parts.changed import ChangedKeys
 from embershard.cache.parts.part import PoolPart, PoolParts
 from embershard.cache.row_cache import RowCache
 from embershard.cache.rows.transfer import PlainTransfer
+from embershard.errors import CacheError
 
 Heard = tuple[str, list[int]]
 
@@ -21,7 +24,7 @@ Heard = tuple[str, list[int]]
 class Listener(PoolPart):
     """Notes what it hears, and follows which rows are in slots."""
 
-    num_coming = 3
+    num_coming, hears_moves = 3, True
 
     def __init__(self) -> None:
         self.heard, self.on_device = list[Heard](), set[int]()
@@ -139,3 +142,21 @@ def test_all_parts_hear_and_the_one_that_looks_ahead_most_decides() -> None:
     assert not both.coming(torch.tensor([1]), None)
     assert (PoolParts().num_coming, PoolParts().knows_most, PoolParts().known_bytes) == (0, False, 0)
     assert PoolParts().coming(torch.tensor([1]), None)
+
+
+def test_rows_that_a_part_trains_beside_the_slots_count_as_changed_and_its_guard_refuses_all() -> None:
+    class Beside(PoolPart):
+        guard = ChangeGuard("tables users")
+
+        def written_back(self) -> Tensor:
+            return torch.tensor([7, 2])
+
+    marks = ChangedKeys(9, torch.device("cpu"))
+    parts = PoolParts([Listener(), Beside(), marks])
+    parts.check()
+    parts.written_back()
+    assert marks.take().tolist() == [2, 7]
+    with pytest.raises(OSError, match="lost"), Beside.guard.change("training"):
+        raise OSError("lost")
+    with pytest.raises(CacheError, match="tables users: training did not end"):
+        parts.check()
