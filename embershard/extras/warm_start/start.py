@@ -18,8 +18,7 @@ from embershard.distributed.checkpoint.load import without_known_warnings
 from embershard.errors import ConfigError
 from embershard.extras.warm_start.fill import fill_layers, fill_tables
 from embershard.extras.warm_start.id_moves import clock_of, fill_ids
-from embershard.extras.warm_start.matching import Entry, Matching, match
-from embershard.extras.warm_start.report import refusal, summary
+from embershard.extras.warm_start.matching import Entry, Matching, match, refusal, summary
 from embershard.extras.warm_start.shapes import MODEL, ModelShape, shape_of
 from embershard.extras.warm_start.source import TrainedModel, open_model
 from embershard.models import ModelTable, build_model

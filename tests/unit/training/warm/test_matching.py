@@ -12,8 +12,7 @@ import pytest
 from embershard.distributed.checkpoint.boxes import Saved
 from embershard.errors import ConfigError
 from embershard.extras.warm_start.columns import DENSE
-from embershard.extras.warm_start.matching import Matching, match
-from embershard.extras.warm_start.report import summary
+from embershard.extras.warm_start.matching import Matching, match, summary
 from embershard.extras.warm_start.shapes import ModelShape, shape_of
 from embershard.extras.warm_start.source import TrainedModel
 from embershard.extras.warm_start.start import new_shape, planned
