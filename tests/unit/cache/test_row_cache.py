@@ -6,6 +6,7 @@ import functools
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import get_args
 from unittest import mock
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from embershard.cache import CacheGrowthWarning
 from embershard.cache.config import CachePolicy, Policy
+from embershard.cache.gpu.readback import read_at_once
 from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.homes.shape import PoolShape
 from embershard.cache.parts.changed import ChangedKeys
@@ -762,3 +764,30 @@ def test_updates_alone_touch_rows():
     assert changed.take().tolist() == [1, 2]
     cache.begin_update(third)  # and then fails
     assert changed.take().tolist() == [5, 6, 7, 8]
+
+
+OPERATIONS: dict[str, Callable[[Pool], object]] = {
+    "know": lambda pool: pool.cache.know(*pool.split_by_feature([5])),
+    "prepare": lambda pool: pool.cache.prepare(*pool.split_by_feature([5])),
+    "preparing": lambda pool: read_at_once(pool.cache.preparing(*pool.split_by_feature([5]), True, None, False)),
+    "reinitialise": lambda pool: pool.cache.reinitialise(torch.tensor([5]), torch.tensor([7])),
+    "read": lambda pool: pool.cache.read(torch.tensor([5])),
+    "flush": lambda pool: pool.cache.flush(),
+    "host_rows_changed": lambda pool: (pool.cache.flush(), pool.cache.host_rows_changed()),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations_run_one_at_a_time(operation: str) -> None:
+    """Each holds the pool's lock when it looks whether it may begin."""
+    pool, held = Pool(num_slots=6, policy="lookahead", lazy=True), list[bool]()
+    check = pool.cache._moves.check
+
+    def looked() -> None:
+        held.append(pool.cache._lock._is_owned())  # type: ignore[attr-defined]
+        check()
+
+    with mock.patch.object(pool.cache._moves, "check", looked):
+        OPERATIONS[operation](pool)
+    assert held
+    assert all(held)
