@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from embershard.commands import cli
 from tests.covering import keep
-from tests.without import CAPABILITIES, PROJECT, hiding_environment, imports_of, is_in, needs, rooms_of
+from tests.without import CAPABILITIES, PROJECT, hide, hiding_environment, imports_of, is_in, needs, rooms_of
 
 PACKAGE = PROJECT / "embershard"
 #: The quickstart, small, without a tracker.
@@ -65,6 +66,28 @@ def test_a_test_file_that_needs_a_room_through_another_is_found():
     rooms = rooms_of(["networks"])
     assert needs(PROJECT / "tests" / "unit" / "models" / "test_tasks.py", rooms)
     assert not needs(Path(__file__), rooms)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("report_page", "report nowhere -o page.html"),
+        ("compare", "compare a.parquet b.parquet"),
+        ("verify", "verify quickstart"),
+        ("calibrate", "plan --calibrate -o machine.toml"),
+        ("convert", "data convert a.csv -o a.parquet"),
+    ],
+)
+def test_a_command_says_which_extra_is_missing(name, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for module in [module for module in sys.modules if is_in(module, rooms_of([name]))]:
+        monkeypatch.delitem(sys.modules, module)
+    hide([name])
+    assert cli.main(words.split()) == 2
+    assert f"this needs embershard.extras.{name}, which this installation of embershard is without" in (
+        capsys.readouterr().err
+    )
 
 
 #: Commands of one new interpreter, whose ranks are forked: imports take longer than these runs.
