@@ -50,12 +50,13 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with process_group("cpu") as ranks:
         trainer = Trainer(run_config(options, train, checkpoint=checkpoint), ranks, folder / "run")
         flush(trainer.model)
-        pools, trained = list(cached_embeddings(trainer.model)), dict[int, int]()
-        for pool in pools:
-            pool.cache.track_updates()
+        pools = [(pool, pool.track_changes()) for pool in cached_embeddings(trainer.model)]
+        trained = dict[int, int]()
         for each in trainer.train():
             if trainer.steps % options.every == 0 and trainer.steps not in trained:
-                trained[trainer.steps] = sum(_trained_bytes(pool) for pool in pools)
+                trained[trainer.steps] = sum(
+                    len(marks.take()) * (8 + pool.host.row_bytes) for pool, marks in pools
+                )  # with states and keys
             if isinstance(each, SaveReport):
                 manifest = Manifest.read(each.path)
                 of_kind = found["whole" if manifest.parent is None else "delta"]
@@ -89,11 +90,6 @@ def _figures(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
         "save_seconds": {kind: round(of["seconds"], 2) for kind, of in median.items()},
         "wait_ms": {kind: round(of["wait"], 1) for kind, of in median.items()},
     }
-
-
-def _trained_bytes(pool: Any) -> int:
-    """Return the bytes of the rows of a pool that were trained since the last call, with their states and keys."""
-    return len(pool.cache.touched.take()) * (8 + pool.host.row_bytes)
 
 
 if __name__ == "__main__":
