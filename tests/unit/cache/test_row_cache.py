@@ -744,7 +744,7 @@ def test_a_read_sees_rows_that_are_on_their_way():
     pool.read([0, 1, 2, 3])
 
 
-def test_updates_alone_touch_rows():
+def test_rows_change_by_updates_and_by_writes_of_others_alone():
     """Not what is prepared, read, evicted or cancelled."""
     host = MemoryRows(PoolShape([9], 2))
     cache = RowCache(
@@ -764,6 +764,11 @@ def test_updates_alone_touch_rows():
     assert changed.take().tolist() == [1, 2]
     cache.begin_update(third)  # and then fails
     assert changed.take().tolist() == [5, 6, 7, 8]
+    cache.release(third)
+    cache.flush()
+    cache.host_rows_changed([range(2, 4)])
+    cache.host_rows_changed(torch.tensor([8]))
+    assert changed.take().tolist() == [2, 3, 8], "somebody else wrote to them"
 
 
 OPERATIONS: dict[str, Callable[[Pool], object]] = {
