@@ -80,7 +80,7 @@ class _Pool:
     def __init__(self, table: str, rows: Tensor) -> None:
         self.table, self.rows = table, rows
         self.cache = SimpleNamespace(tables=[table])
-        self._marks = ChangedKeys(len(rows), torch.device("cpu"))
+        self._marks = ChangedKeys(SimpleNamespace(num_rows=len(rows), version=0), torch.device("cpu"))
 
     def forget(self) -> None:
         self._marks.take()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embershard.cache.homes.home import Home
 from embershard.cache.parts.part import PoolPart
 
 #: Rows whose marks are looked at together: on a GPU, their keys take 16 MiB.
@@ -28,22 +29,25 @@ def rows_that_differ(first: Tensor, second: Tensor) -> Tensor:
 
 class ChangedKeys(PoolPart):
     """A mark for each row of a pool that changed since its owner asked. Lookups, fills and evictions leave them alone.
+    Where somebody wrote to the home in a way that torch counts, all rows changed.
 
-    >>> changed = ChangedKeys(5, torch.device("cpu"))
+    >>> from embershard.cache import MemoryRows, PoolShape
+    >>> changed = ChangedKeys(MemoryRows(PoolShape([5], dim=2)), torch.device("cpu"))
     >>> changed.changed(torch.tensor([3, 1, 3])), changed.changed([range(4, 5)])
     (None, None)
     >>> changed.take().tolist(), changed.take().tolist()
     ([1, 3, 4], [])
 
     Args:
-        num_rows: of the pool.
+        home: of the rows.
         device: of the keys.
     """
 
     hears_changes = True
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._marks = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    def __init__(self, home: Home, device: torch.device) -> None:
+        self._home, self._version = home, home.version
+        self._marks = torch.zeros(home.num_rows, dtype=torch.bool, device=device)
 
     def changed(self, keys: Tensor | Sequence[range] | None) -> None:
         if not isinstance(keys, Tensor):
@@ -56,6 +60,9 @@ class ChangedKeys(PoolPart):
 
     def take(self) -> Tensor:
         """Return all marked rows, in host memory: int64 [M] ascending; remove their marks."""
+        if self._version != self._home.version:
+            self._version = self._home.version
+            self.changed(None)
         found = []
         for start in range(0, max(1, len(self._marks)), _BLOCK):
             marks = self._marks[start : start + _BLOCK]

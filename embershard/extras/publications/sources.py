@@ -41,7 +41,6 @@ class PublishedPool:
     def forget(self) -> None:
         self._marks.take()
         self._pool.keys.note_changes()
-        self._version = self._pool.host.version
 
     def touch(self, table: str, behind: BehindRows) -> None:
         for shard in self._pool.shards_of(table):
@@ -50,9 +49,6 @@ class PublishedPool:
 
     def take(self) -> list[TouchedRows]:
         pool = self._pool
-        if self._version != pool.host.version:  # somebody wrote to rows, as torch counts
-            self._marks.changed(None)
-            self._version = pool.host.version
         keys, changes = pool.keys.take_changes(pool.take_changed(self._marks))
         bounds = torch.searchsorted(keys, torch.tensor([*pool.host.row_offsets, pool.host.num_rows])).tolist()
         rows = self._read(keys)

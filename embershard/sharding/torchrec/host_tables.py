@@ -119,7 +119,7 @@ class HostTables(nn.Module):
 
     def track_changes(self) -> ChangedKeys:
         """Return what has marks, from now on, of the rows that change. Call it before a batch is prepared."""
-        marks = ChangedKeys(self.host.num_rows, self.cache.state.map.device)
+        marks = ChangedKeys(self.host, self.cache.state.map.device)
         self.cache.parts.add(marks)
         return marks
 

@@ -82,7 +82,6 @@ class SaveChain:
         self._ranks, self._full_every = ranks, full_every
         self._pools, self._tables = list(cached_embeddings(model)), sorted(model.fused_optimizer.params)
         self._marks = [pool.track_changes() for pool in self._pools]
-        self._versions = list[int]()  # of the host tiers, at the last save
         self._compared = dict[_Key, ComparedRows]()  # what no pool has; and rows of saves that failed
         self._row_tables: set[str] | None = None  # whose changed rows deltas have
         self._parent: Parent | str = "the first one"  # or why the next save follows none
@@ -120,9 +119,8 @@ class SaveChain:
             frozen: the rows of each pool, in which all trained ones were written back.
         """
         token, shards = self._ranks.from_first(lambda: uuid.uuid4().hex), self._shards(tensors)
-        why = self._why_no_parent()
         changed = self._changed(shards)
-        parent, why = self._parent, self._why_whole(why, shards, changed)
+        parent, why = self._parent, self._why_whole(shards, changed)
         if why or isinstance(parent, str):
             self._open = NewLink(token, why_whole=why)
             return dict(tensors), self._open
@@ -136,15 +134,9 @@ class SaveChain:
         names = {name for table in self._row_tables or () for name in (*weights_and_ids(table), *tables.get(table, ()))}
         return without(tensors, names), self._open
 
-    def _why_no_parent(self) -> str:
-        if isinstance(self._parent, str):
-            return self._parent
-        if self._open is not None:
-            return _NOT_WRITTEN
-        return "" if self._versions == [pool.host.version for pool in self._pools] else "other rows were loaded"
-
-    def _why_whole(self, why: str, shards: Sequence[tuple[TableShard, _Place]], changed: Sequence[Tensor]) -> str:
+    def _why_whole(self, shards: Sequence[tuple[TableShard, _Place]], changed: Sequence[Tensor]) -> str:
         """Return the reason for a whole save, or nothing, the same on all ranks. Collective."""
+        why = self._parent if isinstance(self._parent, str) else _NOT_WRITTEN if self._open is not None else ""
         some = sum(shard.row_bytes * len(rows) for (shard, _), rows in zip(shards, changed, strict=True))
         everything = sum(shard.row_bytes * shard.num_rows for shard, _ in shards)
         told = self._ranks.all_gather_objects((why, some, everything))
@@ -192,7 +184,6 @@ class SaveChain:
     def _changed(self, shards: Sequence[tuple[TableShard, _Place]]) -> list[Tensor]:
         """Return the rows of each shard that are not as the last save has them, int64 [n] ascending; what is compared
         is copied."""
-        self._versions = [pool.host.version for pool in self._pools]
         of_pools = [pool.take_changed(marks) for pool, marks in zip(self._pools, self._marks, strict=True)]
         for pool, keys in zip(self._pools, of_pools, strict=True):
             pool.host.make(keys)  # where somebody said that all were written to

@@ -151,7 +151,7 @@ def test_rows_that_a_part_trains_beside_the_slots_count_as_changed_and_its_guard
         def written_back(self) -> Tensor:
             return torch.tensor([7, 2])
 
-    marks = ChangedKeys(9, torch.device("cpu"))
+    marks = ChangedKeys(MemoryRows(PoolShape([9], dim=2)), torch.device("cpu"))
     parts = PoolParts([Listener(), Beside(), marks])
     parts.check()
     parts.written_back()

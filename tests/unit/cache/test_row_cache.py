@@ -750,7 +750,7 @@ def test_rows_change_by_updates_and_by_writes_of_others_alone():
     cache = RowCache(
         ["t"], host, lambda count: [torch.zeros(count + 1, 2)], 4, [0], CachePolicy("lru"), torch.device("cpu")
     )
-    cache.parts.add(changed := ChangedKeys(9, torch.device("cpu")))
+    cache.parts.add(changed := ChangedKeys(host, torch.device("cpu")))
     ends = [cache.prepare(torch.tensor(keys), torch.tensor([len(keys)])) for keys in ([1, 2, 1], [3])]
     cache.read(torch.tensor([7]))
     assert changed.take().tolist() == []

@@ -462,7 +462,7 @@ def test_a_row_that_a_batch_in_flight_uses_does_not_begin_anew():
 
 def test_nothing_but_their_rows_changes():
     pool = Pool(num_slots=6, policy="lru", lazy=True)
-    pool.cache.parts.add(changed := ChangedKeys(pool.host.num_rows, torch.device("cpu")))
+    pool.cache.parts.add(changed := ChangedKeys(pool.host, torch.device("cpu")))
     pool.step([1, 2, 3])
     keys, lengths = pool.split_by_feature([2, 5])
     ticket = prepare_with(pool.cache, (torch.tensor([2, 5]), torch.tensor([7, 8])), keys, lengths)
