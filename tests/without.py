@@ -61,7 +61,18 @@ CAPABILITIES = {
     ),
     "file": Capability(
         tuple(f"cache.file.{name}" for name in ("disk_rates", "file_part", "file_rows", "filed_rows")),
-        ("/file/", "file_tier", "filed", "in_a_file", "in_files", "of_a_file", "host_file", "disk", "from_files"),
+        (
+            "/file/",
+            "file_tier",
+            "filed",
+            "in_a_file",
+            "in_files",
+            "of_a_file",
+            "host_file",
+            "disk",
+            "planned_files",
+            "two_levels",
+        ),
     ),
     "small_rows": Capability(
         (
