@@ -228,6 +228,11 @@ class CacheConfig:
             raise ConfigError('cache.host_dtype has no effect with cache.enabled=false; set "fp32", or use the cache')
 
     @property
+    def rows_are_memory(self) -> bool:
+        """True if all rows are host memory that others may read and write, mapped or not."""
+        return self.host in ("memory", "mmap")
+
+    @property
     def small_types(self) -> list[str]:
         """The small types of rows in host memory; none: all rows are as in the slots."""
         return sorted({self.host_dtype, *self.host_dtypes.values()} - {"fp32"})

@@ -259,7 +259,7 @@ class RunConfig:
                 '"hot_cold", whose order of batches follows from losses. Lower one of them.'
             )
         self._check_small_rows()
-        self._check_rows_in_files()
+        self._check_rows_elsewhere()
         self._check_model()
 
     def _check_small_rows(self) -> None:
@@ -270,12 +270,12 @@ class RunConfig:
         needs = {"model.table_dtype": "slots are rounded to it", "train.init": "the seed also rounds"}
         self._check_home("cache.host_dtype", needs)
 
-    def _check_rows_in_files(self) -> None:
-        """Raise where rows in files meet settings that know only rows in memory."""
-        if self.cache.host != "file" or not self.cache.enabled:
+    def _check_rows_elsewhere(self) -> None:
+        """Raise where rows that are not memory meet settings that know only such."""
+        if self.cache.rows_are_memory or not self.cache.enabled:
             return
-        self._check_home('cache.host = "file"', {"train.init": "rows that were never written are drawn"})
-        if self.lookahead < 1:
+        self._check_home(f'cache.host = "{self.cache.host}"', {"train.init": "rows that were never written are drawn"})
+        if self.cache.host == "file" and self.lookahead < 1:
             raise ConfigError(
                 'look_ahead.lookahead: got 0, needed 1 or more with cache.host = "file": rows are read ahead.'
             )

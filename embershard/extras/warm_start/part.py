@@ -61,11 +61,14 @@ class WarmStarted(Part):
         Raises:
             ConfigError, CheckpointError, DataError: as `plan_start` and `read_pretrained`.
         """
-        if self.run.config.cache.host == "file":
+        if not self.run.config.cache.rows_are_memory:
+            host, more = self.run.config.cache.host, ""
+            if host == "file":
+                more = " --set cache.host_bytes=..."
             raise ConfigError(
-                'cache.host: got "file", needed "memory" or "mmap" where a run begins with a trained model, or with '
+                f'cache.host: got "{host}", needed "memory" or "mmap" where a run begins with a trained model, or with '
                 'rows of a file. Save its first step with cache.host = "mmap", then go on: --resume --set '
-                "cache.host=file --set cache.host_bytes=..."
+                f"cache.host={host}{more}"
             )
         folder = self.run.checkpoints
         if not self.run.ranks.from_first(lambda: folder and complete_checkpoints(folder)):

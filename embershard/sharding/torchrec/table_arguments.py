@@ -175,7 +175,7 @@ def check_host_types(type_of_table: Mapping[str, torch.dtype], cache: CacheConfi
 
 
 def check_home(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) -> None:
-    """Refuse small rows in host memory, and rows in files, where something would read or write them as memory.
+    """Refuse small rows in host memory, and rows that are elsewhere, where something would use them as memory.
 
     >>> check_home(CacheConfig(host_dtype="fp16"), has_seed=False, modes=[])
     Traceback (most recent call last):
@@ -188,13 +188,13 @@ def check_home(cache: CacheConfig, has_seed: bool, modes: Sequence[str]) -> None
     Raises:
         ConfigError: with the setting to change.
     """
-    in_file = cache.host == "file"
-    if not cache.small_types and not in_file:
+    is_elsewhere = not cache.rows_are_memory
+    if not cache.small_types and not is_elsewhere:
         return
-    got = 'cache.host: got "file"' if in_file else f"cache.host_dtype: got {' and '.join(cache.small_types)}"
-    default = '"memory"' if in_file else '"fp32"'
+    small = f"cache.host_dtype: got {' and '.join(cache.small_types)}"
+    got, default = (f'cache.host: got "{cache.host}"', '"memory"') if is_elsewhere else (small, '"fp32"')
     if not has_seed:
-        draws = "rows that were never written are drawn by that seed" if in_file else "the seed also rounds"
+        draws = "rows that were never written are drawn by that seed" if is_elsewhere else "the seed also rounds"
         raise ConfigError(
             f"{got} without init_seed. TorchRec would write its own initial weights to memory that is not there, and "
             f'{draws}. Give init_seed (train.init = "counter"), or set {default}'
