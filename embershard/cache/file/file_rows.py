@@ -15,7 +15,6 @@ import mmap
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from embershard.cache.file.sizes import page_bytes_for
 from embershard.cache.file.working_files import check_room, open_working_file, without_page_cache
 from embershard.cache.rows.memory import INTEGERS
 from embershard.errors import CacheError
+from embershard.finalizers import end_with
 
 _CHUNK_BYTES = 1 << 20  # that a thread moves in one go
 _MOST_WRITING_BYTES = 64 << 20  # of rows that wait to be written
@@ -211,7 +211,7 @@ class FileRows:
         self._writing: tuple[_OnTheWay, ...] = ()
         self._failure: Exception | None = None
         self._lock = threading.Lock()
-        self.close = weakref.finalize(self, _end, self._file, self._threads, self._writer)
+        self._ending = end_with(self, _end, self._file, self._threads, self._writer)
         self._compile(like)
 
     def _compile(self, like: Sequence[Tensor]) -> None:
@@ -223,6 +223,11 @@ class FileRows:
         loops.set_bits(self._bits, none)
         loops.are_set(self._bits, none, no_pages)
         loops.pages_to_keep(self._bits, none, none, self.rows_per_page, self._num_rows, no_pages)
+
+    def close(self) -> None:
+        """Wait for what has begun, and close the file. A second call does nothing."""
+        if self._ending.detach():
+            _end(self._file, self._threads, self._writer)
 
     def is_written(self, keys: Tensor) -> Tensor:
         """Return which of the rows `keys` (int64 [M]) were written: bool [M]."""
@@ -471,9 +476,6 @@ class FileRows:
 
 
 def _end(file: int, *threads: ThreadPoolExecutor) -> None:
-    if threading.current_thread().name.startswith(_THREADS):  # it had the last reference, and cannot await itself
-        threading.Thread(target=_end, args=(file, *threads), name="end-of-rows").start()
-        return
     for pool in threads:
         pool.shutdown(wait=True, cancel_futures=True)
     os.close(file)

@@ -9,19 +9,20 @@ at the fork, as pages that a device writes cannot be shared until one of both wr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import functools
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from embershard.cache.rows import memory
 from embershard.errors import CacheError
+from embershard.finalizers import end_with
 from embershard.machine import cpus_near, host_memory
 from embershard.units import size
 
@@ -55,8 +56,9 @@ class PageLock:
         # The thread refers to the work only, so this object can be deleted while it runs.
         self._thread = threading.Thread(target=self._work.run, name="embershard-page-lock", daemon=True)
         self._thread.start()
-        weakref.finalize(self, _end, self._work, self._thread, unlock, list(tensors)).atexit = False
-        weakref.finalize(self, _stop, self._work, self._thread)  # at the end of the process, too
+        stop = partial(_stop, self._work, self._thread)
+        atexit.register(stop)
+        end_with(self, _end, stop, self._work, unlock, list(tensors))
 
     @property
     def is_done(self) -> bool:
@@ -112,12 +114,12 @@ class _Work:
 
 def _stop(work: _Work, thread: threading.Thread) -> None:
     work.stop.set()
-    if thread is not threading.current_thread():  # the garbage collector may run in the locking thread
-        thread.join()
+    thread.join()
 
 
-def _end(work: _Work, thread: threading.Thread, unlock: Callable[[list[int]], None], tensors: list[Tensor]) -> None:
-    _stop(work, thread)
+def _end(stop: Callable[[], None], work: _Work, unlock: Callable[[list[int]], None], tensors: list[Tensor]) -> None:
+    stop()
+    atexit.unregister(stop)
     if work.locked:
         unlock(work.locked)
     _set_inherited(tensors, True)
@@ -151,7 +153,7 @@ def lock_for(
             before(address, size)
         lock_for_cuda(device, address, size)
 
-    return PageLock(tensors, lock, functools.partial(unlock_for_cuda, device), cpus_beside(device))
+    return PageLock(tensors, lock, partial(unlock_for_cuda, device), cpus_beside(device))
 
 
 def lock_for_cuda(device: torch.device, address: int, size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from embershard.data.order.segments import PackedState, Ranges, SegmentSchedule,
 from embershard.data.schema import Schema
 from embershard.data.sources.source import GrowingSource, RecentlyUsed, Source, Split, in_threads
 from embershard.errors import ConfigError, DataError
+from embershard.finalizers import end_with
 from embershard.stages import is_stage
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class BatchStream:
             # Without it, pinning in a thread would make a context on GPU 0 for every rank.
             start = None if device is None else partial(torch.cuda.set_device, device)
             self._pool = ThreadPoolExecutor(config.num_workers, "embershard-data", initializer=start)
-            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+            end_with(self, partial(self._pool.shutdown, wait=False, cancel_futures=True))
 
     @property
     def num_samples(self) -> int:

@@ -17,6 +17,7 @@ import torch
 from embershard.cache.rows import memory
 from embershard.cache.rows.page_lock import PageLock
 from embershard.errors import CacheError
+from embershard.finalizers import wait_for_ends
 
 
 class Locked:
@@ -60,6 +61,7 @@ def test_every_byte_is_locked_once_and_given_back():
     assert list(locked.blocks.items()) == [(first, 4096), (first + 4096, 4096), (first + 8192, 1808), (second, 1000)]
     del lock
     gc.collect()
+    wait_for_ends()
     assert not locked.blocks
     assert locked.num_unlocks == 1, "each waits for all that the GPU does"
 
@@ -81,6 +83,7 @@ def test_given_up_half_way_the_rest_is_not_locked():
     threading.Timer(0.05, locked.go_on.set).start()
     del lock
     gc.collect()
+    wait_for_ends()
     assert not locked.blocks
     assert len(locked.order) <= 2
 
@@ -95,6 +98,7 @@ def test_memory_lives_for_as_long_as_it_is_locked():
     lock.wait()
     del lock
     gc.collect()
+    wait_for_ends()
     assert gone() is None
 
 
@@ -108,6 +112,7 @@ def test_a_refusal_is_said_with_how_far_it_got_and_the_remedy():
     assert not lock.is_done
     del lock
     gc.collect()
+    wait_for_ends()
     assert not locked.blocks
 
 
@@ -137,6 +142,7 @@ def test_forked_processes_have_no_locked_memory():
     lock.wait()
     del lock
     gc.collect()
+    wait_for_ends()
     assert all(map(is_inherited, rows))
 
 
