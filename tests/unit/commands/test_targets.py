@@ -170,7 +170,8 @@ def test_several_tasks_from_file_to_scores(made, folder, capsys, arch):
     assert cli.main(["predict", "run", "--data", "new.parquet", "-o", "new_scores.parquet"]) == 0
 
 
-@pytest.mark.parametrize("arch", keep(["dlrm"], ["mmoe", "dlrm", *FACTORIZED]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("arch", ["mmoe", "dlrm", *FACTORIZED])
 def test_classes_from_file_to_scores(made, folder, capsys, arch):
     """A grade with three classes beside a click and a rating: figures, scores, export, server, page, comparison."""
     Path("samples.parquet").symlink_to(made)

@@ -13,7 +13,7 @@ from embershard.planning.make_plan import PlanSearch, best_candidate, make_plan
 from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan
 from embershard.sharding.plan_diff import diff_lines
-from tests.covering import keep, matrix
+from tests.covering import matrix
 from tests.unit.planning.exhaustive import every_plan, on_two_nodes
 from tests.unit.planning.requests import make_request
 
@@ -84,7 +84,8 @@ def test_a_refusal_names_limits_that_fit(limits, of_budget):
     assert all(bytes_ <= limit for bytes_, limit in zip(taken(plan), limits, strict=True))
 
 
-@pytest.mark.parametrize("seed", keep((4,), (4, 10)))
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", [4, 10])
 def test_no_plan_is_faster_than_the_bound(seed):
     """Of all plans, each predicted as a whole; some that fit where all ranks have the most do not fit."""
     request = on_two_nodes(seed)

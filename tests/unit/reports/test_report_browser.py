@@ -20,6 +20,7 @@ from tests.unit.reports.browser import CHROMIUM, NO_CHROMIUM, Browser, OpenPage,
 from tests.unit.reports.reported_runs import reports, write_run, write_sweep
 
 pytestmark = [
+    pytest.mark.extra,
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM),
 ]

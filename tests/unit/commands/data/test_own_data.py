@@ -86,6 +86,7 @@ def clicks(num_rows: int = 600) -> pa.Table:
     )
 
 
+@pytest.mark.extra
 def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder, one_rank_here):
     pq.write_table(clicks(), "clicks.parquet", row_group_size=128, write_page_checksum=True)
     assert cli.main(["data", "inspect", "clicks.parquet", "--feature", "is.new", "-o", "run.toml"]) == 0
