@@ -398,6 +398,12 @@ class RowCache:
             self._moves.write_back()
 
     @one_at_a_time
+    def write_back_parts(self) -> None:
+        """Let parts write what they train beside the slots to the home. Slots that have such rows get them, too."""
+        if (keys := self.parts.written_back()) is not None:
+            self._moves.refill(keys.to(self._map.device))
+
+    @one_at_a_time
     def contents(self) -> CacheContents:
         """Return the cached rows, without the pinned ones, by key, in the order of their slots."""
         return self.state.contents(self._in_flight.newest)

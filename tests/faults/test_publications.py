@@ -72,8 +72,11 @@ def _whole_life(pools: Pools, runs: list[Path], folder: Path, life: Life) -> Non
 @pytest.mark.parametrize(
     ("mode", "ranks"),
     [
-        ("rows", 2), ("data_parallel", 2), ("hot_cold", 2), ("hot_cold", 1),
-        *(matrix(mode, ranks) for mode in MODES if "," in mode for ranks in (1, 2) if (mode, ranks) != BY_COLUMNS),
+        ("rows", 2), ("data_parallel", 2), ("hot_cold", 2), ("hot_cold, look-ahead", 1), matrix("hot_cold", 1),
+        *(
+            matrix(mode, ranks) for mode in MODES if "," in mode for ranks in (1, 2)
+            if (mode, ranks) not in (BY_COLUMNS, ("hot_cold, look-ahead", 1))
+        ),
     ],
 )  # fmt: skip
 def test_replicas_have_the_rows_of_every_mode(pools, runs, tmp_path, mode, ranks):

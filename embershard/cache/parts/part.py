@@ -137,10 +137,11 @@ class PoolParts(PoolPart):
         for part in self._parts:
             part.changed(keys)
 
-    def written_back(self) -> None:
-        for part in self._parts:
-            if (keys := part.written_back()) is not None:
-                self.changed(keys)
+    def written_back(self) -> Tensor | None:
+        found = [keys for part in self._parts if (keys := part.written_back()) is not None]
+        for keys in found:
+            self.changed(keys)
+        return torch.cat(found) if found else None
 
     @property
     def known_bytes(self) -> int:

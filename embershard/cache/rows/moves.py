@@ -178,6 +178,15 @@ class RowMoves:
         """True if host rows were written to in a way that torch counts, and not fetched since."""
         return self._host.version != self._host_version
 
+    def refill(self, keys: Tensor) -> None:
+        """Copy rows (int64 [K], distinct) from the host tier to the slots that have them, whatever these hold."""
+        slots = self._map.lookup(keys)
+        keys, slots = keys[slots > 0], slots[slots > 0]
+        with self._updates.lock:
+            self._updates.wait_until_idle()
+            self._copies.finish()
+            self._copies.fill(keys, slots)
+
     def fetch_again(self, keys: Tensor | Sequence[range] | None = None) -> None:
         """Fill the slots of host rows that somebody wrote to: `keys` (int64 [K], or ranges), or any if None. Includes
         rows of batches that were prepared and not forwarded.
@@ -208,10 +217,7 @@ class RowMoves:
         if keys is None:
             lost += self._copies.transfer.discard()  # these rows would overwrite the new contents
         version, fetched = self._host.version, self._map.keys(slots)
-        with self._updates.lock:
-            self._updates.wait_until_idle()
-            self._copies.finish()
-            self._copies.fill(fetched, slots)
+        self.refill(fetched)
         if not lost:
             self._note_fetched(fetched, version if keys is None else None)
             return

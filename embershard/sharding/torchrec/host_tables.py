@@ -115,7 +115,7 @@ class HostTables(nn.Module):
         """Write trained rows back to the host tier; errors as of `PoolParts.check`."""
         self.cache.parts.check()
         self.cache.write_back()
-        self.cache.parts.written_back()
+        self.cache.write_back_parts()
 
     def track_changes(self) -> ChangedKeys:
         """Return what has marks, from now on, of the rows that change. Call it before a batch is prepared."""
@@ -127,7 +127,7 @@ class HostTables(nn.Module):
         """Return those of the marked rows that this rank writes back, in host memory: int64 [M] ascending; remove all
         marks. Call it between steps. Errors as of `PoolParts.check`."""
         self.cache.parts.check()
-        self.cache.parts.written_back()
+        self.cache.write_back_parts()
         keys = marks.take()
         is_own = self.host.is_own(keys)
         return keys if is_own is None else keys[is_own]

@@ -160,3 +160,23 @@ def test_rows_that_a_part_trains_beside_the_slots_count_as_changed_and_its_guard
         raise OSError("lost")
     with pytest.raises(CacheError, match="tables users: training did not end"):
         parts.check()
+
+
+def test_slots_have_what_a_part_wrote_beside_them() -> None:
+    """A row in a slot is read from there, also where a part trains it elsewhere: hot rows of a table that is whole on
+    the device were published as they were when they came to their slots."""
+    cache, _ = made()
+
+    class Beside(PoolPart):
+        def written_back(self) -> Tensor:
+            cache.host.parts[0].data[4] = 7.0
+            return torch.tensor([4, 1])
+
+    cache.parts.add(Beside())
+    keys, lengths, batch = known(cache, [4, 5])
+    trained(cache, keys, lengths, batch)
+    cache.write_back()
+    cache.write_back_parts()
+    assert {4, 5} <= in_slots(cache)
+    assert cache.read(torch.tensor([4])).unique().tolist() == [7.0]
+    assert torch.equal(cache.read(torch.tensor([5, 1])), cache.host.read(torch.tensor([5, 1])))
