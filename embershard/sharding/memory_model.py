@@ -200,7 +200,9 @@ def host_bytes(pools: Pools, shape: RunShape) -> dict[str, int]:
 
 
 def growing_bytes(shard: PlacedShard, shape: RunShape) -> int:
-    """Return the host memory of a rank that grows with a cached shard."""
+    """Return the host memory of a rank that grows with a shard: 0 without a cache."""
+    if shard.kernel != "cached":
+        return 0
     beside = shape.cache.policy.score_bytes + shard.table.id_map_bytes
     return shape.home.growing_bytes(shard) + beside * shard.rows
 

@@ -314,7 +314,7 @@ def test_a_replicated_table_is_explained(files, capsys):
 
 @pytest.mark.parametrize(
     ("topology", "option"),
-    [("h100x8", "--device-memory"), matrix("h100x8", "--host-memory"), ("cpu", "--host-memory")],
+    [("h100x8", "--device-memory"), ("h100x8", "--host-memory"), ("cpu", "--host-memory")],
 )
 def test_the_named_change_fits(topology, option, files, capsys):
     """Device memory, host memory and ranks, as the sentence says them."""
