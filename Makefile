@@ -43,7 +43,7 @@ setup-tests: ## the same, and what tests and checks need
 train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=..., NPROC=..., ARGS="--set key=value")
 	@$(PYTHON) -m embershard train --config $(CONFIG) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
-test: $(SETUP_TESTS) ## every promise once: 12 minutes on 2 cores (ARGS="-k cache" for a part)
+test: $(SETUP_TESTS) ## every promise once: 11 minutes on 2 cores (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 -m "$(PROMISES)" $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
 
@@ -54,7 +54,7 @@ test-all: $(SETUP_TESTS) ## all tests: whole matrices, and all of the extras
 test-rest: $(SETUP_TESTS) ## what test-all has, and test leaves out
 	@$(PYTHON) -m pytest -q -n 2 -m "not ($(PROMISES))" $(IN_TIME) $(ARGS)
 
-test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: a minute on 2 cores (ARGS="-k cache" for a part)
+test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: two minutes on 2 cores (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow and not matrix and not extra" $(ARGS)
 
 $(TORCHREC_1.9): | $(SETUP_TESTS)
