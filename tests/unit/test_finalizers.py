@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, thread
+from concurrent.futures import thread
 from pathlib import Path
 
 import pytest
@@ -120,11 +120,10 @@ def test_who_ends_by_itself_is_not_ended_again() -> None:
     class Owner: ...
 
     ended: list[int] = []
-    owner, pool = Owner(), ThreadPoolExecutor(1)
+    owner = Owner()
     finalizer = end_with(owner, ended.append, 1)
     assert finalizer.detach()
     assert not finalizer.detach()
     del owner
     wait_for_ends()
     assert ended == []
-    pool.shutdown()
