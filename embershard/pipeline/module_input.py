@@ -51,12 +51,12 @@ class ModuleInput:
 
     @is_stage("id exchange")
     def receive(self) -> None:
-        """Wait for the ids of this rank's tables. A second call does nothing."""
+        """Wait for the ids of this rank's tables. A second call does nothing, or what an exception cut off."""
         if self._waiting is not None:
-            received, self._waiting = self._waiting.wait(), None
-            if self._given is not None and len(received):  # a batch of hot rows sends no ids
-                received = narrowed(self._module, received, self._given.values())
-            self._received, self._given = received, None
+            self._received, self._waiting = self._waiting.wait(), None
+        if self._given is not None and len(self._received):  # a batch of hot rows sends no ids
+            self._received = narrowed(self._module, self._received, self._given.values())
+        self._given = None
 
     @property
     def _pools(self) -> list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]]:

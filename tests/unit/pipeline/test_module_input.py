@@ -1,6 +1,8 @@
-"""A forward trains what was announced: ids, lengths and weights."""
+"""A forward trains what was announced: ids, lengths and weights; and what was cut off while it arrived goes on."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import CacheError
-from embershard.pipeline.module_input import Announced
+from embershard.pipeline import module_input
+from embershard.pipeline.module_input import Announced, ModuleInput
 
 PARTS = ["ids", "lengths", "weights"]
 
@@ -51,3 +54,20 @@ def test_features_without_the_weights_are_refused() -> None:
     del others["weights"]
     with pytest.raises(CacheError, match="weights in one of the two"):
         announced.check(features(others))
+
+
+def test_ids_whose_arrival_was_cut_off_arrive_at_the_next_try() -> None:
+    given = features(tensors())
+    sent = mock.Mock(**{"wait.side_effect": [[given]]})  # once: a second wait would raise
+    module = mock.Mock(
+        **{"preprocess_input.return_value": ([given], {}), "input_dist.return_value.wait.return_value": sent}
+    )
+    batch = ModuleInput(module, [given], {})
+    batch.send()
+    with mock.patch.object(module_input, "narrowed", side_effect=[MemoryError("no room"), [given]]) as narrowed:
+        with pytest.raises(MemoryError, match="no room"):
+            batch.receive()
+        batch.receive()
+        batch.receive()
+    assert narrowed.call_count == 2
+    assert batch.num_ids == 4
