@@ -25,12 +25,12 @@ _ROOT = Path(__file__).resolve().parent.parent.parent / "embershard"
 _SHOWS_NOTHING = {"__init__.py", "compiled.py", "config.py", "page_lock.py", "planning_classes.py", "uva_transfer.py"}
 _TORCHREC = (
     "distributed/row_gradients.py",
-    "sharding/torchrec/modes/bags.py",
-    "sharding/torchrec/modes/data_parallel.py",
+    "extras/data_parallel/mode.py",
+    "extras/hot_cold/hot_tables.py",
+    "extras/hot_cold/mode.py",
     "sharding/torchrec/embeddings.py",
     "sharding/torchrec/feature_keys.py",
-    "sharding/torchrec/modes/hot_cold.py",
-    "sharding/torchrec/modes/hot_tables.py",
+    "sharding/torchrec/modes/bags.py",
     "sharding/torchrec/modes/replicated_rows.py",
     "sharding/torchrec/modes/rows_exchange.py",
     "pipeline/module_input.py",
@@ -44,7 +44,7 @@ GROUPS: dict[str, frozenset[str]] = {
         for path in (_ROOT / "cache").rglob("*.py")
         if path.name not in _SHOWS_NOTHING and path.parent.name != "gpu"
     ),
-    "torchrec": frozenset(str(_ROOT / path) for path in _TORCHREC),
+    "torchrec": frozenset(str((_ROOT / path).resolve(strict=True)) for path in _TORCHREC),
 }
 ALL_FILES = frozenset().union(*GROUPS.values())
 
