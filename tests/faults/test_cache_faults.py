@@ -45,6 +45,7 @@ def test_where_a_fault_once_had_consequences(function: str) -> None:
     assert try_points(found[:: max(1, len(found) // 40)]).problems == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("control", keep([unguarded], [unguarded, bound_too_early]))
 def test_the_harness_finds_what_is_wrong(control: Callable[[], AbstractContextManager[None]]) -> None:
     with control(), no_collections():

@@ -23,6 +23,7 @@ def test_runs_that_are_killed_go_on(kills: FileKills) -> None:
     assert kills.num_kills == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("with_checksums", [True, matrix(False)])
 def test_pages_that_are_lost_are_noticed(
     kills: FileKills, monkeypatch: pytest.MonkeyPatch, with_checksums: bool

@@ -9,11 +9,10 @@ from unittest import mock
 import pytest
 
 from embershard.distributed.checkpoint import chain
-from tests.covering import keep
 from tests.faults.save_chains import Schedules, bounded_disk
 from tests.ranks.workers import RankPool
 
-pytestmark = pytest.mark.slow  # processes that are killed
+pytestmark = pytest.mark.matrix  # processes that are killed; saves of what changed have tests without kills
 
 NUM_POINTS = 20
 
@@ -25,13 +24,12 @@ def schedules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Schedules]:
     found.close()
 
 
-@pytest.mark.parametrize("number", keep([3, 17], range(NUM_POINTS)))
+@pytest.mark.parametrize("number", range(NUM_POINTS))
 def test_a_kill_at_a_file_operation(schedules: Schedules, number: int) -> None:
     kind, at = schedules.points(NUM_POINTS)[number]
     assert schedules.try_one(kind, at) == ""
 
 
-@pytest.mark.matrix
 def test_what_a_pruning_without_ancestors_leaves_is_noticed(schedules: Schedules) -> None:
     """A negative control: the last kill of a run would leave saves without what they follow."""
     with mock.patch.object(chain, "needed_by", set):

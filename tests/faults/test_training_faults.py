@@ -25,7 +25,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("worker, staged", 4), ("inline, lfu", 4), ("two ranks, worker", 2)] + [matrix(name, 12) for name in TRAININGS],
+    [("worker, staged", 4), ("inline, lfu", 4)] + [matrix(name, 12) for name in TRAININGS],
 )
 def test_a_fault_in_the_caches(name: str, count: int, pools: dict[int, RankPool], tmp_path: Path) -> None:
     training = TRAININGS[name]
@@ -36,6 +36,7 @@ def test_a_fault_in_the_caches(name: str, count: int, pools: dict[int, RankPool]
     assert tally.totals["equal"] > 0 or count < 8, tally.totals
 
 
+@pytest.mark.matrix
 def test_a_step_that_is_interrupted_before_it_told_the_others(pools: dict[int, RankPool], tmp_path: Path) -> None:
     """The rank does what it owes the others before anything else: collectives stay in one order on all ranks."""
     tally = try_sample(pools[2], TRAININGS["two ranks, inline"], 4, 0, str(tmp_path), "Window.send")

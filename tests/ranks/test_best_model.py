@@ -52,6 +52,7 @@ def train(folder: Path) -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.matrix
 def test_ranks_decide_alike(two_ranks: RankPool, tmp_path: Path):
     first, second = two_ranks.run(train, tmp_path)
     assert first == second

@@ -225,6 +225,7 @@ def test_a_static_cache(two_ranks: RankPool, sharding: str) -> None:
     assert any(outcome["static"].different for outcome in outcomes)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", keep(["pins_ignored"], faults.FAULTS))
 def test_the_comparison_fails_when(two_ranks: RankPool, fault: str) -> None:
     """Negative controls: each fault is one line that the cache must not get wrong."""

@@ -31,6 +31,7 @@ def train(arguments: list[str], output: Path) -> None:
     commands._command(arguments, output, None, dict(os.environ))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("goes_on", [False, matrix(True)])
 def test_a_bit_that_changes_on_one_rank_ends_all_with_its_message(tmp_path: Path, goes_on: bool) -> None:
     """That a run with such a disk goes on, killed ones do, too: tests/faults/test_file_kills.py."""

@@ -89,6 +89,7 @@ def test_another_seed_gives_other_weights(two_ranks: RankPool) -> None:
         assert len(wrong) == compared == 8
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("precision", "close"), [matrix("fp32", initial_weights.CLOSE), ("fp64", initial_weights.CLOSE_IN_FP64)]
 )

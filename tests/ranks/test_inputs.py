@@ -105,6 +105,7 @@ def test_a_bad_row_of_one_rank_ends_all_after_a_checkpoint(two_ranks: RankPool, 
     assert first["error"].startswith("DataError: the input of rank 1 failed, so all ranks stop")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lookahead", [matrix(0), 4])
 def test_a_truncated_file_ends_the_run_and_a_repaired_one_lets_it_go_on(two_ranks, tmp_path, lookahead):
     path = tmp_path / "day_0"
@@ -140,6 +141,7 @@ def test_bad_rows_are_dropped_alike_on_one_rank_and_on_two(one_rank: RankPool, t
     assert clean["losses"] != together["losses"]
 
 
+@pytest.mark.matrix
 def test_too_many_bad_rows_end_all_ranks_at_the_same_step(two_ranks: RankPool, tmp_path: Path):
     write_clicks(tmp_path / "day_0", bad=tuple(range(100, 300, 20)))
     run = config(tmp_path / "day_0", lookahead=0, bad_rows=0.01)

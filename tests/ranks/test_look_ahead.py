@@ -169,6 +169,7 @@ def test_variants(two_ranks: RankPool, name: str, run: Run) -> None:
     _check_all(two_ranks, VARIANTS[name], [run])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sharding", ["row_wise", matrix("column_wise")])
 def test_variable_batch_sizes(two_ranks: RankPool, sharding: str) -> None:
     runs = [Run(4, 2), Run(64, 3, worker=False)]
@@ -182,6 +183,7 @@ def test_tables_that_stay_on_the_device(two_ranks: RankPool) -> None:
         assert [sum(outcome.late[1:]) for outcome in outcomes] == [0, 0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", keep(["adagrad"], OPTIMIZERS))
 def test_every_transfer(two_ranks: RankPool, optimizer: str) -> None:
     """What a GPU uses, with a CPU in its place."""
@@ -296,6 +298,7 @@ def test_evict_then_reuse(two_ranks: RankPool, run: Run, distances: list[int]) -
             }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("worker", keep([True], [True, False]))
 @pytest.mark.parametrize("fault", keep(["evicted_one_batch_early"], ("evicted_one_batch_early", *faults.FAULTS)))
 def test_the_comparison_fails_when(two_ranks: RankPool, fault: str, worker: bool) -> None:
@@ -424,6 +427,7 @@ def test_a_copy_that_fails(two_ranks: RankPool, copy: str, worker: bool) -> None
         assert (result["then"], result["later"]) == ([], [])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("worker", [True, matrix(False)])
 def test_batches_become_known_several_at_a_time(two_ranks: RankPool, worker: bool) -> None:
     """With a long look-ahead; `_check` asserts that no fewer than it were known at any step."""
@@ -437,6 +441,7 @@ def test_batches_become_known_several_at_a_time(two_ranks: RankPool, worker: boo
 # -- memory
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("share", "worker"), [(3, True), matrix(6, False)])
 def test_known_batches_take_bounded_memory(two_ranks: RankPool, share: int, worker: bool) -> None:
     """With less memory fewer batches are known, from the first step on; when they have trained, nothing is left of

@@ -209,7 +209,7 @@ def test_a_plan_at_its_limit_trains_within_it(name, ranks, data, request, tmp_pa
             assert sum(of_rank.evictions for of_rank in found) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", keep([1], [1, 2]))
 def test_the_memory_that_a_refusal_names_is_accepted(ranks: int, data: dict[str, Any]) -> None:
     """And a byte less is not."""

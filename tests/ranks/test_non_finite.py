@@ -49,6 +49,7 @@ def test_both_ranks_skip_the_batch(two_ranks: RankPool, bad_rank: int, cache: st
         assert said == expected
 
 
+@pytest.mark.matrix
 def test_a_batch_more_or_less_is_noticed(two_ranks: RankPool):
     for is_equal, different, _ in two_ranks.run(skip_batches, 1, "cached", BAD - {7}):
         assert not is_equal

@@ -171,7 +171,7 @@ def follow(files: list[Path], folder: Path, seed: int | None) -> Life:
     return Life(default, calls, {}, losses, [str(window) for window in trained.windows])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_ranks_that_wait_for_files_call_in_one_order(two_ranks: RankPool, tmp_path: Path) -> None:
     """The first rank looks for them, and the ranks ask each other as long as there is none."""
     files, numbers = sorted(time_order.write_clicks(tmp_path / "clicks").iterdir())[:2], []
@@ -197,7 +197,7 @@ def test_every_mode_is_there(tmp_path: Path) -> None:
     assert {[*MAKERS].index(name) % 2 for name in KEPT} == {0, 1}, "with accumulation, and without"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

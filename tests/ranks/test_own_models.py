@@ -55,6 +55,7 @@ def test_without_look_ahead_rows_are_late(one_rank: RankPool):
     assert one_rank.run(own_models.late_rows, config)[0] > 100
 
 
+@pytest.mark.matrix
 def test_a_plan_of_several_collections_is_obeyed(two_ranks: RankPool, tmp_path: Path):
     config = own_models.own_config()
     run, profile, plan = (str(tmp_path / name) for name in ("run.toml", "p.npz", "plan.json"))

@@ -98,6 +98,7 @@ def test_a_run_moves_the_rows_and_pages_of_its_plan(folder: Path, ranks: int) ->
         assert rank.work["moved_pages"] > rank.files["pages_read"] + rank.files["pages_written"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("setting", ["look_ahead.lookahead=4", matrix("cache.host_bytes=180000")])
 def test_a_plan_of_another_window_or_memory_says_other_pages(folder: Path, setting: str) -> None:
     """The control of the test above."""

@@ -71,6 +71,7 @@ def test_a_planned_run_is_exact_and_built_as_planned(plan: Plan, outcomes: list[
             assert sum(pool[name] for pool in rank["pools"]) == rank[name]
 
 
+@pytest.mark.matrix
 def test_tables_that_exchange_rows_are_built_as_planned(two_ranks, plan, outcomes, tmp_path) -> None:
     """Beside others of the same sharding types, in pools of their own."""
     with_rows = planned.with_rows(plan)
@@ -80,6 +81,7 @@ def test_tables_that_exchange_rows_are_built_as_planned(two_ranks, plan, outcome
     assert found[0].losses == pytest.approx(outcomes[0].losses, abs=CLOSE, rel=0)
 
 
+@pytest.mark.matrix
 def test_another_valid_placement_trains_the_same(two_ranks: RankPool, plan: Plan, tmp_path: Path) -> None:
     """Tables moved, cut otherwise, and off the device, by an edit of the file; from the same weights."""
     path = saved(plan, tmp_path / "p.json")

@@ -92,6 +92,7 @@ def test_memory_of_caches_is_one_number_everywhere(folder, capsys):
     assert "device memory of slots and maps" in " ".join(reported.split())
 
 
+@pytest.mark.matrix
 def test_a_run_otherwise_than_planned_is_told_apart(folder):
     """The control of the test above: plans for another policy or window predict other fills."""
     result = json.loads((folder / "run" / "result.json").read_text())
@@ -101,6 +102,7 @@ def test_a_run_otherwise_than_planned_is_told_apart(folder):
         assert sum(table.fills for table in tables) * result["steps"] > result["cache"]["fills"] + 100
 
 
+@pytest.mark.matrix
 def test_the_report_and_a_recalibrated_machine(folder, capsys):
     embershard("report", folder / "run")
     embershard("report", folder / "run", "--predicted")

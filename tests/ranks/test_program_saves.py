@@ -82,6 +82,7 @@ def test_a_deep_window_changes_no_bit(ranks: RankPool, tmp_path: Path) -> None:
         assert 100 < found[4].rows_read < of_few[4].rows_read
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [1, matrix(2)], indirect=True, ids="{} ranks".format)
 def test_what_torch_saved_of_rows_in_memory_goes_on_in_a_file(ranks: RankPool, tmp_path: Path) -> None:
     whole = ranks.run(saved_by_torch, case_of(), str(tmp_path))
@@ -146,6 +147,7 @@ def test_a_folder_is_loaded_by_its_newest_sound_step(two_ranks: RankPool, tmp_pa
     assert second == [*first[:4], *first[-2:]]
 
 
+@pytest.mark.matrix
 def test_a_dead_save_leaves_a_sound_step(one_rank: RankPool, tmp_path: Path) -> None:
     ((operations, problems),) = one_rank.run(crashed_saves, tmp_path)
     assert problems == []

@@ -70,6 +70,7 @@ def test_on_as_many_ranks(two_ranks: RankPool, folder: Path, whole: list[float],
     assert go_on(two_ranks, ON_TWO[name], folder, tmp_path) == ([], whole[SAVED_AT:])
 
 
+@pytest.mark.matrix
 def test_small_rows_that_are_exchanged_go_on(two_ranks: RankPool, tmp_path: Path) -> None:
     resharding.write_samples(tmp_path / "samples.parquet")
     layout = Layout(host_dtype="int8", exchange="rows", ratio=0.3, steps=2 * SAVED_AT)
@@ -128,6 +129,7 @@ def test_on_four_ranks(four_ranks: RankPool, folder: Path, whole: list[float], t
     assert go_on(four_ranks, layout, folder, tmp_path) == ([], pytest.approx(whole[SAVED_AT:], rel=0, abs=CLOSE))
 
 
+@pytest.mark.matrix
 def test_a_state_per_row_is_kept_per_column_shard(two_ranks, folder, whole, tmp_path) -> None:
     """Row-wise Adagrad's; training by columns then differs from training by rows, and back by rows it is the same."""
     different, losses = go_on(two_ranks, Layout("column_wise"), folder, tmp_path / "a")

@@ -84,6 +84,7 @@ def test_one_rank_exchanges_nothing(one_rank: RankPool) -> None:
     assert sent.in_training == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pooling", keep(["MEAN"], ["SUM", "MEAN"]))
 def test_faults_are_noticed(two_ranks: RankPool, pooling: str) -> None:
     case, faults = case_of(pooling, "row_wise", "rowwise_adagrad", 2), faults_of(pooling, 2)

@@ -70,7 +70,7 @@ def check(kind: str | Layout, found: list[Saved]) -> None:
         assert sum(each.evictions for each in found) > 100
 
 
-@pytest.mark.parametrize("name", keep(["column-wise", "ids"], KINDS))
+@pytest.mark.parametrize("name", keep(["column-wise"], KINDS))
 def test_a_chain_equals_whole_saves(two_ranks: RankPool, folder: Path, name: str) -> None:
     check(KINDS[name], two_ranks.run(save_chains.train, KINDS[name], folder))
     assert different(folder) == []
@@ -84,12 +84,14 @@ def test_planted_faults_are_noticed(two_ranks: RankPool, folder: Path, fault: st
     assert different(folder)
 
 
+@pytest.mark.matrix
 def test_publications_take_no_marks(two_ranks: RankPool, folder: Path) -> None:
     kind = KINDS[COMMON]
     check(kind, two_ranks.run(save_chains.train, kind, folder, "", True))
     assert different(folder) == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", keep([COMMON], [COMMON, "hot_cold", "ids"]))
 def test_beside_training_the_state_of_its_step(two_ranks: RankPool, folder: Path, common: Path, name: str) -> None:
     kind = KINDS[name]

@@ -48,6 +48,7 @@ def test_every_row_may_be_rounded(one_rank: RankPool) -> None:
 FAULTS = ["reference_not_rounded", "slot_not_rounded", "full_shifted", "at_write_backs"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", keep(["slot_not_rounded"], FAULTS))
 def test_what_is_done_wrongly_is_seen(one_rank: RankPool, fault: str) -> None:
     (found,) = one_rank.run(compare, small_case(steps=60), fault)

@@ -36,6 +36,7 @@ def test_a_plan_of_shared_tables_is_obeyed(samples: Path, two_ranks: RankPool, t
     expect_planned_equals_stock(two_ranks, target_config(samples, "several"), tmp_path)
 
 
+@pytest.mark.matrix
 def test_weights_of_one_change_no_bit(samples: Path, two_ranks: RankPool):
     """Batches of 24: no power of two, so that dividing by it rounds."""
     found = []

@@ -62,6 +62,7 @@ def test_cached_equals_stock(arch: Any, target: str, samples: Path, one_rank: Ra
         assert all(verdict.is_equal and verdict.caches[0].evictions > 20 for verdict in verdicts), verdicts
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("arch", "on_one"), [("dlrm", False), *(matrix(arch, True) for arch in ("dlrm", "ple", "fm"))])
 def test_classes(arch: str, on_one: bool, samples: Path, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path):
     """A label with classes beside others: cached equals stock, and a step has one loss on one rank and on two."""

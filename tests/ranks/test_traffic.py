@@ -122,7 +122,7 @@ def test_one_rank_sends_nothing(one_rank: RankPool) -> None:
     [
         matrix(predicted_traffic.Case("row_wise", "rows")),
         matrix(predicted_traffic.Case("column_wise", "pooled")),
-        predicted_traffic.Case("table_wise", "auto", "MLPerf"),
+        matrix(predicted_traffic.Case("table_wise", "auto", "MLPerf")),
         predicted_traffic.Case("table_wise", "pooled", replicate_rows=predicted_traffic.MOST_COPIED_ROWS),
     ],
     ids=str,

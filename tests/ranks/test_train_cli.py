@@ -216,6 +216,7 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(cached, settings,
     assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("on_one", [False, matrix(True)])
 def test_a_resume_whose_ranks_cannot_share_the_batch_goes_on_as_is_advised(tmp_path: Path, on_one: bool) -> None:
     given = ["data.synthetic.num_samples=600", "data.synthetic.scale=0.0001", "train.batch_size=7"]

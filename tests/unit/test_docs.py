@@ -432,6 +432,7 @@ def test_a_wrong_path_or_name_is_noticed():
     assert unknown_names(" ".join(f"`{name}`" for name in names)) == names
 
 
+@pytest.mark.slow
 def test_the_table_lists_every_room():
     table = ARCHITECTURE.read_text(encoding="utf-8").partition("## The rooms")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(\w+)/` ", table, re.MULTILINE))

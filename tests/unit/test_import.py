@@ -35,7 +35,7 @@ def test_the_command_line_answers_ctrl_c_at_once(project_dir: Path):
     assert modules_after("import embershard.commands.cli", project_dir) & {*HEAVY, "torch", "numpy", "numba"} == set()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("module", ["embershard.training.trained_run", matrix("embershard.sharding.torchrec")])
 def test_compiled_loops_wait_until_one_is_used(module: str, project_dir: Path):
     """Scoring on a CPU without a cache uses none of them."""

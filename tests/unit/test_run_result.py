@@ -91,6 +91,7 @@ def test_a_malformed_result_says_what_is_wrong(changes: dict[str, Any], says: st
     assert RunResult.find(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_field_is_found_wherever_entries_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its line in `RunResult` is all that an entry needs: a test adds one."""
 

@@ -45,6 +45,7 @@ def imports_from(rooms: frozenset[str]) -> Iterator[str]:
             yield from (f"{module} imports {name}" for name in names if is_in(name, rooms))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_nothing_else_imports_a_room_when_it_is_imported(name):
     assert list(imports_from(rooms_of([name]))) == []

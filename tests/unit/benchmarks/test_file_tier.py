@@ -15,6 +15,7 @@ from tests.limited_memory import MemoryGroup, NoMemoryGroupError
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.matrix
 def test_a_point_holds_together() -> None:
     point = measure(zipf(0.7, 300, num_rows=4000, batch_size=4, bag=4), host_share=0.2)
     assert 4 <= len(point.windows) <= len(file_tier.WINDOWS)  # the longest are no longer than the stream

@@ -83,7 +83,7 @@ def check_choices() -> None:
         run(pool, all_known(num_slots, steps=80, lookahead=lookahead))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_negative_controls_pass_without_a_fault():
     check_choices()
 

@@ -183,7 +183,7 @@ def check_fixed() -> None:
     compare(random_operations(seed=0, steps=30), num_slots=12, policy="lfu", decay=0.9)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_negative_controls_pass_without_a_fault():
     check_fixed()
 
@@ -219,7 +219,7 @@ FAULTS: dict[str, tuple[int, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", keep(["choose"], FAULTS))
 def test_one_different_argument_of_a_loop_is_noticed(name):
     with mock.patch.object(loops, name, _changed(name, *FAULTS[name])), pytest.raises(AssertionError):

@@ -117,7 +117,7 @@ def test_next_uses_stay_exact_when_the_ring_grows_and_shrinks(seed, pinned_table
     assert set(changes) == {True, False}, cells
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_negative_controls_pass_without_a_fault():
     assert max(check_ring()) == 64, "as many cells as uses were known at a time"
     cells = check_bursts()

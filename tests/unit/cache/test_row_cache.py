@@ -176,7 +176,7 @@ def check_scenarios() -> None:
     run(Pool(num_slots=6, overflow="grow"), held_operations(seed=3, steps=25))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_negative_controls_pass_without_a_fault():
     check_scenarios()
 
@@ -729,6 +729,7 @@ def test_rows_that_land_with_the_next_plan_are_right():
     assert late_landings(StagedTransfer) > 100
 
 
+@pytest.mark.slow
 def test_rows_that_land_too_late_are_noticed():
     with pytest.raises(AssertionError):
         late_landings(LandsOnlyAtTheEnd)

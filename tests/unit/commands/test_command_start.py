@@ -76,7 +76,7 @@ def test_the_probe_sees_torch(tmp_path):
     assert "['profile', 'show', 'nowhere']" in heavy_command([["--help"], ["profile", "show", "nowhere"]], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_plan_and_a_refusal_need_no_torchrec(tmp_path, monkeypatch):
     """`import torchrec` takes longer than a plan of a few tables."""
     pq.write_table(pa.table({"label": [0, 1] * 50, "user": list(range(100)), "x": [0.5] * 100}), tmp_path / "d.parquet")
@@ -306,7 +306,7 @@ def test_an_own_file_goes_before_an_example(tmp_path, monkeypatch):
     assert arguments.config_file("folder/quickstart.toml") == Path("folder/quickstart.toml")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_wheel_works_from_an_empty_folder(project_dir, tmp_path):
     """Installed in an environment of its own, which finds all other packages in this one."""
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]

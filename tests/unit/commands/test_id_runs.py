@@ -273,6 +273,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 def test_ids_start_with_what_their_hashed_rows_learned(converted, tmp_path, capsys):
     """Known ids score as before, bit for bit; then the run goes on with ids of its own."""
     given = ["data", "ids", str(converted / "hashed"), "--config", str(converted / "ids.toml")]

@@ -135,6 +135,7 @@ def test_several_labels_from_file_to_scores(made, folder, arch):
     assert {"auc/click", "auc/buy"} < set(next(line for line in lines if line["kind"] == "train"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("arch", keep(["shared_bottom"], ["shared_bottom", "mmoe", "ple"]))
 def test_several_tasks_from_file_to_scores(made, folder, capsys, arch):
     """A click, a purchase that only clicks have, and a rating of half of the samples."""

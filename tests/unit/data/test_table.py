@@ -511,6 +511,7 @@ READ = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("read", "usual", "others"), READ)
 @given(data=st.data())
 @examples(30)
@@ -558,6 +559,7 @@ def test_an_export_refuses_what_training_does(tmp_path, column, value, said):
         model.encode([{**dict.fromkeys(model.columns), column: value}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
 def test_a_stream_goes_on_at_the_row(tmp_path, name):
     """The same samples on one rank and on two, and after a restart in the middle of an epoch."""

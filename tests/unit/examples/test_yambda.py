@@ -119,6 +119,7 @@ def no_future(log: list[Event], samples: list[dict[str, Any]]) -> None:
     assert [sample["day"] for sample in samples] == sorted(sample["day"] for sample in samples)
 
 
+@pytest.mark.matrix
 @given(log=events, history=st.integers(3, 9), least=st.integers(0, 3), parts=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_samples_are_those_of_plain_loops_and_know_no_future(log, history, least, parts, tmp_path_factory):
@@ -161,6 +162,7 @@ def test_the_last_events_of_each_action_are_kept(tmp_path):
     assert last["hist_action"] == [2, 4, 1, 4, 1]
 
 
+@pytest.mark.slow
 @given(log=events)
 @settings(max_examples=20, deadline=None)
 def test_both_layouts_and_any_order_give_the_same_samples(log, tmp_path_factory):

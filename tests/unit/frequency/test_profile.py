@@ -148,6 +148,7 @@ def test_a_single_array_is_no_profile(tmp_path):
         FrequencyProfile.load(tmp_path / "x.npy")
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_refused_or_read_right(tmp_path, saved):
     content, expected = saved.read_bytes(), FrequencyProfile.load(saved)
     for place in range(0, len(content), 5):

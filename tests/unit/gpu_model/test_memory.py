@@ -147,6 +147,7 @@ def test_a_sort_takes_memory_inside() -> None:
         assert gpu.bytes.held == 10_000 * (8 + 16 + 24)
 
 
+@pytest.mark.slow
 def test_a_step_finds_its_staging_buffers_made() -> None:
     """Where copies are done when the host asks: page-locking a buffer takes milliseconds."""
     setting = Setting(steps=6, transfer="staged", is_quick=True)

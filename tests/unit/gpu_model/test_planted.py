@@ -136,6 +136,7 @@ def test_memory_that_no_stream_was_told_of_is_noticed(name: str, samples: Path, 
     assert any("is given away while" in problem for problem in problems)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", keep({"scales of bags"}, WAITS))
 def test_a_further_wait_is_noticed(name: str, samples: Path, tmp_path: Path) -> None:
     fault, where = WAITS[name]

@@ -59,6 +59,7 @@ def test_another_rounding_is_noticed() -> None:
         assert found("int8", "triton_uva").different != []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_rounded", keep([True], [True, False]))
 def test_verify_rounds_stock_on_the_device(is_rounded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some tables int8, of one fp16; full rows are left alone."""

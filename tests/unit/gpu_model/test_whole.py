@@ -60,7 +60,7 @@ from embershard.training.steps import Steps
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
 from embershard.training.warm_start import WarmStart
-from tests.covering import matrix
+from tests.covering import keep, matrix
 from tests.ranks import parity, rows_exchange
 from tests.ranks.parity import snapshot
 from tests.ranks.small_rows import snapshot as small_snapshot
@@ -222,6 +222,8 @@ def modelled_ranks(num_ranks: int = 1) -> Iterator[tuple[Gpu, Ranks]]:
 
 
 KEPT, OTHERS = cases()
+#: One of each mode, which `make test` trains.
+_OF_MODES = list({case.mode: case for case in reversed(KEPT)}.values())
 _CHECKS_IDS = "modules.py"
 
 
@@ -299,7 +301,7 @@ def most_waits(case: Case) -> int:
     return by_mode + (case.turn("stop", "stop", "skip") == "skip")
 
 
-@pytest.mark.parametrize("case", [*KEPT, *map(matrix, OTHERS)], ids=str)
+@pytest.mark.parametrize("case", keep(_OF_MODES, (*KEPT, *OTHERS)), ids=str)
 def test_a_life_on_the_device(case: Case, samples: Path, tmp_path: Path) -> None:
     """Of those that `make test` runs, some go on from their checkpoint, and are compared with a CPU's."""
     is_whole = case in OTHERS or KEPT.index(case) % 8 == 0
@@ -360,7 +362,9 @@ def _turn_on(monkeypatch: pytest.MonkeyPatch, change: Callable[[RunConfig], RunC
 _TOGETHER = ("average", "saves of what changed", "a frozen table")
 
 
-@pytest.mark.parametrize("names", [_TOGETHER, ("rows in a file",), *(matrix((name,)) for name in _TOGETHER)], ids=str)
+@pytest.mark.parametrize(
+    "names", [matrix(_TOGETHER), ("rows in a file",), *(matrix((name,)) for name in _TOGETHER)], ids=str
+)
 def test_what_is_turned_on_lives_on_the_device(samples, tmp_path, monkeypatch, names) -> None:
     _turn_on(monkeypatch, lambda config: functools.reduce(lambda found, name: TURNED_ON[name](found), names, config))
     _lives_on_the_device(samples, tmp_path)

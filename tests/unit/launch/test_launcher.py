@@ -321,6 +321,7 @@ def test_one_of_several_processes_starts_no_run_of_its_own(world_size: str, monk
         start_ranks(1, "no.such.module", [])
 
 
+@pytest.mark.slow
 def test_a_limit_of_mapped_memory_under_which_libc_would_end_the_ranks_is_refused():
     """In a process of its own: limits that were lowered stay low."""
     lowers = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1_200_000 << 10, -1))"

@@ -160,6 +160,7 @@ def test_what_cannot_run_beside_a_step_makes_it_longer():
     assert steps == pytest.approx([5.0, 2.0])
 
 
+@pytest.mark.matrix
 def test_a_tighter_bound_is_between_the_bound_and_the_plan():
     """Some tables need another sharding type, of whose collectives the first bound has a fraction."""
     request = tight_task(0)
@@ -177,6 +178,7 @@ def test_a_tighter_bound_is_below_every_plan(seed):
     assert loose.step_seconds <= tight.step_seconds <= min(every_plan(request)) * (1 + 1e-9)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", keep((0, 3), range(NUM_TASKS[on_two_nodes])))
 def test_no_plan_is_faster_than_the_bound_on_two_nodes(seed):
     check(on_two_nodes(seed))

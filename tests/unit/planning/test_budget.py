@@ -23,7 +23,7 @@ from embershard.planning.request import Budget, PlanRequest
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.shards import largest_pool_problem
 from embershard.units import size
-from tests.covering import covering, keep, matrix
+from tests.covering import combinations, covering, keep, matrix
 from tests.unit.planning.requests import data_of, make_request, make_workload, random_rows
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,7 @@ def bytes_in(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("name", keep(("one rank", "replicated", "row_wise only"), CASES))
+@pytest.mark.parametrize("name", keep(("one rank", "row_wise only"), CASES))
 def test_the_named_need_fits_and_a_byte_less_does_not(name):
     request = make_request(**CASES[name])
     said = refusal(with_device(request, 1))
@@ -140,7 +140,9 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "devices"), covering(tuple(NAMED), (None, 2, 8)))
+@pytest.mark.parametrize(
+    ("kind", "devices"), combinations([("caches", None), ("device", 2)], tuple(NAMED), (None, 2, 8))
+)
 def test_the_number_of_ranks_that_it_names_fits(kind, devices):
     """As many ranks as are named fit, fewer do not. More ranks of one node are no more host memory."""
     budget, fits_from = NAMED[kind]
@@ -167,6 +169,7 @@ def test_the_number_of_ranks_that_it_names_fits(kind, devices):
         refusal(on_ranks(request, fewer[-1]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("limit", "fewest"), [matrix(4_000_000, 2), (3_750_000, 5)])
 def test_the_fewest_ranks_are_named_where_more_need_more(limit, fewest):
     """Cut by rows, or with as many whole tables on each rank, more ranks may need more: 4 do not fit, 5 do."""
@@ -298,6 +301,7 @@ def test_tables_that_are_too_many_rows_for_one_cache_are_sharded_in_different_wa
     assert len({table.sharding for table in plan.tables}) > 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world_size", "devices"), covering((2, 4), (None, 4)))
 def test_the_number_of_ranks_whose_caches_can_number_the_rows_is_named(huge, world_size, devices):
     request = make_request(
@@ -313,6 +317,7 @@ def test_the_number_of_ranks_whose_caches_can_number_the_rows_is_named(huge, wor
     check_pools(make_plan(on_ranks(request, 8 if devices else 5)))
 
 
+@pytest.mark.matrix
 def test_where_some_table_cannot_be_cut_no_number_of_ranks_is_named(monkeypatch):
     """However many are tried."""
     monkeypatch.setattr("embershard.planning.budget._MOST_RANKS", 256)
@@ -344,6 +349,7 @@ def test_the_fastest_plan_is_looked_for_among_those_whose_caches_can_number_thei
     assert best_candidate(request).step_seconds <= other.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.matrix
 def test_ranks_are_not_named_where_their_host_memory_would_not_do(huge):
     request = make_request(
         Budget(device_bytes=80 * 10**9, host_bytes=10**12), rows=(10**10, 5000), world_size=2, data=huge
@@ -383,6 +389,7 @@ def test_least_need_is_the_same_every_time_and_no_less_than_any_plan():
     assert max(sum(rank.device_bytes.values()) for rank in plan.prediction.ranks) >= needs[0].asked(request.budget)
 
 
+@pytest.mark.matrix
 def test_a_refusal_takes_few_searches(monkeypatch):
     """For what was asked for and as for a plan with a byte less until that finds none, each without caches and with
     them; and for the least memory, twice."""
@@ -404,6 +411,7 @@ def test_what_fits_is_never_ruled_out_without_a_search(name):
     assert not budget_module._may_fit(with_device(request, least // 3))
 
 
+@pytest.mark.matrix
 def test_other_numbers_of_ranks_are_searched_only_where_their_memory_could_do(monkeypatch):
     """Twelve numbers are ruled out by arithmetic. The control: where none is, three are searched, to say the same."""
     searched: list[int] = []
@@ -419,6 +427,7 @@ def test_other_numbers_of_ranks_are_searched_only_where_their_memory_could_do(mo
     assert len(set(searched)) == 1 + budget_module._MOST_SEARCHED
 
 
+@pytest.mark.matrix
 def test_more_ranks_of_a_node_that_is_too_small_are_not_searched(monkeypatch):
     """Its host memory is the same, however many there are; nor are rows cut for them."""
     tried: list[int] = []

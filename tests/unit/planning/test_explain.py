@@ -54,6 +54,7 @@ def test_an_alternative_is_the_best_plan_with_it(budget):
     assert chosen.sharding in {each.sharding for each in found}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("table", ["t0", "t1", "t2"])
 def test_no_alternative_is_faster_than_the_plan(table):
     """Else the plan would not be the best one that was found."""

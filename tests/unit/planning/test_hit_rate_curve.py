@@ -17,6 +17,7 @@ TRACE = trace_of({name: skewed(rows, 20_000, seed=rows) for name, rows in ROWS.i
 SIZES = [400, 800, 2000, 7500]
 
 
+@pytest.mark.matrix
 def test_the_optimum_bounds_look_ahead():
     points = hit_rate_curve(TRACE, ROWS, SIZES, 50)
     assert [point.num_slots for point in points] == SIZES
@@ -41,6 +42,7 @@ def test_a_size_that_a_batch_does_not_fit_is_left_out():
         hit_rate_curve(TRACE, ROWS, [800], 50_000)
 
 
+@pytest.mark.matrix
 def test_a_sampled_trace_gives_nearly_the_same():
     sampled = downsampled(TRACE, 10_000)
     assert sampled.rate < 1

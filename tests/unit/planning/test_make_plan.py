@@ -87,6 +87,7 @@ def test_a_plan_is_complete_and_reads_back(tmp_path, name, budget):
     ]
 
 
+@pytest.mark.matrix
 @given(
     st.lists(st.tuples(st.integers(1, 2000), st.sampled_from([4, 16, 64, 80, 96, 128])), min_size=1, max_size=4),
     st.sampled_from([(1, 1), (2, 2), (4, 2), (4, 4), (6, 3)]),

@@ -47,6 +47,7 @@ def test_where_the_search_finds_none_simple_placements_are_tried(types, monkeypa
         assert table.sharding in types
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_ranks", [16, 64])
 def test_the_search_on_busy_nodes_is_near_that_on_all(num_ranks) -> None:
     """And the same twice."""
@@ -66,6 +67,7 @@ def test_a_plan_of_many_ranks_is_the_same_twice_byte_for_byte() -> None:
     assert with_care.bound is not None
 
 
+@pytest.mark.matrix
 def test_4096_ranks_are_placed_where_bytes_are_least() -> None:
     """Tables cut over nodes, whose ranks send an embedding once to each other node; each rank of another node is sent
     one by a table on one rank."""

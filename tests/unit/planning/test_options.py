@@ -56,6 +56,7 @@ def all_options(request: PlanRequest, monkeypatch: pytest.MonkeyPatch) -> CostAr
     return costs
 
 
+@pytest.mark.slow
 def test_every_option_that_is_left_out_has_one_that_is_as_good(monkeypatch):
     request = tight_request()
     kept, every = cost_arrays(request, resident=True, cached=True), all_options(request, monkeypatch)
@@ -69,6 +70,7 @@ def test_every_option_that_is_left_out_has_one_that_is_as_good(monkeypatch):
     assert kernels[-1] == {"device"}
 
 
+@pytest.mark.slow
 def test_no_step_between_two_sizes_of_a_cache_is_large(monkeypatch):
     """Sizes between are there where one table loses much of its slots at once."""
 
@@ -116,6 +118,7 @@ def test_caches_are_sized_of_placements_that_differ():
     assert _worth_sizing(whole) == whole[:3]  # their costs are those of the prediction
 
 
+@pytest.mark.slow
 def test_costs_are_worked_out_once(monkeypatch):
     calls = []
     made = cost_arrays

@@ -28,6 +28,7 @@ def request_for(budget: Budget = TIGHT, **pins: TablePin) -> PlanRequest:
     return replace(make_request(budget, **TABLES), pins=pins, effort=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", keep((TIGHT,), (TIGHT, ROOMY, Budget(ratio=0.2))), ids=str)
 @pytest.mark.parametrize(
     "pin",
@@ -55,6 +56,7 @@ def test_plans_obey(pin, budget):
         assert plan.bound.is_valid
 
 
+@pytest.mark.slow
 def test_a_table_that_would_be_in_a_cache_can_be_whole_on_the_device():
     budget = Budget(device_bytes=8_000_000)  # enough for all rows only where each table is cut over all ranks
     cached = next(table for table in planned(budget).tables if table.kernel == "cached")
@@ -62,12 +64,14 @@ def test_a_table_that_would_be_in_a_cache_can_be_whole_on_the_device():
     assert next(table for table in pinned.tables if table.table == cached.table).kernel == "device"
 
 
+@pytest.mark.matrix
 def test_the_control_plans_otherwise():
     """Pins that contradict each other are both obeyed: the tests above can fail."""
     one, other = (planned(ROOMY, t0=TablePin(ranks=(rank,))).tables[0].ranks for rank in (3, 1))
     assert (one, other) == ((3,), (1,))
 
 
+@pytest.mark.slow
 def test_a_pinned_table_keeps_its_place_beside_all_others():
     """The others are planned around it: a rank with a pinned giant gets fewer others."""
     request = replace(make_request(ROOMY, rows=(500_000, 9000, 9000, 9000), world_size=2), effort=0.2)
@@ -85,6 +89,7 @@ def test_many_ranks_obey():
         assert not pin.problem(found.tables[1])
 
 
+@pytest.mark.slow
 def test_pins_that_no_plan_can_have_are_refused():
     def refused(**pins: TablePin) -> str:
         with pytest.raises((ConfigError, ShardingError)) as error:
@@ -99,6 +104,7 @@ def test_pins_that_no_plan_can_have_are_refused():
     assert "are asked of one cache" in refused(**two)
 
 
+@pytest.mark.slow
 def test_a_pin_that_does_not_fit_says_what_is_missing():
     with pytest.raises(ShardingError, match=r"rank 2 needs at least .* Its largest table is 't0'"):
         planned(Budget(device_bytes=3_000_000), t0=TablePin(type="table_wise", ranks=(2,), kernel="device"))

@@ -38,6 +38,7 @@ def traffic(trace=None, levels: Levels = LEVELS) -> FileTraffic:
     return found.files
 
 
+@pytest.mark.slow
 def test_a_share_of_the_rows_says_what_all_of_them_move() -> None:
     sampled = downsampled(trace_of(LOOKUPS), 80_000 * 2 // 4)
     assert sampled.rate < 0.4
@@ -51,6 +52,7 @@ def test_a_share_of_the_rows_says_what_all_of_them_move() -> None:
     assert wrong.rows_read < 0.5 * full.rows_read
 
 
+@pytest.mark.slow
 def test_pages_are_those_of_all_rows_where_only_those_that_occur_are_replayed(monkeypatch) -> None:
     full = traffic()
     monkeypatch.setattr(replay, "_MOST_IDLE_ROWS", -(10**9))
@@ -58,6 +60,7 @@ def test_pages_are_those_of_all_rows_where_only_those_that_occur_are_replayed(mo
     assert traffic(levels=dataclasses.replace(LEVELS, rows_per_page=1)) != full
 
 
+@pytest.mark.slow
 def test_the_second_half_goes_on() -> None:
     found = replay_pool(trace_of(LOOKUPS), SHARDS, 4000, 2000, LOOK_AHEAD, levels=LEVELS)
     assert found.files is not None
@@ -85,6 +88,7 @@ def one_pool(host_bytes: int):
     return workload, shards, places
 
 
+@pytest.mark.slow
 def test_counts_alone_are_near_a_long_replay() -> None:
     """Once all rows were written, which the second half of many epochs shows; look-ahead knows more than counts."""
     workload, shards, places = one_pool(100_000)
@@ -124,6 +128,7 @@ def test_slots_are_at_most_half_of_the_places() -> None:
         make_plan(dataclasses.replace(request, budget=Budget(ratio=0.2), workload=filed(roomy, 50_000)))
 
 
+@pytest.mark.slow
 def test_a_node_holds_the_rows_in_front_of_its_files() -> None:
     """Host memory that holds the tables of neither rank, but what is in front of their files."""
     workload = make_workload((50_000, 50_000), (64, 64), cache=LOOK_AHEAD)

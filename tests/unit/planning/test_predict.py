@@ -55,6 +55,7 @@ def mixed(**changes: Any) -> tuple[Workload, list[TablePlacement], list[PoolPlac
     return workload, tables, slots, predicted(workload, tables, slots, rates())
 
 
+@pytest.mark.slow
 def test_hit_rates_are_those_of_a_replay_of_each_pool():
     workload, tables, slots, found = mixed(cache=ReplaySettings(lookahead=5))
     assert (found.method, found.num_steps) == ("replay", 6000 // 128)

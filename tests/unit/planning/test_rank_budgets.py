@@ -54,6 +54,7 @@ def test_the_control_takes_more():
     assert any(bytes_ > limit for bytes_, limit in zip(taken(plan), LIMITS, strict=True))
 
 
+@pytest.mark.slow
 def test_memory_of_the_larger_rank_is_used():
     plan = make_plan(request_for((4_000_000, 600_000, 600_000, 600_000)))
     assert taken(plan)[0] > 600_000
@@ -61,6 +62,7 @@ def test_memory_of_the_larger_rank_is_used():
         make_plan(replace(request_for(), budget=Budget(device_bytes=600_000)))
 
 
+@pytest.mark.slow
 def test_limits_that_are_all_alike_change_nothing():
     alike = make_plan(replace(request_for(), budget=Budget(device_bytes=8_000_000, less_bytes=(0,) * 4)))
     plain = make_plan(replace(request_for(), budget=Budget(device_bytes=8_000_000)))
@@ -68,6 +70,7 @@ def test_limits_that_are_all_alike_change_nothing():
     assert diff_lines(plain, replace(alike, memory_bytes_by_rank=())) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "of_budget"),
     [((400_000, 8_000_000, 8_000_000, 300_000), {}), ((900_000, 8_000_000, 8_000_000, 900_000), {"ratio": 0.9})],

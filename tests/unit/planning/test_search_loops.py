@@ -15,6 +15,7 @@ from embershard.planning.cost_arrays import CostArrays, cost_arrays
 from embershard.planning.local_search import Choice, _SearchState, _ways
 from embershard.planning.request import Budget
 from embershard.sharding.run_shape import ReplaySettings
+from tests.covering import matrix
 from tests.unit.planning.requests import make_request
 
 ROWS = (9000, 4000, 700, 300, 5000)
@@ -84,18 +85,20 @@ def check(run: str, budget: Budget, ranks_per_node: int, seed: int, exchange: st
     return compared
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(RUNS)), st.sampled_from([2, 4]))
 def test_a_price_is_the_value_with_the_table_there(seed: int, run: str, ranks_per_node: int) -> None:
     assert check(run, Budget(device_bytes=3_000_000), ranks_per_node, seed) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "exchange"),
     [
-        (Budget(device_bytes=900_000), "pooled"),
-        (Budget(device_bytes=900_000, host_bytes=3_000_000), "pooled"),
-        (Budget(ratio=0.1, host_bytes=1_000_000), "rows"),
+        matrix(Budget(device_bytes=900_000), "pooled"),
+        matrix(Budget(device_bytes=900_000, host_bytes=3_000_000), "pooled"),
+        matrix(Budget(ratio=0.1, host_bytes=1_000_000), "rows"),
         (Budget(device_bytes=900_000, less_bytes=(0, 300_000, 0, 0)), "auto"),
     ],
 )

@@ -63,6 +63,7 @@ def steps_of(request: PlanRequest) -> list[float]:
     return [each.step_seconds for each in all_sized(request, tried)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", keep((1, 5), range(24)))
 def test_no_simple_placement_is_faster_than_the_plan(seed):
     request = small_task(seed)

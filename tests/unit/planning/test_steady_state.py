@@ -84,6 +84,7 @@ def test_little_room_beside_rows_of_every_batch(name, num_slots):
     assert found.hits_unique == pytest.approx(100, abs=6)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(1, 400), st.integers(1, 60)), min_size=1, max_size=6),
     st.integers(1, 300),

@@ -44,6 +44,7 @@ def fewest_reads(batches: Batches, places: int) -> int:
     return fills - torch.cat([keys for keys, _ in batches]).unique().numel()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=4), min_size=1, max_size=14),
@@ -76,6 +77,7 @@ def test_a_cache_with_more_places_would_be_seen() -> None:
     assert replay(batches, 300, dataclasses.replace(levels, num_places=90), 59).rows_read < fewest_reads(batches, 60)
 
 
+@pytest.mark.matrix
 def test_knowing_more_reads_less() -> None:
     batches = skewed(200, 8, 400)
     reads = [replay(batches, 400, Levels(24, 80, 8, 2), lookahead).rows_read for lookahead in (2, 8, 64)]

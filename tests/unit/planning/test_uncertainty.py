@@ -45,6 +45,7 @@ def test_every_constant_has_a_range_with_its_value_in_it():
                 assert constant.set_to(machine, end).rates_for(1)
 
 
+@pytest.mark.matrix
 def test_effects_are_what_plans_of_such_machines_tell():
     """Each end of a constant is the step that the same plan has on a machine with that value."""
     request = request_for()
@@ -62,6 +63,7 @@ def test_effects_are_what_plans_of_such_machines_tell():
     assert [each.seconds for each in found.effects] == sorted((each.seconds for each in found.effects), reverse=True)
 
 
+@pytest.mark.slow
 def test_the_interval_is_within_the_ends_of_all_constants_and_the_same_every_time():
     request = request_for()
     prediction = make_plan(request).prediction
@@ -76,6 +78,7 @@ def test_the_interval_is_within_the_ends_of_all_constants_and_the_same_every_tim
     assert found == uncertainty(request.workload, prediction, MACHINE)
 
 
+@pytest.mark.slow
 def test_what_is_certain_has_no_interval(monkeypatch):
     """The control: constants without a range leave the step as it is."""
     request = request_for()

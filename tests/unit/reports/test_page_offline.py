@@ -68,6 +68,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return Path(output).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing(text: str) -> None:
     page = Page(text)
     assert page.requests() == []

@@ -69,6 +69,7 @@ def test_module_scores_bit_for_bit(trained, exported, tmp_path):
     assert not torch.equal(logits(exported / "fp16", trained.data), expected), "rounded tables must be noticed"
 
 
+@pytest.mark.matrix
 def test_it_is_served_without_embershard(trained, exported, tmp_path, project_dir):
     """The example, in a process that cannot import embershard, TorchRec or FBGEMM."""
     samples = pq.read_table(trained.unlabelled).slice(0, 64)

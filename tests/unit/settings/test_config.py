@@ -272,6 +272,7 @@ def test_the_schema_has_all_settings_with_their_meanings():
     assert ">>>" not in json.dumps([section["description"] for section in schema["$defs"].values()])
 
 
+@pytest.mark.slow
 def test_settings_of_a_run_that_are_cut_off_are_not_taken_from_the_defaults(tmp_path: Path):
     """Without its last lines, a run would save nothing, and train to another end."""
     (tmp_path / "metrics.jsonl").touch()

@@ -200,6 +200,7 @@ def _trained_on_ids(updates: Sequence[Sequence[Sequence[int]]], together: int) -
     return {name: torch.cat([s.tensor for s in each.local_shards()]) for name, each in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_the_last_update_of_the_data_may_have_fewer_batches(ranks: Ranks) -> None:
     """Ids of what is left get rows together; they equal those of the same updates, each of one batch."""
     updates = [[[5, 2**40], [7, 5], [9, 11]], [[2**41, 7], [13, 5]]]

@@ -33,6 +33,7 @@ def _run(suite: Path, project: Path, until: float, order: str, *options: str) ->
     return done.stdout
 
 
+@pytest.mark.matrix
 def test_the_order_of_files_is_that_of_the_commit(suite: Path, project_dir: Path) -> None:
     def order(commit: str) -> list[str]:
         lines = _run(suite, project_dir, time.time() + 3600, commit, "--collect-only", "-q").splitlines()

@@ -32,6 +32,7 @@ def test_a_change_is_shown(project_dir: Path) -> None:
     assert line.split()[3:] == [f"{len(whole.splitlines()) - known['embershard/units.py']:+}", "+0"]
 
 
+@pytest.mark.slow
 def test_an_unknown_revision_is_named(project_dir: Path) -> None:
     done = subprocess.run(
         [sys.executable, "scripts/rooms.py", "nowhere"], cwd=project_dir, capture_output=True, text=True

@@ -310,7 +310,7 @@ def wheel(folder: Path, name: str) -> None:
             file.writestr(path, text)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_wheels_of_a_folder_are_carried_and_installed_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -100,7 +100,8 @@ def _losses(reports: list[Report]) -> list[float]:
     return [report.loss for report in reports if isinstance(report, TrainReport)]
 
 
-@pytest.mark.parametrize(("pieces", "lookahead"), [(5, 4), (24, 0), *(matrix(*each) for each in _FURTHER_PIECES)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("pieces", "lookahead"), [(5, 4), matrix(24, 0), *(matrix(*each) for each in _FURTHER_PIECES)])
 def test_a_step_in_pieces_is_that_of_the_whole_batch(one_rank: Ranks, pieces: int, lookahead: int) -> None:
     """Rows are float32: the sums of another order differ in their last bits."""
     whole, dense = _train(_config(1, lookahead=lookahead), one_rank)
@@ -181,6 +182,7 @@ def _maps(config: RunConfig, ranks: Ranks) -> tuple[dict[str, Tensor], int]:
     return found, sum(each.counts.evicted for each in maps)
 
 
+@pytest.mark.slow
 def test_ids_of_all_pieces_get_rows_together(one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, evicted = _maps(_with_ids(tmp_path, 1), one_rank)
     assert evicted > 20
@@ -225,6 +227,7 @@ def test_a_batch_has_a_sample_for_each_piece() -> None:
         TrainConfig(accumulate=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_run_goes_on_with_other_pieces_but_not_with_dropout(one_rank: Ranks, tmp_path: Path, dropout: float) -> None:
     first = _config(2, max_steps=6)

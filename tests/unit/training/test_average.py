@@ -23,6 +23,7 @@ from embershard.training.parts.average import AveragedWeights
 from embershard.training.reports import EvalReport
 from embershard.training.trained_run import Scorer, open_trained
 from embershard.training.trainer import Trainer
+from tests.covering import matrix
 from tests.unit.training.test_trainer import make_config
 
 pytestmark = pytest.mark.slow  # whole training runs
@@ -95,6 +96,7 @@ def test_evaluations_predictions_and_exports_have_it(ranks: Ranks, tmp_path: Pat
     assert all(torch.equal(exported[name], average) for name, average in saved.items())
 
 
+@pytest.mark.matrix
 def test_publications_have_it(ranks: Ranks, tmp_path: Path) -> None:
     """The base before the first step, and each delta."""
     config = config_of(0.9, publish=PublishConfig(str(tmp_path / "published"), every_steps=3))
@@ -108,7 +110,7 @@ def test_publications_have_it(ranks: Ranks, tmp_path: Path) -> None:
     assert all(torch.equal(published[name], average) for name, average in saved.items())
 
 
-@pytest.mark.parametrize("before", [0.9, None])
+@pytest.mark.parametrize("before", [0.9, matrix(None)])
 def test_a_resume_goes_on_with_it(ranks: Ranks, tmp_path: Path, before: float | None) -> None:
     """Where the checkpoint has none, it begins with the weights of the checkpoint, and counts the run's steps."""
     config = config_of(0.9, 9)

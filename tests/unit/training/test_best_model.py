@@ -137,6 +137,7 @@ def test_training_ends_where_it_gets_no_better(ranks, tmp_path):
     resumed.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stop_at", "every_steps"), [(7, 3), matrix(9, 4), matrix(11, 4)])
 def test_a_resumed_run_decides_alike(ranks, tmp_path, stop_at, every_steps):
     config = make_config({"early_stopping": 3}, {"every_steps": every_steps, "keep_last": 1})

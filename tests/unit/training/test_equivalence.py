@@ -53,6 +53,7 @@ def test_the_cache_equals_stock_torchrec(ranks: Ranks, lookahead: int, init: str
     assert "EQUAL: 12 steps on 1 rank" in " ".join(lines(verdict, 1))
 
 
+@pytest.mark.matrix
 @pytest.mark.smoke
 def test_a_written_back_row_that_is_wrong_is_found(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """One number of one row changes by as little as it can when it is written back in step 7."""

@@ -125,7 +125,7 @@ def test_the_result_is_that_of_rows_in_memory(
     assert_same(found, in_memory)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("lookahead", keep([40], [40, 12]))
 def test_a_deep_window_changes_no_bit(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: Found, lookahead: int
@@ -173,7 +173,7 @@ def read_the_file(rows: FileRows, keys: Tensor, tables: Any, places: Tensor) -> 
 right_read = FileRows.read
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
@@ -211,7 +211,7 @@ def test_a_victim_that_is_on_the_device_is_noticed(
         trained(make_config(tmp_path, 0.06), ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("every", [4, matrix(1)])
 def test_saves_while_rows_move_are_those_of_rows_in_memory(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
@@ -281,7 +281,7 @@ def test_bits_that_change_would_train(
         assert_same(found, in_memory)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_is_scored_from_its_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     config = make_config(tmp_path, every_steps=STEPS)
     trained(config, ranks, tmp_path / "run")
@@ -292,6 +292,7 @@ def test_a_run_is_scored_from_its_checkpoint(ranks: Ranks, tmp_path: Path) -> No
     assert quality[0] == quality[1]
 
 
+@pytest.mark.matrix
 def test_what_was_read_is_told(ranks: Ranks, tmp_path: Path) -> None:
     trainer = Trainer(make_config(tmp_path, 0.06), ranks)
     for _ in trainer.train():

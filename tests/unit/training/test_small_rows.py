@@ -126,7 +126,7 @@ def test_the_result_depends_on_no_cache_or_look_ahead(
     assert_same(whole_run, trained(make_config(**changes), ranks))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_result_depends_on_no_save(ranks: Ranks, tmp_path: Path, whole_run: dict[str, Tensor]) -> None:
     saving = make_config(every_steps=7)
     assert_same(whole_run, trained(saving, ranks, tmp_path))
@@ -154,7 +154,7 @@ def test_rows_that_are_rounded_when_written_back_depend_on_the_cache(
         assert_same(trained(make_config(), ranks), trained(make_config(ratio=0.12), ranks))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("host_dtype", ["int8", matrix("fp16")])
 def test_saves_of_what_changed_have_them(ranks: Ranks, tmp_path: Path, host_dtype: str) -> None:
     """Whole at the start, then the rows that changed, while training goes on; on from the third delta."""
@@ -211,7 +211,7 @@ def test_a_checkpoint_goes_on_with_any_type_of_rows(ranks: Ranks, tmp_path: Path
     assert all(torch.equal(again[name], rows[3][name]) for name in weights)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_tables_of_sequences_go_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """TorchRec loads those by another hook, and small rows are in no state dict; with SGD they have no states."""
     config = history_config(
@@ -229,7 +229,7 @@ def _marked(trainer: Trainer) -> dict[str, list[int]]:
     return {name: rows.tolist() for pool in pools for name, rows in pool.marked_rows.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_full_rows_are_those_of_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """A profile of other samples would choose others, and the run would not be the same."""
     whole = trained(make_config(every_steps=12), ranks, tmp_path)

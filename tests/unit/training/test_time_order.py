@@ -27,6 +27,7 @@ def windows(reports: list[Report]) -> list[tuple[int, int, object]]:
     return [(each.step, each.window, each.quality) for each in reports if isinstance(each, WindowReport)]
 
 
+@pytest.mark.matrix
 def test_a_signal_between_two_windows_of_a_batch(tmp_path: Path) -> None:
     config = make_config(write_clicks(tmp_path / "clicks"), 3)
     with process_group("cpu") as ranks:

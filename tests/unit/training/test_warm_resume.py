@@ -57,6 +57,7 @@ def resumed(settings: RunConfig, ranks: Ranks, checkpoint: Path) -> dict[int, fl
     return hit_rates(trainer)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "settings",
     [matrix(config("lfu")), config("lookahead", 20), matrix(config("frequency", profile=3000))],

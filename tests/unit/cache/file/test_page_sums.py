@@ -85,6 +85,7 @@ def test_a_bit_that_changes_is_told(
         rows.close()
 
 
+@pytest.mark.slow
 @KINDS
 def test_bits_that_change_nowhere_or_elsewhere_are_no_fault(tmp_path: Path, kind: str) -> None:
     """The control: rows of other pages are as they were."""

@@ -35,6 +35,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.matrix
 def test_every_kernel_compiles_without_spills_and_fences(compiled: Compiled) -> None:
     """A kernel's own atomics need no order: the end of the kernel orders them for the next one."""
     assert len(compiled["planning"]) == NUM_PLANNING_KERNELS

@@ -13,6 +13,7 @@ from embershard.cache.statistics import CacheCounters
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critical_path", [True, False])
 def test_a_plan_is_counted_as_by_the_loop(critical_path: bool) -> None:
     """Of several programs; tables without rows, features without ids, and several features of a table."""

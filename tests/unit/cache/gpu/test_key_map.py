@@ -20,7 +20,7 @@ def some_keys(seed: int, count: int, num_keys: int = NUM_KEYS) -> torch.Tensor:
     return torch.randint(0, num_keys, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [PlacedArrayMap, PlacedHashedMap])
 def test_it_holds_what_an_array_holds(kind) -> None:
     array = ArrayKeyMap(NUM_KEYS, CPU)
@@ -50,6 +50,7 @@ def test_repeats_share_a_place_and_every_key_gets_one() -> None:
     assert hashed.tallies.tolist() == [torch.cat([held, keys]).unique().numel(), 0]
 
 
+@pytest.mark.slow
 def test_a_map_without_room_grows_and_one_that_lost_keys_refuses(monkeypatch) -> None:
     hashed = PlacedHashedMap(2**31 - 1, 10, CPU)
     before, keys = hashed.num_bytes, some_keys(3, 200, 2**31 - 1).unique()
@@ -69,6 +70,7 @@ def test_memory_follows_the_slots_and_not_the_keys() -> None:
     assert small.num_bytes == large.num_bytes == 24 * 1001 + 8 * (SPILL_CELLS + 1)
 
 
+@pytest.mark.slow
 def test_room_that_was_given_up_is_used_again() -> None:
     hashed = PlacedHashedMap(10**6, 60, CPU)
     before = hashed.num_bytes

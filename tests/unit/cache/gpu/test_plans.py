@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Callable[[], list[Operation]], dict[str, Any]]] = {
 
 
 _IN_THE_MATRIX = {"look-ahead", "look-ahead over many batches, hashed, growing", "lfu", "frequency", "static"}
-_IN_THE_MATRIX |= {"held and growing, static", "lru, hashed", "batches of several blocks"}
+_IN_THE_MATRIX |= {"held and growing", "held and growing, static", "lru, hashed", "batches of several blocks"}
 
 
 @pytest.mark.parametrize("case", keep(CASES.keys() - _IN_THE_MATRIX, CASES))
@@ -170,6 +170,7 @@ def test_a_fault_is_noticed(fault: str) -> None:
         compare(operations(), **settings)
 
 
+@pytest.mark.matrix
 def test_keys_whose_buckets_are_full_are_found_and_the_map_grows() -> None:
     """Two buckets for all keys: the others go behind these until the next plan has been read."""
     num_spilled = []

@@ -50,6 +50,7 @@ def by_loop(rows: SmallRows, keys: Tensor, given: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("small_type", "first_column"), [("int8", 0), matrix("int8", 32), matrix("fp16", 0), matrix("fp16", 32)]
 )
@@ -66,6 +67,7 @@ def test_rounding_gives_the_bits_of_the_loop_for_all_sizes_of_numbers(small_type
     assert torch.equal(bits(again), bits(weights))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "fault", keep(["not once"], ["another column", "no row is full", "not once", "whole, not lower"])
 )

@@ -94,6 +94,7 @@ def test_a_rounded_row_stays_as_it_is(small_type: str) -> None:
     assert torch.equal(bits(once), bits(twice))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"num_bits": 24}, {"by_inverse": True}])
 def test_other_ways_to_round_are_seen_to_change_a_rounded_row(how: dict[str, Any]) -> None:
     """The test above can fail: both ways look the same, and are not idempotent."""

@@ -106,6 +106,7 @@ def test_every_row_is_right_in_a_window(operations, num_slots, pinned_table):
     run(BirthPool(num_slots=num_slots, policy="lookahead", **arguments), operations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_long_histories(policy):
     pool = BirthPool(num_slots=12 if policy != "lookahead" else 20, policy=policy, lazy=True)

@@ -185,6 +185,7 @@ def lemma(quarantine: int, prefetch: int, seed: int) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quarantine", "prefetch"), [(1, 1), matrix(2, 2), matrix(2, 1), matrix(3, 2), matrix(4, 3)])
 def test_a_quarantine_as_long_as_the_prefetch_keeps_every_state(quarantine: int, prefetch: int) -> None:
     assert [lemma(quarantine, prefetch, seed) for seed in range(10)] == [[]] * 10

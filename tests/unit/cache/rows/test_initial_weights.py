@@ -65,6 +65,7 @@ def test_the_compiled_loop_equals_the_reference(counter, key):
 _IDS = st.integers(-(2**63), 2**63 - 1)
 
 
+@pytest.mark.slow
 @given(st.lists(_IDS, min_size=1, max_size=9, unique=True), st.sampled_from([torch.float32, torch.float16]))
 def test_weights_of_ids_are_those_of_the_reference_in_any_row_and_shard(ids, dtype):
     """Whole tables and one cut by columns, in one pool."""

@@ -41,6 +41,7 @@ def eager(rows: tuple[int, ...] = (70, 23), dtype=torch.float32) -> torch.Tensor
     return weights
 
 
+@pytest.mark.slow
 @given(
     st.tuples(st.integers(0, 70), st.integers(1, 40)),
     st.lists(st.lists(st.integers(0, 10_000), max_size=6), max_size=6),
@@ -143,6 +144,7 @@ def test_the_host_store_makes_what_it_is_asked_for(host, tmp_path):
     assert store.version == before, "making rows is nobody's write"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_are_read_without_being_made_and_made_later(dtype):
     lazy, weights = make(dtype=dtype)
@@ -286,6 +288,7 @@ def test_pages_grow_once_nearly_all_rows_are_made(monkeypatch):
     assert not real.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_a_thread_of_the_lowest_priority_calls_is_compiled_before(dtype):
     """Others would wait for Numba's lock for as long as such a thread compiles."""

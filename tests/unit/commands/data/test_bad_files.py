@@ -68,6 +68,7 @@ def test_five_of_a_hundred_are_few(tmp_path, capsys, by):
 BROKEN = '{even},s{few},"two\nlines {few}"'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_line_breaks_that_the_look_did_not_see_are_read(tmp_path, monkeypatch, late, capsys):
     path = write(tmp_path / "a.csv", ROW, by_399=BROKEN)

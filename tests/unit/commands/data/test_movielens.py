@@ -57,6 +57,7 @@ def page_commands() -> list[list[str]]:
     return [shlex.split(line) for line in commands(text)]
 
 
+@pytest.mark.slow
 def test_no_history_tells_how_a_held_out_rating_ends(ratings):
     parts = {name: pq.read_table(f"movielens/{name}.parquet").to_pylist() for name in ("train", "eval")}
     key = ("user_id", "item_id", "rating", "timestamp")

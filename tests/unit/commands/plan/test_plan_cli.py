@@ -174,7 +174,7 @@ def test_a_compared_case_is_told_when_it_is_done(files, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("machine", "precision", "is_noted"),
-    [matrix("cpu", "fp32", False), ("cpu", "tf32", False), ("cpu", "bf16", True), ("h100x1", "bf16", False)],
+    [matrix("cpu", "fp32", False), ("cpu", "tf32", False), ("cpu", "bf16", True), matrix("h100x1", "bf16", False)],
 )
 def test_a_precision_that_predictions_do_not_know_is_noted(files, capsys, machine, precision, is_noted):
     options = ("--ranks", "1", "--topology", machine, "--set", f"train.precision={precision}")
@@ -187,6 +187,7 @@ def dense_seconds(path: Path) -> float:
     return plan.prediction.ranks[0].seconds["dense"]
 
 
+@pytest.mark.matrix
 def test_dense_work_is_planned_and_simulated_at_the_speed_of_its_precision(files, tmp_path, capsys):
     seconds, steps = {}, {}
     for precision in ("fp32", "tf32", "bf16"):
@@ -201,6 +202,7 @@ def test_dense_work_is_planned_and_simulated_at_the_speed_of_its_precision(files
     assert steps["fp32"] > steps["tf32"] > steps["bf16"]
 
 
+@pytest.mark.matrix
 def test_several_ratios(files, tmp_path, capsys):
     file = tmp_path / "ratios.png"
     assert main(given(files, "--ranks", "1", "--ratios", "0.05,0.3,1.0", "--png", str(file))) == 0
@@ -262,6 +264,7 @@ def test_one_plan_is_drawn_by_rank(files, tmp_path, capsys):
         save_figure(times.figure, tmp_path / "x.nonsense")
 
 
+@pytest.mark.matrix
 def test_a_whole_gpu_has_a_reserve_and_a_cpu_has_none(files, tmp_path):
     """It is one of the uses that add up to the device's memory; a smaller limit leaves it outside."""
     h100 = load_topology("h100x2")
@@ -276,6 +279,7 @@ def test_a_whole_gpu_has_a_reserve_and_a_cpu_has_none(files, tmp_path):
         assert any(note.startswith("Reserve: ") for note in plan.notes) is (reserve is not None)
 
 
+@pytest.mark.matrix
 def test_many_more_ranks_than_cores_are_a_warning(files, tmp_path, capsys):
     warning = "8 ranks share the 2 cores of a node (cpu) and take turns on them"
     for more, warns in ([], True), (["--ranks-per-node", "2"], False):
@@ -314,7 +318,7 @@ def test_a_replicated_table_is_explained(files, capsys):
 
 @pytest.mark.parametrize(
     ("topology", "option"),
-    [("h100x8", "--device-memory"), ("h100x8", "--host-memory"), ("cpu", "--host-memory")],
+    [("h100x8", "--device-memory"), matrix("h100x8", "--host-memory"), ("cpu", "--host-memory")],
 )
 def test_the_named_change_fits(topology, option, files, capsys):
     """Device memory, host memory and ranks, as the sentence says them."""
@@ -446,6 +450,7 @@ def test_a_folder_that_is_not_there_is_said(files, tmp_path, capsys):
     assert "plan.json" in said
 
 
+@pytest.mark.matrix
 def test_topologies_in_files(files, tmp_path):
     save_topology(load_topology("h100x2"), tmp_path / "own.toml")
     assert main(given(files, "--topology", str(tmp_path / "own.toml"), "-o", str(tmp_path / "plan.json"))) == 0

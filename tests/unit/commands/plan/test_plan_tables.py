@@ -46,6 +46,7 @@ def plan(file: Path, *more: str) -> int:
     return cli.main(["plan", "--tables", str(file), "--topology", "h200x8", "--effort", "0.03", *more])
 
 
+@pytest.mark.matrix
 def test_tables_that_are_numbers_are_planned(file, tmp_path, capsys):
     assert plan(file, "--ranks", "4", "-o", str(tmp_path / "plan.json")) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -66,6 +67,7 @@ def test_less_memory_takes_caches(file, capsys):
     assert "cached" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("small", "more"), [("cache.host_dtype", 3 * 2000 * (16 + 2)), matrix("cache.host_dtypes.item", 0)]
 )
@@ -82,6 +84,7 @@ def test_small_host_rows_take_the_memory_that_they_take(file, tmp_path, capsys, 
     assert note in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.matrix
 def test_several_ranks_are_compared(file, capsys):
     assert plan(file, "--ranks", "1,2,4") == 0
     assert "ranks" in capsys.readouterr().out
@@ -156,6 +159,7 @@ def test_data_beside_numbers_are_refused(file, capsys):
     assert "takes no --profile" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 def test_more_effort_finds_no_slower_plan(file, tmp_path):
     made = []
     for effort in ("0.02", "0.3"):

@@ -66,7 +66,7 @@ def same(a: FrequencyProfile, b: FrequencyProfile) -> None:
         assert one.tables[table].window_rows.tolist() == other.tables[table].window_rows.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profile_pass, "PART_SAMPLES", 512)
     few = settings(*SMALL_SET, "data.synthetic.num_samples=3000")
@@ -143,6 +143,7 @@ def test_the_real_sample(criteo_sample, tmp_path, capsys):
     assert statistics.read_seconds_per_sample is not None
 
 
+@pytest.mark.slow
 def test_a_training_run_takes_such_a_profile(tmp_path):
     data = DataConfig(synthetic=SMALL)
     profile_data(data, PassOptions()).save(tmp_path / "p.npz")
@@ -286,7 +287,7 @@ def test_hit_rates_of_short_data_are_marked(tmp_path, capsys):
     assert not any(cell.endswith("*") for cell in long[-6:-4])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_picture_explains_its_curves(tmp_path, capsys):
     lookups = {name: (rows, skewed(rows, 30_000, seed=rows)) for name, rows in (("t_a", 20_000), ("t_b", 9000))}
     profile = profile_of(lookups)
@@ -329,6 +330,7 @@ def test_ids_are_counted_as_rows_of_their_buckets():
     assert len(np.unique(rows)) > 4300  # of 24,000 rows: 4,514 by chance
 
 
+@pytest.mark.slow
 def test_tables_of_ids_are_profiled_as_an_estimate(monkeypatch):
     monkeypatch.setattr(profile_pass, "PART_SAMPLES", 2048)
     synthetic = dataclasses.replace(SMALL, id_rows=480, id_turnover=3.0)

@@ -60,6 +60,7 @@ def test_shares_of_the_most_popular_rows(full_size, number):
     assert counts[:10].sum() == pytest.approx(table.top_10, abs=noise + 0.015)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 9, 23])
 def test_tail_falls_with_the_published_exponent(number):
     table = CRITEO_KAGGLE[number]
@@ -179,6 +180,7 @@ def test_a_linear_model_learns_them_within_a_hundred_steps(open_stream):
     assert auc(score(held_out).detach().numpy(), held_out.labels.numpy()) > 0.75
 
 
+@pytest.mark.slow
 def test_bags_are_a_fixed_function_of_their_first_id():
     source, single = source_of(bag_sizes=MLPERF_BAG_SIZES), source_of()
     block = source.samples(np.arange(4000))

@@ -65,6 +65,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("text") / "a.csv"
 
 
+@pytest.mark.slow
 @examples(25)
 @given(bodies(), st.booleans(), st.booleans())
 @example(b'1,2,"a\n1",0\r1,2,b,0\n0,1,c,0\n', True, True)  # a swallowed line end, and a row more than there are lines

@@ -81,6 +81,7 @@ def failing(*steps: int) -> Any:
     return mock.patch.object(digests._DigestedFile, "_write", full)
 
 
+@pytest.mark.matrix
 def test_one_of_so_many_is_whole(ranks: Ranks, tmp_path: Path):
     reports = train(Trainer(config(), ranks, tmp_path / "chain"), tmp_path)
     assert parents(tmp_path / "chain") == {1: None, 2: 1, 3: 2, 4: 3, 5: None, 6: 5, 7: 6, 8: 7}
@@ -189,6 +190,7 @@ def test_deltas_need_saves_in_between():
         CheckpointConfig(every_steps=1, full_every=0)
 
 
+@pytest.mark.matrix
 def test_an_export_of_a_delta_is_that_of_a_whole_save(ranks: Ranks, tmp_path: Path):
     trainer = Trainer(config(3), ranks, tmp_path / "chain")
     train(trainer, tmp_path)
