@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from embershard.cache.ids.config import IdTable
     from embershard.cache.statistics import TableStats
     from embershard.distributed import process_group
+    from embershard.extras.verify.program import verify
     from embershard.extras.warm_start.program import load_from
     from embershard.frequency.profile import FrequencyProfile
     from embershard.pipeline import LookAheadPipeline
@@ -61,6 +62,7 @@ __all__ = [
     "plan_sharding",
     "process_group",
     "save_program",
+    "verify",
 ]
 
 

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import torch
 
 from embershard.distributed import PublishConfig
-from embershard.extras.verify.equivalence import Equivalence, compare_with_stock
+from embershard.extras.verify.comparison import Equivalence
+from embershard.extras.verify.equivalence import compare_with_stock
 from embershard.settings.decoding import to_toml
 from embershard.training.config import RunConfig
 from tests.ranks import own_models, parity, planned, replicated_tables, rows_exchange, small_rows

@@ -9,7 +9,8 @@ from typing import Any
 from embershard.cache import CacheConfig
 from embershard.data import StreamState
 from embershard.data.config import SyntheticConfig
-from embershard.extras.verify.equivalence import Equivalence, compare_with_stock
+from embershard.extras.verify.comparison import Equivalence
+from embershard.extras.verify.equivalence import compare_with_stock
 from embershard.pipeline.config import LookAheadConfig
 from embershard.settings.files import load_config
 from embershard.sharding.torchrec import cache_stats

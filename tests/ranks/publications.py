@@ -24,7 +24,7 @@ from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.extras.hot_cold.hot_tables import HotPart
 from embershard.extras.publications import write
-from embershard.extras.verify.equivalence import _contents
+from embershard.extras.verify.comparison import contents
 from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
 from embershard.serving.serving_model import table_names, weights_of
@@ -151,7 +151,7 @@ def differences(state: dict[str, Any], replica: Replica, away: Sequence[HostTabl
             shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in weights.local_shards()]
         for (row, column), rows in shards:
             part = stored[row : row + rows.shape[0], column : column + rows.shape[1]]
-            found += [] if torch.equal(_contents(rows.detach(), away).to(stored.dtype), part) else [name]
+            found += [] if torch.equal(contents(rows.detach(), away).to(stored.dtype), part) else [name]
     return found
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from embershard import distributed
 from embershard.launch import launcher
@@ -27,10 +26,7 @@ from embershard.launch.screen import plain_console, say
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 
-if TYPE_CHECKING:  # it loads torch, and --help must answer at once
-    from embershard.extras.verify.equivalence import Equivalence
-
-_SHOWN = 8  # differences
+_MORE_PINS = "Compare more steps (--steps), or larger batches (--set train.batch_size=...)."
 _HELP = """Train the first steps of a run twice, with the cache and with stock TorchRec, and compare every bit of
 losses, weights and optimizer states; where both are equal, again with ever smaller caches, until rows that a batch uses
 were often in the way of an eviction. Nothing is kept. Both need the memory of their tables at the same time.
@@ -68,7 +64,7 @@ class VerifyJob(Job):
         from embershard.extras.verify.equivalence import compare_with_stock
 
         verdict = compare_with_stock(self.config, ranks, self.steps)
-        say(plain_console(quiet=not ranks.is_first), *lines(verdict, ranks.world_size))
+        say(plain_console(quiet=not ranks.is_first), *verdict.lines(_MORE_PINS))
         if not verdict.is_equal and self.mark is not None:
             self.mark.touch()
         return 0 if verdict.is_equal or self.mark is not None else 1
@@ -102,44 +98,3 @@ def _parser(*, starts_ranks: bool) -> argparse.ArgumentParser:
     else:
         refuse_starters(parser, "--nproc")
     return parser
-
-
-def lines(verdict: Equivalence, num_ranks: int) -> Iterator[str]:
-    """Yield the verdict for the screen."""
-    trained = f"{verdict.steps} steps on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
-    if not verdict.is_equal:
-        yield f"DIFFERENT within {trained}, with the cache and with stock TorchRec."
-    else:
-        yield (
-            f"EQUAL: {trained}, with the cache and with stock TorchRec: all losses and {verdict.num_tensors} tensors "
-            f"of weights and optimizer states, bit for bit."
-        )
-    for number, cache in enumerate(verdict.caches, 1):
-        result = "different" if number == len(verdict.caches) and not verdict.is_equal else "equal"
-        yield (
-            f"  {cache.slots:,} slots: {result}; {cache.evictions:,} rows were evicted, and "
-            f"{cache.passed_over:,} times a slot was passed over because a batch pinned it"
-        )
-    if verdict.is_equal:
-        if not verdict.caches[-1].evictions:
-            yield "No row was evicted, so this says little about the cache."
-        if not verdict.caches[-1].passed_over:
-            yield (
-                "No pin mattered, in no size of the cache that was tried: a cache that evicts rows in use would have "
-                "been equal, too. Compare more steps (--steps), or larger batches (--set train.batch_size=...)."
-            )
-        return
-    if verdict.loss_step is not None:
-        yield f"The first loss that differs is that of step {verdict.loss_step}."
-    if verdict.step is None:
-        yield "All weights and optimizer states are equal: the forward reads other rows than it trains."
-        return
-    when = "before the first step" if verdict.step == 0 else f"after step {verdict.step}"
-    yield f"Weights or optimizer states differ first {when}, in {len(verdict.differences)} tensors:"
-    for found in verdict.differences[:_SHOWN]:
-        yield (
-            f"  {found.tensor}, row {found.row:,} on rank {found.rank}: {found.cached!r} with the cache, "
-            f"{found.stock!r} with stock TorchRec ({found.num_rows:,} rows differ)"
-        )
-    if len(verdict.differences) > _SHOWN:
-        yield f"  and {len(verdict.differences) - _SHOWN} more"

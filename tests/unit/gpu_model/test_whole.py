@@ -153,7 +153,7 @@ def _train(trainer: Trainer) -> Life:
 
 def _filed_snapshot(trainer: Trainer) -> dict[str, Tensor]:
     """As `snapshot`, with rows of files in place of the memory that stands for them."""
-    return {f"{name}/{first}": rows.cpu().clone() for name, (first, rows) in _tensors_of(trainer).items()}
+    return {f"{name}/{part.first_row}": part.tensor.cpu().clone() for name, part in _tensors_of(trainer).items()}
 
 
 def _export(checkpoint: Path, dtype: str, folder: Path) -> None:

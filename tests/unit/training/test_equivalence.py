@@ -14,8 +14,8 @@ from embershard.cache.planner import CachePlan
 from embershard.cache.rows.copies import RowCopies
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
-from embershard.extras.verify.command import lines
-from embershard.extras.verify.equivalence import CachedRun, Difference, Equivalence, _differences, compare_with_stock
+from embershard.extras.verify.comparison import CachedRun, Difference, Equivalence, TensorPart, differences_of
+from embershard.extras.verify.equivalence import compare_with_stock
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import TablePlacement
@@ -50,7 +50,7 @@ def test_the_cache_equals_stock_torchrec(ranks: Ranks, lookahead: int, init: str
     assert verdict.is_equal
     assert verdict.caches[0].evictions > 100
     assert verdict.num_tensors > 60  # weights and states of 26 tables, and the dense layers
-    assert "EQUAL: 12 steps on 1 rank" in " ".join(lines(verdict, 1))
+    assert "EQUAL: 12 steps on 1 rank" in " ".join(verdict.lines(""))
 
 
 @pytest.mark.matrix
@@ -72,7 +72,8 @@ def test_a_written_back_row_that_is_wrong_is_found(ranks: Ranks, monkeypatch: py
 
     monkeypatch.setattr(RowCopies, "write_back_evicted", wrong)
     kept: list[Trainer] = []  # so that no id is used twice
-    monkeypatch.setattr(Trainer, "close", lambda trainer: kept.append(trainer))
+    close = Trainer.close
+    monkeypatch.setattr(Trainer, "close", lambda trainer: (kept.append(trainer), close(trainer)))
     verdict = compare_with_stock(make_config(lookahead=0), ranks, STEPS)
     assert verdict.step == 7
     first = verdict.differences[0]
@@ -81,7 +82,7 @@ def test_a_written_back_row_that_is_wrong_is_found(ranks: Ranks, monkeypatch: py
     assert first.tensor.endswith(f".t_C{table + 1}.weight")
     assert (first.row, first.rank, first.num_rows) == (row, 0, 1)
     assert first.cached > first.stock
-    text = " ".join(lines(verdict, 1))
+    text = " ".join(verdict.lines(""))
     assert "after step 7" in text
     assert f"row {row:,} on rank 0" in text
 
@@ -96,7 +97,7 @@ def test_other_initial_weights_are_found(ranks: Ranks, monkeypatch: pytest.Monke
     monkeypatch.setattr(Trainer, "__init__", with_another_seed)
     verdict = compare_with_stock(make_config(lookahead=0), ranks, 3)
     assert (verdict.loss_step, verdict.step) == (1, 0)
-    assert "before the first step" in " ".join(lines(verdict, 1))
+    assert "before the first step" in " ".join(verdict.lines(""))
 
 
 def test_a_forward_that_is_wrong_for_its_loss_alone_is_found(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,7 @@ def test_a_forward_that_is_wrong_for_its_loss_alone_is_found(ranks: Ranks, monke
     monkeypatch.setattr(Trainer, "step", wrong)
     verdict = compare_with_stock(make_config(lookahead=0), ranks, 6)
     assert (verdict.loss_step, verdict.step) == (4, None)
-    assert "step 4" in " ".join(lines(verdict, 1))
+    assert "step 4" in " ".join(verdict.lines(""))
 
 
 def with_larger_cache(lookahead: int, ranks: Ranks, folder: Path | None) -> RunConfig:
@@ -139,7 +140,7 @@ def test_caches_are_made_smaller_until_pins_matter(ranks: Ranks, lookahead: int,
     assert own.evictions > 100
     assert own.passed_over < STEPS <= last.passed_over
     assert last.slots < own.slots
-    text = " ".join(lines(verdict, 1))
+    text = " ".join(verdict.lines(""))
     assert f"{own.slots:,} slots: equal" in text
     assert f"{last.passed_over:,} times a slot was passed over" in text
 
@@ -151,7 +152,7 @@ def test_a_victim_that_a_batch_uses_is_found_from_caches_in_which_no_pin_matters
         verdict = compare_with_stock(config, ranks, STEPS)
     assert not verdict.is_equal
     assert len(verdict.caches) > 1, "the larger cache is equal, so this proves nothing"
-    text = " ".join(lines(verdict, 1))
+    text = " ".join(verdict.lines(""))
     assert text.startswith("DIFFERENT within 12 steps on 1 rank")
     assert f"{verdict.caches[-1].slots:,} slots: different" in text
 
@@ -159,7 +160,9 @@ def test_a_victim_that_a_batch_uses_is_found_from_caches_in_which_no_pin_matters
 def test_what_equal_runs_do_not_show_is_said() -> None:
     def said(evictions: int, passed_over: int) -> str:
         caches = (CachedRun(slots=80, rows=900, evictions=evictions, passed_over=passed_over),)
-        return " ".join(lines(Equivalence(3, caches, num_tensors=4, loss_step=None, step=None, differences=()), 2))
+        return " ".join(
+            Equivalence(3, caches, num_tensors=4, loss_step=None, step=None, differences=(), num_ranks=2).lines("")
+        )
 
     assert "No row was evicted" in said(0, 0)
     assert "No pin mattered" in said(7, 0)
@@ -214,9 +217,11 @@ def test_rows_in_host_memory_are_compared_with_those_of_a_gpu() -> None:
     other = rows.clone()
     other[1, 1] = 9.0
     with Gpu():
-        bias = (0, torch.ones(2).to(CUDA))
-        cached = {"t.weight": (4, rows), "over.bias": bias}
-        same, different = ({"t.weight": (4, each.to(CUDA)), "over.bias": bias} for each in (rows, other))
-        assert list(_differences(cached, same, rank=1)) == []
-        found = list(_differences(cached, different, rank=1))
-    assert found == [Difference("t.weight", rank=1, row=5, num_rows=1, cached=3.0, stock=9.0)]
+        bias = TensorPart(0, torch.ones(2).to(CUDA), of_table=False)
+        cached = {"t.weight": TensorPart(4, rows, of_table=True), "over.bias": bias}
+        same, different = (
+            {"t.weight": TensorPart(4, each.to(CUDA), of_table=True), "over.bias": bias} for each in (rows, other)
+        )
+        assert list(differences_of(cached, same, rank=1)) == []
+        found = list(differences_of(cached, different, rank=1))
+    assert found == [Difference("t.weight", rank=1, row=5, num_rows=1, cached=3.0, stock=9.0, of_table=True)]

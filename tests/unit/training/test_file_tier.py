@@ -66,7 +66,7 @@ def trained(config: RunConfig, ranks: Ranks, folder: Path | None = None, start: 
     for _ in trainer.train():
         pass
     trainer.close()
-    found = {name: rows.clone() for name, (_, rows) in _tensors_of(trainer).items()}
+    found = {name: part.tensor.clone() for name, part in _tensors_of(trainer).items()}
     found["evictions"] = torch.tensor(sum(table.evictions for table in cache_stats(trainer.model)))
     for pool in cached_embeddings(trainer.model):
         if isinstance(pool.host, FiledRows):

@@ -74,7 +74,7 @@ def trained(
     for _ in trainer.train():
         pass
     trainer.close()
-    found = {name: rows.clone() for name, (_, rows) in _tensors_of(trainer).items()}
+    found = {name: part.tensor.clone() for name, part in _tensors_of(trainer).items()}
     found["evictions"] = torch.tensor(sum(table.evictions for table in cache_stats(trainer.model)))
     return found
 
@@ -183,7 +183,7 @@ def test_batches_in_pieces_round_once(ranks: Ranks, whole_run: dict[str, Tensor]
     for pool in cached_embeddings(trainer.model):
         pool.write_back()  # raises where a slot is not rounded
     trainer.close()
-    for name, (_, rows) in _tensors_of(trainer).items():
+    for name, (_, rows, _) in _tensors_of(trainer).items():
         assert (rows - whole_run[name]).abs().max() < 0.05, name
 
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_goes_on_with_any_type_of_rows(ranks: Ranks, tmp_path: Path
         assert torch.equal(rows[2][name][same], rows[2][name][same].half().float())
     loaded = Trainer(make_config("fp32"), ranks)
     loaded.resume(start)
-    again = {name: rows.clone() for name, (_, rows) in _tensors_of(loaded).items()}
+    again = {name: part.tensor.clone() for name, part in _tensors_of(loaded).items()}
     loaded.close()
     assert all(torch.equal(again[name], rows[3][name]) for name in weights)
 

@@ -83,13 +83,13 @@ def begun(config: RunConfig, ranks: Ranks, source: Path | None) -> Trainer:
 
 def tables_in(trainer: Trainer) -> dict[str, Tensor]:
     found = _tensors_of(trainer)
-    return {name: found[rows_of(name).removeprefix("model.")][1].clone() for name in ("t_user", "t_item", "t_shop")}
+    return {name: found[rows_of(name).removeprefix("model.")].tensor.clone() for name in ("t_user", "t_item", "t_shop")}
 
 
 def differences(one: Trainer, other: Trainer) -> list[str]:
     these, those = _tensors_of(one), _tensors_of(other)
     assert these.keys() == those.keys()
-    return [name for name, (_, rows) in these.items() if not torch.equal(rows, those[name][1])]
+    return [name for name, part in these.items() if not torch.equal(part.tensor, those[name].tensor)]
 
 
 @TYPES
@@ -106,7 +106,7 @@ def test_a_run_equals_stock_torchrec_that_is_rounded_after_loading(
         assert torch.equal(rows, saved) == is_whole
         states = f"{table}.momentum1"
         (name,) = (name for name in old if name.endswith(states))
-        (own,) = (each for key, (_, each) in _tensors_of(cached).items() if key.endswith(f": {states}"))
+        (own,) = (each for key, (_, each, _) in _tensors_of(cached).items() if key.endswith(f": {states}"))
         assert own.any()
         assert torch.equal(own, old[name])
     steps = config.train.max_steps or 0

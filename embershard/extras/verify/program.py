@@ -1,0 +1,170 @@
+"""`verify`: a TorchRec program's model with its caches beside the same model of stock TorchRec, compared bit by bit."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from embershard.cache import CacheGrowthWarning
+from embershard.distributed import Ranks
+from embershard.errors import ConfigError
+from embershard.extras.verify.comparison import Comparison, Equivalence, Tensors, parts_of, tensors_of
+from embershard.extras.verify.twins import twin_of
+from embershard.machine import host_memory
+from embershard.sharding.torchrec import cached_embeddings
+from embershard.sharding.torchrec.sharders import has_cache, inner_sharder
+from embershard.units import size
+
+
+def train_step(model: nn.Module, batch: Any) -> Tensor:
+    """Forward and backward of a batch as TorchRec's own models have them: the loss, or a tuple that begins with it."""
+    found = model(batch)
+    loss: Tensor = found[0] if isinstance(found, tuple) else found
+    loss.backward()
+    return loss
+
+
+def verify(
+    model: DistributedModelParallel,
+    batches: Iterable[Any],
+    *,
+    step: Callable[[nn.Module, Any], Tensor] = train_step,
+    dense_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = torch.optim.SGD,
+    seed: int = 0,
+) -> Equivalence:
+    """Train two copies of a model on some batches, with its caches and with stock TorchRec's tables at the same places,
+    and compare every bit of losses, weights and optimizer states. All ranks call it. The model is left as it is.
+
+    Where they are equal and pins hardly mattered, the copy's caches are halved and both are compared again, until they
+    did or a smaller cache grows back (decision 0055). Where they differ, the first step is found by bisection, by
+    training again from the start: nothing is read from the caches before the step that is compared.
+
+    Args:
+        model: with cached sharders, trained or not, without a pipeline.
+        batches: of this rank, on the model's device; all of them are kept.
+        step: forward and backward of a batch; returns the loss. It may be any of your own that trains one batch of its
+            first argument, with `accumulating` in it, too.
+        dense_optimizer: of the layers outside of tables, made from their parameters.
+        seed: of torch's random numbers, which both begin with.
+
+    Returns:
+        The verdict: as text EQUAL, or DIFFERENT with the first step and the tables, rows and ranks that differ after
+        it, and what the caches did.
+
+    Raises:
+        ConfigError: the memory does not hold both; or the model adds up in another order than stock TorchRec (tables
+            that exchange rows, hot rows, whole tables), has ids or small rows, which stock TorchRec has not.
+
+    >>> print(verify(model, loader))  # a sharded model
+    EQUAL: 8 steps on 1 rank, with the cache and with stock TorchRec: all losses and 3 tensors of weights ...
+    """
+    given = list(batches)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    ranks = Ranks(rank, world_size, rank % on_node, on_node, model.device)
+    _check(model, ranks)
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        return _Programs(model, given, step, dense_optimizer, seed, ranks).verdict()
+
+
+class _Programs(Comparison):
+    """The pair of trainings of a program's model."""
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        batches: Sequence[Any],
+        step: Callable[[nn.Module, Any], Tensor],
+        dense_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+        seed: int,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(ranks, len(batches))
+        self._model, self._batches, self._seed = model, batches, seed
+        self._step, self._dense_optimizer, self._halvings = step, dense_optimizer, 0
+
+    def _train(self, steps: int) -> tuple[tuple[list[float], Tensors], tuple[list[float], Tensors]]:
+        cached = twin_of(self._model, halvings=self._halvings)
+        watches = [pool.cache.watch_pins() for pool in cached_embeddings(cached)]
+        with warnings.catch_warnings():
+            if self._halvings:  # made small on purpose
+                warnings.simplefilter("ignore", CacheGrowthWarning)
+            found = self._trained(cached, steps)
+        self._note_caches(cached, sum(watch.own for watch in watches))
+        return found, self._trained(twin_of(self._model, halvings=None), steps)
+
+    def _halve(self) -> None:
+        self._halvings += 1
+
+    def _trained(self, twin: DistributedModelParallel, steps: int) -> tuple[list[float], Tensors]:
+        torch.manual_seed(self._seed)
+        layers = dict(in_backward_optimizer_filter(twin.named_parameters()))
+        dense = KeyedOptimizerWrapper(layers, lambda parameters: self._dense_optimizer(list(parameters)))
+        optimizer = CombinedOptimizer([twin.fused_optimizer, ("dense", dense)])
+        losses = []
+        for batch in self._batches[:steps]:
+            optimizer.zero_grad()
+            losses.append(self._step(twin, batch).item())
+            optimizer.step()
+        return losses, tensors_of(twin, dense.state_dict()["state"])
+
+
+def _check(model: DistributedModelParallel, ranks: Ranks) -> None:
+    pools = list(cached_embeddings(model))
+    rounded = sorted({table for pool in pools if pool.host.rounds for table in pool.cache.tables})
+    if rounded:
+        raise ConfigError(
+            f'cache.host_dtype: the tables {rounded[:5]} have small rows, needed "fp32": stock TorchRec has none. '
+            "Compare a model without them, or a run with `embershard verify`, which rounds stock TorchRec's rows."
+        )
+    cached = list(map(inner_sharder, filter(has_cache, model.sharders)))
+    if not pools and not cached:
+        raise ConfigError("verify: no sharder of the model has a cache, so there is nothing to compare.")
+    for sharder in cached:
+        if not sharder.cache.rows_are_memory:
+            raise ConfigError(
+                f'cache.host: got "{sharder.cache.host}", needed rows in memory, for both copies of the tables. '
+                "Compare with them in memory, or a run with `embershard verify`."
+            )
+        if sharder.ids:
+            raise ConfigError(
+                f"ids: the tables {sorted(sharder.ids)[:5]} take any id, needed rows whose ids never change: stock "
+                "TorchRec has no others. Compare a model without such tables."
+            )
+        modes = [str(mode) for mode in sharder._modes if ranks.world_size > 1 or not mode.needs_ranks]
+        if modes:
+            raise ConfigError(
+                f"verify: got a sharder with {', '.join(modes)}, which adds gradients up in another order than stock "
+                'TorchRec, so bits may differ. Compare with exchange="pooled" and mode="sharded", without hot rows.'
+            )
+    _check_memory(model, ranks)
+
+
+def _check_memory(model: DistributedModelParallel, ranks: Ranks) -> None:
+    """Raise where memory does not hold the tables twice more: on all ranks."""
+    own = sum(part.tensor.nbytes for part in parts_of(model, {}).values())
+    on_node: list[tuple[int, int]] = ranks.all_gather_objects((ranks.rank // ranks.local_world_size, own))
+    of_node = sum(count for node, count in on_node if node == ranks.rank // ranks.local_world_size)
+    on_gpu = model.device.type == "cuda"
+    needed, free = of_node * (1 if on_gpu else 2), host_memory().available_bytes
+    problems = []
+    if needed > free:
+        problems.append(
+            f"two copies of the tables of a node's ranks need {size(needed)} of host memory, and {size(free)} are free"
+        )
+    if on_gpu and own > (left := torch.cuda.mem_get_info(model.device)[0]):
+        problems.append(
+            f"stock TorchRec's tables need {size(own)} of rank {ranks.rank}'s GPU, and {size(left)} are free"
+        )
+    found = [problem for on_rank in ranks.all_gather_objects(problems) for problem in on_rank]
+    if found:
+        raise ConfigError(f"verify: {found[0]}. Compare a smaller model, as one with fewer rows per table.")
