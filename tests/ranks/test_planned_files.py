@@ -81,6 +81,7 @@ def counts(plan: Plan) -> dict[str, float]:
     return {name: sum(rank.files[name] for rank in plan.prediction.ranks) for name in FILE_COUNTS}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", keep([2], RANKS))
 def test_a_run_moves_the_rows_and_pages_of_its_plan(folder: Path, ranks: int) -> None:
     plan = Plan.load(folder / f"plan{ranks}.json")

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import matrix
-
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.matrix  # seconds of a compiler; what a day changed is first in continuous integration
 
 #: By kind and name of a kernel: how often it has each instruction, and more (`compile_kernels.facts`).
 Compiled = dict[str, dict[str, dict[str, int]]]
@@ -25,7 +23,7 @@ NUM_PLANNING_KERNELS = 49  # with their variants
 READ_AND_CHANGED = {"_claim": 1, "_append": 1, "_append, array": 4, "_number_last": 4}
 
 
-@pytest.fixture(scope="module", params=[90, matrix(80), matrix(100)], ids="sm_{}".format)
+@pytest.fixture(scope="module", params=[90, 80, 100], ids="sm_{}".format)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, project_dir: Path) -> Compiled:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
@@ -35,7 +33,6 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-@pytest.mark.matrix
 def test_every_kernel_compiles_without_spills_and_fences(compiled: Compiled) -> None:
     """A kernel's own atomics need no order: the end of the kernel orders them for the next one."""
     assert len(compiled["planning"]) == NUM_PLANNING_KERNELS

@@ -90,6 +90,7 @@ def test_several_ranks_are_compared(file, capsys):
     assert "ranks" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 def test_machines_for_a_target_are_named_with_what_they_cost(file, capsys):
     machines = ("--topology", "h200x8,a10x4", "--price", "3.5,1.25")
     assert cli.main(["plan", "--tables", str(file), "--target", "20k/s", "--effort", "0.03", *machines]) == 0

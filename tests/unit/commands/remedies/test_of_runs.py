@@ -173,7 +173,7 @@ OF_RESOURCES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [5, matrix(1)])
+@pytest.mark.parametrize("step", [matrix(5), matrix(1)])
 def test_what_is_advised_of_plans_helps(step: int, capsys: pytest.CaptureFixture[str]):
     """The profile that is missing is made by the command that is named, and given as it says."""
     code, said = said_by(["plan", "tiny.toml"], capsys)
