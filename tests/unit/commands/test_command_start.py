@@ -77,19 +77,18 @@ def test_the_probe_sees_torch(tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_plan_and_a_refusal_need_no_torchrec(tmp_path, monkeypatch):
-    """`import torchrec` takes longer than a plan of a few tables."""
+def test_a_profile_a_plan_and_a_refusal_need_neither_torchrec_nor_fbgemm(tmp_path):
+    """They can be made where neither is installed; and `import torchrec` takes longer than a plan of a few tables."""
     pq.write_table(pa.table({"label": [0, 1] * 50, "user": list(range(100)), "x": [0.5] * 100}), tmp_path / "d.parquet")
     settings = 'data.kind = "parquet"\ndata.path = "d.parquet"\ndata.parquet.sparse = ["user"]\n'
     (tmp_path / "run.toml").write_text(settings + 'data.parquet.num_rows = [100]\ndata.parquet.dense = ["x"]\n')
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["profile", "run.toml", "-o", "profile.npz"]) == 0
+    counted = ["profile", "run.toml", "-o", "profile.npz"]
     words = ["plan", "run.toml", "--profile", "profile.npz", "--set", "train.batch_size=10", "--ranks", "2"]
     refused = [*words, "--device-memory", "1"]
-    found = f"print(main({words}), main({refused}), 'torchrec' in sys.modules)"
-    code = f"import sys; from embershard.commands.cli import main; {found}"
+    code = "import sys; sys.modules.update(torchrec=None, fbgemm_gpu=None); from embershard.commands.cli import main"
+    code = f"{code}; print(main({counted}), main({words}), main({refused}))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.stdout.splitlines()[-1:] == ["0 2 False"], ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1:] == ["0 0 2"], ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("width", keep([80], [60, 80]))
@@ -343,6 +342,16 @@ def test_a_wheel_works_from_an_empty_folder(project_dir, tmp_path):
     ran = subprocess.run(where, cwd=empty, env=environment, capture_output=True, text=True)
     assert ran.stdout.startswith(str(own)), "the wheel ran, not the source"
     assert list(empty.iterdir()) == []
+    small = ["train.max_steps=3", "data.synthetic.num_samples=20000", "data.synthetic.scale=0.001"]
+    settings = [word for text in small for word in ("--set", text)]
+    for words, said in (
+        (["train", "quickstart", "--run-dir", "run", *settings], " in 3 steps"),
+        (["report", "run"], "held-out samples"),
+    ):
+        command = [str(venv / "bin" / "embershard"), *words]
+        ran = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
+        assert (ran.returncode, said in ran.stdout) == (0, True), ran.stdout + ran.stderr
+    assert [path.name for path in empty.iterdir()] == ["run"]
 
 
 def test_settings_are_found_by_section_name_and_part(capsys):
