@@ -20,10 +20,12 @@ from embershard.planning.cost.topology import Topology
 from embershard.planning.many_ranks import MOST_SEARCHED_RANKS, fastest_candidate
 from embershard.planning.request import PlanRequest
 from embershard.planning.simulate.step_replay import STRAGGLERS, Pipeline, StepReplay, replay_steps
+from embershard.planning.uncertainty import uncertainty
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction
 
 _MOST_PARTS = 4
+_TEXTS = ("where a step's time goes", "lost to")
 _LEAST_LOSS = 0.01  # of a simulated step, that is shown
 
 
@@ -39,6 +41,7 @@ class SimulatedRun:
         limit: the part of the busiest rank that takes most.
         is_searched: the planner searched the placement on all ranks; False: on the nodes that could be busy.
         problem: why there is no plan; empty where there is one.
+        low_seconds, high_seconds: of a step; the constants of the machine leave it between them, nine times in ten.
     """
 
     num_ranks: int
@@ -49,6 +52,8 @@ class SimulatedRun:
     limit: str = ""
     is_searched: bool = True
     problem: str = ""
+    low_seconds: float = 0.0
+    high_seconds: float = 0.0
 
     def efficiency(self, runs: Sequence[SimulatedRun]) -> float | None:
         """Return the samples per second and rank, relative to those of the fewest ranks with a plan."""
@@ -121,11 +126,15 @@ def simulate_run(request: PlanRequest, topology: Topology) -> SimulatedRun:
     except ShardingError as error:
         return SimulatedRun(num_ranks, samples, is_searched=is_searched, problem=str(error))
     replayed = _replay(candidate.quick, topology, num_ranks, Pipeline.of_run(shape))
+    certainty = uncertainty(request.workload, candidate.quick, topology)
+    longer = replayed.step_seconds / candidate.quick.step_seconds  # by the ranks' jitter
     return SimulatedRun(
         num_ranks=num_ranks,
         global_batch_size=samples,
         step_seconds=replayed.step_seconds,
         samples_per_second=samples / replayed.step_seconds,
+        low_seconds=longer * certainty.low_seconds,
+        high_seconds=longer * certainty.high_seconds,
         parts={name: seconds for name, seconds in replayed.mean_parts.items() if seconds},
         limit=_limit(replayed),
         is_searched=is_searched,
@@ -149,7 +158,7 @@ def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: C
     table = make_table(
         "Simulated training (estimate)",
         (),
-        ("ranks", "batch", "samples/s", "efficiency", "step ms", "limited by", "where a step's time goes", "lost to"),
+        (*("ranks", "batch", "samples/s", "efficiency", "step ms", "from", "to", "limited by"), *_TEXTS),
     )
     for run in runs:
         case, share = (str(run.num_ranks), f"{run.global_batch_size:,}"), run.efficiency(runs)
@@ -160,7 +169,8 @@ def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: C
         parts = ", ".join(f"{name} {seconds / run.step_seconds:.0%}" for name, seconds in largest)
         losses = run.losses(runs) if share < 1 - _LEAST_LOSS else {}
         lost = ", ".join(f"{name} {lost:.0%}" for name, lost in losses.items() if abs(lost) >= _LEAST_LOSS)
-        speed = (f"{run.samples_per_second:,.0f}", f"{share:.0%}", f"{run.step_seconds * 1e3:.2f}")
+        seconds = (run.step_seconds, run.low_seconds, run.high_seconds)
+        speed = (f"{run.samples_per_second:,.0f}", f"{share:.0%}", *(f"{1e3 * each:.2f}" for each in seconds))
         table.add_row(*case, *speed, run.limit, parts, lost)
     console.print(table)
     limits = dict.fromkeys(run.limit for run in runs if not run.problem)

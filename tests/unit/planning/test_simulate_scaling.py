@@ -31,6 +31,7 @@ def test_every_number_of_ranks_is_planned_and_replayed() -> None:
         assert sum(run.parts.values()) == pytest.approx(run.step_seconds)
         assert run.samples_per_second == pytest.approx(run.global_batch_size / run.step_seconds)
         assert run.limit in run.parts
+        assert 0 < run.low_seconds < run.step_seconds < run.high_seconds
     one, *others = runs
     assert one.parts is not None
     assert not {"all_to_all", "all_reduce", "latency", STRAGGLERS} & set(one.parts)
