@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from embershard.training.config import RunConfig
 #: Runs that differ in these alone are repeats of each other.
 SEEDS = ("train.seed", "data.seed")
 _RANKS = "ranks"  # not a setting of a run: how many are started
+#: Nor are these, with the section `[scale_out]`: options of the plan that a run is trained by, and where its ranks are.
+_PLACED: dict[str, type] = {"plan": str, "nodes": int, "link": str}
 _DEFAULT_RANKS = 2
+_PROGRAM = "embershard.commands.cli"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class _SweepFile:
         repeats: of every run.
         time_limit_seconds: of a run.
         slurm, kubernetes: what the runs ask a cluster for.
+        scale_out: of a study of scaling; `embershard/extras/scale_out/` says what is in it.
     """
 
     config: str
@@ -45,6 +50,7 @@ class _SweepFile:
     time_limit_seconds: float | None = None
     slurm: SlurmJobs = field(default_factory=SlurmJobs)
     kubernetes: KubernetesJobs | None = None
+    scale_out: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -65,6 +71,8 @@ class Experiment:
         digest: of all settings and the number of ranks, hexadecimal.
         repeat: 0 for the first run of these settings.
         group: digest of all but the seeds.
+        placed: of `plan`, `nodes` and `link`, those that a study of scaling gives it.
+        program: the module whose command `train` it is.
     """
 
     name: str
@@ -74,11 +82,19 @@ class Experiment:
     digest: str
     repeat: int
     group: str
+    placed: Mapping[str, Any] = field(default_factory=dict)
+    program: str = _PROGRAM
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Arguments of `embershard train`."""
         return (*self.settings, "--nproc", str(self.ranks))
+
+    @property
+    def command(self) -> str:
+        """What a reader would type, without the folder of the run."""
+        called = "embershard" if self.program == _PROGRAM else f"python -m {self.program}"
+        return f"{called} train {shlex.join(self.arguments)}"
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,7 @@ class Sweep:
     time_limit_seconds: float | None
     slurm: SlurmJobs = field(default_factory=SlurmJobs)
     kubernetes: KubernetesJobs | None = None
+    scale_out: Mapping[str, Any] | None = None
 
     @classmethod
     def read(cls, path: Path, *, trust_code: bool = False) -> Sweep:
@@ -110,7 +127,7 @@ class Sweep:
         config = path.parent / file.config
         config = config if config.exists() else config_file(file.config)
         try:
-            runs = [_experiment(config, file.set, varied, trust_code=trust_code) for varied in _combinations(file)]
+            runs = [_experiment(config, file, varied, trust_code=trust_code) for varied in _combinations(file)]
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         seen: dict[str, Experiment] = {}
@@ -126,27 +143,34 @@ class Sweep:
             for repeat in range(file.repeats)
             for run in (runs[::-1] if repeat % 2 else runs)
         ]
-        return cls(tuple(experiments), file.time_limit_seconds, file.slurm, file.kubernetes)
+        return cls(tuple(experiments), file.time_limit_seconds, file.slurm, file.kubernetes, file.scale_out)
 
 
 def _meant(key: str) -> list[str]:
     return [f"set.{key}", f"grid.{key}"] if key in field_types(RunConfig) else []
 
 
-def _combinations(file: _SweepFile) -> Iterator[dict[str, Any]]:
-    grid = dict(sorted(flat(file.grid).items(), key=lambda item: item[0] not in SEEDS))  # every run once, then again
+def _combinations(file: _SweepFile) -> list[dict[str, Any]]:
+    """Return what each run varies: every run with one seed, then all of them with the next."""
+    grid, found = flat(file.grid), []
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"grid.{name}: got {values!r}, needed a list of values.")
     for run in file.runs:
         given = flat(run)
         for values in itertools.product(*grid.values()):
-            yield {**given, **dict(zip(grid, values, strict=True))}
+            found.append({**given, **dict(zip(grid, values, strict=True))})
+    seeds = [name for name in SEEDS if name in grid]
+    return sorted(found, key=lambda each: [grid[name].index(each[name]) for name in seeds])
 
 
-def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, Any], *, trust_code: bool) -> Experiment:
-    settings = {**flat(common), **varied}
+def _experiment(config: Path, file: _SweepFile, varied: Mapping[str, Any], *, trust_code: bool) -> Experiment:
+    settings = {**flat(file.set), **varied}
     ranks = settings.pop(_RANKS, None)
+    placed = {} if file.scale_out is None else {key: settings.pop(key) for key in _PLACED if key in settings}
+    for key, value in placed.items():
+        if not isinstance(value, _PLACED[key]):
+            raise ConfigError(f"{key}: got {value!r}, needed a {_PLACED[key].__name__} (docs/scale_out.md).")
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise ConfigError(f"ranks: got {ranks!r}, needed a whole number, 1 or more.")
     overrides = [f"{key}={value if isinstance(value, str) else toml(value)}" for key, value in settings.items()]
@@ -155,10 +179,11 @@ def _experiment(config: Path, common: Mapping[str, Any], varied: Mapping[str, An
     resolved.train.rank_batch_size(ranks)
     seedless = replace(resolved, train=replace(resolved.train, seed=0), data=replace(resolved.data, seed=0))
     digest, group = (
-        hashlib.sha256(f"{ranks}\n{to_toml(each)}".encode()).hexdigest()[:12] for each in (resolved, seedless)
+        hashlib.sha256(f"{ranks}\n{to_toml(each)}{placed or ''}".encode()).hexdigest()[:12]
+        for each in (resolved, seedless)
     )
     words = ("--config", str(config), *set_words(overrides), *trust_words(trust_code))
-    return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0, group)
+    return Experiment("", {_RANKS: ranks, **varied}, ranks, words, digest, 0, group, placed)
 
 
 def cell(key: str, value: Any) -> Any:
@@ -168,7 +193,7 @@ def cell(key: str, value: Any) -> Any:
     >>> cell("train.max_steps", "none"), cell("data.criteo.dense_transform", "none"), cell("model.funnel", "none")
     (None, 'none', '[]')
     """
-    if isinstance(value, str) and value.lower() in ("none", "null"):
+    if key not in _PLACED and isinstance(value, str) and value.lower() in ("none", "null"):
         found: dict[str, Any] = {}
         apply_override(RunConfig, found, f"{key}={value}")
         value = flat(found).get(key)

@@ -82,7 +82,7 @@ def run_once(
 
 
 def _command(experiment: Experiment, folder: Path) -> Sequence[str]:
-    return [sys.executable, "-m", "embershard.commands.cli", "train", *experiment.arguments, "--run-dir", str(folder)]
+    return [sys.executable, "-m", experiment.program, "train", *experiment.arguments, "--run-dir", str(folder)]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,21 +16,27 @@ from embershard.sweeps.experiments import Sweep, shown
 from embershard.sweeps.outcomes import Outcome, begin_attempt, find_outcome
 from embershard.sweeps.spread import best_sentence, read_configurations
 
+#: What a file with the section `[scale_out]` asks for.
+_STUDY = "embershard.extras.scale_out.study:Study"
+
 
 def run(arguments: argparse.Namespace, engine: str) -> int:
     """Run the sweep that the arguments name by an engine, "module:function"; return the exit code."""
     sweep, console = Sweep.read(arguments.file, trust_code=arguments.trust_code), wide_console()
     folder = arguments.out or Path("sweeps") / arguments.file.stem
+    if not arguments.dry_run:
+        run_all = named(engine)
+        lock_run_dir(folder, "--out")
+    study = None if sweep.scale_out is None else named(_STUDY)(sweep, folder, console, is_dry=arguments.dry_run)
+    sweep = sweep if study is None else study.prepared()
     if arguments.dry_run and arguments.on == "kubernetes":
         manifests = named(f"{engine.partition(':')[0]}:manifests")
         print(manifests(sweep, folder))
         return 0
     if arguments.dry_run:
         for experiment in sweep.experiments:
-            say(console, f"embershard train {shlex.join(experiment.arguments)}")
+            say(console, experiment.command)
         return 0
-    run_all = named(engine)
-    lock_run_dir(folder, "--out")
     ended = {each.name: found for each in sweep.experiments if (found := find_outcome(each, folder)) is not None}
     if arguments.retry_failed:
         for name in [name for name, outcome in ended.items() if outcome.status != "finished"]:
@@ -54,7 +59,10 @@ def run(arguments: argparse.Namespace, engine: str) -> int:
     write_results(folder)
     if not console.is_terminal:
         console.print(display.table())
-    return _end(folder, list(ended.values()), arguments.by, console)
+    code = _end(folder, list(ended.values()), arguments.by, console)
+    if study is not None:
+        study.finish()
+    return code
 
 
 def _end(folder: Path, ended: Sequence[Outcome], figure: str | None, console: Console) -> int:

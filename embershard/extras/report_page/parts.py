@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import re
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,22 @@ class PageTable:
 
 
 @dataclass(frozen=True)
+class PagePicture:
+    """A picture that is there already, as the bytes of a PNG."""
+
+    title: str
+    png: bytes
+    note: str = ""
+    terms: Mapping[str, str] = field(default_factory=dict)
+    keys: Sequence[Key] = ()
+
+    def html(self, name: str) -> str:
+        """Return the picture as HTML; `name` is its element's id."""
+        source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+        return f'<img id="{name}" alt="{html.escape(self.title)}" style="width: 100%; background: #fff" src="{source}">'
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of the page: its text, one paragraph each, then its tables and figures.
 
@@ -104,7 +121,7 @@ class Section:
     """
 
     title: str
-    parts: Sequence[PageFigure | PageTable] = ()
+    parts: Sequence[PageFigure | PageTable | PagePicture] = ()
     text: Sequence[str] = ()
     has_curves: bool = False
 

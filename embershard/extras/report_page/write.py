@@ -23,6 +23,7 @@ from embershard.extras.report_page.measured import (
 from embershard.extras.report_page.plan import plan_section
 from embershard.extras.report_page.predicted import predicted
 from embershard.extras.report_page.runs import Run, begun, models, settings, summary
+from embershard.extras.report_page.scaling import scaling_section
 from embershard.extras.report_page.sweep import sweep_section
 from embershard.reports.run_folder import RunFolder, is_sweep
 from embershard.sharding.plan import Plan
@@ -50,6 +51,8 @@ def write_page(folders: Sequence[Path], output: Path) -> None:
             runs.append((folder.name if is_alone else str(folder), RunFolder.read_begun(folder)))
             continue
         configurations = read_configurations(folder)
+        if (scaling := scaling_section(folder)) is not None:
+            sections.append(scaling)
         sections.append(sweep_section(folder, configurations))
         finished = [each for each in configurations if each.folders]
         prefix = f"{folder.name}: " if len(folders) > 1 else ""

@@ -93,6 +93,13 @@ def test_a_list_of_runs_is_combined_with_the_grid(sweep_file: Path) -> None:
     assert found == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
 
 
+def test_all_runs_are_trained_with_one_seed_before_the_next(sweep_file: Path) -> None:
+    text = 'config = "run.toml"\ngrid.train.seed = [5, 3]\ngrid.ranks = [1, 2]\n'
+    experiments = of_file(sweep_file, text + "[[runs]]\ncache.ratio = 0.1\n[[runs]]\ncache.ratio = 0.2\n")
+    assert [each.varied["train.seed"] for each in experiments] == [5] * 4 + [3] * 4
+    assert [each.varied["cache.ratio"] for each in experiments[:4]] == [0.1, 0.1, 0.2, 0.2]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
