@@ -25,11 +25,12 @@ IN_TIME ?=
 SINCE ?=
 #: What `make test` runs: no further cases of what another test guards, and of extras a smoke test each.
 PROMISES := not matrix and (not extra or smoke)
-CODE := embershard tests scripts benchmarks examples
+CODE := embershard tests scripts benchmarks examples docs/conf.py
+DOCS_PACKAGES := build/docs-packages
 TORCHREC_1.9 := build/torchrec-1.9.2
 TORCHREC_TESTS := tests/unit/sharding tests/unit/pipeline tests/unit/planning tests/ranks/test_exactness.py
 
-.PHONY: help setup setup-tests train test test-all test-rest test-fast test-torchrec-1.9 check rooms format browser bench doctor clean clean-venv
+.PHONY: help setup setup-tests train test test-all test-rest test-fast test-torchrec-1.9 check rooms format docs browser bench doctor clean clean-venv
 
 help: ## this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9.-]+):.*## /\1\t/' | expand -t 19
@@ -76,6 +77,14 @@ rooms: ## every file of the package with its subject; lines of each room (SINCE=
 format: $(SETUP_TESTS) ## format the code, and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix-only $(CODE)
 	$(PYTHON) -m ruff format $(CODE)
+
+$(DOCS_PACKAGES): requirements-docs.txt | $(SETUP)
+	@$(PYTHON) -m pip install -q --no-deps --upgrade --target $@ -r $<
+	@touch $@
+
+docs: $(DOCS_PACKAGES) ## all pages, and the API's from docstrings, as a site with search: build/docs/index.html
+	@PYTHONPATH="$(CURDIR)/$(DOCS_PACKAGES):$(CURDIR)$(addprefix :,$(PYTHONPATH))" \
+		$(PYTHON) -m sphinx -q -W --keep-going -c docs . build/docs $(ARGS)
 
 browser: ## Chromium, by apt-get, for the tests of report pages: without it they are skipped, and named at the end
 	@scripts/get_browser.sh

@@ -286,7 +286,7 @@ def wrong_links(page: Path, text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+@pytest.mark.parametrize("page", [*PAGES, PROJECT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(PROJECT)))
 def test_the_links_lead_somewhere(page: Path):
     assert wrong_links(page, page.read_text(encoding="utf-8")) == []
 

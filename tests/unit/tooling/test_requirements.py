@@ -65,6 +65,13 @@ def test_the_pins_satisfy_the_metadata(pins, metadata, python, section):
         assert requirement.specifier.contains(version(pins[name])), f"{requirement} and {pins[name]}"
 
 
+def test_the_pins_of_the_documentation_satisfy_the_metadata(project_dir: Path, metadata, python):
+    pins = parse((project_dir / "requirements-docs.txt").read_text(), python)
+    assert all(version(requirement) for requirement in pins.values())
+    for name, requirement in parse(metadata["options.extras_require"]["docs"], python).items():
+        assert requirement.specifier.contains(version(pins[name])), f"{requirement} and {pins[name]}"
+
+
 def test_torchrec_and_fbgemm_are_left_to_the_set_up(pins: dict[str, Requirement], metadata: configparser.ConfigParser):
     """pip, given torchrec in a list, would pull in the newest CUDA build of FBGEMM."""
     required = parse(metadata["options"]["install_requires"], "3.12")
