@@ -102,9 +102,11 @@ class _Runs(Comparison):
             rounding = None
             if self._config.cache.rounds_rows:
                 profile = find_profile(self._config, stock.source)
-                from embershard.extras.verify.rounding import TableRounding  # of a capability that may be taken out
+                # Of a capability that may be taken out.
+                from embershard.extras.verify.rounding import TableRounding, small_tables_of
 
-                rounding = TableRounding(self._config, profile, stock.model.state_dict(), self._ranks)
+                small = small_tables_of(self._config, profile)
+                rounding = TableRounding(small, stock.model.state_dict(), self._ranks)
             losses = list(_train(stock, steps, rounding))
             stock.close()
             self._stock = (steps, tables), losses, _tensors_of(stock)
@@ -170,7 +172,8 @@ def _train(trainer: Trainer, steps: int, rounding: TableRounding | None = None) 
         with trainer.upcoming.next() as batch:
             trainer.step(batch)
             if rounding is not None:
-                rounding.after_step([batch] if isinstance(batch, Batch) else list(batch.taken))
+                given = [batch] if isinstance(batch, Batch) else list(batch.taken)
+                rounding.after_step([each.sparse_features for each in given])
         yield trainer.losses.monitor.mean()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -17,15 +18,18 @@ from torchrec.distributed.types import ShardedModule, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from embershard.errors import ConfigError
-from embershard.extras.verify.comparison import with_halved_caches
+from embershard.extras.verify.comparison import contents, with_halved_caches
+from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.sharders import (
     CachedEmbeddingBagCollectionSharder,
     CachedEmbeddingCollectionSharder,
     StockEmbeddingBagCollectionSharder,
     StockEmbeddingCollectionSharder,
     has_cache,
+    inner_sharder,
 )
 from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY
+from embershard.training.checkpoint.host_rows import restore_marks, rounded_tables, saved_marks, taking_references
 
 _FUSED_KERNEL = "fused"
 
@@ -54,10 +58,47 @@ def twin_of(model: DistributedModelParallel, *, halvings: int | None) -> Distrib
         sharders=sharders,
         data_parallel_wrapper=model._data_parallel_wrapper,
     )
-    twin.load_state_dict(model.state_dict())
-    twin.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
+    _copy_state(model, twin)
     twin.zero_grad(set_to_none=True)
     return twin
+
+
+def _copy_state(model: DistributedModelParallel, twin: DistributedModelParallel) -> None:
+    """Copy weights, states of the fused optimizer, and learning rates. Small rows are those that they stand for."""
+    with taking_references(model):
+        twin.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())  # trained rows are written back
+        weights, small = model.state_dict(), rounded_tables(model)
+    if not small:
+        twin.load_state_dict(weights)
+        return
+    restore_marks(twin, saved_marks(model, dist.get_rank()))
+    filled, pools = rounded_tables(twin), list(cached_embeddings(model))
+    with taking_references(twin):
+        twin.load_state_dict({name: value for name, value in weights.items() if name not in small}, strict=False)
+        own = twin.state_dict()
+    for name in small:
+        shards = [
+            (shard.metadata.shard_offsets, contents(shard.tensor, pools)) for shard in weights[name].local_shards()
+        ]
+        if name in filled:
+            filled[name].put(partial(_rows_of, shards, weights[name].size(1)))
+        else:
+            for shard, (_, rows) in zip(own[name].local_shards(), shards, strict=True):
+                shard.tensor.detach().copy_(rows)
+
+
+def _rows_of(shards: Any, dim: int, first: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows [first, stop) of a table, and what this rank has of their `dim` columns."""
+    whole = torch.zeros(stop - first, dim)
+    for (row, column), rows in shards:
+        if (row, row + len(rows)) == (first, stop):
+            whole[:, column : column + rows.shape[1]] = rows
+    yield torch.arange(first, stop), whole
+
+
+def cached_sharders(model: DistributedModelParallel) -> list[Any]:
+    """Return the model's cached sharders."""
+    return [inner_sharder(sharder) for sharder in model.sharders if has_cache(sharder)]
 
 
 def sharded_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, ShardedModule[Any, Any, Any, Any]]]:
@@ -81,15 +122,21 @@ def _unsharded(module: nn.Module) -> nn.Module:
         ) from error
 
 
+def configs_of(sharded: Any) -> Any:
+    """Return the settings of a sharded module's tables."""
+    is_bags = isinstance(sharded, ShardedEmbeddingBagCollection)
+    return sharded._embedding_bag_configs if is_bags else sharded._embedding_configs
+
+
 def _collection_of(path: str, sharded: Any) -> nn.Module:
     """Return the collection that was sharded, without memory for its rows, with the optimizers of its tables."""
     found: EmbeddingBagCollection | EmbeddingCollection
     meta = torch.device("meta")
     if isinstance(sharded, ShardedEmbeddingBagCollection):
-        found = EmbeddingBagCollection(sharded._embedding_bag_configs, sharded._is_weighted, meta)
+        found = EmbeddingBagCollection(configs_of(sharded), sharded._is_weighted, meta)
         tables, shardings = found.embedding_bags, sharded._embedding_shardings
     elif isinstance(sharded, ShardedEmbeddingCollection):
-        found = EmbeddingCollection(sharded._embedding_configs, meta, sharded._need_indices)
+        found = EmbeddingCollection(configs_of(sharded), meta, sharded._need_indices)
         tables, shardings = found.embeddings, list(sharded._sharding_type_to_sharding.values())
     else:
         raise ConfigError(
@@ -127,7 +174,7 @@ def _halved_sharder(sharder: Any, halvings: int) -> Any:
     if cache.device_bytes is not None:
         cache = replace(cache, device_bytes=max(1, cache.device_bytes // 2**halvings))
     elif found._plan is not None:
-        found._plan = functools.reduce(lambda plan, _: with_halved_caches(plan), range(halvings), found._plan)
+        found._plan = reduce(lambda plan, _: with_halved_caches(plan), range(halvings), found._plan)
     else:
         cache = replace(cache, ratio=(cache.slot_ratio or 1.0) / 2**halvings)
     found._cache = cache

@@ -19,7 +19,7 @@ from embershard.cache.homes.small_rows import SmallRows
 from embershard.distributed import Ranks, complete_checkpoints
 from embershard.errors import CacheError
 from embershard.extras.verify.equivalence import _tensors_of, _train
-from embershard.extras.verify.rounding import TableRounding
+from embershard.extras.verify.rounding import TableRounding, small_tables_of
 from embershard.frequency.config import ProfileConfig
 from embershard.models.config import PretrainedTable
 from embershard.serving.write import export_base
@@ -119,7 +119,7 @@ def test_a_run_equals_stock_torchrec_that_is_rounded_after_loading(
         profile = find_profile(config, trainer.source)
         weights = trainer.model.state_dict()
         before = {name: rows.clone() for name, rows in local_rows(weights)}
-        rounding = TableRounding(config, profile, weights, ranks)
+        rounding = TableRounding(small_tables_of(config, profile), weights, ranks)
         if not rounds_what_it_loads:
             for name, rows in local_rows(weights):
                 rows.copy_(before[name])
