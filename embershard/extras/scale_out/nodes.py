@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from embershard.distributed.supervision import end_with_parent
 from embershard.errors import ConfigError, SetupError
@@ -86,6 +86,25 @@ def words_of(experiment: Experiment) -> tuple[str, ...]:
     return ("--nodes", str(nodes_of(experiment)), *(() if link is None else ("--link", link)))
 
 
+def cut(topology: Topology, num_ranks: int, num_nodes: int) -> Topology:
+    """Return a node of a machine with so many ranks that is cut into nodes: of its processors and memory each has a
+    part. GPUs are not cut."""
+    if topology.device != "cpu":
+        return topology
+    per_node, cores, peak = num_ranks // num_nodes, topology.cores_per_node, topology.bandwidths
+    part = replace(
+        topology, ranks_per_node=per_node, cores_per_node=None if cores is None else max(1, cores // num_nodes)
+    )
+    if topology.rates:
+        own = topology.shaped(num_ranks).rates_for(num_ranks)
+        messages = (num_ranks - 1) / (per_node - 1) if per_node > 1 else 1.0  # which rates of fewer ranks lack
+        own = replace(own, seconds_per_collective=own.seconds_per_collective / messages)
+        return replace(part, rates={per_node: own})
+    assert peak is not None, "a topology has rates or bandwidths"
+    shared = {each.name: getattr(peak, each.name) / num_nodes for each in fields(peak) if each.name != "network_bytes"}
+    return replace(part, bandwidths=replace(peak, **shared))
+
+
 def with_link(topology: Topology, link: str, ranks_per_node: int) -> Topology:
     """Return a machine whose nodes of so many ranks have this link: all ranks of a node share it.
 
@@ -101,9 +120,11 @@ def with_link(topology: Topology, link: str, ranks_per_node: int) -> Topology:
         )
         for ranks, own in topology.rates.items()
     }
-    peak = topology.bandwidths
-    shared = None if peak is None else replace(peak, network_bytes=1 / (ranks_per_node * seconds))
-    return replace(topology, rates=rates, bandwidths=shared, source=f"{topology.source}; {link} between nodes, by sum")
+    peak, known = topology.bandwidths, replace(topology.assumptions, network=1.0)
+    if peak is not None:  # a CPU's are of the node, and a GPU's of each rank
+        peak = replace(peak, network_bytes=1 / seconds / (1 if topology.device == "cpu" else ranks_per_node))
+    source = f"{topology.source}; {link} between nodes, as asked for"
+    return replace(topology, rates=rates, bandwidths=peak, assumptions=known, source=source)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -129,7 +129,7 @@ class Study:
         num_nodes, words = nodes.nodes_of(experiment), list(experiment.settings)
         topology, per_node = self._topology(self._asked.topology), experiment.ranks // num_nodes
         if num_nodes > 1:
-            topology = self._linked(topology, nodes.link_of(experiment), per_node)
+            topology = self._nodes(topology, nodes.link_of(experiment), per_node, num_nodes)
             words += ["--ranks-per-node", str(per_node)]
         words = [*_without(words, SEEDS), "--profile", str(self._profile(experiment)), "--topology", topology]
         words += ["--ranks", str(experiment.ranks), *shlex.split(experiment.placed["plan"])]
@@ -163,7 +163,7 @@ class Study:
             is_named = asked.simulated_on or asked.topology
             calibrated = max(each.ranks for each in self._sweep.experiments)
             per_node = load_topology(topology).ranks_per_node if is_named else calibrated
-            topology = self._linked(topology, asked.link, per_node)
+            topology = self._nodes(topology, asked.link, per_node)
         words += ["--simulate", "--ranks", ",".join(map(str, ranks)), "--topology", topology]
         words += ["--profile", str(self._profile(experiment)), *shlex.split(experiment.placed["plan"])]
         return self._make(SIMULATED, ".json", "plan", words)
@@ -175,14 +175,15 @@ class Study:
         words = ["--calibrate", "--ranks", ",".join(map(str, ranks)), *(["--quick"] if self._asked.quick else [])]
         return str(self._make("", ".toml", "plan", words, name="machine"))
 
-    def _linked(self, topology: str, link: str | None, per_node: int) -> str:
-        """Return the file of a machine with this link between its nodes of so many ranks."""
-        if link is None:
-            return topology
-        path = self._folder / "links" / f"{Path(topology).stem}-{per_node}-{link}.toml"
+    def _nodes(self, topology: str, link: str | None, per_node: int, num_nodes: int = 1) -> str:
+        """Return the file of a machine with this link between its nodes of so many ranks; `num_nodes`: into which it is
+        cut."""
+        path = self._folder / "nodes" / f"{Path(topology).stem}-{num_nodes}x{per_node}-{link}.toml"
         if not self._is_dry:
             path.parent.mkdir(exist_ok=True)
-            save_topology(nodes.with_link(load_topology(topology), link, per_node), path)
+            machine = load_topology(topology)
+            machine = machine if num_nodes == 1 else nodes.cut(machine, num_nodes * per_node, num_nodes)
+            save_topology(machine if link is None else nodes.with_link(machine, link, per_node), path)
         return str(path)
 
     def _make(self, kind: str, ending: str, command: str, words: Sequence[str], name: str = "") -> Path:

@@ -228,8 +228,22 @@ def test_a_link_is_shared_by_the_ranks_of_a_node() -> None:
     assert gpus.network_bytes == pytest.approx(1 / (8 * a_byte))
 
 
+def test_nodes_of_one_machine_share_it() -> None:
+    """Four ranks on two nodes are as fast as four on one, but for what goes between the nodes."""
+    own = Rates(seconds_per_flop=1e-9, seconds_per_collective=3e-4, seconds_per_all_to_all_byte=1e-9)
+    calibrated = Topology("here", "calibrated", "cpu", 4, 2**30, cores_per_node=2, rates={2: Rates(), 4: own})
+    both = nodes.cut(calibrated, 4, 2).shaped(2, 2)
+    assert both.cores_per_node == 1
+    assert both.rates_for(4) == replace(own, seconds_per_network_byte=1e-9)
+    estimated = load_topology("cpu")
+    part = nodes.with_link(nodes.cut(estimated, 4, 2), "800mbit", 2).shaped(2, 2)
+    whole = estimated.shaped(4).rates_for(4)
+    assert part.rates_for(4).seconds_per_embedding_byte == pytest.approx(whole.seconds_per_embedding_byte)
+    assert part.rates_for(4).seconds_per_network_byte == pytest.approx(2 * 1e-8 / (1448 / 1514))
+
+
 @pytest.mark.parametrize("name", ["scale_out", "slow_link"])
 def test_the_examples_are_sound(project_dir: Path, name: str) -> None:
     sweep = Sweep.read(project_dir / "examples" / f"{name}.toml")
     made: Any = study.Study(sweep, Path("sweeps") / name, plain_console(), is_dry=True)
-    assert len(made.prepared().experiments) == {"scale_out": 36, "slow_link": 12}[name]
+    assert len(made.prepared().experiments) == {"scale_out": 36, "slow_link": 24}[name]
