@@ -19,7 +19,7 @@ from tests.planted.fault import Fault, keep, known, preload, run_tests
 _COMPARISONS = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
 _COMPARISONS |= {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "==")}
 _ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*")}
-_SECONDS = 300.0
+_SECONDS = 150.0  # a fault may let tests hang
 _MOST_FILES = 6
 
 
@@ -103,7 +103,7 @@ def noticed_by(fault: Fault, tree: Path) -> str:
     with fault.planted(tree):
         for words in _tries(fault.file, tree):
             _, printed = run_tests(tree, [*words, "-m", "not matrix and (not extra or smoke)"], _SECONDS)
-            if failed := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", printed, re.MULTILINE):
+            if failed := re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", printed, re.MULTILINE):
                 return failed[1]
     return ""
 
