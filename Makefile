@@ -55,7 +55,7 @@ test-all: $(SETUP_TESTS) ## all tests: whole matrices, and all of the extras
 test-rest: $(SETUP_TESTS) ## what test-all has, and test leaves out
 	@$(PYTHON) -m pytest -q -n 2 -m "not ($(PROMISES))" $(IN_TIME) $(ARGS)
 
-test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: two minutes on 2 cores (ARGS="-k cache" for a part)
+test-fast: $(SETUP_TESTS) ## unit tests without the slow ones: a minute on 2 cores (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 tests/unit -m "not slow and not matrix and not extra" $(ARGS)
 
 $(TORCHREC_1.9): | $(SETUP_TESTS)

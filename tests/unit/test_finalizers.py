@@ -46,6 +46,7 @@ def stream(folder: Path) -> BatchStream:
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [file_rows, page_lock, stream])
 def test_they_end_where_the_last_reference_goes_under_a_lock_of_their_threads(
     make: Callable[[Path], object], tmp_path: Path

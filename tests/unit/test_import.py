@@ -30,6 +30,7 @@ def test_the_imports_are_light(project_dir: Path):
     assert modules_after(f"import {', '.join(modules)}", project_dir) & HEAVY == set()
 
 
+@pytest.mark.slow
 def test_the_command_line_answers_ctrl_c_at_once(project_dir: Path):
     """It handles Ctrl-C from there on, while a command loads its libraries."""
     assert modules_after("import embershard.commands.cli", project_dir) & {*HEAVY, "torch", "numpy", "numba"} == set()

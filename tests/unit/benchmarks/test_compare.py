@@ -47,6 +47,7 @@ def test_figures_that_cannot_be_compared_stand_alone(stored, said):
     assert figures[0] == "cases.0.step_ms  30"
 
 
+@pytest.mark.slow
 def test_all_stored_results_can_be_read(project_dir: Path):
     folder = project_dir / "benchmarks" / "results"
     for path in (project_dir / "benchmarks").glob("*.py"):

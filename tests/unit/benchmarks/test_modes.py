@@ -96,6 +96,7 @@ def test_a_failing_mode_and_the_end_of_the_time_stop_nothing(tmp_path, monkeypat
     assert {row["problems"][0] for row in rounds.rows()} == {"not run: the time was up"}
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_say_why_and_are_started_again(tmp_path, monkeypatch):
     program = "import sys; print('ready', flush=True); sys.stdin.readline(); sys.exit('no such mode')"
     start = subprocess.Popen

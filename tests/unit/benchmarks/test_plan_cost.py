@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks import plan_cost
 
 
+@pytest.mark.slow
 def test_a_size_is_counted_and_timed(tmp_path, monkeypatch):
     arguments = "--batch-sizes 16 --scale 0.001 --lookahead 4 --warmup-samples 320 --steps 5"
     monkeypatch.setattr("sys.argv", ["plan_cost", *arguments.split(), "--output", str(tmp_path / "found.json")])

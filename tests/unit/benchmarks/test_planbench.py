@@ -22,6 +22,7 @@ def test_a_seed_is_a_task():
         assert 10 <= len(request.sharded) <= 60
 
 
+@pytest.mark.slow
 def test_a_rival_without_a_plan_is_told_and_not_compared(tmp_path):
     steps = [{"embershard": 1.1, "rival": None}, {"embershard": 1.0, "rival": 1.5}]
     found = summary(

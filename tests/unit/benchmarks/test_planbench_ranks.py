@@ -26,6 +26,7 @@ def plan(name: str, predicted: float, wall: float, cpu: float, place: int = 0) -
     }
 
 
+@pytest.mark.slow
 def test_a_task_has_data_and_a_model_of_its_tables(tmp_path):
     values = write_task(3, 2, tmp_path, lookups=20_000)
     config = decode(RunConfig, values)
@@ -68,6 +69,7 @@ def test_plans_are_told_apart_by_more_than_the_noise():
     assert not told_apart([noise])
 
 
+@pytest.mark.slow
 def test_plans_that_noise_does_not_tell_apart_are_in_one_place():
     noise = [0.9, 1.1, 1.0, 0.95, 1.05, 1.02, 0.98, 1.01]
     slower, as_fast = [1.05 * each for each in noise], [*noise[1:], 0.9]

@@ -345,6 +345,7 @@ def work_of(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> Work:
     return work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", keep([4, 256], [4, 32, 256]))
 def test_many_batches_share_a_refill_and_nothing_is_scanned_in_between(lookahead, monkeypatch):
     """Measured: 16 to 60 batches a refill; beside it a batch looks at 220 to 250 slots."""
@@ -353,6 +354,7 @@ def test_many_batches_share_a_refill_and_nothing_is_scanned_in_between(lookahead
     assert work.looked_at / work.pops < 4000 / 10, f"{work.looked_at} slots in {work.pops} batches"
 
 
+@pytest.mark.slow
 def test_looking_at_all_that_is_offered_would_be_noticed(monkeypatch):
     monkeypatch.setattr(VictimQueue, "_trim", lambda self, waiting, enough: waiting)
     work = work_of(256, monkeypatch)

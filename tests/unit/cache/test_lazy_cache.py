@@ -46,6 +46,7 @@ def test_every_row_is_right_after_any_operations(operations, policy, num_slots, 
     )
 
 
+@pytest.mark.slow
 @given(operations, st.integers(6, 12), st.booleans(), st.sampled_from(TRANSFERS))
 @examples(60)
 def test_every_row_is_right_after_a_warm_up_that_leaves_host_rows_for_later(operations, num_slots, later, transfer):

@@ -342,6 +342,7 @@ def warned_before(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
     return compiled._failures
 
 
+@pytest.mark.slow
 def test_loops_work_where_nothing_can_be_written(monkeypatch, warned_before):
     """Neither beside the file nor in the user's folder: they are compiled, and one warning says so."""
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
@@ -353,6 +354,7 @@ def test_loops_work_where_nothing_can_be_written(monkeypatch, warned_before):
     assert len(warned_before) == 2
 
 
+@pytest.mark.slow
 def test_a_broken_file_is_written_again(monkeypatch, tmp_path, warned_before):
     monkeypatch.setattr(caching.config, "CACHE_DIR", str(tmp_path))
     compiled.compiled(_doubled)
@@ -389,6 +391,7 @@ def test_processes_that_compile_at_once_do_not_mix_their_results(files, tmp_path
         assert other.load(other_key) == "result of the other" or files is not compiled.ResultFiles
 
 
+@pytest.mark.slow
 def test_results_of_an_older_source_are_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(caching.config, "CACHE_DIR", str(tmp_path))
     for stamp in [1, 2]:

@@ -257,6 +257,7 @@ def known_ids(pool: Pool) -> int:
     return sum(len(set(keys)) for _, keys in pool.known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pinned_table", "per_id"), [(None, 4), (1, 8)])
 def test_what_is_known_takes_a_few_bytes_per_distinct_id_and_goes_when_prepared(pinned_table, per_id, monkeypatch):
     """Beside the ring, whose cells are as many as ids were known at a time, rounded up to a power of two."""

@@ -75,6 +75,7 @@ def test_equal_states_and_keys_give_equal_plans(batches, policy):
         assert torch.equal(a.state.map.use_stamp[1:], b.state.map.use_stamp[1:])
 
 
+@pytest.mark.slow
 @given(batches, st.integers(1, 6))
 @examples(60)
 def test_equal_states_keys_and_known_batches_give_equal_plans(batches, ahead):
@@ -183,6 +184,7 @@ def test_the_cache_is_ranked_once_for_many_batches(policy, monkeypatch):
     assert evictions_per_refill > 50, f"{len(refills)} refills"
 
 
+@pytest.mark.slow
 def test_two_caches_side_by_side_never_differ():
     rng = np.random.default_rng(5)
     pools = [Pool(num_slots=11, policy="lfu", decay=0.9) for _ in range(2)]

@@ -53,6 +53,7 @@ def follows_lru(policy: Scoring, keys: list[int], num_slots: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 15])
 @pytest.mark.parametrize("policy", get_args(Scoring))
 def test_lru_is_true_lru(policy, num_slots):
@@ -99,6 +100,7 @@ def test_lfu_counts_the_batches_that_held_a_row_whether_it_stayed_or_not(decay):
     assert pool.expected["evictions"].sum() > 200
 
 
+@pytest.mark.slow
 def test_counts_are_scaled_back_long_before_they_overflow(monkeypatch):
     """0.5 ** 250 is far below what float32 holds, so the run above rescaled; here every few batches."""
     monkeypatch.setattr(scores_module, "_RESCALE_AT", 10.0)
@@ -153,6 +155,7 @@ def test_history_survives_eviction():
 # -- frequency ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_most_frequent_rows_stay():
     """The lowest eighth of the slots takes the traffic of the rare rows; nothing above it ever leaves."""
     num_rows, num_slots = 1000, 160

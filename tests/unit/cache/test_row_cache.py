@@ -145,6 +145,7 @@ def test_every_transfer_with_every_policy(operations, policy, transfer):
     run(Pool(num_slots=8, policy=policy, overflow="grow", transfer=transfer), kept)
 
 
+@pytest.mark.slow
 @given(operations, st.sampled_from(POLICIES), st.integers(2, 12))
 @examples(60)
 def test_rows_that_stay_with_every_policy(operations, policy, num_slots):
@@ -359,6 +360,7 @@ def test_growing_is_refused_while_batches_are_in_flight():
     pool.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*POLICIES, "in a window"])
 def test_a_cache_that_grows_keeps_the_batches_that_train_together(policy):
     is_known = policy == "in a window"
@@ -655,6 +657,7 @@ def test_nothing_leaves_a_cache_that_holds_all_rows():
     assert pool.expected["evictions"].sum() == 0
 
 
+@pytest.mark.slow
 def test_a_mapped_file_gives_the_same_rows_as_memory(tmp_path):
     pools = [Pool(num_slots=12), Pool(num_slots=12, mmap_dir=tmp_path)]
     for pool in pools:
@@ -725,6 +728,7 @@ def late_landings(transfer: type[StagedTransfer]) -> int:
     return waiting
 
 
+@pytest.mark.slow
 def test_rows_that_land_with_the_next_plan_are_right():
     assert late_landings(StagedTransfer) > 100
 

@@ -105,6 +105,7 @@ def rows_of(read: TextColumns, line: bytes) -> list[dict[str, bytes]]:
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quoted", [True, False])
 @given(
     lines=st.lists(st.sampled_from(["1,a", "1,a", *LINES]) | st.text('"",,ab\r', max_size=12), min_size=1, max_size=30),

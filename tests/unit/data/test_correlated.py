@@ -43,6 +43,7 @@ def test_defaults_give_the_samples_of_earlier_versions():
     assert digest.hexdigest() == "c15e8a23b6a1e134e92555bf3456a56ff4d4d0b425da8e7c16c4ba7dec19b28f"
 
 
+@pytest.mark.slow
 def test_the_real_sample_is_as_it_says_here(criteo_text):
     cells = np.array([line.split("\t") for line in criteo_text.decode().splitlines()])
     columns = [np.unique(column, return_inverse=True)[1] for column in cells[:, 14:].T]
@@ -53,6 +54,7 @@ def test_the_real_sample_is_as_it_says_here(criteo_text):
     assert rates == pytest.approx(RATES, abs=0.0001)
 
 
+@pytest.mark.slow
 def test_all_hot_samples_are_as_frequent_as_in_a_real_sample():
     """Within a fifth; independent features give less than a third of it."""
     ids, _ = source_of(**SHOWN).features(np.arange(NUM_SAMPLES))
@@ -62,6 +64,7 @@ def test_all_hot_samples_are_as_frequent_as_in_a_real_sample():
         assert are_hot(independent, share).mean() < real / 3, share
 
 
+@pytest.mark.slow
 def test_each_feature_keeps_its_popularity():
     ids, _ = source_of(**SHOWN).features(np.arange(NUM_SAMPLES))
     independent, _ = source_of().features(np.arange(NUM_SAMPLES))
@@ -83,6 +86,7 @@ def test_correlation_is_that_of_a_gaussian_copula():
     assert of_ranks == pytest.approx(6 / np.pi * np.arcsin(0.7 / 2), abs=0.01)
 
 
+@pytest.mark.slow
 def test_samples_of_popular_rows_are_clicked_less():
     """The difference of the logits that the real sample has: 1.88 % of hot samples are clicked, 2.80 % of the others;
     the rows' own weights, which are drawn, come on top, so compare with the same samples without it."""
@@ -99,6 +103,7 @@ def test_samples_of_popular_rows_are_clicked_less():
     assert source.samples(numbers).labels.mean() == pytest.approx(0.224, abs=0.015)
 
 
+@pytest.mark.slow
 def test_samples_are_functions_of_their_numbers_with_correlation_too():
     numbers = np.random.default_rng(0).permutation(3000)
     together, alone = source_of(**SHOWN).samples(np.arange(3000)).take(numbers), source_of(**SHOWN).samples(numbers)
@@ -106,6 +111,7 @@ def test_samples_are_functions_of_their_numbers_with_correlation_too():
     assert all(np.array_equal(a, b) for a, b in zip(together.values, alone.values, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correlation", [0.0, 0.7])
 def test_locality_is_the_share_of_lookups_by_popularity(correlation):
     """The most frequent row of C5 takes 67.0 % of the lookups; half of them is left, and a share of the other half."""

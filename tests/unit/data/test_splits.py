@@ -100,6 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("split") / "data"
 
 
+@pytest.mark.slow
 @given(tables, st.sampled_from(["csv", "parquet"]), st.booleans(), st.integers(1, 40))
 @examples(24)
 def test_last_is_the_last_sample_of_each_user(folder, files, form, by_time, chunk_rows):
@@ -114,6 +115,7 @@ def test_last_is_the_last_sample_of_each_user(folder, files, form, by_time, chun
             open_source(config)
 
 
+@pytest.mark.slow
 @given(tables, st.sampled_from(["csv", "parquet"]), st.floats(0.05, 0.95), st.integers(1, 40))
 @examples(24)
 def test_time_holds_out_what_is_not_before_the_threshold(folder, files, form, fraction, chunk_rows):

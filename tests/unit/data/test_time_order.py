@@ -68,6 +68,7 @@ def test_columns_of_a_window_go_along_with_its_samples(tmp_path, form):
     assert sorted(number for window in found for number in window) == list(range(9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["parquet", "csv"])
 def test_files_train_window_by_window(tmp_path, form):
     path = write(tmp_path, [[2.5, 0.1, 1.0, 0.9, 2.0, 1.5], [0.5, 3.9, 2.2]], form)

@@ -76,6 +76,7 @@ class Layers(torch.nn.Module):
         return self.model(dense)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8", "int4"])
 def test_exports_of_every_type(tmp_path, dtype):
     import json

@@ -47,6 +47,7 @@ def is_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) ->
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_what_is_removed_while_somebody_reads_is_named(saved: Saved, tmp_path: Path) -> None:
     """By a compaction, or by a run that prunes."""
     folder = copy_of(saved, tmp_path)

@@ -158,6 +158,7 @@ def test_the_checksums_taken_while_writing_are_those_of_the_files(saved, tmp_pat
     assert Manifest.read(folder / "step_2").files == written.files
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=60), st.integers(1, 9), st.lists(st.integers(0, 60), max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_pieces_make_the_same_blocks(data: bytes, block_bytes: int, cuts: list[int]):

@@ -24,6 +24,7 @@ def log(tmp_path_factory):
     return folder, table
 
 
+@pytest.mark.slow
 def test_numbers_are_the_published_ones(log):
     folder, table = log
     assert LogOptions(scale=1).num_items == 9_390_623
@@ -45,6 +46,7 @@ def test_numbers_are_the_published_ones(log):
         assert 1 <= min(pairs[f"{name}_id"].to_pylist()) <= max(pairs[f"{name}_id"].to_pylist()) <= most
 
 
+@pytest.mark.slow
 def test_events_are_by_user_and_time_and_only_listens_are_played(log):
     _, table = log
     uid, time = table["uid"].to_numpy().astype(np.int64), table["timestamp"].to_numpy()
@@ -67,6 +69,7 @@ def test_a_listen_can_be_foretold_in_part(log):
     assert high - low > 0.15
 
 
+@pytest.mark.slow
 def test_a_users_events_do_not_depend_on_the_other_users(log, tmp_path, monkeypatch):
     _, table = log
     monkeypatch.setattr(yambda_like, "_USERS_AT_ONCE", 300)

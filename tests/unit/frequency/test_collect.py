@@ -48,6 +48,7 @@ def collect(parts, sampled=None, **options):
     return collector.finish()
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 600), max_size=4), st.integers(0, 3))
 @settings(max_examples=15)
 def test_parts_together_are_the_whole(cuts, seed):

@@ -19,6 +19,7 @@ def profile_of(tables: list[list[int]]) -> FrequencyProfile:
     return FrequencyProfile({f"t{number}": torch.tensor(counts) for number, counts in enumerate(tables)}, 1)
 
 
+@pytest.mark.slow
 @given(counts_of_tables, st.lists(st.integers(1, 9), min_size=4, max_size=4), st.integers(1, 120))
 def test_all_rows_above_the_lowest_threshold_that_fits(tables, sizes, most_bytes):
     profile = profile_of(tables)

@@ -304,6 +304,7 @@ def test_a_file_that_is_gone_or_cut_is_named(tmp_path):
         loaded.sparse("user")
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2000), st.integers(0, 2))
 @settings(max_examples=10)
 def test_merged_parts_are_the_whole(cut, seed):

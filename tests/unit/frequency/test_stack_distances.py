@@ -47,6 +47,7 @@ def same(a: StackDistances, b: StackDistances) -> bool:
     return arrays and (a.num_lookups, a.rate) == (b.num_lookups, b.rate)
 
 
+@pytest.mark.slow
 @examples(200)
 @given(STREAMS)
 def test_exact_distances_are_those_of_a_list(stream: list[int]) -> None:
@@ -61,6 +62,7 @@ def test_blocks_of_any_size_count_the_same(stream: list[int], block_bits: int) -
         assert same(exact(as_rows(stream)), by_lists(stream))
 
 
+@pytest.mark.slow
 def test_a_stream_longer_than_its_blocks_counts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = zipf(0.6, 3000, 20_000)
     whole = exact(rows)
@@ -75,6 +77,7 @@ def test_the_hit_rate_is_that_of_a_cache(stream: list[int], num_slots: int) -> N
     assert float(exact(as_rows(stream)).hit_rate(np.array(float(num_slots)))) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_bins_promise_no_hit_early_and_are_one_percent_wide() -> None:
     stream = zipf(0.5, 20_000, 100_000)
     distances = module._reuse_distances(stream)
@@ -95,6 +98,7 @@ def test_following_all_rows_is_exact(stream: list[int]) -> None:
     assert same(shards(3, as_rows(stream), 1.0), exact(as_rows(stream)))
 
 
+@pytest.mark.slow
 @examples(40)
 @given(STREAMS, st.sampled_from([0.1, 0.5, 0.99]))
 def test_estimates_are_curves(stream: list[int], rate: float) -> None:

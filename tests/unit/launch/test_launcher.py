@@ -71,6 +71,7 @@ def test_a_rank_that_fails_ends_the_others():
     assert ended == Ended(1, "rank 1 failed first (exit code 3).", may_restart=True)
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_named_not_one_that_failed_for_it(monkeypatch):
     monkeypatch.setattr(rank_group, "_GRACE_SECONDS", 20.0)  # until both have ended
     ended = run("(tell(FAILED_AT, 1), sys.exit(1)) if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)")
@@ -139,6 +140,7 @@ with stop_asked() as asked:
 """
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_is_a_request_to_stop(tmp_path, project_dir):
     """And what is written after that is no error."""
     process, terminal = pty.fork()
@@ -199,6 +201,7 @@ def test_ranks_that_may_hang():
     assert run("wait()", hang_seconds=0.5).code == 1
 
 
+@pytest.mark.slow
 def test_restarts(tmp_path, monkeypatch, capfd):
     """The second attempt gets another job, and is the last."""
     handed = "__import__('pickle').loads(os.pread(int(os.environ['EMBERSHARD_JOB']), 1000, 0))"
@@ -290,6 +293,7 @@ def test_only_this_machine_can_reach_the_store():
     assert found == [f"{address}:{store.port:04X}"]
 
 
+@pytest.mark.slow
 def test_a_pause_of_the_launcher_is_not_one_of_the_ranks(monkeypatch):
     """A laptop that slept, a launcher that was stopped."""
     seen: list[float] = []

@@ -14,6 +14,7 @@ from embershard.metrics.curves import MOST_POINTS, curves_of
 from embershard.metrics.predictions import Predicted, judge
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 1)), min_size=2, max_size=40))
 def test_curves_are_torchmetrics(samples: list[tuple[int, int]]) -> None:
     logits, labels = (torch.tensor(each) for each in zip(*samples, strict=True))

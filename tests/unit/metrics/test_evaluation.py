@@ -106,6 +106,7 @@ def at_place(own: list[tuple[float, float, float, int]], name: str) -> float | N
     return (gain / best if metric == "ndcg" else hits / num_clicks) if num_clicks else None
 
 
+@pytest.mark.slow
 @given(SAMPLES)
 @examples(40)
 def test_every_figure_is_that_of_the_textbook(samples: list[tuple[int, float, float, int, int]]) -> None:
@@ -261,6 +262,7 @@ def columns_in(folder: Path, form: str, cells: list[str | None]) -> ValueNumbers
     return value_numbers(source.held_out_columns(["user"]), ["user"])["user"]
 
 
+@pytest.mark.slow
 @given(cells=st.lists(st.sampled_from(["", None, "DE", "7", "7.0", "True", "true", "é"]), min_size=1, max_size=12))
 @settings(max_examples=15, deadline=None)
 def test_a_value_is_the_same_whatever_the_file_and_an_empty_text_is_none(cells):

@@ -140,6 +140,7 @@ def test_a_report_of_large_batches_has_a_few_samples_of_many(size: int):
     assert {number // size for number in found} >= set(range(40 - 16, 40))
 
 
+@pytest.mark.slow
 def test_all_samples_of_a_batch_have_the_same_chance():
     window, taken = PredictionWindow(CLICKS, world_size=16), Counter[int]()
     for _ in range(3 * 2**10):

@@ -48,6 +48,7 @@ SAMPLES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(SAMPLES)
 def test_figures_are_those_of_the_textbook(samples: Sequence[tuple[int, int, int, float]]) -> None:
     predictions, labels, groups, weights = np.array(samples, float).reshape(-1, 4).T

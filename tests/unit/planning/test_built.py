@@ -84,6 +84,7 @@ def test_every_rank_is_built_as_planned(world_size, ranks_per_node, monkeypatch)
             check_built(build(plan, cached=False), plan, rank, cached=False)
 
 
+@pytest.mark.slow
 def test_another_build_is_noticed(monkeypatch):
     plan = every_kind(2, 2)
     with playing(1, plan, monkeypatch):

@@ -37,6 +37,7 @@ def workload(exchange: Any, bag_size: int = 1, **changes: Any) -> Workload:
 BAG_SIZES = st.sampled_from([1, 3, 12, max(MLPERF_BAG_SIZES)])
 
 
+@pytest.mark.slow
 @given(BAG_SIZES, st.sampled_from([2, 4, 16]), st.sampled_from(ROWS_TYPES), st.integers(1, 512))
 def test_auto_never_sends_more_than_the_better_of_both(bag_size, world_size, sharding, batch_size):
     of = workload("auto", bag_size, world_size=world_size, batch_size=batch_size)
@@ -46,6 +47,7 @@ def test_auto_never_sends_more_than_the_better_of_both(bag_size, world_size, sha
         assert of.exchange_bytes(table.table, sharding, table.dim, chosen) == min(pooled, rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     BAG_SIZES, st.sampled_from([2, 4]), st.lists(st.sampled_from([*ROWS_TYPES, "grid_shard"]), min_size=4, max_size=4)
@@ -91,6 +93,7 @@ def test_what_cannot_exchange_rows_exchanges_pooled_embeddings(exchange):
     assert workload("pooled").exchange_of("t0", "table_wise", 64) == "pooled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["pooled", "rows", "auto"])
 def test_a_plan_says_it_per_table_and_predicts_the_bytes(exchange):
     request = make_request(workload=workload(exchange), types=("table_wise", "row_wise"))

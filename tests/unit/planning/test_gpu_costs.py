@@ -83,6 +83,7 @@ def test_a_format_without_a_speed_is_refused() -> None:
         replace(volta, precision="bf16").rates_for(1)
 
 
+@pytest.mark.slow
 def test_a_slower_host_changes_no_placement() -> None:
     """All plans are as fast then: what is chosen is still the GPUs' best, and the bound is the host."""
     request = make_request(Budget(device_bytes=10**9), world_size=4, rows=(40_000, 9000, 5000, 900))

@@ -42,6 +42,7 @@ def test_no_choice_of_victims_needs_fewer_fills(batches: list[set[int]], capacit
     assert offline_optimum(arrays(batches), capacity, prefetch) == exhaustive(batches, capacity, prefetch)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(STREAMS, st.integers(2, 6), st.integers(0, 2))
 def test_the_rule_that_knows_everything_is_the_optimum(batches: list[set[int]], capacity: int, prefetch: int) -> None:

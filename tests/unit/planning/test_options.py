@@ -85,6 +85,7 @@ def test_no_step_between_two_sizes_of_a_cache_is_large(monkeypatch):
     assert largest_step() > 4 * module._STEP  # the control: as it was
 
 
+@pytest.mark.slow
 def test_a_placement_in_caches_that_are_no_options_is_known_without_them():
     request = tight_request()
     costs, small = cost_arrays(request, resident=True, cached=True), request.sharded[-1]
@@ -92,6 +93,7 @@ def test_a_placement_in_caches_that_are_no_options_is_known_without_them():
     assert [costs.options[-1][number].kernel for number in costs.options_of(placed)] == ["device"]
 
 
+@pytest.mark.slow
 def test_a_table_that_fbgemm_cannot_train_without_a_cache_is_in_one():
     """Three rows by rows on four ranks: one of them would have none."""
     rows = (5000, 4900, 4300, 3)

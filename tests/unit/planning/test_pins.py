@@ -81,6 +81,7 @@ def test_a_pinned_table_keeps_its_place_beside_all_others():
     assert plan.prediction.step_seconds <= 1.01 * anywhere.step_seconds
 
 
+@pytest.mark.slow
 def test_many_ranks_obey():
     tables = {"rows": (50_000, 9000, 300), "world_size": 64, "ranks_per_node": 8}
     request = make_request(ROOMY, **tables)
@@ -126,6 +127,7 @@ def test_a_pin_says_what_is_wrong_with_it(values, said):
         TablePin(**values)
 
 
+@pytest.mark.slow
 def test_every_field_of_a_pin_is_compared_with_a_plan_but_for_slots():
     assert {field.name for field in dataclasses.fields(TablePin)} == {"type", "ranks", "kernel", "slots"}
     table = planned(ROOMY).tables[0]

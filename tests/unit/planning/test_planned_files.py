@@ -116,6 +116,7 @@ def test_host_memory_is_the_places_and_what_is_kept_of_all_rows() -> None:
     assert all_rows == 5900
 
 
+@pytest.mark.slow
 def test_slots_are_at_most_half_of_the_places() -> None:
     roomy = make_workload((5000, 900), (16, 16), world_size=1, cache=LOOK_AHEAD)
     request = make_request(Budget(device_bytes=1_000_000), filed(roomy, 100_000))

@@ -78,6 +78,7 @@ def test_hit_rates_are_those_of_a_replay_of_each_pool():
             assert seen.hit_rate_lookups == each.hit_rate_lookups
 
 
+@pytest.mark.slow
 def test_bytes_and_work_add_up():
     workload, tables, _, _ = mixed()
     slots = slots_of(workload, tables, 0.9)  # none grows
@@ -111,6 +112,7 @@ def test_bytes_and_work_add_up():
     assert found.samples_per_second == pytest.approx(128 / found.step_seconds)
 
 
+@pytest.mark.slow
 def test_a_pool_that_will_grow_is_predicted_as_large_as_it_will_be():
     workload, tables, _, _ = mixed()
     slots = [dataclasses.replace(pool, slots=1) for pool in slots_of(workload, tables)]
@@ -122,6 +124,7 @@ def test_a_pool_that_will_grow_is_predicted_as_large_as_it_will_be():
         assert rank.device_bytes["slots"] + rank.device_bytes["maps"] > planned
 
 
+@pytest.mark.slow
 def test_device_bytes_of_the_tables_are_those_of_the_pools():
     """Up to the null slot, and slots that no table holds yet."""
     workload = make_workload((500, 400), world_size=1, cache=ReplaySettings(CachePolicy("lru", by_next_use=False), 0))
@@ -132,6 +135,7 @@ def test_device_bytes_of_the_tables_are_those_of_the_pools():
     assert 0 <= pool - sum(t.device_bytes for t in found.tables) <= 2 * (64 * 4 + 4 + 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_steps", "over"), [(None, 46), (20, 20), (90, 90)])
 def test_how_long_a_run_is_decides_what_its_first_steps_weigh(num_steps, over):
     """A cache is empty at first: a short run finds less."""
@@ -154,6 +158,7 @@ def test_too_few_batches_are_not_replayed():
         assert predicted(workload, tables, slots_of(workload, tables), rates()).method == method
 
 
+@pytest.mark.slow
 def test_a_replay_and_counts_alone_agree_about_a_long_run():
     """On independent lookups, where nothing is to be known but how frequent rows are."""
     data = counted({"t0": (1000, skewed(1000, 12_000, power=3)), "t1": (400, skewed(400, 12_000, seed=1, power=2))})
@@ -172,6 +177,7 @@ def test_a_replay_and_counts_alone_agree_about_a_long_run():
     assert both[0] == pytest.approx(both[1], abs=0.03)
 
 
+@pytest.mark.slow
 def test_a_block_of_hot_rows_makes_its_rank_the_slowest():
     workload = make_workload((50_000,), data=data_of((50_000,), scattered=False))
     tables = placements(workload, [("row_wise", "cached")])
@@ -186,6 +192,7 @@ def test_a_block_of_hot_rows_makes_its_rank_the_slowest():
     assert scattered.step_seconds < 0.8 * found.step_seconds
 
 
+@pytest.mark.slow
 def test_every_rank_works_on_its_own_ids_where_rows_are_exchanged():
     workload = make_workload((5000, 900), exchange="rows")
     tables = [
@@ -203,6 +210,7 @@ def test_every_rank_works_on_its_own_ids_where_rows_are_exchanged():
     assert predicted(workload, pooled, slots_of(workload, pooled), Rates(seconds_per_row_id=1.0)).step_seconds == 0
 
 
+@pytest.mark.slow
 def test_ranks_that_share_cores_wait_less_for_the_slowest():
     shares = {cores: dataclasses.replace(make_workload().shape, device="cpu", cores_per_node=cores) for cores in (1, 2)}
     per_id = Rates(seconds_per_planned_id=1e-6)
@@ -214,6 +222,7 @@ def test_ranks_that_share_cores_wait_less_for_the_slowest():
     assert seconds[1] <= seconds[2]
 
 
+@pytest.mark.slow
 def test_nothing_takes_time_on_a_machine_without_rates():
     workload, tables, slots, _ = mixed()
     found = predicted(workload, tables, slots, Rates())
@@ -230,6 +239,7 @@ def test_a_short_run_is_predicted_over_its_own_steps():
     assert found.tables[0].fills == traffic.shards[0].fills
 
 
+@pytest.mark.slow
 def test_a_table_that_is_never_looked_up():
     data = counted({"t0": (500, skewed(500, 6000)), "t1": (70, np.empty(0, np.int64))})
     workload = make_workload((500, 70), data=data)
@@ -242,6 +252,7 @@ def test_a_table_that_is_never_looked_up():
                 assert each.hit_rate_unique is each.hit_rate_lookups is None
 
 
+@pytest.mark.slow
 def test_a_run_longer_than_its_sample_goes_on_as_the_sample_ends():
     """The first steps, when the cache is empty, weigh less the longer the run is."""
     data = counted({"t0": (500, skewed(500, 3000))}, share_of_samples=0.1)

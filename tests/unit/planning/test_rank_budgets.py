@@ -33,6 +33,7 @@ def taken(plan: Plan) -> list[int]:
     return [rank.total_device_bytes for rank in plan.prediction.ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "of_budget"),
     [
@@ -48,6 +49,7 @@ def test_no_rank_takes_more_than_its_own(limits, of_budget):
     assert plan.bound is None or plan.bound.is_valid
 
 
+@pytest.mark.slow
 def test_the_control_takes_more():
     """With the most for all, some rank takes what the small ones may not: the test above can fail."""
     plan = make_plan(replace(request_for(), budget=Budget(device_bytes=max(LIMITS))))
@@ -102,6 +104,7 @@ def test_no_plan_is_faster_than_the_bound(seed):
     assert found <= 1.02 * min(plans)
 
 
+@pytest.mark.slow
 def test_a_file_has_the_limits(tmp_path):
     plan = make_plan(request_for())
     assert plan.memory_bytes_by_rank == LIMITS

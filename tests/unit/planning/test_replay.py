@@ -191,6 +191,7 @@ def test_blocks_together_have_all_lookups():
     assert blocks[-1].shards[0].lookups == blocks[-1].shards[0].fills == 0, "a block without rows"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_share_of_the_rows_says_what_all_of_them_say(name):
     """An eighth of 24,000 rows with 80,000 lookups. About 600 distinct rows of it are in the cache at a time, so the
@@ -216,6 +217,7 @@ def test_a_share_of_the_rows_says_what_all_of_them_say(name):
     assert sum(s.held_rows for s in part.shards) == pytest.approx(5000, rel=0.01)
 
 
+@pytest.mark.slow
 def test_constant_rows_are_counted_as_if_replayed():
     """Three rows in nearly every sample beside 2000 others: their number, and not their sampling, decides."""
     random = np.random.default_rng(3)
@@ -267,6 +269,7 @@ def test_late_is_what_the_second_half_added(name):
     assert whole.over(10**9)[0].hits_unique == pytest.approx(whole.late[0].hits_unique)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_first_touches_are_the_rows_that_the_cache_never_had(name):
     """Every row once, but for those of a warm-up; a second epoch has none. With a slot for every row all misses are."""
@@ -299,6 +302,7 @@ def test_a_trace_shorter_than_a_batch_is_refused():
         replay_pool(trace_of({"a": np.arange(99)}), [RowRange("a", 0, 99)], 10, 100, POLICIES["lru"])
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 90), st.integers(0, 5), st.sampled_from(sorted(POLICIES)))
 @settings(max_examples=20)
 def test_counters_fit_each_other(num_slots, num_rows, batch_size, seed, name):

@@ -107,6 +107,7 @@ def test_memory_that_is_too_small_has_its_price(budget: Budget, exchange: str) -
         assert check(run, budget, 2, seed, exchange) > 3
 
 
+@pytest.mark.slow
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a state that counts another weight."""
     monkeypatch.setattr(local_search, "SPREAD", 0.03)

@@ -33,6 +33,7 @@ def placements(workload: Workload, types: Sequence[str], kernels: Sequence[str] 
     ]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(TYPES), min_size=4, max_size=4),
     st.integers(0, 400_000),

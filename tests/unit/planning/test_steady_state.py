@@ -45,6 +45,7 @@ def rates(found: Sequence) -> list[float]:
     return [sum(s.hits_unique for s in found) / unique, sum(s.hits_lookups for s in found) / lookups]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [180, 400])
 @pytest.mark.parametrize("name", ["frequency", "lfu", "lru", "static"])
 def test_independent_lookups_hit_as_counts_say(name, num_slots):
@@ -62,6 +63,7 @@ def test_independent_lookups_hit_as_counts_say(name, num_slots):
         assert rates([one]) == pytest.approx(rates([other]), abs=0.06), one.shard.table
 
 
+@pytest.mark.slow
 def test_bags_of_several_ids():
     lookups = {"a": (3000, skewed(3000, 40_000, power=3))}
     found = from_counts(lookups, 800, 50, LRU, bag_size=4)
@@ -134,6 +136,7 @@ def test_more_slots_never_hit_less(groups, batch, slots, name, is_sample):
     assert before == pytest.approx(sum(each.unique_ids for each in found.shards))
 
 
+@pytest.mark.slow
 def test_other_samples_have_rows_that_this_one_has_not():
     """A tenth of a stream with a long tail: what is expected of other samples is what the rest of them does."""
     stream = np.where(

@@ -235,6 +235,7 @@ def limits(kind: type[Amounts]) -> list[tuple[str, float, float]]:
     return [(field.name, *kind.limits(field.name)) for field in dataclasses.fields(kind)]
 
 
+@pytest.mark.slow
 def test_a_figure_that_is_none_is_refused_with_file_and_key(tmp_path) -> None:
     """Each figure of a machine, each odd value: a sentence, or rates that are numbers; never free or endless work."""
     file = tmp_path / "machine.toml"

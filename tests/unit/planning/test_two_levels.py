@@ -119,6 +119,7 @@ def test_rows_on_the_device_keep_their_places(monkeypatch: pytest.MonkeyPatch) -
         replay(batches, 200, levels, 1, lru)
 
 
+@pytest.mark.slow
 def test_steps_without_room_for_the_read_ahead_are_counted() -> None:
     batches = skewed(30, 12, 2000)
     assert replay(batches, 2000, Levels(26, 200, 8, 4), 16).crowded_steps == 0

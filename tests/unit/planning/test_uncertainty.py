@@ -91,6 +91,7 @@ def test_what_is_certain_has_no_interval(monkeypatch):
     assert found.low_seconds == found.high_seconds == pytest.approx(prediction.step_seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_calibrated_machines_have_the_back_tests_error():
     request = request_for()
     prediction = make_plan(request).prediction

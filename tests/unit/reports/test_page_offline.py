@@ -80,6 +80,7 @@ def test_the_page_loads_nothing(text: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "added",
     [
@@ -95,6 +96,7 @@ def test_a_request_would_be_noticed(text: str, added: str) -> None:
     assert Page(text.replace("</body>", f"{added}</body>")).requests() != []
 
 
+@pytest.mark.slow
 def test_every_colour_has_one_for_the_dark(text: str) -> None:
     light, media, dark = Page(text).styles.partition("@media (prefers-color-scheme: dark)")
     assert media
@@ -106,6 +108,7 @@ def test_every_colour_has_one_for_the_dark(text: str) -> None:
     assert re.findall(r"#[0-9a-fA-F]{3,8}\b|\brgb|\b(?:white|black)\b(?!-)", rules) == []
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_moves_wide_tables_and_not_the_page(text: str) -> None:
     page = Page(text)
     assert ".wide { overflow-x: auto; }" in page.styles

@@ -163,6 +163,7 @@ def test_what_comes_again_after_a_resume_stands_once(tmp_path: Path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its second part repeats what its first part did after the checkpoint of step 20; the third goes on from 30."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -193,6 +194,7 @@ def test_metrics_and_tensorboard_agree_on_a_resumed_run(tmp_path: Path, monkeypa
         assert [each.step for each in events.Scalars(shown[kind])] == steps
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_no_result_until_it_ends(tmp_path: Path):
     RunRecord(tmp_path, RunConfig(), None).close()
     result().write(tmp_path)
@@ -312,6 +314,7 @@ def test_what_is_undefined_is_shown_as_such():
     assert "AUC n/a" in EvalReport(1, {"samples": 3, "logloss": 0.1, "auc": None}, 0.1).line()
 
 
+@pytest.mark.slow
 def test_closing_table_with_and_without_a_cache():
     counts = {
         "rows": 100, "slots": 10, "lookups": 50, "unique_ids": 40, "hits_unique": 20, "hits_lookups": 40,
@@ -355,6 +358,7 @@ def test_closing_table_with_and_without_a_cache():
         assert said in screen.getvalue()
 
 
+@pytest.mark.slow
 def test_closing_table_of_a_resumed_run_on_one_rank():
     changes = {"world_size": 1, "measured_steps": 30, "bad_rows": 2, "eval_samples": 9, "is_steady": False}
     found = RunResult.of({**result().to_dict(), **changes})

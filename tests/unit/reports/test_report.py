@@ -178,6 +178,7 @@ def table_of(report, form: str, *folders: Path) -> str:
     return str(out)
 
 
+@pytest.mark.slow
 def test_results_are_a_table_for_programs(run_dir, tmp_path, report):
     sweep = write_sweep(tmp_path / "s")
     rows = json.loads(table_of(report, "json", run_dir, sweep))
@@ -192,6 +193,7 @@ def test_results_are_a_table_for_programs(run_dir, tmp_path, report):
     ]
 
 
+@pytest.mark.slow
 def test_results_are_a_table_for_readers(tmp_path, report):
     folder = write_run(tmp_path / "a_b|c", None, result_of(predicted_plan()))
     lines = table_of(report, "markdown", folder, write_sweep(tmp_path / "s")).splitlines()
@@ -235,6 +237,7 @@ def check_latex(text: str) -> None:
     assert bare.count("$") % 2 == 0
 
 
+@pytest.mark.slow
 def test_latex_of_a_sweep_has_columns_with_units_and_no_sentences(tmp_path: Path, report: ReportOf):
     held_out = {"split": "tail", "how": "the last 10% of every file", "samples": 10, "all_samples": 100}
     folder = write_sweep(tmp_path / "s")
@@ -282,6 +285,7 @@ def test_latex_needs_no_editing():
     assert table.count("rule") == 3
 
 
+@pytest.mark.slow
 def test_a_row_says_what_is_held_out_whether_all_failed_and_whether_its_speed_is_steady(tmp_path, report):
     held_out = {"split": "tail", "how": "the last 10% of every file", "samples": 10, "all_samples": 100}
     run = write_run(tmp_path / "r", None, {**result_of(predicted_plan()), "held_out": held_out, "is_steady": False})
@@ -364,6 +368,7 @@ def test_the_command_is_there(run_dir, capsys):
     assert "All rates for 2 ranks were multiplied by" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "is_whole"), [(110, True), (60, False)])
 def test_names_of_settings_are_whole_where_there_is_room(tmp_path: Path, width: int, is_whole: bool):
     """Numbers that have none beside them get tables of their own."""

@@ -152,6 +152,7 @@ def test_tensorboard_has_reports_and_result(tmp_path):
     assert [(each.step, each.value) for each in events.Scalars("result/auc")] == [(20, 0.75)]
 
 
+@pytest.mark.slow
 def test_a_result_stands_at_the_newest_step(monkeypatch, tmp_path):
     """Not at that of a save whose report came later."""
     monkeypatch.setattr(module, "check_trackers", lambda config: None)
@@ -217,6 +218,7 @@ NAMES = st.text(st.sampled_from('aé/.:_-@%\\ \n\udcff~\ud800"') | st.characters
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow", "trackio", "prometheus"])
 @given(
     st.dictionaries(NAMES, st.dictionaries(NAMES, st.just({"auc": 0.5, "ndcg@10": 0.5}), max_size=3), max_size=3),

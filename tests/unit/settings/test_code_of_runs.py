@@ -177,6 +177,7 @@ def test_a_recorded_folder_is_absolute(run, tmp_path, monkeypatch):
         assert load_config(RunConfig, path, overrides).model.folder == str(tmp_path / "code")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always imports from the folder it is started in")
 def test_ranks_that_start_in_a_run_folder_import_nothing_from_it(run, monkeypatch):
     """`python -m` looks for every module, torch too, in the folder that it is started in first."""

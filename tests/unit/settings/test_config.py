@@ -254,6 +254,7 @@ def test_every_policy_has_a_use_for_a_counted_profile(load, policy):
     assert config.has_profile
 
 
+@pytest.mark.slow
 def test_the_schema_has_all_settings_with_their_meanings():
     schema = json_schema(RunConfig)
 

@@ -83,11 +83,13 @@ def test_endless_nesting_is_refused(depth) -> None:
         decode(Plan, {"settings": {"x": values}})
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1), st.booleans() | st.integers(-(2**60), 2**60)))
 def test_a_written_section_reads_back(values) -> None:
     assert tomllib.loads(to_toml({"a b": {"c": {}}, "d": values})).get("d", {}) == values
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(codec="utf-8")) | st.floats(allow_nan=False) | st.lists(st.booleans()))
 def test_a_written_value_reads_back(value) -> None:
     line = to_toml({"x": value})

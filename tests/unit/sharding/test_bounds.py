@@ -87,6 +87,7 @@ def test_a_batch_size_per_feature():
         check_bounds(kjt, ROWS)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(-2, 12), max_size=3), min_size=3, max_size=3),
     st.lists(st.lists(st.integers(-2, 102), max_size=3), min_size=3, max_size=3),

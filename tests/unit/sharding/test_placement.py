@@ -52,6 +52,7 @@ def model_of(tables: tuple[TablePlacement, ...]) -> nn.Module:
     return nn.ModuleDict({"tables": EmbeddingBagCollection(tables=configs, device=META)})
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(SHARDED),
     st.integers(1, 300),
@@ -112,6 +113,7 @@ def test_pools_are_those_that_torchrec_groups(plan):
     assert sorted(ours) == grouped_by_torchrec(plan)
 
 
+@pytest.mark.slow
 @given(plans(world_sizes=(2, 4)))
 @settings(max_examples=25)
 def test_to_torchrec_and_back(plan):

@@ -284,6 +284,7 @@ def test_tables_share_a_cache_on_one_rank_unless_it_could_not_number_their_rows(
     assert len({param.sharding_type for param in found.values()}) == 2
 
 
+@pytest.mark.slow
 def test_the_search_of_a_plan_is_bounded(monkeypatch):
     """Neither the proposals nor the questions for a table's pooling grow with the square of the tables."""
     proposals, asked = [], []

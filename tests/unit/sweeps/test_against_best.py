@@ -48,6 +48,7 @@ def test_what_is_not_known_is_said():
     assert against_best([two, *others], "auc")[1] == ["best", "one seed: not known", "equal", "no seed in common", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_others", [1, 4])
 def test_all_intervals_hold_in_95_of_100_cases(num_others: int):
     draw, wrong, trials = np.random.default_rng(0), 0, 1000

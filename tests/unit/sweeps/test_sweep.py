@@ -140,6 +140,7 @@ def test_a_failure_keeps_its_reason(sweep_file: Path, monkeypatch: pytest.Monkey
     assert (outcome.status, outcome.reason) == ("failed", "[rank0]: ConfigError: cache.ratio: got 7, needed less.")
 
 
+@pytest.mark.slow
 def test_a_run_that_a_signal_stopped_has_not_ended(sweep_file, monkeypatch, tmp_path) -> None:
     """`embershard train` ends with 0 after SIGTERM, without a result."""
     train_by(monkeypatch, "print('stopped before the first step.')")
@@ -152,6 +153,7 @@ def test_a_run_that_a_signal_stopped_has_not_ended(sweep_file, monkeypatch, tmp_
     assert (outcome.status, outcome.reason, outcome.attempt) == ("interrupted", "stopped at once.", 2)
 
 
+@pytest.mark.slow
 def test_an_edited_file_repeats_no_run(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     train_by(monkeypatch, TRAINS)
     folder = tmp_path / "out"
@@ -172,6 +174,7 @@ def test_a_damaged_state_is_named(sweep_file: Path, tmp_path: Path) -> None:
         find_outcome(experiment, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_attempts_are_counted_by_their_highest_number(sweep_file, monkeypatch, tmp_path) -> None:
     train_by(monkeypatch, TRAINS)
     folder, experiment = tmp_path / "out", one(sweep_file)
@@ -192,6 +195,7 @@ def test_a_run_that_takes_too_long_is_ended(sweep_file: Path, monkeypatch: pytes
     assert time.monotonic() - started < 60, "it sleeps for 60 s"
 
 
+@pytest.mark.slow
 def test_what_an_earlier_attempt_left_is_set_aside(sweep_file, monkeypatch, tmp_path) -> None:
     folder, experiment = tmp_path / "out", one(sweep_file)
     run_folder(folder, experiment.name).mkdir(parents=True)  # of a sweep that was killed
@@ -203,6 +207,7 @@ def test_what_an_earlier_attempt_left_is_set_aside(sweep_file, monkeypatch, tmp_
     assert (aside / "metrics.jsonl").read_text() == "half"
 
 
+@pytest.mark.slow
 def test_a_run_whose_end_was_not_noted_is_not_started_again(sweep_file, monkeypatch, tmp_path) -> None:
     train_by(monkeypatch, TRAINS)
     folder, experiment = tmp_path / "out", one(sweep_file)
@@ -243,6 +248,7 @@ def test_a_torn_result_is_none(sweep_file: Path, tmp_path: Path, text: str) -> N
     assert find_outcome(experiment, folder) is not None
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_without_a_whole_result_is_started_again(sweep_file, monkeypatch, tmp_path) -> None:
     train_by(monkeypatch, TEARS)
     folder, experiment = tmp_path / "out", one(sweep_file)
@@ -250,6 +256,7 @@ def test_a_run_that_ends_without_a_whole_result_is_started_again(sweep_file, mon
     assert find_outcome(experiment, folder) is None
 
 
+@pytest.mark.slow
 def test_the_results_are_one_table(sweep_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     first, second, *_ = Sweep.read(sweep_file).experiments
@@ -321,6 +328,7 @@ def test_the_same_command_goes_on(sweep_file, monkeypatch, tmp_path, capsys) -> 
     assert {row["status"] for row in pq.read_table(folder / "results.parquet").to_pylist()} == {"finished"}
 
 
+@pytest.mark.slow
 def test_a_table_that_cannot_be_written_ends_no_run(sweep_file, monkeypatch, tmp_path, capsys) -> None:
     """The runs go on, and the command says so at the end."""
     monkeypatch.setattr(

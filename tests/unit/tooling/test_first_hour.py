@@ -115,6 +115,7 @@ def test_steps_that_need_a_gpu_are_skipped_by_name(tmp_path: Path):
     assert {step.name for step in STEPS if step.num_gpus} == {"lock", "kernels", "exactness", "sanitizers", "nsys"}
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_or_is_not_there_fails_the_step_which_goes_on(tmp_path: Path):
     here = place(tmp_path)
     assert here.command("absent", ["no-such-program"], may_fail=True) == 127

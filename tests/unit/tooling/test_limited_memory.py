@@ -48,6 +48,7 @@ def test_a_program_below_the_limit_ends_well_and_its_peak_is_told(group: MemoryG
     assert 30 << 20 < group.peak_bytes < _LIMIT_BYTES
 
 
+@pytest.mark.slow
 def test_a_program_above_the_limit_is_ended(group: MemoryGroup, tmp_path: Path) -> None:
     assert run(group, tmp_path, taken_mib=90) == -9
     assert _LIMIT_BYTES * 0.9 < group.peak_bytes <= _LIMIT_BYTES

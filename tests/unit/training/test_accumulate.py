@@ -112,6 +112,7 @@ def test_a_step_in_pieces_is_that_of_the_whole_batch(one_rank: Ranks, pieces: in
         torch.testing.assert_close(in_pieces[name], values, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_dense_gradients_of_a_step_agree_to_12_digits(one_rank: Ranks) -> None:
     gradients = []
     for pieces in (1, 5):
@@ -203,6 +204,7 @@ def test_ids_need_batches_that_become_known_together(one_rank: Ranks, tmp_path: 
     trainer.close()
 
 
+@pytest.mark.slow
 def test_batches_are_skipped_as_a_whole(one_rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of one piece of one step is not finite: nothing of it trains, and the next batch takes its place."""
     forward, calls = Trainer._forward, iter(range(10**6))

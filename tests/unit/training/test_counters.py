@@ -89,6 +89,7 @@ def test_column_shards_of_one_module_are_one_table(ranks):
     assert found == [("id", "sparse.item", 60, 14), ("id", "sparse.user", 40, 10)]
 
 
+@pytest.mark.slow
 def test_a_report_names_the_module_only_of_namesakes(ranks):
     totals = CacheReader(train(TABLES, LOOKUPS), ranks).totals(0.5)
     expected = {"age": (20, 3), "shop": (30, 2), "sparse.item.id": (60, 7), "sparse.user.id": (40, 5)}

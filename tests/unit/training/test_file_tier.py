@@ -303,6 +303,7 @@ def test_what_was_read_is_told(ranks: Ranks, tmp_path: Path) -> None:
     assert 0 < files.pages_read <= files.rows_read
 
 
+@pytest.mark.slow
 def test_rows_in_a_file_are_not_read_as_zeros(ranks: Ranks, tmp_path: Path) -> None:
     trainer = Trainer(make_config(tmp_path), ranks)
     for read in (trainer.model.state_dict, lambda: flush(trainer.model)):
@@ -346,6 +347,7 @@ def test_settings_of_files_that_contradict_are_refused(tmp_path: Path, changes: 
         replace(make_config(tmp_path).cache, **changes)
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_told_before_the_training(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cache.host_bytes=\d+ holds \d+ rows .* Give rank 0 at least \d+ bytes"):
         Trainer(make_config(tmp_path, 0.03), ranks)

@@ -244,6 +244,7 @@ def test_full_rows_are_those_of_the_checkpoint(ranks: Ranks, tmp_path: Path) -> 
     assert_same(whole, trained(other, ranks, None, checkpoint))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_dtype", ["int8", matrix("fp16")])
 def test_host_memory_is_what_was_predicted(ranks: Ranks, host_dtype: str) -> None:
     config = make_config(host_dtype, **({"full_rows": 0.0} if host_dtype == "int8" else {}))
@@ -257,6 +258,7 @@ def test_host_memory_is_what_was_predicted(ranks: Ranks, host_dtype: str) -> Non
     assert measured < sum(memory_needs(shape, table_rows(shape), here, None).host[use] for use in _ROWS)
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_there_are_not_read_as_zeros(ranks: Ranks) -> None:
     trainer = Trainer(make_config(), ranks)
     for read in (trainer.model.state_dict, lambda: flush(trainer.model)):
@@ -268,6 +270,7 @@ def test_rows_that_are_not_there_are_not_read_as_zeros(ranks: Ranks) -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_a_diverged_run_ends_by_name(ranks: Ranks) -> None:
     config = make_config(full_rows=0.0)
     trainer = Trainer(config, ranks)

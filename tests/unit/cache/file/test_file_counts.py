@@ -121,6 +121,7 @@ def test_a_training_moves_what_its_replay_says(
     assert found != {name: getattr(other, name) for name in COUNTS}
 
 
+@pytest.mark.slow
 def test_known_batches_that_end_early_leave_nothing_behind(tmp_path: Path) -> None:
     """They are skipped or forgotten: what the cache counts of them is what it has of them."""
     rows, part, cache = made(tmp_path, CachePolicy(), PageIo(), PLACES)

@@ -171,6 +171,7 @@ def test_rows_do_not_cross_pages(tmp_path: Path, kind: str) -> None:
     model.end()
 
 
+@pytest.mark.slow
 def test_long_blocks_go_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of what a thread moves, of what waits to be written, and of what a block hands over."""
     monkeypatch.setattr(file_rows, "_CHUNK_BYTES", 3 * 4096)

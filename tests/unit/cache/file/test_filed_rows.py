@@ -275,6 +275,7 @@ def file_after_a_batch_was_lost(tier: Tier, io: HeldIo) -> None:
     tier.bring_in()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -296,6 +297,7 @@ def test_rows_on_their_way_for_a_batch_that_is_taken_back_arrive(
 # -- limits
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_yet_is_filed_later(tmp_path: Path) -> None:
     """It waits for those before it; nothing of it is read, and no place changes hands."""
     tier = with_a_file(tmp_path)

@@ -37,6 +37,7 @@ def test_it_holds_what_an_array_holds(kind) -> None:
         assert placed.tallies is None or placed.tallies.tolist() == [int((array.dense() != 0).sum()), 0]
 
 
+@pytest.mark.slow
 def test_repeats_share_a_place_and_every_key_gets_one() -> None:
     hashed = PlacedHashedMap(2**31 - 1, 200, CPU)
     held = some_keys(0, 100, 2**31 - 1).unique()

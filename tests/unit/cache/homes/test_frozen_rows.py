@@ -133,6 +133,7 @@ def test_rows_that_are_not_put_aside_would_be_noticed(broken):
     assert same(got, expected) is not broken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_reader_beside_the_training_with_room_for_few_rows(tmp_path, lazy, mapped):

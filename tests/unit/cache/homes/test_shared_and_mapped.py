@@ -136,6 +136,7 @@ def vm_flags(tensor: torch.Tensor) -> set[str]:
     raise AssertionError("no such memory")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_the_system_reads_no_rows_ahead_in_mapped_files(is_shared, tmp_path):
@@ -306,6 +307,7 @@ def expected_rows() -> Tensor:
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_a_row_comes_back_as_it_left(distance: int) -> None:
     """Evicted by all ranks, written back late by its owner, filled again by all of them: nothing is lost."""
@@ -341,6 +343,7 @@ def test_only_the_owner_writes_a_row_back() -> None:
     assert [[stats.write_backs for stats in rank.cache.stats()] for rank in ranks] == [[1, 1], [1, 1]]
 
 
+@pytest.mark.slow
 def test_a_flush_on_one_rank_loses_nothing() -> None:
     node, barrier = Node(), threading.Barrier(RANKS, timeout=600)
     ranks = [Rank(node, rank) for rank in range(RANKS)]

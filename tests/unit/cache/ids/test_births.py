@@ -116,6 +116,7 @@ def test_long_histories(policy):
     assert pool.num_births > pool.num_emptied + 20, "and rows that were not cached"
 
 
+@pytest.mark.slow
 def test_uses_counted_for_the_old_id_are_noticed():
     """Negative control: the score of a row that begins anew is not reset."""
     with mock.patch.object(LfuScores, "restore"), pytest.raises(AssertionError):
@@ -298,6 +299,7 @@ def updated(payload: Sequence[Tensor], step: float, squeeze: bool = False) -> _R
     return (weights[0], momentum[0], square[0]) if squeeze else (weights, momentum, square)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "prefetch"), covering(POLICIES, (0, 1, 2, 3)))
 def test_every_id_has_the_row_of_the_dictionary(policy, prefetch):
     run = Run(policy, prefetch)
@@ -371,6 +373,7 @@ def test_a_block_that_is_made_after_a_row_began_anew_is_noticed():
         Run("lfu", prefetch=2).steps(80)
 
 
+@pytest.mark.slow
 def test_a_quarantine_shorter_than_the_batches_prepared_ahead_is_noticed():
     """With few free rows, which are given away at once, and room for all batches."""
     Run("lfu", prefetch=3, quarantine=3, reserve=2, num_slots=48).steps(40)
@@ -426,6 +429,7 @@ def interrupted(owner: Any, name: str, is_late: bool = True) -> Iterator[_Flag]:
         yield flag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lfu", "lookahead"])
 def test_preparing_may_fail_anywhere_and_is_repeated(policy):
     run = FailingRun(policy, prefetch=2)

@@ -21,6 +21,7 @@ def committed(ids: IdMap) -> dict[int, int]:
     return dict(zip(rows.tolist(), unmixed(records[rows, 0]).tolist(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [RULES, dataclasses.replace(RULES, ttl_steps=5, unadmitted="zero", admit_after=2)])
 def test_changes_lead_from_one_state_to_the_next(rules):
     random = np.random.default_rng(0)

@@ -99,6 +99,7 @@ def compare(config: IdTable, events: list[tuple[str, list[int]]], everything: np
     return ids
 
 
+@pytest.mark.slow
 @given(TABLES, EVENTS, st.permutations(range(96)))
 def test_it_does_what_dictionaries_do(config: IdTable, events: list, order: list[int]) -> None:
     compare(config, events, mixed(np.array([*range(91), *EXTREMES], np.int64)[order]))
@@ -112,6 +113,7 @@ LONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", LONG)
 def test_it_does_what_dictionaries_do_for_long(config: IdTable) -> None:
     """Hundreds of ids lose their rows, those of batches that are taken back among them."""
@@ -219,6 +221,7 @@ def test_a_full_bucket_refuses_the_largest_ids_and_counts_them() -> None:
     assert (ids.counts.refused, ids.counts.admitted, ids.counts.evicted) == (3, 7, 0), "all were used in this batch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quarantine", "reserve"), [(4, 1 / 16), matrix(8, 1 / 8)])
 @pytest.mark.parametrize(
     ("new", "low", "high"),

@@ -104,6 +104,7 @@ def test_every_part_of_a_table_equals_the_whole(rows, dim, data):
     assert torch.equal(part, whole[row : row + part.shape[0], column : column + part.shape[1]])
 
 
+@pytest.mark.slow
 def test_large_tables_are_written_in_parts():
     whole, last = torch.empty(300_000, 4), torch.empty(3, 4)
     ShardWeights("clicks", 3, 4, -2.0, 5.0).write(whole)
@@ -145,6 +146,7 @@ def test_a_range_of_one_number_is_that_number():
     assert (weights == 0.1).all()
 
 
+@pytest.mark.slow
 def test_half_precision_is_the_rounded_weight():
     """As torch rounds, so that tables whole on a device start alike."""
     single, half = torch.empty(1000, 8), torch.empty(1000, 8, dtype=torch.float16)

@@ -134,6 +134,7 @@ def is_inherited(tensor: torch.Tensor) -> bool:
     return "dc" not in flags.split()
 
 
+@pytest.mark.slow
 def test_forked_processes_have_no_locked_memory():
     """The system would copy all of it: a loader's processes would take as much host memory as the tables."""
     locked, rows = Locked(), tensors()

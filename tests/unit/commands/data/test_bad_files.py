@@ -35,6 +35,7 @@ def inspected(path: Path, *options: str) -> tuple[int, Path]:
 ROW = "{even},s{few},n{few}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "said"),
     [

@@ -40,6 +40,7 @@ def test_good_data_end_well(validate, tmp_path):
     assert "train would read every row." in out
 
 
+@pytest.mark.slow
 def test_bad_rows_are_counted_by_reason(validate, tmp_path):
     zebra, short = LINE[:-1] + "zebra", LINE[:-2]
     write(tmp_path / "logs" / "day_0", 1000, {3: zebra, 4: zebra, 500: short, 950: LINE.replace("1", "5", 1)})

@@ -108,6 +108,7 @@ def test_ray_changes_nothing(monkeypatch):
     assert one.num_batches == other.num_batches == 6
 
 
+@pytest.mark.slow
 def test_the_trace_is_what_the_trainer_reads(monkeypatch):
     monkeypatch.setattr(profile_pass, "PART_SAMPLES", 200)
     data = DataConfig(synthetic=dataclasses.replace(SMALL, num_samples=900), seed=3, chunk_rows=64, num_workers=0)
@@ -178,6 +179,7 @@ def test_merge_and_compare(tmp_path, capsys):
     assert "those chosen by A find" in said
 
 
+@pytest.mark.slow
 def test_a_sample_states_its_error(capsys):
     data = DataConfig(synthetic=SMALL)
     statistics = profile_data(data, PassOptions(sample=0.25)).need_statistics()

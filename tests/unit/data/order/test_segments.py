@@ -125,6 +125,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(shapes, st.data())
 @examples(80)
 def test_the_order_does_not_depend_on_reading_ahead_and_a_state_goes_on(shape, data):

@@ -91,6 +91,7 @@ def test_every_sample_once_and_one_order_for_any_world_size(kit, shape):
             assert all(len(step) == size for step in steps[:-1])
 
 
+@pytest.mark.slow
 @given(shapes, st.integers(0, 3), st.integers(1, 50), st.integers(0, 250))
 @examples(30)
 def test_blocks_are_the_stream_s_first_samples(kit, shape, num_workers, size, stop):
@@ -184,6 +185,7 @@ def test_steps_that_are_left(kit, open_stream, split, epoch, at):
     assert open_stream(kit.source([100], 10, 0.3), DataConfig(), epochs=None, **place).num_steps is None
 
 
+@pytest.mark.slow
 def test_threads_give_the_same_batches_as_none(kit, open_stream, numbers):
     source = kit.source([1000, 777], 32)
     plain, threaded = (

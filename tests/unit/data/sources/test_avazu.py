@@ -107,6 +107,7 @@ def test_tail_is_held_out_and_files_are_identified(open_stream, tmp_path):
     assert identify_files(DataConfig(kind="avazu", path=str(tmp_path))) != first
 
 
+@pytest.mark.slow
 def test_hours_are_those_of_the_calendar():
     first = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
     times = [first + datetime.timedelta(hours=hours) for hours in range(0, 876_000, 37)]  # to the end of 2099
@@ -116,6 +117,7 @@ def test_hours_are_those_of_the_calendar():
     assert weekdays.tolist() == [time.isoweekday() for time in times]
 
 
+@pytest.mark.slow
 @given(st.text("0123456789 -/:", min_size=1, max_size=9))
 def test_an_hour_is_refused_exactly_if_it_is_none(text):
     try:

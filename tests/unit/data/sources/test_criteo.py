@@ -55,6 +55,7 @@ def read_all(open_stream, path, *, batch_size=1000, split="train", **settings):
     return torch.cat([b.dense_features for b in batches]), rows, torch.cat([b.labels for b in batches])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapping", ["modulo", "hash"])
 @pytest.mark.parametrize("transform", ["log1p", "none"])
 def test_real_sample_as_a_slow_reader_sees_it(criteo_sample, criteo_text, open_stream, mapping, transform):
@@ -71,6 +72,7 @@ def test_real_sample_as_a_slow_reader_sees_it(criteo_sample, criteo_text, open_s
     assert torch.equal(rows == 0, torch.tensor(missing)), "row 0 is for missing cells, and for nothing else"
 
 
+@pytest.mark.slow
 def test_gz_plain_and_folder_are_the_same_data(criteo_text, open_stream, tmp_path):
     lines = criteo_text.splitlines(keepends=True)[:3000]
     data = b"".join(lines)

@@ -126,6 +126,7 @@ def test_a_line_of_many_numbers_takes_no_time(line):
     refuse_features(InputFile(Path("a.txt"), 1, 0), [line] * 500)
 
 
+@pytest.mark.slow
 def test_dicts_of_python_become_json_as_told(tmp_path):
     (tmp_path / "a.json").write_text("".join(f"{{u'bought': {n % 2}, 'shop': \"it's {n}\"}}\n" for n in range(200)))
     with pytest.raises(DataError, match=r"a.json: is dicts as Python writes them, and no JSON") as raised:

@@ -146,6 +146,7 @@ def test_json_lines_to_score_may_lack_a_key(data):
         check_data(config_of(data / "a.jsonl"), needs_labels=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "csv.gz"])
 def test_blank_lines_are_no_rows(data, ending, end):
@@ -329,6 +330,7 @@ plain_text.plain_file(InputFile.at(Path(sys.argv[1])), TextForm(separator="::", 
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_no_copy(data, copies):
     config = other_form(data / "a.csv")
     done = subprocess.run([sys.executable, "-c", _KILLED, str(data / "a.csv")], env=os.environ, check=False)
@@ -348,6 +350,7 @@ def inspected(path: Path, *options: str) -> DataConfig:
     return replace(load_config(RunConfig, settings).data, eval_fraction=0, split="tail")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(9, 9, 22), (20, 15, 5)])
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_parts_that_split_made_are_the_whole(data, sizes, ending):

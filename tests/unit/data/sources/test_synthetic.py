@@ -43,6 +43,7 @@ def full_size():
     return source, source.samples(np.arange(NUM_DRAWN))
 
 
+@pytest.mark.slow
 def test_full_scale_has_the_published_rows(full_size):
     rows = [feature.num_rows for feature in full_size[0].schema.sparse]
     assert rows == [table.num_rows for table in CRITEO_KAGGLE]
@@ -106,6 +107,7 @@ def test_any_scale_gives_ids_inside_the_table(scale, number):
     assert edges[1] < table.num_rows - 1
 
 
+@pytest.mark.slow
 def test_sample_is_a_function_of_seed_and_number():
     source, other = source_of(seed=3), source_of(seed=4)
     numbers = np.random.default_rng(0).permutation(5000)
@@ -119,6 +121,7 @@ def test_sample_is_a_function_of_seed_and_number():
     assert not np.array_equal(different.values[2], alone.values[2])
 
 
+@pytest.mark.slow
 def test_same_data_for_any_number_of_ranks(open_stream):
     config = DataConfig(num_workers=0, synthetic=SyntheticConfig(num_samples=3000, bag_sizes=(2,)))
     source = SyntheticSource(config)
@@ -149,6 +152,7 @@ def test_eval_is_the_tail(open_stream):
     assert np.array_equal(held_out.labels.numpy(), source.samples(np.arange(8000, 10_000)).labels)
 
 
+@pytest.mark.slow
 def test_labels_can_be_learned(full_size):
     source, block = full_size
     assert block.labels.mean() == pytest.approx(0.224, abs=0.01)

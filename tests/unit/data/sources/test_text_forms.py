@@ -211,6 +211,7 @@ def test_a_row_with_as_many_cells_as_the_header_is_asked_for(tmp_path):
         form_of(tmp_path / "a.csv", data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "why"),
     [(b"1,7\n", "but not all: '1,7'"), (b"lane 5,1,7\n", "does not tell rows apart"), (b"9,1,7\n", "does not tell")],

@@ -112,6 +112,7 @@ def test_where_the_input_fails_the_step_is_saved_whatever_became_of_the_save_bef
     assert (tmp_path / "step_4").is_dir()
 
 
+@pytest.mark.slow
 def test_a_save_of_the_step_that_failed_beside_training_is_tried_again(ranks, tmp_path):
     with failing(3):
         saves = begun(CheckpointConfig(every_steps=1), ranks, tmp_path, 3)
