@@ -44,7 +44,7 @@ setup-tests: ## the same, and what tests and checks need
 train: $(SETUP) ## train a small DLRM; a rank per GPU, or 2 on the CPU (CONFIG=..., NPROC=..., ARGS="--set key=value")
 	@$(PYTHON) -m embershard train --config $(CONFIG) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
-test: $(SETUP_TESTS) ## every promise once: 9 minutes on 2 cores (ARGS="-k cache" for a part)
+test: $(SETUP_TESTS) ## every promise once: 8 minutes on 2 cores (ARGS="-k cache" for a part)
 	@$(PYTHON) -m pytest -q -n 2 -m "$(PROMISES)" $(ARGS)
 	@$(if $(ARGS),,$(PYTHON) -m tests.gpu)
 
