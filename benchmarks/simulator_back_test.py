@@ -9,9 +9,10 @@ and only then trains them by the same plans: the ranks of all configurations tak
 configuration's step time is the median of its undisturbed segments, as in a calibration. None of the configurations is
 one of the calibration's. Target: median error <= 15 %, largest <= 25 %. Run it on the machine that was calibrated.
 
-`--public` simulates configurations whose throughput others have published. All constants of those machines come from
-datasheets and assumptions (embershard/planning/cost/topology.py), none from a measurement of ours, and none was fitted
-to these figures.
+`--public` simulates configurations whose throughput others have published, and tells ten published times of embedding
+kernels alone (benchmarks/kernel_points.py), which are no steps and not in the summary. All constants of those machines
+come from datasheets and assumptions (embershard/planning/cost/topology.py), none from a measurement of ours, and none
+was fitted to these figures.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine, make_parser, report
+from benchmarks.kernel_points import HEAD, kernel_points, table_row
 from benchmarks.plan_accuracy import profiled
 from benchmarks.plan_scale import NUM_SAMPLES, model
 from embershard.commands.plan.inputs import budget, make_workload
@@ -128,7 +130,6 @@ ASSUMED = {
 #: Published points that lack what a simulation needs, and what that is.
 NOT_SIMULATED = {
     "TorchEasyRec#508 (A10, 4M rows x 128: 0.80, 2.63, 5.44 ms)": "the batch size of the sweep is not published",
-    "dynamicemb on one H100 (Adam 24.3, SGD 20.8 ms; TBE 15.0, 4.8)": "batch size and frequencies are not published",
     "TorchRec EMS (2,855 to 4,673 ms, P90)": "several steps; the dense part is not published",
     "Fused EBC on a V100 (1.9, 6, 62 ms a step of 64 samples)": "a module alone, so small that the host decides, whose "
     "work for a lookup alone is not measured here; rows in UVM come by page faults, which embershard has none of",
@@ -223,7 +224,17 @@ def public_points() -> dict[str, Any]:
         errors = sorted(abs(case["error"]) for case in of_one)
         found = {"median_error": round(statistics.median(errors), 3), "largest_error": errors[-1]}
         summary[f"{len(errors)} points, DLRM in {precision}"] = found
-    return {"summary": summary, "sources": SOURCES, "assumed": assumed, "not_simulated": NOT_SIMULATED, "cases": cases}
+    kernels = kernel_points()
+    print("kernels of one H100, ms; caches of ours stand beside, not compared:", file=sys.stderr)
+    print(HEAD, *map(table_row, kernels["cases"]), sep="\n", file=sys.stderr, flush=True)
+    return {
+        "summary": summary,
+        "sources": SOURCES,
+        "assumed": assumed,
+        "not_simulated": NOT_SIMULATED,
+        "cases": cases,
+        "kernels": kernels,
+    }
 
 
 def _public(point: PublicPoint) -> dict[str, Any]:
