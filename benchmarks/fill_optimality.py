@@ -126,7 +126,10 @@ class Stream:
 
     def uses(self) -> Tensor:
         """Return the number of batches in which each row occurs, int64 [R]."""
-        return sum((batch.unique().bincount(minlength=self.num_rows) for batch in self.batches), torch.tensor(0))
+        uses = torch.zeros(self.num_rows, dtype=torch.int64)
+        for batch in self.batches:
+            uses[batch.unique()] += 1
+        return uses
 
 
 def open_streams(options: argparse.Namespace) -> Iterator[Stream]:
