@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from embershard.cache.ids.config import IdTable
     from embershard.cache.statistics import TableStats
     from embershard.distributed import process_group
+    from embershard.extras.deal.deal import deal
     from embershard.extras.verify.program import verify
     from embershard.extras.warm_start.program import load_from
     from embershard.frequency.profile import FrequencyProfile
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "accumulating",
     "cache_stats",
+    "deal",
     "file_counts",
     "flush",
     "host_rows_changed",

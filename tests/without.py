@@ -119,6 +119,7 @@ CAPABILITIES = {
     "convert": Capability(("extras.convert",), ("convert", "join", "movielens")),
     "verify": Capability(("extras.verify",), ("verify", "equivalence", "stock")),
     "step_trace": Capability(("extras.step_trace",), ("trace", "stages")),
+    "deal": Capability(("extras.deal",), ("dealt", "deals", "/deal", "_deal", "deal_")),
     "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
 }
 
