@@ -328,6 +328,11 @@ def _hot_cold_rows(packed: HotColdTotals | None, run: RunResult) -> Iterator[Row
     yield "hot rows", f"{size(cache.hot_rows_bytes)} device", f"of all ranks; {found}"
 
 
+def _deal_rows(ratios: Mapping[str, float], run: RunResult) -> Iterator[Row]:
+    if ratios:
+        yield "slowest rank", f"{ratios['dealt']:.3f} x mean", f"by cost; {ratios['undealt']:.3f} without data.deal"
+
+
 def _id_rows(ids: Mapping[str, IdTotals], run: RunResult) -> Iterator[Row]:
     if not ids:
         return
@@ -393,6 +398,7 @@ class RunResult:
         held_out: None in files of earlier versions.
         windows: of a run in time order.
         published: of a run that publishes.
+        deal: of a run that deals its samples: the slowest rank's cost over the mean's, "dealt" and "undealt".
     """
 
     steps: int
@@ -425,6 +431,7 @@ class RunResult:
     sent_bytes: SentTotals = field(metadata=_shown(_sent_rows))
     hot_cold: HotColdTotals | None = field(metadata=_shown(_hot_cold_rows))
     ids: dict[str, IdTotals] = field(default_factory=dict, metadata=_shown(_id_rows, _id_tables))
+    deal: dict[str, float] = field(default_factory=dict, metadata=_shown(_deal_rows))
     changes: tuple[dict[str, Any], ...] = ()
     plan: ObeyedPlan | None
     published: PublishedState | None = None

@@ -426,6 +426,13 @@ class DataConfig:
     """Threads of this rank that parse ahead of training. 0: parse when a batch is asked for."""
     prefetch_batches: Free[int] = 8
     """Most batches of this rank that are ready or in work at a time."""
+    deal: Free[Literal["order", "cost"]] = "order"
+    """Which samples of a global batch each rank trains: a slice of them in their order; or as many, chosen so that they
+    cost about the same on all ranks (docs/data.md)."""
+    deal_cost: Free[tuple[str, int, int] | None] = None
+    """With `deal` "cost": [feature, a, b]: a sample with T ids of it costs a T + b T^2. Default: by the history's."""
+    deal_ranks: Free[int | None] = None
+    """With `deal` "cost": so many neighbours share their slices, of which each then reads all. Default: all ranks."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """Settings of kind "synthetic"."""
     criteo: CriteoConfig = field(default_factory=CriteoConfig)
@@ -440,6 +447,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         reads_files = self.kind != "synthetic"
         is_share = not isinstance(self.bad_rows, str) and 0 < self.bad_rows < 1
+        deals, undealt = self.deal == "cost", 'nothing: it has no effect without data.deal = "cost"'
         no_effect = 'nothing: kind "synthetic" reads no file (set data.kind to use it)'
         check_fields(
             self,
@@ -456,6 +464,8 @@ class DataConfig:
             shuffle_window=(self.shuffle_window >= 1, "at least 1"),
             num_workers=(self.num_workers >= 0, "0 or more"),
             prefetch_batches=(self.prefetch_batches >= 1, "at least 1"),
+            deal_cost=(deals or self.deal_cost is None, undealt),
+            deal_ranks=(deals or self.deal_ranks is None, undealt),
         )
         self._check_split()
         self.time.check_with(self.kind, self.split, self.eval_fraction, EVAL_FRACTION)

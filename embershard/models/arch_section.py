@@ -40,6 +40,10 @@ class ArchSection(ABC):
         """Return operations of forward and backward, and numbers kept for the backward, of a sample with a full
         history and so many other features."""
 
+    @abstractmethod
+    def token_costs(self, num_features: int, dim: int) -> tuple[int, int]:
+        """Return a and b: of a sample, T tokens (events, the scored item, other features) cost about a T + b T^2."""
+
     def changed(self) -> list[str]:
         """Return the names of the settings that are not the default ones."""
         return [each.name for each in fields(self) if getattr(self, each.name) != each.default]  # type: ignore[arg-type]

@@ -63,6 +63,8 @@ class TrainReport(Report):
     `batches`: in the mode "hot_cold", batches by kind that this process has trained on so far.
 
     `ids`: of the tables that take any id, by name.
+
+    `deal`: with `data.deal` "cost", the slowest rank's cost over the mean's, as samples were "dealt" and "undealt".
     """
 
     kind = "train"
@@ -80,6 +82,7 @@ class TrainReport(Report):
     sent_bytes: SentBytes
     batches: dict[str, int] | None = None
     ids: Mapping[str, IdTotals] = field(default_factory=dict)
+    deal: dict[str, float] = field(default_factory=dict)
     label_losses: dict[str, float | None] = field(default_factory=dict)
 
     def values(self) -> dict[str, Any]:
@@ -87,6 +90,7 @@ class TrainReport(Report):
         del values["quality"]
         values |= {f"loss/{label}": loss for label, loss in values.pop("label_losses").items()}
         sent, batches, ids = values.pop("sent_bytes"), values.pop("batches") or {}, values.pop("ids")
+        values |= {f"max_over_mean_{name}": ratio for name, ratio in values.pop("deal").items()}
         values |= {f"{kind}_batches": count for kind, count in batches.items()}
         values |= {f"sent_bytes_{kind}": count for kind, count in sent.items()}
         return values | ({"ids": ids} if ids else {})

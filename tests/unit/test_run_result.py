@@ -51,6 +51,7 @@ NEW = {
     "was_improving": False,
     "published": None,
     "followed": None,
+    "deal": {},
     "threads": None,
 }
 

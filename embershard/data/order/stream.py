@@ -134,6 +134,7 @@ class BatchStream:
         pin_memory: put batches into page-locked memory.
         hot: the hot samples of the training data: they get batches of their own, and so do the others. `observe` must
             then get the loss of each batch, `segments.READ_AHEAD` batches late at most. None: one order of all samples.
+        reader: makes what reads the samples of this rank's slices, or others in their place (`embershard.extras.deal`).
 
     Of a `GrowingSource`, training gives all batches that are whole by now, then raises `StopIteration`; asked again, it
     goes on with samples that came meanwhile.
@@ -162,6 +163,7 @@ class BatchStream:
         state: StreamState | None = None,
         pin_memory: bool = False,
         hot: SampleKinds | None = None,
+        reader: Callable[[Source, Split, DataConfig], SampleReader] | None = None,
     ) -> None:
         self.schema: Schema = source.schema
         self._growing = source if isinstance(source, GrowingSource) and split == "train" else None
@@ -173,7 +175,7 @@ class BatchStream:
         self._start = self._state = state or StreamState(seed=config.seed)
         self.bad_rows = BadRowTally()
         self._check(pin_memory, hot)
-        samples = SampleReader(source, split, config, hot)
+        samples = SampleReader(source, split, config, hot) if reader is None else reader(source, split, config)
         self.schedule: SegmentSchedule | None = None
         if hot is None:
             self._steps: Iterator[_GlobalBatch | None] = self._plan(self._state)

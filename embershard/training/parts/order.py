@@ -52,6 +52,8 @@ def parts_of(
         parts.append(named("embershard.extras.publications.part:Publishing")(run))
     if config.data.follow:
         parts.append(named("embershard.extras.following.part:FollowedFolder")(run))
+    if config.data.deal == "cost":
+        parts.append(named("embershard.extras.deal.part:Dealt")(run))
     if config.data.is_in_time_order:
         from embershard.training.parts.windows import EvaluatedWindows
 
