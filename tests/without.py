@@ -121,6 +121,7 @@ CAPABILITIES = {
     "step_trace": Capability(("extras.step_trace",), ("trace", "stages")),
     "deal": Capability(("extras.deal",), ("dealt", "deals", "/deal", "_deal", "deal_")),
     "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
+    "length_groups": Capability(("extras.length_groups",), ("length_groups",), carries=("hstu", "networks")),
 }
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, silu
-from torch.utils.checkpoint import checkpoint
 from torchrec.modules.mlp import MLP
 
 from embershard.models.hstu_config import NUM_TIME_BUCKETS, TIME_BOUNDS, HstuConfig
@@ -147,9 +145,8 @@ class HSTU(nn.Module):
     scaled by 1 / sqrt(d), the last projection gets gate and attention beside their product, and N is one number (the
     most events of a history) for all batches.
 
-    Sequences are padded to the longest history of the batch; what stands behind a history's end is never seen. Where
-    the scores of a layer would take more than `GROUP_BYTES`, the samples go through the layers in groups, and training
-    computes a group again in its backward pass in place of keeping it.
+    Sequences are padded to the longest history of the samples that go through the layers together, a group by length
+    (`embershard/extras/length_groups.py`); what stands behind a history's end is never seen.
 
     Args:
         num_features: Q, features of an event.
@@ -197,18 +194,6 @@ class HSTU(nn.Module):
         events = self.event(torch.cat([history, scored], dim=1).flatten(2))
         tokens = torch.cat([contexts.to(events.dtype), events], dim=1)
         counts = contexts.shape[1], history.shape[1], scored.shape[1]
-        settings = self._settings
-        run = partial(self._run, counts=counts)
-        if torch.compiler.is_exporting():  # a program has no branches on sizes
-            return run(tokens, lengths, times)
-        per_group = settings.samples_at_once(tokens.shape[1])
-        if tokens.shape[0] <= per_group:
-            return run(tokens, lengths, times)
-        moments = [None] * -(-tokens.shape[0] // per_group) if times is None else times.split(per_group)
-        groups = zip(tokens.split(per_group), lengths.split(per_group), moments, strict=True)
-        return torch.cat([checkpoint(run, *group, use_reentrant=False) for group in groups])
-
-    def _run(self, tokens: Tensor, lengths: Tensor, times: Tensor | None, counts: tuple[int, int, int]) -> Tensor:
         settings = self._settings
         with_bounds = None if times is None or self._time_bounds is None else (times, self._time_bounds)
         pairs = pairs_of(lengths, with_bounds, counts, settings.max_events, settings.window)

@@ -36,13 +36,18 @@ class ArchSection(ABC):
         """Return the number of weights and biases of `network` below its last MLP, which gets D numbers."""
 
     @abstractmethod
+    def samples_at_once(self, num_tokens: int) -> int:
+        """Return the most samples, of so many tokens each, that go through the layers together."""
+
+    @abstractmethod
     def sample_cost(self, num_features: int, dim: int, num_contexts: int, batch_size: int) -> tuple[float, float]:
         """Return operations of forward and backward, and numbers kept for the backward, of a sample with a full
         history and so many other features."""
 
     @abstractmethod
     def token_costs(self, num_features: int, dim: int) -> tuple[int, int]:
-        """Return a and b: of a sample, T tokens (events, the scored item, other features) cost about a T + b T^2."""
+        """Return a and b: of a sample, T tokens (events, the scored item, other features) cost about a T + b T^2
+        multiply-adds."""
 
     def changed(self) -> list[str]:
         """Return the names of the settings that are not the default ones."""

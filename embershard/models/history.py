@@ -1,13 +1,14 @@
 """Embeddings of an item that is scored, of a user's history, and of all other features; and the models over them.
 
-Letters: B samples, L the longest history of a batch, P features of an event (item, category, ...), O other features, D
-the dim.
+Letters: B samples, L the longest history of them, N all their events, P features of the scored item and Q >= P of an
+event (item, category, ...), O other features, D the dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,21 +27,36 @@ from embershard.models.tables import built_in_tables
 
 @dataclass
 class LookedUp:
-    """Embeddings of a batch, as the networks take them.
+    """Embeddings of samples, as they were looked up.
 
     Attributes:
         target: [B, P, D], of the item that is scored.
-        history: [B, L, P, D], oldest event first; zeros behind a history's end.
-        is_event: bool [B, L]; False behind a history's end.
         others: [B, O, D], of the other features and, where there are any, of the dense ones.
-        times: int64 [B, L + 1], of the events and of the sample, where the settings name them.
+        lengths: events of each sample, [B].
+        history: of each feature of an event a JaggedTensor with rows [N, D], oldest event first.
+        times: where the settings name them, int64 [B, 1] of the samples, and a JaggedTensor [N] of the events.
+        order: [B], the samples from the longest history to the shortest; None in a program that is recorded.
+        falling: their lengths in that order, on the host; in a program that is recorded the longest alone.
     """
 
     target: Tensor
-    history: Tensor
-    is_event: Tensor
     others: Tensor
-    times: Tensor | None = None
+    lengths: Tensor
+    history: Sequence[Any]
+    times: tuple[Tensor, Any] | None
+    order: Tensor | None
+    falling: list[Any]
+
+    def padded(self) -> tuple[Tensor, ...]:
+        """Return what a network is called with: target, history [B, L, Q, D] with zeros behind a history's end,
+        is_event bool [B, L], False there, others, and where there are times, those of the events and the sample, int64
+        [B, L + 1]. L is 1 at least.
+        """
+        longest = max(1, self.falling[0]) if self.falling else 1
+        history = torch.stack([each.to_padded_dense(longest) for each in self.history], 2)
+        is_event = torch.arange(longest, device=self.lengths.device) < self.lengths.unsqueeze(1)
+        times = [] if self.times is None else [torch.cat([_padded(self.times[1], longest), self.times[0]], 1)]
+        return self.target, history, is_event, self.others, *times
 
 
 class HistoryEmbeddings(nn.Module):
@@ -72,26 +88,26 @@ class HistoryEmbeddings(nn.Module):
         found |= {name: features[name] for name in self.read_as_ids}
         names = [*self._history, *self.read_as_ids[1:]]
         lengths = torch.stack([found[name].lengths() for name in names])
-        longest = self._check(lengths, names)
+        order, falling = self._check(lengths, names)
         target = [found[name].to_padded_dense(1)[:, 0] for name in self._target]
-        history = [found[name].to_padded_dense(longest) for name in self._history]
         others = [] if self.dense_arch is None else [self.dense_arch(dense)]
         if self.bags is not None:
             bags = self.bags(features).to_dict()
             others += [bags[name] for name in self._others]
-        is_event = torch.arange(longest, device=lengths.device) < lengths[0].unsqueeze(1)
-        empty = target[0].new_zeros(is_event.shape[0], 0, self._dim)
-        times = [_padded(found[name], length) for name, length in zip(self.read_as_ids, (1, longest), strict=False)]
+        empty = target[0].new_zeros(lengths.shape[1], 0, self._dim)
+        times = [found[name] for name in self.read_as_ids]
         return LookedUp(
             torch.stack(target, 1),
-            torch.stack(history, 2),
-            is_event,
             torch.stack(others, 1) if others else empty,
-            torch.cat(times[::-1], 1) if times else None,
+            lengths[0],
+            [found[name] for name in self._history],
+            (_padded(times[0], 1), times[1]) if times else None,
+            order,
+            falling,
         )
 
-    def _check(self, lengths: Tensor, names: Sequence[str]) -> Any:
-        """Return the length of the longest history, 1 at least. `lengths` are [names, B]; a GPU's host waits once."""
+    def _check(self, lengths: Tensor, names: Sequence[str]) -> tuple[Tensor | None, list[Any]]:
+        """Return `order` and `falling` of `LookedUp`. `lengths` are [names, B]; a GPU's host waits once."""
         differ = f"the features of model.history ({', '.join(names)}) have different numbers of ids in one sample"
         problems = [f"{differ}; needed an id in each for every event"]
         are_met = [(lengths == lengths[:1]).all()]
@@ -103,14 +119,13 @@ class HistoryEmbeddings(nn.Module):
         if torch.compiler.is_exporting():  # a program has no branches on values
             for is_met, problem in zip(are_met, problems, strict=True):
                 torch._assert_async(is_met, problem)
-            return max(1, lengths[0].max().item()) if lengths.numel() else 1
-        if not lengths.numel():
-            return 1
-        longest, *found = torch.stack([lengths[0].max(), *are_met]).tolist()
-        for is_met, problem in zip(found, problems, strict=True):
+            return None, [lengths[0].max().item()] if lengths.numel() else []
+        falling, order = lengths[0].sort(descending=True, stable=True)
+        on_host = torch.cat([falling, torch.stack(are_met)]).tolist()
+        for is_met, problem in zip(on_host[len(falling) :], problems, strict=True):
             if not is_met:
                 raise DataError(problem)
-        return max(1, longest)
+        return order, on_host[: len(falling)]
 
 
 def _padded(ids: Any, length: int) -> Tensor:
@@ -122,17 +137,17 @@ def _padded(ids: Any, length: int) -> Tensor:
 
 
 class HistoryModel(nn.Module):
-    """Tables, and a network over what they give; for `WithLoss`, which adds the loss."""
+    """Tables, and a network over what they give; for `WithLoss`, which adds the loss. `runs`: calls the network with
+    what was looked up, in groups of samples."""
 
-    def __init__(self, embeddings: HistoryEmbeddings, network: nn.Module) -> None:
+    def __init__(self, embeddings: HistoryEmbeddings, network: nn.Module, runs: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.embeddings, self.network = embeddings, network
+        self.embeddings, self.network, self._runs = embeddings, network, runs
 
     def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
         """Return the outputs [B, T]."""
         looked = self.embeddings(dense_features, sparse_features)
-        times = () if looked.times is None else (looked.times,)
-        return self.network(looked.target, looked.history, looked.is_event, looked.others, *times)
+        return self._runs(self.network, looked)
 
 
 def features_read_as_ids(model: nn.Module) -> list[str]:
@@ -149,9 +164,12 @@ def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.de
         network: Any
         if config.section is not None:
             network = named(config.section.network)(len(config.history), dim, config.section, over)
+            costs, at_once = config.section.token_costs(len(config.history), dim), config.section.samples_at_once
         else:
             counts, own = (len(config.target), embeddings.num_others, dim), {"activation": config.activation}
             make = named(f"embershard.extras.networks.over_history:{config.arch.upper()}")
             network = make(*counts, sizes, over, **(own if config.arch == "din" else {}))
+            costs, at_once = (sum(each.numel() for each in network.event_layers.parameters()), 0), None
         add_dropout(network.over, config.dropout)
-        return WithLoss(HistoryModel(embeddings, network), schema.target, config.label_weighting)
+        runs = partial(named("embershard.extras.length_groups:run_in_groups"), costs=costs, at_once=at_once)
+        return WithLoss(HistoryModel(embeddings, network, runs), schema.target, config.label_weighting)

@@ -71,7 +71,6 @@ class HstuConfig(ArchSection):
         return num_parts * self.num_heads * self.head_dim
 
     def samples_at_once(self, num_tokens: int) -> int:
-        """Return the most samples, of so many tokens each, that go through the layers together."""
         return max(1, GROUP_BYTES // (4 * self.num_heads * num_tokens**2))
 
     @property
@@ -86,8 +85,8 @@ class HstuConfig(ArchSection):
 
     def sample_cost(self, num_features: int, dim: int, num_contexts: int, batch_size: int) -> tuple[float, float]:
         """Count the layers alone. A layer keeps three numbers of each two tokens and head. Of a batch that goes through
-        the layers in groups, one group is kept at a time, and of the others what the first layer gets; a group's
-        forward is then computed twice.
+        the layers in groups, one group is kept at a time, and of the others what goes into them; a group's forward is
+        then computed twice.
 
         >>> HstuConfig().sample_cost(num_features=1, dim=16, num_contexts=1, batch_size=1)
         (62611968.0, 996912.0)
@@ -100,7 +99,7 @@ class HstuConfig(ArchSection):
         flops = float(FLOPS_PER_MULTIPLY_ADD * (events + layers))
         if batch_size <= at_once:
             return flops, float(kept)
-        return flops + FLOPS_PER_MULTIPLY_ADD / 3 * layers, tokens * dim + kept * at_once / batch_size
+        return flops * 4 / 3, tokens * dim + kept * at_once / batch_size
 
     def token_costs(self, num_features: int, dim: int) -> tuple[int, int]:
         """Count multiply-adds, as `sample_cost` does.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from embershard.cache import CacheConfig
 from embershard.data import StreamState
 from embershard.data.config import SyntheticConfig
+from embershard.extras import length_groups
 from embershard.extras.verify.comparison import Equivalence
 from embershard.extras.verify.equivalence import compare_with_stock
 from embershard.pipeline.config import LookAheadConfig
@@ -56,6 +58,12 @@ def history_config(arch: Any, folder: Path, **changes: Any) -> RunConfig:
 def verdict(config: RunConfig) -> Equivalence:
     """Cached beside stock, bit for bit."""
     return compare_with_stock(config, here(), STEPS)
+
+
+def verdict_in_groups(config: RunConfig) -> Equivalence:
+    """The same, with a group for each length of history."""
+    with mock.patch.dict(length_groups.MOST_PADDING, cpu=0):
+        return verdict(config)
 
 
 def late_rows(config: RunConfig) -> int:

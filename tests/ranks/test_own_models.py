@@ -49,6 +49,18 @@ def test_cached_equals_stock_and_no_row_is_late(model, ranks, windows, request) 
     assert pool.run(own_models.late_rows, config) == [0] * len(verdicts)
 
 
+@pytest.mark.parametrize(
+    ("arch", "ranks"),
+    [("hstu", "two_ranks"), matrix("hstu", "one_rank"), matrix("din", "two_ranks"), matrix("tbsm", "two_ranks")],
+)
+def test_cached_equals_stock_in_groups_by_length(arch, ranks, windows, request) -> None:
+    """Ranks have different groups, and other ones in each step."""
+    config = own_models.history_config(arch, windows, cache=CacheConfig(ratio=0.06))
+    pool: RankPool = request.getfixturevalue(ranks)
+    verdicts = pool.run(own_models.verdict_in_groups, config)
+    assert all(verdict.is_equal and verdict.caches[0].evictions > 50 for verdict in verdicts), verdicts
+
+
 def test_without_look_ahead_rows_are_late(one_rank: RankPool):
     """So the test above can fail."""
     config = own_models.own_config(look_ahead=LookAheadConfig(lookahead=0))

@@ -1,6 +1,6 @@
 """Networks over a user's history: DIN and TBSM.
 
-Letters: B samples, L the longest history of a batch, P features of an event (item, category, ...), O other features, D
+Letters: B samples, L the longest history of them, P features of an event (item, category, ...), O other features, D
 the dim.
 """
 
@@ -63,6 +63,11 @@ class DIN(nn.Module):
         over = MLP(width, hidden, activation=function)
         self.over = nn.Sequential(over, nn.Linear([width, *hidden][-1], last))
 
+    @property
+    def event_layers(self) -> nn.Module:
+        """Layers that see each event by itself."""
+        return self.unit
+
     def forward(self, target: Tensor, history: Tensor, is_event: Tensor, others: Tensor) -> Tensor:
         """Return the outputs [B, T] of targets [B, P, D] with histories [B, L, P, D] and other features [B, O, D].
 
@@ -115,6 +120,11 @@ class TBSM(nn.Module):
         self.scale = nn.Parameter(torch.tensor([math.sqrt(width)]))
         *hidden, last = over_layers
         self.over = nn.Sequential(MLP(3 * width, hidden), nn.Linear([3 * width, *hidden][-1], last))
+
+    @property
+    def event_layers(self) -> nn.Module:
+        """Layers that see each event by itself."""
+        return self.step
 
     def forward(self, target: Tensor, history: Tensor, is_event: Tensor, others: Tensor) -> Tensor:
         """Return the outputs [B, T] of targets [B, P, D] with histories [B, L, P, D] and other features [B, O, D].

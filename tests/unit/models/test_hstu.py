@@ -9,15 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from embershard.data import Batch, Schema, SparseFeature
 from embershard.errors import ConfigError, DataError
 from embershard.extras import hstu
 from embershard.extras.hstu import HSTU
+from embershard.extras.length_groups import run_in_groups
 from embershard.models import ModelConfig, build_model, hstu_config, model_tables
+from embershard.models.history import LookedUp
 from embershard.models.hstu_config import HstuConfig
 from tests.covering import examples, matrix
 
@@ -174,26 +176,17 @@ def test_what_sees_what():
     assert seen_by("scored", 0, window=2) == ([0, 1], [2, 3], [0])
 
 
-def test_groups_of_samples_change_nothing(monkeypatch):
-    settings = HstuConfig(2, 2, 3, MOST, times=("time", "past_time"))
-    network, lengths = make(settings), torch.tensor([3, 0, 6, 5, 1])
-    given_ = [torch.randn(5, *shape, dtype=torch.float64) for shape in ((1, FEATURES, DIM), (6, FEATURES, DIM))]
-    contexts, times = torch.randn(5, 1, DIM, dtype=torch.float64), torch.arange(35).view(5, 7)
+class Layers(nn.Module):
+    """A network without its last MLP, of which a plan knows by other means."""
 
-    def run() -> list[Tensor]:
-        network.zero_grad()
-        found = network.encode(*given_, lengths, contexts, times)
-        found.square().sum().backward()
-        return [found.detach(), *(each.grad.clone() for each in network.layers.parameters())]
+    def __init__(self, network: HSTU) -> None:
+        super().__init__()
+        self._network = network
 
-    whole = run()
-    computed = []
-    kept = HSTU._run
-    monkeypatch.setattr(HSTU, "_run", lambda self, *given, **more: computed.append(1) or kept(self, *given, **more))
-    monkeypatch.setattr(hstu_config, "GROUP_BYTES", 4 * 2 * 8 * 8 * 2)  # two samples of eight tokens
-    for one, other in zip(whole, run(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert len(computed) == 6  # three groups, each again in the backward
+    def forward(self, target: Tensor, history: Tensor, is_event: Tensor, others: Tensor, *times: Tensor) -> Tensor:
+        absent = target.new_zeros(len(target), 1, target.shape[2])
+        item = torch.cat([target, absent], dim=1).unsqueeze(1)
+        return self._network.encode(item, history, is_event.sum(1), others, *times)
 
 
 @pytest.mark.parametrize("times", [(), ("time", "past_time")])
@@ -202,9 +195,12 @@ def test_operations_and_memory_are_those_that_are_planned_with(times, batch_size
     """Operations exactly; numbers that are kept within a fifth, whether a batch goes in groups or not."""
     settings = HstuConfig(2, 2, 8, 100, times=times)
     monkeypatch.setattr(hstu_config, "GROUP_BYTES", 4 * 2 * 103**2 * 5)  # five samples
-    network = HSTU(2, 16, settings, [8, 1])
-    given_ = [torch.randn(batch_size, *shape, requires_grad=True) for shape in ((1, 2, 16), (100, 2, 16), (2, 16))]
-    moments = torch.arange(101).expand(batch_size, -1) if times else None
+    network, lengths = HSTU(2, 16, settings, [8, 1]), torch.full((batch_size,), 100)
+    target, others = (torch.randn(batch_size, count, 16, requires_grad=True) for count in (1, 2))
+    history = [JaggedTensor(torch.randn(batch_size * 100, 16, requires_grad=True), lengths=lengths) for _ in range(2)]
+    moments = JaggedTensor(torch.arange(100).repeat(batch_size), lengths=lengths)
+    of_samples = (torch.full((batch_size, 1), 100), moments) if times else None
+    looked = LookedUp(target, others, lengths, history, of_samples, torch.arange(batch_size), [100] * batch_size)
     kept: dict[Any, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -212,9 +208,8 @@ def test_operations_and_memory_are_those_that_are_planned_with(times, batch_size
         kept[storage.data_ptr(), tensor.dtype] = storage.nbytes()
         return tensor
 
-    lengths = torch.full((batch_size,), 100)
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        network.encode(*given_[:2], lengths, given_[2], moments).sum().backward()
+        run_in_groups(Layers(network), looked, settings.token_costs(2, 16), settings.samples_at_once).sum().backward()
     flops, numbers = settings.sample_cost(len(SETTINGS["history"]), 16, 2, batch_size)
     assert counter.get_total_flops() == flops * batch_size
     if batch_size == 3:
