@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -12,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from embershard import accumulating, cache_stats, host_rows_changed, verify
+from embershard.cache.ids.id_map import IdMap
 from embershard.errors import ConfigError
 from embershard.extras.verify import program
 from embershard.extras.verify.comparison import Equivalence, differences_of, tensors_of
 from embershard.machine import HostMemory
 from tests.covering import keep
+from tests.ranks import id_tables
 from tests.ranks.faults import FAULTS
 from tests.ranks.parity import Case, batches, build, train
 from tests.ranks.workers import RankPool
@@ -126,6 +129,71 @@ def test_a_row_that_is_wrong_after_a_step_is_named(two_ranks: RankPool) -> None:
         (first,) = verdict.differences
         assert (verdict.step, first.tensor, first.row, first.num_rows) == (3, T2, 11, 1)
         assert f"differ first after step 3, in 1 tensors:\n  {T2}, row 11 on rank {first.rank}: " in str(verdict)
+
+
+#: Ids with rules of their own, beside a table of row numbers.
+IDS = {
+    "shared": id_tables.Case(sharding=("row_wise", "table_wise", "row_wise"), optimizer="adagrad"),
+    "zeros": id_tables.with_rules(id_tables.Case(sharding="row_wise", optimizer="adagrad"), unadmitted="zero"),
+    "two features": id_tables.Case(sharding="row_wise", shared=True, weighted=True),
+    "sequences": id_tables.Case(sequence=True, dims=(8, 8, 8), sharding="row_wise"),
+}
+
+
+def of_ids(case: id_tables.Case, fault: str = "") -> tuple[Equivalence, bool]:
+    """The verdict on a model whose ids came and went in 30 steps; and whether its further losses are those of a model
+    that was not verified."""
+    case = dataclasses.replace(case, steps=30)
+    model, other = (id_tables.train_cached(case)[0] for _ in range(2))
+    given = id_tables.batches(case, dist.get_rank(), first=30, steps=24)
+    with id_tables.fault(fault):
+        verdict = verify(model, given)
+    case = dataclasses.replace(case, steps=40)
+    return verdict, id_tables.go_on(case, model, 30) == id_tables.go_on(case, other, 30)
+
+
+@pytest.mark.parametrize("name", keep(["shared"], IDS))
+def test_tables_of_ids_equal_stock_with_their_rows(two_ranks: RankPool, name: str) -> None:
+    for verdict, is_left in two_ranks.run(of_ids, IDS[name]):
+        assert verdict.is_equal, str(verdict)
+        assert verdict.caches[0].evictions > 20
+        assert is_left
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), [("states kept", "shared"), ("slots of the dead found", "shared"), ("zero trained", "zeros")]
+)
+def test_a_fault_of_ids_is_named_by_table_and_row(two_ranks: RankPool, fault: str, name: str) -> None:
+    for verdict, _ in two_ranks.run(of_ids, IDS[name], fault):
+        assert not verdict.is_equal
+        if fault != "zero trained":  # what no id has is compared by what is read
+            first = verdict.differences[0]
+            assert first.tensor.partition(".weight")[0].rpartition(".")[2] in {"t0", "t1"}
+            assert f"{first.tensor}, row {first.row:,} on rank {first.rank}: " in str(verdict)
+
+
+def of_a_wrong_owner() -> Equivalence:
+    """The verdict where the map of the copy with caches forgets the uses of an id."""
+    calls = Counter[str]()
+    resolve = IdMap.resolve
+
+    def forgetful(self: IdMap, ids: Any) -> Any:
+        found = resolve(self, ids)
+        calls[self.table] += 1
+        if self.table == "t1" and self.num_rows < 480:  # a shard, not a whole table
+            self._records[2 * found.rows[0] + 1] = 1 << 32
+        return found
+
+    model = id_tables.train_cached(dataclasses.replace(IDS["zeros"], steps=30))[0]
+    given = id_tables.batches(IDS["zeros"], dist.get_rank(), first=30, steps=4)
+    with mock.patch.object(IdMap, "resolve", forgetful):
+        return verify(model, given)
+
+
+def test_a_map_that_differs_is_named(two_ranks: RankPool) -> None:
+    for verdict in two_ranks.run(of_a_wrong_owner):
+        assert verdict.step == 1
+        assert verdict.differences[0].tensor.endswith(".t1.ids")
 
 
 def refusals() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from embershard.machine import host_memory
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.compat import as_keyed_jagged
 from embershard.units import size
+
+if TYPE_CHECKING:
+    from embershard.extras.verify.id_rows import StockIds
 
 
 def train_step(model: nn.Module, batch: Any) -> Tensor:
@@ -63,8 +66,7 @@ def verify(
 
     Raises:
         ConfigError: the memory does not hold both; or the model adds up in another order than stock TorchRec (tables
-            that exchange rows, hot rows, whole tables), has tables of ids, which stock TorchRec has not, or rows in
-            files.
+            that exchange rows, hot rows, whole tables), or has rows in files.
 
     >>> print(verify(model, loader))  # a sharded model
     EQUAL: 8 steps on 1 rank, with the cache and with stock TorchRec: all losses and 3 tensors of weights ...
@@ -94,6 +96,7 @@ class _Programs(Comparison):
         self._model, self._batches, self._seed = model, batches, seed
         self._step, self._dense_optimizer, self._halvings = step, dense_optimizer, 0
         self._stock: tuple[int, tuple[list[float], Tensors]] | None = None  # of so many steps
+        self._ids: StockIds | None = None  # that trained with it
 
     def _train(self, steps: int) -> tuple[tuple[list[float], Tensors], tuple[list[float], Tensors]]:
         cached = twin_of(self._model, halvings=self._halvings)
@@ -106,11 +109,26 @@ class _Programs(Comparison):
         if self._stock is None or self._stock[0] != steps:  # smaller caches are compared with the same training
             self._stock = None  # frees its memory
             stock = twin_of(self._model, halvings=None)
-            self._stock = steps, self._trained(stock, steps, self._rounding(stock))
+            self._ids = self._ids_of(stock)
+            trained = self._trained(stock, steps, self._ids and self._ids.after_step, self._rounding(stock))
+            if self._ids is not None:
+                self._ids.add_to(trained[1])
+                self._ids.forget_unused(trained[1])
+            self._stock = steps, trained
+        if self._ids is not None:
+            self._ids.forget_unused(found[1])
         return found, self._stock[1]
 
     def _halve(self) -> None:
         self._halvings += 1
+
+    def _ids_of(self, stock: DistributedModelParallel) -> StockIds | None:
+        """Return what gives stock TorchRec's tables rows in place of ids; None where no table takes any id."""
+        if not any(sharder.ids for sharder in cached_sharders(self._model)):
+            return None
+        from embershard.extras.verify.id_rows import StockIds
+
+        return StockIds(self._model, stock, self._ranks)
 
     def _rounding(self, stock: DistributedModelParallel) -> Callable[[], None] | None:
         """Return what rounds rows of stock TorchRec's tables after a step, as the cache's home does; or None."""
@@ -131,7 +149,7 @@ class _Programs(Comparison):
         return after_step
 
     def _trained(
-        self, twin: DistributedModelParallel, steps: int, rounded: Callable[[], None] | None = None
+        self, twin: DistributedModelParallel, steps: int, *after_step: Callable[[], None] | None
     ) -> tuple[list[float], Tensors]:
         torch.manual_seed(self._seed)
         layers = dict(in_backward_optimizer_filter(twin.named_parameters()))
@@ -142,8 +160,8 @@ class _Programs(Comparison):
             optimizer.zero_grad()
             losses.append(self._step(twin, batch).item())
             optimizer.step()
-            if rounded is not None:
-                rounded()
+            for each in filter(None, after_step):
+                each()
         return losses, tensors_of(twin, dense.state_dict()["state"])
 
 
@@ -157,12 +175,8 @@ def _check(model: DistributedModelParallel, ranks: Ranks) -> None:
                 f'cache.host: got "{sharder.cache.host}", needed rows in memory, for both copies of the tables. '
                 "Compare with them in memory, or a run with `embershard verify`."
             )
-        if sharder.ids:
-            raise ConfigError(
-                f"ids: the tables {sorted(sharder.ids)[:5]} take any id, needed rows whose ids never change: stock "
-                "TorchRec has no others. Compare a model without such tables."
-            )
         modes = [str(mode) for mode in sharder._modes if ranks.world_size > 1 or not mode.needs_ranks]
+        modes = [each for each in modes if each != "ids" or not sharder.ids]
         if modes:
             raise ConfigError(
                 f"verify: got a sharder with {', '.join(modes)}, which adds gradients up in another order than stock "

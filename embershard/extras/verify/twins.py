@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -28,10 +28,12 @@ from embershard.sharding.torchrec.sharders import (
     has_cache,
     inner_sharder,
 )
-from embershard.sharding.torchrec.spec import CACHED_KERNEL, SPEC_KEY
+from embershard.sharding.torchrec.spec import CACHED_KERNEL, RAW_IDS_KEY, SPEC_KEY
 from embershard.training.checkpoint.host_rows import restore_marks, rounded_tables, saved_marks, taking_references
 
 _FUSED_KERNEL = "fused"
+#: Tensors of a table's ids in a state dict, beside its weights, and those of `IdMap.tensors`.
+ID_TENSORS = {"ids": "records", "id_candidates": "candidates"}
 
 
 def twin_of(model: DistributedModelParallel, *, halvings: int | None) -> DistributedModelParallel:
@@ -68,6 +70,9 @@ def _copy_state(model: DistributedModelParallel, twin: DistributedModelParallel)
     with taking_references(model):
         twin.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())  # trained rows are written back
         weights, small = model.state_dict(), rounded_tables(model)
+    if not cached_sharders(twin):
+        of_ids = {name for sharder in cached_sharders(model) for name in sharder.ids}
+        weights = {name: value for name, value in weights.items() if not is_of_ids(name, of_ids)}
     if not small:
         twin.load_state_dict(weights)
         return
@@ -96,6 +101,16 @@ def _rows_of(shards: Any, dim: int, first: int, stop: int) -> Iterator[tuple[Ten
     yield torch.arange(first, stop), whole
 
 
+def is_of_ids(name: str, tables: Container[str]) -> bool:
+    """Return whether a tensor in a state dict says whose the rows of one of these tables are.
+
+    >>> is_of_ids("over.users.ids", ["users"]), is_of_ids("over.users.weight", ["users"])
+    (True, False)
+    """
+    prefix, _, kind = name.rpartition(".")
+    return kind in ID_TENSORS and prefix.rpartition(".")[2] in tables
+
+
 def cached_sharders(model: DistributedModelParallel) -> list[Any]:
     """Return the model's cached sharders."""
     return [inner_sharder(sharder) for sharder in model.sharders if has_cache(sharder)]
@@ -112,7 +127,7 @@ def sharded_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, Sh
 
 def _unsharded(module: nn.Module) -> nn.Module:
     """Return a copy of the model inside of its wrappers, with TorchRec's collections where it has sharded ones."""
-    collections = {id(sharded): _collection_of(path, sharded) for path, sharded in sharded_modules(module)}
+    collections = {id(sharded): collection_of(path, sharded) for path, sharded in sharded_modules(module)}
     try:
         return copy.deepcopy(module, collections)
     except (TypeError, RuntimeError) as error:  # of process groups, files, graphs of gradients
@@ -128,7 +143,7 @@ def configs_of(sharded: Any) -> Any:
     return sharded._embedding_bag_configs if is_bags else sharded._embedding_configs
 
 
-def _collection_of(path: str, sharded: Any) -> nn.Module:
+def collection_of(path: str, sharded: Any) -> nn.Module:
     """Return the collection that was sharded, without memory for its rows, with the optimizers of its tables."""
     found: EmbeddingBagCollection | EmbeddingCollection
     meta = torch.device("meta")
@@ -144,7 +159,7 @@ def _collection_of(path: str, sharded: Any) -> nn.Module:
             "EmbeddingCollections. Compare `embershard verify` of such a run, or a model without it."
         )
     for group in (group for sharding in shardings for group in _groups_of(sharding)):
-        arguments = {name: value for name, value in (group.fused_params or {}).items() if name != SPEC_KEY}
+        arguments = {name: value for name, value in (group.fused_params or {}).items() if name not in (SPEC_KEY, RAW_IDS_KEY)}
         for table in group.embedding_tables:
             weight = tables[table.name].weight
             weight._optimizer_classes, weight._optimizer_kwargs = [None], [arguments]
