@@ -72,7 +72,8 @@ def local_search(
     Args:
         iterations: tables are taken out so often, for each of a few placements to begin with.
         begin: placements to begin with, in place of those that are made here.
-        first_types: sharding types that each of those made here may have, in place of the best sets of types.
+        first_types: sharding types that each of those made here may have, in place of the best sets of types; a table
+            that may have none of them has its own.
     """
     found: dict[tuple[Choice, ...], tuple[float, float]] = {}
     rng = np.random.default_rng(seed)
@@ -323,7 +324,7 @@ class _SearchState:
         best, found, paid = math.inf, None, self._groups.keys() | self._paid
         ways = self._ways[table]
         if types is not None:
-            ways = [part for way in ways if (part := way.of(types))]
+            ways = [part for way in ways if (part := way.of(types))] or ways
         for way in ways:
             groups = np.array([len(paid) + (group not in paid) for group in way.groups], float)
             values, ranks = self._prices(way, groups)

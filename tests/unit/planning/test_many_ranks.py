@@ -47,6 +47,13 @@ def test_where_the_search_finds_none_simple_placements_are_tried(types, monkeypa
         assert table.sharding in types
 
 
+@pytest.mark.parametrize("kind", ["row_wise", "grid_shard"])
+def test_many_ranks_may_have_one_sharding_type(kind) -> None:
+    """Of the types that the search begins with, tables may have none."""
+    asked, _ = request_on(64, dims=(128,) * len(ROWS), types=[kind], budget=Budget(device_bytes=100_000_000))
+    assert {table.sharding for table in wide_candidate(asked).tables} == {kind}
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_ranks", [16, 64])
 def test_the_search_on_busy_nodes_is_near_that_on_all(num_ranks) -> None:
