@@ -54,6 +54,7 @@ CAPABILITIES = {
         (
             "cache.ids.id_map",
             "commands.data.start_ids",
+            "extras.verify.id_rows",
             "sharding.torchrec.ids",
             "training.parts.id_tables",
         ),

@@ -35,7 +35,6 @@ from embershard.sharding.torchrec.compat import as_keyed_jagged
 from embershard.sharding.torchrec.counter_init import CounterInit
 
 
-
 @dataclass(frozen=True)
 class _Table:
     """A table of ids, whole.
@@ -148,7 +147,9 @@ class StockIds:
         for table in self._tables.values():
             state = {kind: torch.from_numpy(values) for kind, values in table.ids.tensors().items()}
             part = tensors.get(f"{table.prefix}.weight")
-            for name, kind in ID_TENSORS.items() if part is not None else ():
+            if part is None:  # no row of it is here
+                continue
+            for name, kind in ID_TENSORS.items():
                 entries = len(state[kind]) // table.buckets.num_buckets
                 first, rows = (n // table.buckets.rows * entries for n in (part.first_row, len(part.tensor)))
                 if entries:
@@ -188,9 +189,7 @@ def _table(
         ids,
         ShardWeights(name, sharder._init_seed, config.embedding_dim, low, high),
         tuple(_local(state[f"{prefix}.weight"])),
-        tuple(
-            part for key, value in state.items() if key.startswith(f"{prefix}.weight: ") for part in _local(value)
-        ),
+        tuple(part for key, value in state.items() if key.startswith(f"{prefix}.weight: ") for part in _local(value)),
     )
 
 
@@ -202,8 +201,8 @@ def _check_features(path: str, configs: Sequence[Any], of_ids: Container[str]) -
             if other is not table and shared:
                 raise ConfigError(
                     f"verify: feature {min(shared)!r} of {path or 'the model'} is looked up in the tables "
-                    f"{table.name!r}, of ids, and {other.name!r}: stock TorchRec takes one row for both. Compare with a "
-                    "feature for each."
+                    f"{table.name!r}, of ids, and {other.name!r}: stock TorchRec takes one row for both. Compare with "
+                    "a feature for each."
                 )
 
 

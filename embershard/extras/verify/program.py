@@ -110,7 +110,8 @@ class _Programs(Comparison):
             self._stock = None  # frees its memory
             stock = twin_of(self._model, halvings=None)
             self._ids = self._ids_of(stock)
-            trained = self._trained(stock, steps, self._ids and self._ids.after_step, self._rounding(stock))
+            of_ids = None if self._ids is None else self._ids.after_step
+            trained = self._trained(stock, steps, of_ids, self._rounding(stock))
             if self._ids is not None:
                 self._ids.add_to(trained[1])
                 self._ids.forget_unused(trained[1])
@@ -126,6 +127,7 @@ class _Programs(Comparison):
         """Return what gives stock TorchRec's tables rows in place of ids; None where no table takes any id."""
         if not any(sharder.ids for sharder in cached_sharders(self._model)):
             return None
+        # Of a capability that may be taken out.
         from embershard.extras.verify.id_rows import StockIds
 
         return StockIds(self._model, stock, self._ranks)

@@ -159,7 +159,9 @@ def collection_of(path: str, sharded: Any) -> nn.Module:
             "EmbeddingCollections. Compare `embershard verify` of such a run, or a model without it."
         )
     for group in (group for sharding in shardings for group in _groups_of(sharding)):
-        arguments = {name: value for name, value in (group.fused_params or {}).items() if name not in (SPEC_KEY, RAW_IDS_KEY)}
+        arguments = {
+            name: value for name, value in (group.fused_params or {}).items() if name not in (SPEC_KEY, RAW_IDS_KEY)
+        }
         for table in group.embedding_tables:
             weight = tables[table.name].weight
             weight._optimizer_classes, weight._optimizer_kwargs = [None], [arguments]
