@@ -17,6 +17,7 @@ from embershard.planning.request import Budget, PlanRequest, cached, column_bloc
 from embershard.planning.slots import least_slots
 from embershard.planning.workload import Layout
 from embershard.sharding import memory_model
+from embershard.sharding.pins import TablePin
 from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import TablePlacement, largest_pool_problem, no_rows_problem
 from embershard.sharding.sizes import PlacedShard, TableSize, by_pool
@@ -50,6 +51,11 @@ class RankNeed:
     copies: dict[str, int]
     whole: dict[str, int]
     pool_rows: int
+
+    @property
+    def beside_tables(self) -> int:
+        """Device memory for all but tables that are sharded."""
+        return self.fixed_bytes - sum(self.whole.values())
 
     @property
     def largest(self) -> tuple[str, int, str]:
@@ -118,7 +124,7 @@ class LeastNeed:
         problem = largest_pool_problem(self.tables, self.ranks_per_node)
         if problem:
             budget = request.budget
-            changes = _other_changes(request, device=budget.rank_bytes, host=budget.host_bytes)
+            changes = _other_changes(request, is_device_short=budget.rank_bytes is not None)
             free = replace(request, types=None, only={})
             helps = free.allowed != request.allowed and not least_need(free, by_rows=True).excess_rows
             raise ShardingError(
@@ -142,13 +148,13 @@ class LeastNeed:
         change = device_memory(budget, [each.asked(budget) - budget.less(each.rank) for each in self.ranks])
         if budget.cache_bytes is not None:
             change = f"--set cache.device_bytes={need}"
-        rest, tables = rank.fixed_bytes - sum(rank.whole.values()), "these tables" if rank.whole else "caches"
+        rest, tables = rank.beside_tables, "these tables" if rank.whole else "caches"
         others = f"; all but {tables} takes {_bytes(rest)}" if budget.cache_bytes is None else ""
         raise ShardingError(
             f"the plan does not fit: rank {rank.rank} needs at least {_bytes(need)} of device memory and may use "
             f"{_bytes(may)}: {_bytes(need - may)} are missing. Its largest table is {table!r} with {_bytes(part)} "
             f"({purpose}){others}. Smallest change that fits: {change}"
-            f"{_other_changes(request, device=limit)}"
+            f"{_other_changes(request, is_device_short=True)}"
         )
 
     def check_host(self, request: PlanRequest) -> None:
@@ -166,7 +172,7 @@ class LeastNeed:
         raise ShardingError(
             f"the plan does not fit: node {number} needs {_bytes(need)} of host memory and may use {_bytes(limit)}: "
             f"{_bytes(need - limit)} are missing. Its largest table is {table!r} with {_bytes(part)}. "
-            f"Smallest change that fits: --host-memory {need}{_other_changes(request, host=limit)}"
+            f"Smallest change that fits: --host-memory {need}{_other_changes(request, is_device_short=False)}"
         )
 
 
@@ -293,20 +299,43 @@ def _rank_need(request: PlanRequest, rank: int, here: Sequence[PlacedShard]) -> 
     return RankNeed(rank, workload.fixed_bytes(here), device, host, copies, whole, pool_rows)
 
 
-def _other_changes(request: PlanRequest, device: int | None = None, host: int | None = None) -> str:
-    """Return the advice to use another number of ranks, where one is found: the fewest that fit, of a few more ranks;
-    else the fewest whose blocks of rows fit, if each more fits, too. Of these limits at least one is too low; what so
-    many ranks may use is in their own request."""
+def _other_changes(request: PlanRequest, *, is_device_short: bool) -> str:
+    """Return the advice to use another number of ranks, where one is found, for too little memory of devices or of
+    nodes; what so many ranks may use is in their own request."""
+    found = _more_ranks(request, is_device_short=is_device_short)
+    if found == 0:
+        return "; more ranks do not help, a smaller train.batch_size may"
+    return "" if found is None else f"; or --ranks {found}"
+
+
+def ranks_without_caches(request: PlanRequest) -> int | None:
+    """Return the fewest ranks, more than these, whose devices hold all rows; None where none are found, or where the
+    budget is one of caches."""
+    return (_more_ranks(all_on_devices(request), is_device_short=True) or None) if request.may_mix else None
+
+
+def all_on_devices(request: PlanRequest) -> PlanRequest:
+    """Return the request with every table whole on the devices, without a cache; on other numbers of ranks, too."""
+    pins = {table.table: TablePin(kernel="device") for table in request.sharded}
+    pins |= {name: replace(pin, kernel="device", slots=None) for name, pin in request.pins.items()}
+    return replace(request, pins=pins, on_ranks=lambda num_ranks: all_on_devices(request.for_ranks(num_ranks)))
+
+
+def _more_ranks(request: PlanRequest, *, is_device_short: bool) -> int | None:
+    """Return the fewest ranks that fit, of a few more ranks; else the fewest whose blocks of rows fit, if each more
+    fits, too. None: none are found; 0: what a rank needs beside its tables is too much for its device."""
     world_size, num_tables = request.workload.shape.world_size, len(request.sharded)
     low, searched = world_size, 0
     for num_ranks in range(world_size + 1, world_size + 1 + _MOST_SCANNED):  # whole tables may need more on more
-        if num_ranks * num_tables > _MOST_BALANCED or searched == _MOST_SEARCHED:
+        if num_ranks * num_tables > _MOST_BALANCED:
             break
         other = _for_ranks(request, num_ranks)
         if other is not None and _may_fit(other):
-            if _fits(other.budget, itertools.chain(_needs_by_rows(other), least_needs(other))):
-                return f"; or --ranks {num_ranks}"
+            if _fits(other.budget, _needs_by_rows(other)):
+                return num_ranks
             searched += 1
+            if searched <= _MOST_SEARCHED and _fits(other.budget, least_needs(other)):
+                return num_ranks
         low = num_ranks
     high = max(low, 2 * world_size)
     while high <= _MOST_RANKS and high * num_tables <= _MOST_SHARDS:
@@ -314,19 +343,19 @@ def _other_changes(request: PlanRequest, device: int | None = None, host: int | 
             high += 1
             continue
         own = other.budget
-        if device is not None or _may_fit(other):
+        if is_device_short or _may_fit(other):
             needs = list(_needs_by_rows(other)) or _needs_of_whole_tables(other)
             if _fits(own, needs):
                 break
-            fixed = needs[0].fullest(own).fixed_bytes
-            if device is not None and own.device_bytes is not None and fixed > own.device_bytes:
-                return "; more ranks do not help, a smaller train.batch_size may"
+            beside = needs[0].fullest(own).beside_tables
+            if is_device_short and own.device_bytes is not None and beside > own.device_bytes:
+                return 0
         low, high = high, 2 * high
     else:
-        return ""
+        return None
     between = [other for num_ranks in range(low + 1, high) if (other := _for_ranks(request, num_ranks)) is not None]
     fewest = bisect.bisect_left(between, True, key=lambda each: _fits(each.budget, _needs_by_rows(each)))
-    return f"; or --ranks {between[fewest].workload.shape.world_size if fewest < len(between) else high}"
+    return between[fewest].workload.shape.world_size if fewest < len(between) else high
 
 
 def _for_ranks(request: PlanRequest, num_ranks: int) -> PlanRequest | None:

@@ -18,6 +18,7 @@ from embershard.frequency import DataStatistics, FrequencyProfile
 from embershard.launch.arguments import set_words
 from embershard.launch.screen import progress_bar, save_figure, say, wide_console
 from embershard.lazy_names import named
+from embershard.planning.budget import ranks_without_caches
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.many_ranks import plan_with_care
 from embershard.planning.request import PlanRequest
@@ -151,9 +152,14 @@ def _one_plan(setup: Setup, num_ranks: int, ratio: float | None, console: Consol
     certainty = uncertainty(request.workload, made.prediction, setup.shaped(num_ranks))
     case = PlannedCase(num_ranks, ratio, made, price=setup.price, certainty=certainty)
     if arguments.explain:
-        view.show_explanations(request, made, arguments.explain, console)
+        tables = [table for table in arguments.explain if table is not None]
+        if len(tables) < len(arguments.explain):
+            named("embershard.extras.what_if.explain_plan:show_plan_explanation")(setup, request, made, console)
+        if tables:
+            view.show_explanations(request, made, tables, console)
     else:
-        view.show(made, console, top=arguments.top)
+        has_caches = any(table.kernel == "cached" for table in made.tables)
+        view.show(made, console, arguments.top, ranks_without_caches(request) if has_caches else None)
         view.show_certainty(case, console)
     draw(arguments.png, console, "plan_figure", case, setup.topology)
     if arguments.output is not None:

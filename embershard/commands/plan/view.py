@@ -44,11 +44,12 @@ HITS_LEGEND = (
 )
 
 
-def show(plan: Plan, console: Console, top: int) -> None:
-    """Print the whole plan: its prediction, the ranks, the `top` largest tables, the notes."""
+def show(plan: Plan, console: Console, top: int, without_caches: int | None = None) -> None:
+    """Print the whole plan: its prediction, the ranks, the `top` largest tables, the notes; first of all how many ranks
+    would hold all rows `without_caches`, if that is known."""
     prediction = plan.prediction
     assert prediction is not None, "a new plan has a prediction"
-    say(console, _headline(plan, prediction))
+    say(console, *_what_fits(plan, without_caches), _headline(plan, prediction))
     slowest = sorted(prediction.ranks, key=lambda rank: -rank.step_seconds)[:_MOST_RANKS]
     shown = sorted(slowest, key=lambda rank: rank.rank)
     for table in (
@@ -108,6 +109,13 @@ def table_called(name: str, tables: Sequence[str]) -> str:
         hint = f"Did you mean {' or '.join(near)}?" if near else f"Tables are {some}"
         raise ConfigError(f"no table is called {name!r}. {hint}")
     return found
+
+
+def _what_fits(plan: Plan, without_caches: int | None) -> list[str]:
+    if without_caches is not None:
+        return [f"{without_caches} ranks would hold all rows without a cache; this plan has {plan.world_size}."]
+    is_whole = all(table.kernel != "cached" for table in plan.tables)
+    return ["All rows fit the devices of these ranks: no table needs a cache."] if is_whole else []
 
 
 def _headline(plan: Plan, prediction: Prediction) -> str:

@@ -15,7 +15,7 @@ from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import DataStatistics
 from embershard.planning import budget as budget_module
 from embershard.planning import make_plan as make_plan_module
-from embershard.planning.budget import least_need, least_needs
+from embershard.planning.budget import all_on_devices, least_need, least_needs, ranks_without_caches
 from embershard.planning.cost_arrays import cost_arrays
 from embershard.planning.local_search import local_search
 from embershard.planning.make_plan import best_candidate, make_plan, sized
@@ -167,6 +167,25 @@ def test_the_number_of_ranks_that_it_names_fits(kind, devices):
         make_plan(on_ranks(request, int(named[1])))
         fewer = [n for n in range(1, int(named[1])) if devices is None or n <= devices or n % devices == 0]
         refusal(on_ranks(request, fewer[-1]))
+
+
+@pytest.mark.parametrize("limit", [2_000_000, matrix(3_000_000)])
+def test_so_many_ranks_hold_all_rows_without_a_cache_and_fewer_do_not(limit):
+    tables = {"rows": (30_000, 10_000), "data": data_of((30_000, 10_000), 3000)}
+    request = make_request(Budget(device_bytes=limit), world_size=2, **tables)
+    assert "cached" in {table.kernel for table in make_plan(request).tables}
+    fewest = ranks_without_caches(request)
+    assert fewest is not None
+    plan = make_plan(all_on_devices(request).for_ranks(fewest))
+    assert {table.kernel for table in plan.tables} == {"device"}
+    assert plan.prediction.most_device_bytes <= limit
+    refusal(all_on_devices(request).for_ranks(fewest - 1))
+
+
+def test_a_budget_of_caches_says_nothing_of_ranks_without_any():
+    assert ranks_without_caches(make_request(Budget(cache_bytes=450_000))) is None
+    assert ranks_without_caches(make_request(Budget(device_bytes=10**6, ratio=0.1))) is None
+    assert ranks_without_caches(make_request(Budget(device_bytes=1000))) is None, "the dense part is larger"
 
 
 @pytest.mark.matrix

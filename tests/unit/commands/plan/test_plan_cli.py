@@ -99,6 +99,7 @@ def test_a_plan_is_shown_and_written(files, tmp_path, capsys):
     assert plan.made_from["command"].startswith("embershard plan --config ")
     assert plan.prediction is not None
     for expected in (
+        " ranks would hold all rows without a cache; this plan has 2.",
         "4 tables with 32,060 rows on 2 ranks",
         f"{plan.prediction.step_seconds * 1e3:.2f} ms a step",
         "from a replay of the profile's trace",
@@ -307,6 +308,26 @@ def test_a_table_is_explained(files, table, capsys):
     assert sum(" ms a step" in line for line in said) == 2
     assert not any("less than" in line for line in said), "the plan is not the best one that was found"
     assert any(f"bytes of all ranks in a step: {table} pooled embeddings, " in line for line in said)
+
+
+@pytest.mark.parametrize("device", keep(("3MB",), ("3MB", "64GiB")))
+def test_a_whole_plan_is_explained_in_five_sentences(files, device, capsys):
+    """With what caches buy, where there is something to buy."""
+    arguments = given(files, "--ranks", "2", "--topology", "h100x8", "--device-memory", device, "--price", "3")
+    assert main([*arguments, "--explain"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    texts = re.split(r" ?\b[1-5]\. (?=[A-Z4])", said)[1:]
+    assert len(texts) == 5, said
+    assert texts[0].startswith("4 tables with 32,060 rows take 7.95 MiB with their optimizer states")
+    assert "A step of 100 samples takes " in texts[1]
+    assert texts[2].startswith("Within ")
+    assert texts[3].startswith("Tables are ")
+    if device == "3MB":
+        whole, cached = re.search(r"take (\d+) ranks \(.* with caches they take (\d+) ranks? \(", texts[4]).groups()
+        assert int(cached) == int(whole) // 4
+        assert "an hour" in texts[4]
+    else:
+        assert texts[4].startswith("Fewer than 4 ranks hold all rows without a cache")
 
 
 def test_a_replicated_table_is_explained(files, capsys):
