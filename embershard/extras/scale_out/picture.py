@@ -22,7 +22,9 @@ def scaling_figure(points: Sequence[Point]) -> Figure:
     figure = Figure(figsize=(15, 9), layout="constrained")
     title = "Dots with bars: measured, mean and 95 % interval. Crosses: predicted by the run's plan."
     if any(each.source == "simulated" for each in points):
-        title += " Dashed, with its interval: SIMULATED, an estimate that nothing here measured."
+        machines = {each.configuration.partition("simulated on ")[2] for each in points if each.source == "simulated"}
+        on = ", ".join(sorted(machines))
+        title += f" Dashed, with its interval: SIMULATED on {on}, an estimate that nothing here measured."
     figure.suptitle(title, ha="left", x=0.01, fontsize="medium")
     (weak, strong, share), (sent, memory, quality) = figure.subplots(2, 3)
     names = list(dict.fromkeys(_base(each) for each in points))
