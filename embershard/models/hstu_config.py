@@ -102,10 +102,6 @@ class HstuConfig(ArchSection):
         return flops * 4 / 3, tokens * dim + kept * at_once / batch_size
 
     def token_costs(self, num_features: int, dim: int) -> tuple[int, int]:
-        """Count multiply-adds, as `sample_cost` does.
-
-        >>> HstuConfig().token_costs(num_features=1, dim=16)
-        (7424, 128)
-        """
+        """Count multiply-adds, as `sample_cost` does."""
         width = self.num_layers * self.token_width(1)
         return num_features * dim**2 + 7 * width * dim, 2 * width

@@ -142,10 +142,14 @@ class FileSource(ABC):
         return self._split.is_held_out(number)
 
     def read(self, split: Split, chunk: int, rows: Ids) -> Block:
+        parsed, members, among = self.parsed(split, chunk)
+        return parsed.take(members[rows], among, replaces=split == "train")
+
+    def parsed(self, split: Split, chunk: int) -> tuple[ParsedChunk, Ids, Ids]:
+        """Return the physical chunk of a split's chunk, and of it the chunk's rows and those that replace bad ones."""
         physical, members = self._split.place(split, chunk)
-        parsed, replaces = self._parsed.get(physical), split == "train"
-        among = self._split.replacements(chunk) if replaces and parsed.bad else members
-        return parsed.take(members[rows], among, replaces=replaces)
+        parsed = self._parsed.get(physical)
+        return parsed, members, self._split.replacements(chunk) if split == "train" and parsed.bad else members
 
     def _parse_checked(self, number: int) -> ParsedChunk:
         parsed = self.parse(number, self._most_bad)

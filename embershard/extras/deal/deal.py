@@ -19,7 +19,7 @@ from embershard.errors import ConfigError
 MOST_COST = 1 << 61
 #: Above so many samples they are dealt a round at a time: a sample for each rank. Sums over many samples differ little.
 _MOST_ONE_BY_ONE = 1 << 14
-_MOST_EXCHANGES = 64
+_MOST_EXCHANGES = 16
 
 
 def deal(costs: ArrayLike, ranks: int, pieces: int = 1, seed: int = 0) -> Ids:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from embershard.data import DataConfig, Schema, Source
-from embershard.data.block import Block
+from embershard.data import DataConfig, Source
+from embershard.data.block import BadRow, Block
 from embershard.data.hashing import Ids, make_key
 from embershard.data.order.stream import SampleReader
-from embershard.data.sources.source import Split
+from embershard.data.sources.source import FileSource, Split
 from embershard.errors import ConfigError
 from embershard.extras.deal.deal import MOST_COST, deal, slowest_cost
 
@@ -32,10 +32,9 @@ class SampleCost:
     b: int
     more: int = 0
 
-    def of(self, block: Block, schema: Schema) -> Ids:
-        """Return the cost of each sample: int64 [n]."""
-        events = block.lengths[schema.keys.index(self.feature)]
-        tokens = np.full(block.num_samples, events, np.int64) + self.more
+    def of(self, num_ids: Ids) -> Ids:
+        """Return the costs of samples with so many ids of the feature: int64 [n]."""
+        tokens = num_ids + self.more
         most = int(tokens.max())
         if (self.a * most + self.b * most**2) * len(tokens) >= MOST_COST:
             raise ConfigError(
@@ -75,9 +74,17 @@ class Dealing:
     pieces: int
 
 
+class _Part(NamedTuple):
+    """Samples of one chunk: their ids of a feature, the bad rows among them, and what reads some, by their places."""
+
+    num_ids: Ids
+    bad: tuple[BadRow, ...]
+    take: Callable[[Ids], Block]
+
+
 class DealtReader(SampleReader):
-    """Reads the slices of all ranks that share theirs, and keeps the samples that are dealt to this one. Their deal is
-    a function of the samples, of the seed and of their position.
+    """Reads the numbers of ids in the slices of all ranks that share theirs, and the samples that are dealt to this
+    one. Their deal is a function of the samples, of the seed and of their position.
 
     Args:
         dealing: how they are shared.
@@ -94,19 +101,49 @@ class DealtReader(SampleReader):
         loads: MutableMapping[tuple[int, int], Loads],
     ) -> None:
         super().__init__(source, split, config)
-        self._schema, self._seed, self._dealing, self._loads = source.schema, config.seed, dealing, loads
+        self._seed, self._dealing, self._loads = config.seed, dealing, loads
+        self._feature = source.schema.keys.index(dealing.cost.feature)
 
     def read(self, epoch: int, ranges: Sequence[tuple[int, int]]) -> Block:
         """Return the samples dealt to the rank whose slice this is, and the slice's own bad rows."""
         [(start, stop)] = ranges
         how, size = self._dealing, stop - start
         first = start - how.place * size
-        slices = [(first, start), (start, stop), (stop, first + how.ranks * size)]
-        blocks = [super(DealtReader, self).read(epoch, [each]) for each in slices if each[0] < each[1]]
-        samples = Block.join(blocks)
-        costs = how.cost.of(samples, self._schema)
+        before, own, behind = (
+            [self._part(*each) for each in self._orders.get(epoch).locate(*positions)]
+            for positions in ((first, start), (start, stop), (stop, first + how.ranks * size))
+        )
+        parts = [*before, *own, *behind]
+        costs = how.cost.of(np.concatenate([part.num_ids for part in parts]))
         dealt = deal(costs, how.ranks, how.pieces, make_key(self._seed, epoch, first))
         undealt = np.arange(len(costs)).reshape(how.ranks, size)
         most, most_of_slices = (float(slowest_cost(costs, each, how.pieces)) for each in (dealt, undealt))
         self._loads[epoch, stop] = Loads(most, most_of_slices, float(costs.sum()) / how.ranks)
-        return replace(samples.take(dealt[how.place]), bad=blocks[how.place > 0].bad)
+        return replace(_taken(parts, dealt[how.place]), bad=tuple(row for part in own for row in part.bad))
+
+    def _part(self, chunk: int, rows: Ids) -> _Part:
+        """Return samples of a chunk; of a parsed one, ids are copied of those alone that are taken."""
+        if not isinstance(self._source, FileSource):
+            block = self._source.read(self._split, chunk, rows)
+            return _Part(self._counted(block).values[0], block.bad, block.take)
+        parsed, members, among = self._source.parsed(self._split, chunk)
+        mine, counts = members[rows], replace(parsed, samples=self._counted(parsed.samples))
+        counted = counts.take(mine, among, replaces=True)
+        return _Part(counted.values[0], counted.bad, lambda places: parsed.take(mine[places], among, replaces=True))
+
+    def _counted(self, block: Block) -> Block:
+        """Return the same samples with nothing but their numbers of ids."""
+        counts = np.full(block.num_samples, block.lengths[self._feature], np.int64)
+        return Block(block.dense[:, :0], block.labels, (counts,), (1,))
+
+
+def _taken(parts: Sequence[_Part], places: Ids) -> Block:
+    """Return the samples at these places of all parts, one part after another."""
+    rising, found, first = np.sort(places), [], 0
+    for part in parts:
+        last = first + len(part.num_ids)
+        here = slice(*np.searchsorted(rising, (first, last)))
+        found += [part.take(rising[here] - first)] if here.start < here.stop else []
+        first = last
+    mine = Block.join(found)
+    return mine if np.array_equal(rising, places) else mine.take(np.searchsorted(rising, places))
