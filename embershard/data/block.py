@@ -144,8 +144,9 @@ def take_bags(values: Ids, lengths: NDArray[np.int32], rows: Ids) -> Ids:
         return values[rows]
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     sizes = lengths[rows].astype(np.int64)
-    shift = starts[rows] - (np.cumsum(sizes) - sizes)
-    return values[np.repeat(shift, sizes) + np.arange(sizes.sum())]
+    places = np.repeat(starts[rows] - (np.cumsum(sizes) - sizes), sizes)
+    places += np.arange(len(places))
+    return values.take(places)
 
 
 def transform_dense(dense: NDArray[np.float32], transform: str) -> None:
