@@ -7,9 +7,10 @@ No row of theirs is measured here: their rules and their settings are, on genera
 `bagpipe` (SOSP'23, arXiv 2202.12429; uw-mad-dash/bagpipe): Criteo Kaggle's 26 tables, batches of 16,384, 200 batches
 known ahead. Its oracle (BagPipe/oraclecacher.py) has a row stay from a use to the last use that it knows; the cache
 (BagPipe/bagcache.py) fetches as far ahead as it knows, and so has slots for all rows of the known batches. Beside this
-rule: the optimum (MIN), and `RowCache` with as many batches known, at as many slots, at an eighth of them, and at the
-fewest with which the rule has its rows in time. Both know 200 batches beyond the one in training (their program 199).
-Targets: at the first two sizes at most 1.03 of the optimum's fills; at the first no more than the rule's.
+rule: the optimum (MIN), and `RowCache` with as many batches known, at as many slots (`known`), at an eighth of them,
+and at the fewest with which the rule has its rows in time. Rows without a known use leave by their uses so far (`lfu`),
+or by a profile of the same samples (`frequency`). Both systems know 200 batches beyond the one in training (their
+program 199). Targets: at the first two sizes at most 1.03 of the optimum's fills; at the first no more than the rule's.
 
 `ugache` (SOSP'23; SJTU-IPADS/ugache, eval/dlr/figure11-4v100): 100 tables of 8M rows, whose lookups are bounded Pareto
 with exponent 1.2 (syn_a12) or 1.4, 8,192 samples a GPU, 4 GPUs, slots for 2 % of all rows on each. Here a rank has a
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.common import machine, make_parser, report, settings_of
-from benchmarks.fill_optimality import Run, Stream, read_stream
+from benchmarks.fill_optimality import Run, read_stream
 from embershard.cache.config import CacheConfig, Policy
 from embershard.cache.statistics import CacheReport
 from embershard.data import DataConfig, SyntheticConfig
@@ -50,7 +51,7 @@ Ids = NDArray[np.int64]
 
 TARGET_OVER_OPTIMUM = 1.03
 PART_OF_SLOTS = 8
-_EQUAL_SLOTS, _FEWEST_SLOTS = "all known rows", "rows in time"
+SIZES = ("known", "eighth", "fewest")
 SLOT_SHARE = 0.08  # of a rank's rows: 2 % of all rows on each of 4 ranks
 TARGET_PERCENT = {1.2: 2.86, 1.4: 0.30}
 POLICIES: tuple[Policy, ...] = ("static", "frequency")
@@ -67,6 +68,8 @@ def main() -> None:
     of_bagpipe.add_argument("--known", type=int, default=200, help="batches known beyond the one in training")
     of_bagpipe.add_argument("--scale", type=float, default=1.0, help="rows relative to Criteo Kaggle")
     of_bagpipe.add_argument("--prefetch", type=int, default=1)
+    of_bagpipe.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
+    of_bagpipe.add_argument("--scorings", nargs="+", choices=["lfu", "frequency"], default=["lfu", "frequency"])
     of_ugache.add_argument("--steps", type=int, default=600)
     of_ugache.add_argument("--samples", type=int, default=4 * 8192, help="of a step, of all GPUs together")
     of_ugache.add_argument("--tables", type=int, default=5)
@@ -135,7 +138,8 @@ class KnownRows:
 class FillPoint:
     """Fills at one number of slots."""
 
-    slots_for: str
+    size: str
+    scoring: str
     slots: int
     slots_in_batches: float
     """Over the mean number of distinct rows of a batch."""
@@ -165,31 +169,32 @@ def bagpipe(options: argparse.Namespace) -> dict[str, Any]:
         "points": [],
     }
     print(f"{found}", file=sys.stderr, flush=True)
-    sizes = {
-        _EQUAL_SLOTS: rule.most_known,
-        f"1/{PART_OF_SLOTS} of them": rule.most_known // PART_OF_SLOTS,
-        _FEWEST_SLOTS: rule.most_needed,
-    }
-    for name, slots in sizes.items():
+    slots_of = dict(zip(SIZES, (rule.most_known, rule.most_known // PART_OF_SLOTS, rule.most_needed), strict=True))
+    for size in options.sizes:
+        slots = slots_of[size]
         optimum = offline_optimum(batches, slots)
         if optimum is None:
-            raise SystemExit(f"{slots} slots ({name}) do not hold every batch; raise --known, or lower --batch-size")
-        fills, late_fills = _cache_fills(stream, slots, options)
-        over_optimum, over_rule = round(fills / optimum, 4), round(fills / rule.fills, 4)
-        reached = over_optimum <= TARGET_OVER_OPTIMUM and (name != _EQUAL_SLOTS or fills <= rule.fills)
-        in_batches = round(slots / unique_ids, 2)
-        ratios = (over_optimum, over_rule, late_fills)
-        point = FillPoint(name, slots, in_batches, optimum, fills, *ratios, None if name == _FEWEST_SLOTS else reached)
-        print(f"{point}", file=sys.stderr, flush=True)
-        found["points"].append(asdict(point))
+            raise SystemExit(f"{slots} slots ({size}) do not hold every batch; raise --known, or lower --batch-size")
+        for scoring in options.scorings:
+            run = Run(stream, slots, scoring, look_ahead=True)
+            late_fills, _ = run.ahead(options.known, options.prefetch)
+            fills = run.finish()
+            reached = fills <= TARGET_OVER_OPTIMUM * optimum and (size != "known" or fills <= rule.fills)
+            point = FillPoint(
+                size=size,
+                scoring=scoring,
+                slots=slots,
+                slots_in_batches=round(slots / unique_ids, 2),
+                optimum_fills=optimum,
+                fills=fills,
+                over_optimum=round(fills / optimum, 4),
+                over_rule=round(fills / rule.fills, 4),
+                late_fills=late_fills,
+                reached=None if size == "fewest" else reached,
+            )
+            print(f"{point}", file=sys.stderr, flush=True)
+            found["points"].append(asdict(point))
     return found
-
-
-def _cache_fills(stream: Stream, slots: int, options: argparse.Namespace) -> tuple[int, int]:
-    """Return the fills of the cache itself, and those that a step after the first waited for."""
-    run = Run(stream, slots, "lfu", look_ahead=True)
-    late_fills, _ = run.ahead(options.known, options.prefetch)
-    return run.finish(), late_fills
 
 
 # -- UGache

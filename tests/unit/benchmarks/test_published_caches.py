@@ -81,7 +81,11 @@ def test_the_command_prints_and_writes_json(tmp_path, monkeypatch, capsys) -> No
     published_caches.main()
     result = json.loads(file.read_text())
     assert json.loads(capsys.readouterr().out) == result
-    equal, eighth, fewest = result["bagpipe"]["points"]
+    points = result["bagpipe"]["points"]
+    assert [(point["size"], point["scoring"]) for point in points] == [
+        (size, scoring) for size in ("known", "eighth", "fewest") for scoring in ("lfu", "frequency")
+    ]
+    equal, _, eighth, _, fewest, _ = points
     rule = result["bagpipe"]["rule"]
     assert [equal["slots"], eighth["slots"]] == [rule["most_known"], rule["most_known"] // 8]
     assert eighth["slots"] < fewest["slots"] < equal["slots"]
