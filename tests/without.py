@@ -122,6 +122,7 @@ CAPABILITIES = {
     "step_trace": Capability(("extras.step_trace",), ("trace", "stages")),
     "deal": Capability(("extras.deal",), ("dealt", "deals", "/deal", "_deal", "deal_")),
     "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
+    "hstu_fbgemm": Capability(("extras.hstu_fbgemm",), ("hstu_fbgemm",)),
     "length_groups": Capability(("extras.length_groups",), ("length_groups",), carries=("hstu", "networks")),
 }
 

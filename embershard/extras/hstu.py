@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, silu
 from torchrec.modules.mlp import MLP
 
+from embershard.lazy_names import named
 from embershard.models.hstu_config import NUM_TIME_BUCKETS, TIME_BOUNDS, HstuConfig
 
 
@@ -26,12 +28,15 @@ class Pairs:
         has_bias: bool; both are events or scored items.
         distance: of their positions, from 0 to the most events.
         bucket: of the difference of their times; None without times.
+        lengths, num_tokens: as in `pairs_of`.
     """
 
     sees: Tensor
     has_bias: Tensor
     distance: Tensor
     bucket: Tensor | None
+    lengths: Tensor
+    num_tokens: tuple[int, int, int]
 
 
 #: Of events and scored items in seconds, int64 [B, L + K]; and the least seconds of each bucket of their differences,
@@ -87,7 +92,25 @@ def pairs_of(
         moments = torch.cat([of_tokens.new_zeros(size, contexts), of_tokens], dim=1)
         ago = moments.unsqueeze(2) - moments.unsqueeze(1)
         bucket = torch.bucketize(ago, bounds, right=True)
-    return Pairs(sees & exists.unsqueeze(1), has_bias, distance.clamp(0, max_events), bucket)
+    sees = sees & exists.unsqueeze(1)
+    return Pairs(sees, has_bias, distance.clamp(0, max_events), bucket, lengths, num_tokens)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, pairs: Pairs, divisor: int) -> Tensor:
+    """Return `A v` of `HSTULayer`, [B, H, S, d], of queries (scaled), keys and values like it, and biases [B, S, S]."""
+    scores = queries @ keys.transpose(2, 3)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias.unsqueeze(1)
+    weights = silu(scores) * pairs.sees.unsqueeze(1) / divisor
+    return weights.to(values.dtype) @ values
+
+
+def attend_to_all(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, lengths: Tensor, num_tokens: tuple[int, int, int],
+    divisor: int,
+) -> Tensor:  # fmt: skip
+    """Return `attend` without a window."""
+    pairs = pairs_of(lengths, None, num_tokens, num_tokens[1], None)
+    return attend(queries, keys, values, bias, pairs, divisor)
 
 
 class HSTULayer(nn.Module):
@@ -107,6 +130,9 @@ class HSTULayer(nn.Module):
         super().__init__()
         self._heads, self._divisor, width = settings.num_heads, settings.max_events, settings.token_width(1)
         self._scale, self._dropout = settings.head_dim**-0.5, settings.linear_dropout
+        self._kernel = None
+        if settings.kernel == "fbgemm":
+            self._kernel = partial(named("embershard.extras.hstu_fbgemm:attend"), instead=attend_to_all)
         self.norm, self.attention_norm = nn.LayerNorm(dim), nn.LayerNorm(width)
         self.into, self.out = nn.Linear(dim, settings.token_width(4)), nn.Linear(settings.token_width(3), dim)
         self.position = nn.Parameter(torch.randn(settings.max_events + 1) * 0.02)
@@ -116,14 +142,14 @@ class HSTULayer(nn.Module):
         """Return the next layer's tokens, [B, S, D]."""
         parts = silu(self.into(self.norm(tokens))).unflatten(2, (4, self._heads, -1)).permute(2, 0, 3, 1, 4)
         gate, values, queries, keys = parts  # [B, H, S, d]
-        scores = (queries * self._scale) @ keys.transpose(2, 3)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         bias = self.position[pairs.distance]
         if self.time is not None:
             bias = bias + self.time[pairs.bucket]
-        scores = scores + (bias * pairs.has_bias).unsqueeze(1)
-        weights = silu(scores) * pairs.sees.unsqueeze(1) / self._divisor
-        attended = weights.to(values.dtype) @ values
+        inputs = queries * self._scale, keys, values, bias * pairs.has_bias
+        if self._kernel is not None and tokens.is_cuda:
+            attended = self._kernel(*inputs, pairs.lengths, pairs.num_tokens, self._divisor)
+        else:
+            attended = attend(*inputs, pairs, self._divisor)
         attended, gate = (each.transpose(1, 2).flatten(2) for each in (attended, gate))
         attended = self.attention_norm(attended)
         gated = torch.cat([gate, attended, gate * attended], dim=2)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from embershard.errors import ConfigError
 from embershard.models.arch_section import FLOPS_PER_MULTIPLY_ADD, ArchSection, mlp_parameters
-from embershard.settings.resume_rules import OfModel, OfTraining
+from embershard.settings.resume_rules import Free, OfModel, OfTraining
 
 _HALF_OCTAVES = 64  # differences of times up to 2^32 seconds are told apart
 #: Least seconds of each bucket of such differences but the first: about sqrt(2) times those of the bucket before.
@@ -42,6 +42,9 @@ class HstuConfig(ArchSection):
     times: OfModel[tuple[str, ...]] = ()
     """Two sparse features of whole seconds, ["time", "hist_time"]: when the item is scored, one number, and when each
     event of the history was. Their differences give the bias by time; they look up no table. Default: no such bias."""
+    kernel: Free[Literal["torch", "fbgemm"]] = "torch"
+    """What computes the attention on GPUs: operations of torch, or the kernel of the package fbgemm_gpu_hstu, which
+    needs `train.precision` "bf16" and no `window`. On a CPU always torch."""
     input_dropout: OfTraining[float] = 0.0
     """Probability with which training leaves out each number of what the first layer gets."""
     linear_dropout: OfTraining[float] = 0.0
@@ -59,6 +62,11 @@ class HstuConfig(ArchSection):
             raise ConfigError(
                 f"model.hstu.times: got {list(self.times)}, needed two sparse features: the time of the sample, and "
                 'those of its history\'s events. For instance ["time", "hist_time"].'
+            )
+        if self.kernel == "fbgemm" and self.window is not None:
+            raise ConfigError(
+                f'model.hstu.kernel: got "fbgemm" and window = {self.window}, which that kernel has not beside '
+                'contextual tokens. Set window to none, or kernel to "torch".'
             )
         if self.window is not None and self.window >= self.max_events:
             raise ConfigError(
